@@ -1,0 +1,26 @@
+"""raypipe: pipelines of Ray actors that train large networks, adapt to the network and survive failures.
+
+Public names load on first use, so that ``import raypipe.planner`` needs neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "PipelineConfig": "raypipe.config",
+    "PipelineTrainer": "raypipe.trainer",
+    "Result": "raypipe.trainer",
+    "load_state_dict": "raypipe.engine.checkpoint",
+}
+
+__all__ = ["PipelineConfig", "PipelineTrainer", "Result", "__version__", "load_state_dict"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'raypipe' has no attribute {name!r}")

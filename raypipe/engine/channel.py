@@ -1,0 +1,48 @@
+"""A channel joins two workers: whole messages, both ways, in the order of the schedule.
+
+The *sender's action* is the message key: stage 1 asks for ``0SEND_F5`` and gets what stage 0 sent
+under it. Together with the generation this is all the addressing there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from raypipe.ir.schedule import Action
+
+__all__ = ["Channel"]
+
+Payload = Sequence[torch.Tensor | None]
+"""Boundary tensors in the order of the boundary; None where there is nothing (a gradient that is not needed)."""
+
+
+class Channel(Protocol):
+    """One worker's end of a link. Every implementation passes tests/contract/channel.py."""
+
+    name: str
+    """For messages to people: ``stage 0 <-> stage 1``."""
+
+    def send(self, action: Action, tensors: Payload) -> None:
+        """Hand over tensors and return at once; nobody may change them until they are sent.
+
+        Raises:
+            LinkError: the link failed or was aborted, now or before.
+        """
+
+    def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
+        """Wait for the message that the peer sent under ``action``.
+
+        A tensor that needs a gradient on the sender's side arrives as a leaf that requires one.
+
+        Raises:
+            LinkError: deadline missed, peer gone, wrong header, or aborted; names link, action, micro-batch.
+        """
+
+    def abort(self, reason: str) -> None:
+        """End every wait on both sides now, from any thread; the channel stays unusable."""
+
+    def close(self) -> None:
+        """Send what was handed over (within a deadline), then release threads and sockets. Safe to call twice."""

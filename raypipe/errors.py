@@ -1,0 +1,51 @@
+"""The errors a person can meet: each says what happened, where, and what to change."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "LinkError",
+    "PlanError",
+    "RaypipeError",
+    "ScheduleError",
+    "StageError",
+]
+
+
+class RaypipeError(Exception):
+    """Base of every error raised on purpose. The message is one paragraph that ends with the remedy."""
+
+
+class ConfigError(RaypipeError):
+    """A field of the configuration is unknown, ill-typed or out of range; names the field."""
+
+
+class CaptureError(RaypipeError):
+    """The model could not be turned into a graph of stages; names the place in the user's code."""
+
+
+class DataError(RaypipeError):
+    """The training data is missing or does not have the promised columns; names file and column."""
+
+
+class PlanError(RaypipeError):
+    """No plan fits the model, the cluster and the limits; names the stage and the numbers."""
+
+
+class ScheduleError(RaypipeError):
+    """A schedule breaks a rule; names the action."""
+
+
+class LinkError(RaypipeError):
+    """A link between two stages failed or missed its deadline; names link, action and micro-batch."""
+
+
+class StageError(RaypipeError):
+    """A stage raised or died; names the stage and carries its own traceback."""
+
+
+class CheckpointError(RaypipeError):
+    """A checkpoint is incomplete, damaged or of another model; names the file."""

@@ -1,0 +1,128 @@
+"""Who holds what, in which order it is run: the answer of the planner, saved beside every run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from raypipe.ir.schedule import Schedule
+
+__all__ = ["Partition", "Plan", "Segment", "Stage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A run of the model's nodes.
+
+    Attributes:
+        index: position in the pipeline.
+        start, stop: its nodes are graph.nodes[start:stop].
+        first_node, last_node: their names.
+        param_bytes: bytes of the parameters that it is the first to use.
+        input_bytes: bytes per sample that arrive from the stage before.
+    """
+
+    index: int
+    start: int
+    stop: int
+    first_node: str
+    last_node: str
+    param_bytes: int
+    input_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The cut of a model into stages, with the reason for it."""
+
+    stages: tuple[Stage, ...]
+    reason: str
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Node positions between stages."""
+        return tuple(stage.start for stage in self.stages[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that decides how a step runs.
+
+    Attributes:
+        partition: the stages.
+        schedule: compute actions only; lowering adds the rest.
+        minibatch_size: samples per optimizer step.
+        microbatch_size: samples per micro-batch; the last one of a mini-batch may be smaller.
+        num_microbatches: ceil(minibatch_size / microbatch_size).
+        transport: how boundary tensors travel.
+        generation: counts re-plans; messages of an older one are dropped.
+        notes: what a person should know about this plan, one sentence each.
+    """
+
+    partition: Partition
+    schedule: Schedule
+    minibatch_size: int
+    microbatch_size: int
+    num_microbatches: int
+    transport: str = "tcp"
+    generation: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> str:
+        """The plan as it is saved in ``plan.json``; rows of actions in text form."""
+        rows = [" ".join(map(str, row)) for row in self.schedule.rows()]
+        return json.dumps(
+            {
+                "generation": self.generation,
+                "minibatch_size": self.minibatch_size,
+                "microbatch_size": self.microbatch_size,
+                "num_microbatches": self.num_microbatches,
+                "transport": self.transport,
+                "schedule": {"kind": self.schedule.kind, "rows": rows},
+                "partition": asdict(self.partition),
+                "notes": list(self.notes),
+            },
+            indent=2,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One order to all workers: run from one flush to the next, on these samples.
+
+    Micro-batch numbers are global to the run, in actions, in message keys and in randomness.
+
+    Attributes:
+        schedule_id: which of the rows known to the worker.
+        repeats: repetitions of the schedule's body.
+        first_step: optimizer step of the first mini-batch, counted from 0 over the whole run.
+        first_microbatch: number of its first micro-batch over the whole run.
+        epoch, offset: the samples are those at positions offset, offset + 1, ... of this epoch's order.
+        microbatch_samples: sizes of the micro-batches of ONE mini-batch, in order.
+        num_minibatches: mini-batches in the segment, all cut alike.
+        generation: of the plan.
+    """
+
+    schedule_id: int
+    repeats: int
+    first_step: int
+    first_microbatch: int
+    epoch: int
+    offset: int
+    microbatch_samples: tuple[int, ...]
+    num_minibatches: int = 1
+    generation: int = 0
+
+    @property
+    def minibatch_samples(self) -> int:
+        return sum(self.microbatch_samples)
+
+    def locate(self, microbatch: int) -> tuple[int, int, int]:
+        """(step, position in the epoch's order of the first sample, samples) of a global micro-batch."""
+        minibatch, index = divmod(microbatch - self.first_microbatch, len(self.microbatch_samples))
+        start = self.offset + minibatch * self.minibatch_samples + sum(self.microbatch_samples[:index])
+        return self.first_step + minibatch, start, self.microbatch_samples[index]
