@@ -1,0 +1,208 @@
+"""From the user's nn.Module to stages that are functions.
+
+    nn.Module --trace--> flat graph --analyse--> nodes, sites, what can be rebuilt --slice--> StagePrograms
+    nn.Sequential -----> children as they are -----------------------------------^
+
+The model itself is only read. Training and evaluation graphs come from one capture: training is cut by
+position, and evaluation follows the parameters, so both modes find the same tensors in the same stage.
+
+What the model omits: control flow that depends on data (the error quotes the line), attributes of the model
+that forward changes other than buffers, autocast regions inside forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from raypipe.engine.capture.analyse import Analysis, analyse, model_graph
+from raypipe.engine.capture.cut import assign_by_owner, assign_by_position, slice_stages
+from raypipe.engine.capture.sequential import (
+    Child,
+    is_plain_sequential,
+    sequential_children,
+    sequential_function,
+    sequential_graph,
+)
+from raypipe.engine.capture.trace import trace
+from raypipe.engine.stage import StageFunction, StageProgram
+from raypipe.errors import CaptureError
+from raypipe.ir.graph import ModelGraph
+
+__all__ = ["Capture", "capture"]
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _UserLoss:
+    """The user's loss on the structure that the model returns."""
+
+    loss_fn: LossFn
+    out_spec: pytree.TreeSpec | None
+
+    def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        output = outputs[0] if self.out_spec is None else pytree.tree_unflatten(list(outputs), self.out_spec)
+        return self.loss_fn(output, *targets)
+
+
+def _own_loss(outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    return outputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A model ready to be cut.
+
+    Attributes:
+        graph: what the planner sees.
+        parameters, buffers: the user's own tensors by canonical name, in the order of the model.
+        persistent: names of the buffers that belong to the state_dict.
+    """
+
+    graph: ModelGraph
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    persistent: frozenset[str]
+    _functions: Callable[[Sequence[int]], tuple[list[StageFunction], list[StageFunction]]]
+    _loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor]
+    _targets: tuple[str, ...]
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        return frozenset(name for name, parameter in self.parameters.items() if parameter.requires_grad)
+
+    def programs(self, cuts: Sequence[int]) -> tuple[StageProgram, ...]:
+        """The stages when the graph's nodes are cut before each of these positions.
+
+        Raises:
+            CaptureError: the cut would part what belongs together; names it.
+        """
+        trains, evals = self._functions(cuts)
+        num_stages = len(trains)
+        holders: dict[str, list[int]] = {}
+        num_sites: dict[str, int] = {}
+        for index, function in enumerate(trains):
+            for site in function.sites:
+                num_sites[site.parameter] = num_sites.get(site.parameter, 0) + 1
+            for name in dict.fromkeys(site.parameter for site in function.sites):
+                holders.setdefault(name, []).append(index)
+        for name in self.parameters:  # never used in training: kept, so that the state is complete
+            holders.setdefault(name, [0])
+        trainable = self.trainable
+        first_trainable = min((holders[name][0] for name in trainable if name in num_sites), default=None)
+        if first_trainable is None:
+            raise CaptureError(
+                "No parameter that the model uses requires a gradient, so there is nothing to train. "
+                "Set requires_grad=True on the parameters that shall move."
+            )
+        order = {name: i for i, name in enumerate(self.parameters)}
+        programs = []
+        for index, (train, evaluation) in enumerate(zip(trains, evals, strict=True)):
+            held = tuple(name for name in self.parameters if index in holders[name])
+            last = index == num_stages - 1
+            programs.append(
+                StageProgram(
+                    index=index,
+                    num_stages=num_stages,
+                    train=train,
+                    eval=evaluation,
+                    parameters=held,
+                    buffers=tuple(dict.fromkeys((*train.buffers, *evaluation.buffers))),
+                    trainable=trainable & frozenset(held),
+                    shared_with={name: tuple(holders[name]) for name in held if len(holders[name]) > 1},
+                    num_sites=num_sites,
+                    order=order,
+                    loss=self._loss if last else None,
+                    targets=self._targets if last else (),
+                    first_trainable=first_trainable,
+                )
+            )
+        return tuple(programs)
+
+
+def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
+            loss_fn: LossFn | None) -> Capture:  # fmt: skip
+    """Turn a model into a graph that can be cut into stages. The model is not changed.
+
+    Args:
+        model: on the CPU, in any mode.
+        example: one micro-batch of at least two samples: (input, ..., target), or columns by name.
+        columns: names of the data columns in the order of the example.
+        loss_fn: (output, target) -> scalar, None where the model returns its own loss.
+
+    Raises:
+        CaptureError: names the place that cannot be traced or trained, and what to do.
+    """
+    buffers = dict(model.named_buffers())
+    persistent = frozenset(model.state_dict().keys()) & buffers.keys()
+    if loss_fn is not None and not isinstance(example, Sequence):
+        raise CaptureError(
+            "A batch of named columns becomes keyword arguments of a model that returns its own loss; with a loss_fn, "
+            "give tuples (input, ..., target) instead."
+        )
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise CaptureError("loss_fn has parameters of its own; make it part of the model and let the model return it.")
+    if isinstance(example, Mapping):
+        args, kwargs, inputs, targets = (), dict(example), tuple(columns), ()
+    elif loss_fn is None:
+        args, kwargs, inputs, targets = tuple(example), {}, tuple(columns), ()
+    else:
+        args, kwargs, inputs, targets = tuple(example[:-1]), {}, tuple(columns[:-1]), tuple(columns[-1:])
+    loss = _own_loss if loss_fn is None else _UserLoss(loss_fn, None)
+    if is_plain_sequential(model) and len(args) == 1 and not kwargs:
+        children = sequential_children(model, args[0])  # type: ignore[arg-type]
+        sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+        graph = sequential_graph(children[0], sizes)
+
+        def functions(cuts: Sequence[int]) -> tuple[list[StageFunction], list[StageFunction]]:
+            return tuple(_sequential_stages(mode, cuts, inputs[0]) for mode in children)  # type: ignore[return-value]
+
+    else:
+        samples = min((len(t) for t in (*args, *kwargs.values()) if t.dim()), default=1)
+        if samples < 2:
+            raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
+        modes = [
+            analyse(trace(model, args, kwargs, inputs, returns_loss=loss_fn is None, training=training))
+            for training in (True, False)
+        ]
+        graph = model_graph(modes[0], samples)
+        if loss_fn is not None:
+            loss = _UserLoss(loss_fn, modes[0].traced.out_spec)
+
+        def functions(cuts: Sequence[int]) -> tuple[list[StageFunction], list[StageFunction]]:
+            return _graph_stages(modes[0], modes[1], cuts, type(model).__name__)
+
+    return Capture(graph, dict(model.named_parameters()), buffers, persistent, functions, loss, targets)
+
+
+def _sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:
+    bounds = [0, *cuts, len(children)]
+    return [
+        sequential_function(children[start:stop], column, first=start == 0)
+        for start, stop in itertools.pairwise(bounds)
+    ]
+
+
+def _graph_stages(
+    train: Analysis, evaluation: Analysis, cuts: Sequence[int], title: str
+) -> tuple[list[StageFunction], list[StageFunction]]:
+    num_stages = len(cuts) + 1
+    stages = assign_by_position(train, cuts)
+    holders: dict[str, set[int]] = {}
+    names = {**train.traced.parameters, **{b: train.traced.buffers[b] for b in train.changing_buffers}}
+    for node, stage in stages.items():
+        for used in node.all_input_nodes:
+            if used in names:
+                holders.setdefault(names[used], set()).add(stage)
+    held = {name: tuple(sorted(found)) for name, found in holders.items()}
+    return (
+        list(slice_stages(train, stages, num_stages, f"{title} train")),
+        list(slice_stages(evaluation, assign_by_owner(evaluation, held), num_stages, f"{title} eval")),
+    )

@@ -1,0 +1,162 @@
+"""nn.Sequential without tracing: the children are the nodes, whatever happens inside them.
+
+Nothing in a child needs to be traceable: custom autograd functions, data-dependent branches and Python
+side effects run as they are. The example batch goes through once, to learn the boundary's bytes, how
+many random draws each child makes and which children change their input in place.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.stage import Site
+from raypipe.errors import CaptureError
+from raypipe.ir.graph import ModelGraph, Node
+
+__all__ = ["Child", "SequentialFunction", "is_plain_sequential", "sequential_children"]
+
+
+def is_plain_sequential(model: nn.Module) -> bool:
+    """Whether the model is an nn.Sequential that does nothing but call its children in order."""
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(hooks)
+
+
+@dataclass(slots=True)
+class Child:
+    """One node of an nn.Sequential.
+
+    Attributes:
+        name: dotted name in the model.
+        module: skeleton without storage (meta device), in one mode.
+        sites: local parameter name -> the use of the canonical parameter.
+        buffers: local buffer name -> name in the model.
+        first_draw, num_draws: its random draws among those of the whole model.
+        changes_input: it works in place on its input.
+        output_bytes: of one sample.
+    """
+
+    name: str
+    module: nn.Module
+    sites: dict[str, Site]
+    buffers: dict[str, str]
+    first_draw: int
+    num_draws: int
+    changes_input: bool
+    output_bytes: int
+
+
+@dataclass(slots=True)
+class SequentialFunction:
+    """Some consecutive children as a stage function (engine/stage.py)."""
+
+    children: tuple[Child, ...]
+    sites: tuple[Site, ...]
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    num_inputs: int
+    num_outputs: int = 1
+
+    def __call__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        key: RandomKey,
+    ) -> tuple[torch.Tensor, ...]:
+        (x,) = (*inputs, *columns)
+        leaves, held = iter(parameters), dict(zip(self.buffers, buffers, strict=True))
+        if self.children[0].changes_input:
+            x = x.clone()  # a leaf, and perhaps still being sent on by somebody: not ours to change
+        for child in self.children:
+            state = {name: next(leaves) for name in child.sites}
+            state |= {name: held[full] for name, full in child.buffers.items()}
+            if child.num_draws:
+                with KeyedRandomness(key, child.first_draw):
+                    x = functional_call(child.module, state, (x,), tie_weights=False)
+            else:
+                x = functional_call(child.module, state, (x,), tie_weights=False)
+        return (x,)
+
+
+def _flat_children(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    found = []
+    for name, child in model.named_children():
+        if is_plain_sequential(child):
+            found += _flat_children(child, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            found.append((prefix + name, child))
+    return found
+
+
+def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[list[Child], list[Child]]:
+    """The children in training and in evaluation mode.
+
+    Args:
+        example: one micro-batch; the model's own parameters and buffers are not changed.
+
+    Raises:
+        CaptureError: a child returns something other than one tensor.
+    """
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    trial = copy.deepcopy(model).train()
+    skeleton = copy.deepcopy(model).to("meta")
+    uses: dict[str, int] = {}
+    trains: list[Child] = []
+    evals: list[Child] = []
+    key = RandomKey(0, 0, 0)
+    x, draws = example, 0
+    modules = zip(_flat_children(model), _flat_children(trial), _flat_children(skeleton), strict=True)
+    for (name, own), (_, run), (_, bare) in modules:
+        sites = {}
+        for local, parameter in own.named_parameters(remove_duplicate=False):
+            canonical = first[parameter]
+            sites[local] = Site(canonical, uses.get(canonical, 0))
+            uses[canonical] = uses.get(canonical, 0) + 1
+        buffers = {local: f"{name}.{local}" for local, _ in own.named_buffers(remove_duplicate=False)}
+        version = x._version
+        with torch.no_grad(), KeyedRandomness(key) as mode:
+            y = run(x)
+        if not isinstance(y, torch.Tensor):
+            raise CaptureError(
+                f"Child {name!r} ({type(own).__name__}) of the nn.Sequential returns {type(y).__name__}; between the "
+                "children of a pipeline one tensor travels. Let it return a tensor, or wrap the model in an nn.Module "
+                "that torch.export can trace."
+            )
+        size = y.numel() * y.element_size() // max(1, len(y))
+        changed = x._version != version
+        for children, training, num_draws in ((trains, True, mode.index), (evals, False, 0)):
+            module = copy.deepcopy(bare).train(training)
+            children.append(Child(name, module, sites, buffers, draws, num_draws, changed, size))
+        draws += mode.index
+        x = y
+    return trains, evals
+
+
+def sequential_graph(children: Sequence[Child], param_bytes: dict[str, int]) -> ModelGraph:
+    """The planner's view: one Node per child; a shared parameter counts where it is used first."""
+    nodes = []
+    for child in children:
+        own = tuple(dict.fromkeys(site.parameter for site in child.sites.values() if site.index == 0))
+        size = sum(param_bytes[name] for name in own)
+        nodes.append(Node(child.name, child.name, own, size, child.output_bytes))
+    return ModelGraph(tuple(nodes))
+
+
+def sequential_function(children: Sequence[Child], column: str, *, first: bool) -> SequentialFunction:
+    """The stage function of some consecutive children; the first stage reads the data column."""
+    return SequentialFunction(
+        children=tuple(children),
+        sites=tuple(site for child in children for site in child.sites.values()),
+        buffers=tuple(name for child in children for name in child.buffers.values()),
+        columns=(column,) if first else (),
+        num_inputs=0 if first else 1,
+    )

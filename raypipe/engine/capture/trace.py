@@ -1,0 +1,368 @@
+"""torch.export in, one flat graph out: parameters, buffers, constants and data columns as placeholders.
+
+The exported program is only ever read. Its graph is copied into a plain fx graph in which nested regions
+are inlined, assertions are gone, every random operation carries its number, and activation operations that
+work in place are made out of place wherever that is safe (buffer updates stay in place).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from raypipe.engine.randomness import draws_randomness, dropout, keyed_call
+from raypipe.errors import CaptureError
+
+__all__ = ["Traced", "trace"]
+
+aten = torch.ops.aten
+
+_DROPPED = ("aten._assert", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
+
+
+@dataclass(slots=True)
+class Traced:
+    """A whole model in one mode.
+
+    Attributes:
+        graph: flat fx graph; its output is the flat list of the model's outputs.
+        parameters, buffers: placeholder -> name in the user's model (canonical for shared parameters).
+        constants: placeholder -> tensor that the model closed over.
+        columns: placeholder -> name of the data column.
+        key: placeholder of the random key.
+        num_draws: random operations in the graph.
+        out_spec: structure of the model's output.
+        pinned: nodes that change in place something with another live alias: no cut may part the nodes of
+            one such group (first and last node of it).
+    """
+
+    graph: fx.Graph
+    parameters: dict[fx.Node, str]
+    buffers: dict[fx.Node, str]
+    constants: dict[fx.Node, torch.Tensor]
+    columns: dict[fx.Node, str]
+    key: fx.Node
+    num_draws: int
+    out_spec: pytree.TreeSpec
+    pinned: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+
+
+@contextmanager
+def _loss_only(model: torch.nn.Module) -> Iterator[None]:
+    """While inside, the model returns only its loss: caches and logits would be dead weight at every cut."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = original(*args, **kwargs)
+        loss = output if isinstance(output, torch.Tensor) else None
+        if loss is None:
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None and isinstance(output, Sequence) and isinstance(output[0], torch.Tensor):
+            loss = output[0]
+        if loss is None or loss.dim() != 0:
+            found = "no loss" if loss is None else f"a tensor of shape {tuple(loss.shape)}"
+            raise CaptureError(
+                f"Without a loss_fn the model must return its own scalar loss, but {type(model).__name__} returned "
+                f"{found}. Pass loss_fn=..., or let the batch carry the labels that make the model compute its loss."
+            )
+        return loss
+
+    # torch.export reads the signature to pair dynamic shapes with arguments.
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    model.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def trace(
+    model: torch.nn.Module,
+    args: Sequence[torch.Tensor],
+    kwargs: Mapping[str, torch.Tensor],
+    columns: Sequence[str],
+    *,
+    returns_loss: bool,
+    training: bool,
+) -> Traced:
+    """Export the model in one mode with a dynamic batch dimension (dimension 0 of every input).
+
+    Args:
+        args, kwargs: one example micro-batch of at least two samples.
+        columns: names of the data columns behind args, then kwargs.
+        returns_loss: the model computes its own loss; only that output is kept.
+        training: which mode.
+
+    Raises:
+        CaptureError: torch.export cannot trace the model; quotes the place in the user's code.
+    """
+    batch_dims = lambda x: {0: torch.export.Dim.DYNAMIC} if x.dim() else None  # noqa: E731
+    shapes = _dynamic_shapes(model, [batch_dims(a) for a in args], {k: batch_dims(v) for k, v in kwargs.items()})
+    was_training = {name: module.training for name, module in model.named_modules()}
+    model.train(training)
+    try:
+        if returns_loss:
+            with _loss_only(model):
+                program = torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
+        else:
+            program = torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(model, error)) from error
+    finally:
+        for name, module in model.named_modules():
+            module.training = was_training[name]
+    return _flatten(model, program, columns)
+
+
+def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Dynamic shapes keyed by the parameters of forward, as torch.export wants them."""
+    parameters = inspect.signature(model.forward).parameters
+    shapes: dict[str, Any] = {}
+    rest = list(args)
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL and rest:
+            shapes[name] = tuple(rest)
+            rest = []
+        elif rest and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            shapes[name] = rest.pop(0)
+    unknown = {}
+    for name, shape in kwargs.items():
+        if name in parameters:
+            shapes[name] = shape
+        else:
+            unknown[name] = shape
+    for name, parameter in parameters.items():
+        if unknown and parameter.kind is parameter.VAR_KEYWORD:
+            shapes[name] = unknown
+            unknown = {}
+    if rest or unknown:
+        extra = f"{len(args)} positional inputs" if rest else f"columns {sorted(unknown)}"
+        raise CaptureError(
+            f"{type(model).__name__}.forward{inspect.signature(model.forward)} does not take the {extra} that the "
+            "data brings. Drop the columns it does not know, or name them as its arguments."
+        )
+    return shapes
+
+
+def _explain(model: torch.nn.Module, error: Exception) -> str:
+    """One paragraph with the innermost line of the user's code in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    library = ("/torch/", "/raypipe/engine/", "<string>", "<eval_with_key>")
+    own = [f for f in frames if not any(part in f.filename for part in library)]
+    where = f' at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: "{own[-1].line}"' if own else ""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return (
+        f"{type(model).__name__} could not be traced{where}. torch.export said: {type(error).__name__}: {first[:300]} "
+        "Replace the data-dependent branch (torch.where, torch.cond) or move it out of forward; or build the model as "
+        "an nn.Sequential of blocks, which raypipe cuts between blocks without tracing them."
+    )
+
+
+def _flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str]) -> Traced:
+    canonical = _canonical_names(model)
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    traced = Traced(graph, {}, {}, {}, {}, None, 0, program.call_spec.out_spec)  # type: ignore[arg-type]
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    parameters: dict[str, fx.Node] = {}
+    user_inputs = iter(columns)
+    for node in program.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        spec = specs[node.name]
+        name = canonical.get(spec.target or "", spec.target)
+        if spec.kind is InputKind.PARAMETER and name in parameters:
+            env[node] = parameters[name]  # another name of a shared parameter
+            continue
+        copy = env[node] = graph.placeholder(node.name)
+        copy.meta = dict(node.meta)
+        match spec.kind:
+            case InputKind.PARAMETER:
+                parameters[name] = copy
+                traced.parameters[copy] = name
+            case InputKind.BUFFER:
+                traced.buffers[copy] = name
+            case InputKind.CONSTANT_TENSOR:
+                traced.constants[copy] = program.constants[spec.target].detach()
+            case InputKind.USER_INPUT:
+                traced.columns[copy] = next(user_inputs)
+            case _:
+                raise CaptureError(
+                    f"The model uses {spec.kind.name} {spec.target!r} as an input; raypipe handles tensors only."
+                )
+    traced.key = graph.placeholder("key")
+    _copy_nodes(program.graph_module, program.graph, env, traced, detached=False)
+    outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
+    graph.output(tuple(fx.map_arg(list(outputs), lambda n: env[n])))
+    _out_of_place(traced)
+    graph.lint()
+    return traced
+
+
+def _canonical_names(model: torch.nn.Module) -> dict[str, str]:
+    """Every name of a parameter -> the first one in named_parameters()."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    return {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _copy_nodes(
+    owner: torch.nn.Module, source: fx.Graph, env: dict[fx.Node, Any], traced: Traced, *, detached: bool
+) -> None:
+    """Copy call nodes into traced.graph; ``detached`` inside a no-grad region, whose results carry no gradient."""
+    graph = traced.graph
+    submodules: dict[fx.Node, fx.GraphModule] = {}
+    for node in source.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op == "get_attr":
+            value = operator.attrgetter(node.target)(owner)
+            if isinstance(value, fx.GraphModule):
+                submodules[node] = value
+                continue
+            raise CaptureError(f"The graph reads the attribute {node.target!r}, which raypipe cannot ship.")
+        if str(node.target).startswith(_DROPPED):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: submodules.get(n) or env[n])
+        if "wrap_with_" in str(node.target):
+            env[node] = _inline(node, args, traced, detached)
+            continue
+        env[node] = copy = _copy_call(graph, traced, node, args, dict(kwargs))
+        copy.meta = {k: node.meta[k] for k in ("val", "nn_module_stack", "stack_trace") if k in node.meta}
+        if detached and isinstance(copy.meta.get("val"), torch.Tensor):
+            env[node] = graph.call_function(aten.detach.default, (copy,))
+            env[node].meta = dict(copy.meta)
+
+
+def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool) -> Any:
+    """A no-grad or autocast region becomes part of the flat graph."""
+    if "set_grad_enabled" in str(node.target):
+        enabled, body, *inputs = args
+        detached = not enabled
+    elif "autocast" in str(node.target):
+        _device, _dtype, enabled, _cache, body, *inputs = args
+        if enabled:
+            raise CaptureError(
+                "The model switches autocast on inside forward; use PipelineConfig(precision=...) instead, so that "
+                "every stage computes in one known precision."
+            )
+    else:
+        raise CaptureError(f"The traced graph contains {node.target}, which raypipe cannot cut.")
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    env = dict(zip(placeholders, inputs, strict=True))
+    _copy_nodes(body, body.graph, env, traced, detached=detached)
+    output = next(n for n in body.graph.nodes if n.op == "output").args[0]
+    return fx.map_arg(output, lambda n: env[n])
+
+
+def _copy_call(graph: fx.Graph, traced: Traced, node: fx.Node, args: Any, kwargs: dict[str, Any]) -> Any:
+    target = node.target
+    if target is operator.getitem and isinstance(args[0], list | tuple):
+        return args[0][args[1]]  # an output of an inlined region
+    if target is aten.detach_.default:
+        target = aten.detach.default
+    if not draws_randomness(target, args, kwargs):
+        return graph.call_function(target, args, kwargs)
+    index = traced.num_draws
+    traced.num_draws += 1
+    if target in (aten.dropout.default, aten.dropout_.default):
+        return graph.call_function(dropout, (args[0], args[1], traced.key, index))
+    functional = _functional(target)
+    return graph.call_function(keyed_call, (functional or target, traced.key, index, *args), kwargs)
+
+
+def _functional(op: Any) -> Any | None:
+    """The out-of-place twin of an in-place aten operation, None where op is not one (``add_`` -> ``add``)."""
+    if torch.Tag.inplace not in getattr(op, "tags", ()) and not op._schema.name.endswith("_"):
+        return None
+    name = op._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, op._overloadname, None) if packet is not None else None
+
+
+def mutated_args(node: fx.Node) -> list[fx.Node]:
+    """Nodes whose memory the operation changes, by its schema; batch_norm's statistics are not in its schema."""
+    target: Any = node.target
+    if node.op != "call_function" or not hasattr(target, "_schema"):
+        return []
+    if target is aten.batch_norm.default:
+        training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)
+        return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if training else []
+    changed = []
+    for argument, value in zip(target._schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+            changed.append(value)
+    return changed
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one may share, None for an operation that makes its own."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return None
+    first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if target is operator.getitem or str(target) in ("aten.dropout.default", "aten.feature_dropout.default"):
+        return first
+    schema = getattr(target, "_schema", None)
+    if schema is None or first is None:
+        return None
+    aliases = any(r.alias_info is not None for r in schema.returns)
+    return first if aliases and schema.arguments[0].alias_info is not None else None
+
+
+def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every node the node that made its memory, as far as the schemas tell."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        base = _viewed(node)
+        roots[node] = roots[base] if base is not None else node
+    return roots
+
+
+def _out_of_place(traced: Traced) -> None:
+    """relu_, add_ and the like on activations become relu, add; what cannot is pinned against cuts.
+
+    A stage's inputs are leaves that autograd does not let anyone change, and what a link still sends must
+    not change either. Safe means: no other view of the same memory is read afterwards.
+    """
+    graph = traced.graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    roots = storage_roots(graph)
+    families: dict[fx.Node, list[fx.Node]] = {}
+    for node, root in roots.items():
+        families.setdefault(root, []).append(node)
+    for node in list(graph.nodes):
+        for changed in mutated_args(node):
+            root = roots[changed]
+            if root in traced.buffers or root in traced.constants:
+                continue
+            if root in traced.parameters:
+                raise CaptureError(
+                    f"forward changes the parameter {traced.parameters[root]!r} in place; a pipeline stage may only "
+                    "change buffers. Register it as a buffer or drop the update."
+                )
+            others = [v for v in families[root] if v is not changed and v is not node and order[v] < order[node]]
+            still_read = any(order[user] > order[node] for v in others for user in v.users)
+            functional = _functional(node.target)
+            if functional is None or still_read:
+                last = max((user for v in families[root] for user in v.users), key=order.__getitem__, default=node)
+                traced.pinned.append((root, last))
+                continue
+            node.target = functional
+            changed.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order.get(user, at) > at)
+            families.setdefault(node, [])

@@ -1,0 +1,149 @@
+"""A stage is a function of parameters, buffers, inputs and a random key; it owns nothing.
+
+    outputs = stage(parameters, buffers, inputs, columns, key)
+
+The executor holds the tensors, the stage holds the recipe. What travels to an actor is therefore free of
+parameters, and weight versions, recomputation and re-partitioning need no other kind of stage.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from raypipe.engine.randomness import RandomKey
+
+__all__ = ["GraphFunction", "Site", "StageFunction", "StageProgram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One use of a parameter; gradients are accumulated per site and summed once before the optimizer's step.
+
+    Sums over the sites of a shared parameter do not commute with sums over micro-batches, so one
+    accumulator per site is what makes every partition give the same bits.
+
+    Attributes:
+        parameter: canonical name, the first of named_parameters().
+        index: position among the uses of this parameter in execution order.
+    """
+
+    parameter: str
+    index: int
+
+
+class StageFunction(Protocol):
+    """One mode (training or evaluation) of a stage.
+
+    Attributes:
+        sites: what ``parameters`` holds, in order.
+        buffers: names of what ``buffers`` holds; updates happen in place.
+        columns: names of the data columns that the stage reads itself.
+        num_inputs, num_outputs: boundary tensors that come and go.
+    """
+
+    sites: tuple[Site, ...]
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    num_inputs: int
+    num_outputs: int
+
+    def __call__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        key: RandomKey,
+    ) -> tuple[torch.Tensor, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """What an actor needs to play a stage, apart from the tensors.
+
+    Attributes:
+        index, num_stages: position.
+        train, eval: the two modes; both from one capture, with the same names and the same cut.
+        parameters: canonical names of the trainable and frozen parameters held here.
+        buffers: names of the buffers held here.
+        trainable: names among parameters with requires_grad.
+        shared_with: for each shared parameter held here too, the stages that hold it, this one included.
+        num_sites: uses of each parameter in the whole model.
+        order: position of each parameter in the user's named_parameters(), for norms in one order.
+        loss: (outputs of the last stage, targets) -> scalar; None before the last stage.
+        targets: columns that the loss reads; empty before the last stage and where the model returns its loss.
+        first_trainable: lowest stage with a trainable parameter.
+    """
+
+    index: int
+    num_stages: int
+    train: StageFunction
+    eval: StageFunction
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    trainable: frozenset[str]
+    shared_with: dict[str, tuple[int, ...]]
+    num_sites: dict[str, int]
+    order: dict[str, int]
+    loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor] | None
+    targets: tuple[str, ...]
+    first_trainable: int
+
+
+_compiled = 0
+
+
+@dataclass(slots=True)
+class GraphFunction:
+    """A stage as generated Python source over aten operations; what a slice of an exported graph becomes.
+
+    Attributes:
+        source: defines ``forward(self, *sites, *buffers, *constants, *inputs, *columns, key)``.
+        names: the globals that the source refers to.
+        constants: tensors that the model closed over, never trained and never changed.
+    """
+
+    source: str
+    names: dict[str, Any]
+    constants: tuple[torch.Tensor, ...]
+    sites: tuple[Site, ...]
+    buffers: tuple[str, ...]
+    columns: tuple[str, ...]
+    num_inputs: int
+    num_outputs: int
+    title: str = "stage"
+    _function: Callable[..., tuple[torch.Tensor, ...]] | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return tuple(None if name == "_function" else getattr(self, name) for name in self.__slots__)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        for name, value in zip(self.__slots__, state, strict=True):
+            setattr(self, name, value)
+
+    def __call__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        columns: Sequence[torch.Tensor],
+        key: RandomKey,
+    ) -> tuple[torch.Tensor, ...]:
+        if self._function is None:
+            self._function = self._compile()
+        return self._function(None, *parameters, *buffers, *self.constants, *inputs, *columns, key)
+
+    def _compile(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        global _compiled
+        _compiled += 1
+        filename = f"<{self.title} #{_compiled}>"
+        # A traceback through the stage then shows the operation that raised.
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
+        names = dict(self.names)
+        exec(compile(self.source, filename, "exec"), names)
+        return names["forward"]
