@@ -1,0 +1,305 @@
+"""PipelineConfig: every choice a person can make about a pipeline, frozen and checked once.
+
+Two tables decide what is accepted. ``_ALLOWED`` says which values make sense at all; ``SUPPORTED``
+says which of those this release runs. A value that only a later release runs is refused by its
+field's name instead of being ignored. ``"auto"`` is always accepted: the plan says what it became.
+
+The model leaves out what depends on the model, the data or the cluster: PlanError speaks of those.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, Literal, TypeVar
+
+from raypipe.errors import ConfigError
+
+__all__ = ["SUPPORTED", "Auto", "PipelineConfig"]
+
+Auto = Literal["auto"]
+_T = TypeVar("_T")
+
+SUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "num_replicas": (1,),
+    "partitioner": ("parameters",),
+    "schedule": ("gpipe", "1f1b", "kfkb"),
+    "weight_versions": (1,),
+    "update_interval": (),
+    "vertical_sync": (False,),
+    "transport": ("tcp",),
+    "codec_forward": ("none",),
+    "codec_backward": ("none",),
+    "memory_limit_bytes": (),
+    "recompute": ("never",),
+    "precision": ("fp32",),
+    "retune_interval_steps": (),
+    "link_drift_threshold": (),
+    "min_gain": (),
+    "retune_microbatches": (False,),
+}
+"""Values this release runs besides "auto"; a field that is not listed runs with every allowed value.
+
+Lists (explicit split points, replicas per stage) are looked up item by item, except for split points.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a field may hold: the predicate, and the same in words."""
+
+    accepts: Callable[[Any], bool]
+    text: str
+    names: tuple[str, ...] = ()
+
+    def __or__(self, other: _Rule) -> _Rule:
+        return _Rule(
+            lambda value: self.accepts(value) or other.accepts(value),
+            f"{self.text} or {other.text}",
+            self.names + other.names,
+        )
+
+
+def _one_of(*names: str) -> _Rule:
+    return _Rule(lambda v: isinstance(v, str) and v in names, ", ".join(map(repr, names)), names)
+
+
+def _integer(least: int) -> _Rule:
+    return _Rule(lambda v: type(v) is int and v >= least, f"an integer of at least {least}")
+
+
+def _number(above: float) -> _Rule:
+    # bool is an int to Python, but True is not a norm.
+    return _Rule(lambda v: type(v) in (int, float) and math.isfinite(v) and v > above, f"a number above {above:g}")
+
+
+def _each(rule: _Rule, text: str) -> _Rule:
+    return _Rule(lambda v: isinstance(v, tuple) and len(v) > 0 and all(map(rule.accepts, v)), text)
+
+
+_AUTO = _one_of("auto")
+_FLAG = _Rule(lambda v: isinstance(v, bool), "True or False")
+_NONE = _Rule(lambda v: v is None, "None")
+_CODEC = _one_of("auto", "none", "bf16", "fp16", "int8", "fp8", "int4")
+_RECOMPUTE = _one_of("auto", "never", "always")
+_MODULE = _Rule(lambda v: isinstance(v, str) and v != "", "a module name")
+_CSV = _Rule(lambda v: isinstance(v, str) and v.endswith(".csv"), "the path of a schedule .csv file")
+
+_ALLOWED: Mapping[str, _Rule] = {
+    "num_stages": _AUTO | _integer(1),
+    "num_replicas": _AUTO | _integer(1) | _each(_integer(1), "a list of integers, one per stage"),
+    "minibatch_size": _AUTO | _integer(1),
+    "num_microbatches": _AUTO | _integer(1),
+    "loss_reduction": _one_of("mean", "sum", "valid_tokens")
+    | _Rule(callable, "a function (target) -> number of items that the loss is averaged over"),
+    "partitioner": _one_of("auto", "parameters", "prefix_sum", "antichain", "hierarchical")
+    | _each(_MODULE, "a list of module names, each the first of a stage"),
+    "schedule": _one_of("auto", "gpipe", "1f1b", "kfkb", "slack", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw")
+    | _CSV,
+    "group_size": _AUTO | _integer(1),
+    "weight_versions": _AUTO | _integer(1),
+    "update_interval": _AUTO | _integer(1),
+    "vertical_sync": _AUTO | _FLAG,
+    "transport": _one_of("auto", "object_store", "collective", "tcp"),
+    "codec_forward": _CODEC,
+    "codec_backward": _CODEC,
+    "memory_limit_bytes": _AUTO | _integer(1),
+    "recompute": _RECOMPUTE | _each(_RECOMPUTE, "a list of these, one per stage"),
+    "precision": _one_of("fp32", "bf16", "fp16"),
+    "max_grad_norm": _NONE | _number(0),
+    "retune_interval_steps": _AUTO | _integer(1),
+    "link_drift_threshold": _AUTO | _number(0),
+    "min_gain": _AUTO | _number(0),
+    "retune_microbatches": _FLAG,
+    "seed": _integer(0),
+}
+
+
+def _refuse_unknown_fields(cls: type[_T]) -> type[_T]:
+    """Turn the TypeError for an unknown keyword into a ConfigError that knows the right name."""
+    generated = cls.__init__
+
+    @functools.wraps(generated)
+    def checked(self: _T, **values: Any) -> None:
+        for name in values:
+            if name not in _ALLOWED:
+                hint = _nearest(name, tuple(_ALLOWED))
+                raise ConfigError(f"PipelineConfig has no field {name!r}{hint}Fields: {', '.join(_ALLOWED)}.")
+        generated(self, **values)
+
+    # setattr, because assigning to a class's __init__ is an error to type checkers.
+    setattr(cls, "__init__", checked)  # noqa: B010
+    return cls
+
+
+@_refuse_unknown_fields
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a model is cut, scheduled and joined; ``"auto"`` leaves the choice to the planner.
+
+    Attributes:
+        num_stages: stages of the pipeline.
+        num_replicas: workers per stage; a list gives one number per stage.
+        minibatch_size: samples per optimizer step.
+        num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller.
+        loss_reduction: how loss_fn averages: "mean" over samples (micro-batch i weighs b_i / B),
+            "sum", "valid_tokens" (targets other than -100), or a function (target) -> number of
+            items for any other average.
+        partitioner: "auto" and "parameters" give every stage about the same parameter bytes; a list
+            of module names starts a new stage at each of them.
+        schedule: order of forwards and backwards.
+        group_size: k of kFkB: forwards in a row before as many backwards.
+        weight_versions: weight versions that a stage keeps.
+        update_interval: micro-batches per optimizer step, in asynchronous schedules.
+        vertical_sync: a micro-batch uses the same weight version on every stage.
+        transport: how boundary tensors travel.
+        codec_forward, codec_backward: compression of boundary tensors and of their gradients.
+        memory_limit_bytes: per worker.
+        recompute: run forwards again instead of keeping activations; a list gives one word per stage.
+        precision: of the computation.
+        max_grad_norm: clips the gradient norm of the whole model; None leaves it.
+        retune_interval_steps, link_drift_threshold, min_gain: patience of the controller: steps
+            between looks, relative change of a link, relative gain in step time worth a change.
+        retune_microbatches: the controller may change the number of micro-batches too.
+        seed: keys all randomness, together with step and micro-batch.
+
+    Raises:
+        ConfigError: a field is unknown, ill-typed, out of range, at odds with another one, or has a
+            value that this release does not run; the message names field, value and what is allowed.
+    """
+
+    num_stages: int | Auto = "auto"
+    num_replicas: int | Sequence[int] | Auto = "auto"
+    minibatch_size: int | Auto = "auto"
+    num_microbatches: int | Auto = "auto"
+    loss_reduction: str | Callable[[Any], float] = "mean"
+    partitioner: str | Sequence[str] = "auto"
+    schedule: str = "auto"
+    group_size: int | Auto = "auto"
+    weight_versions: int | Auto = "auto"
+    update_interval: int | Auto = "auto"
+    vertical_sync: bool | Auto = "auto"
+    transport: str = "auto"
+    codec_forward: str = "auto"
+    codec_backward: str = "auto"
+    memory_limit_bytes: int | Auto = "auto"
+    recompute: str | Sequence[str] = "auto"
+    precision: str = "fp32"
+    max_grad_norm: float | None = None
+    retune_interval_steps: int | Auto = "auto"
+    link_drift_threshold: float | Auto = "auto"
+    min_gain: float | Auto = "auto"
+    retune_microbatches: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = _plain(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            _check_allowed(field.name, value)
+            _check_supported(field.name, value)
+        _check_microbatches(self.minibatch_size, self.num_microbatches)
+        _check_split_points(self.partitioner, self.num_stages)
+        _check_per_stage("num_replicas", self.num_replicas, self.num_stages)
+        _check_per_stage("recompute", self.recompute, self.num_stages)
+        _check_group_size(self.group_size, self.schedule, self.num_microbatches)
+
+
+def _plain(value: Any) -> Any:
+    """Lists become tuples and foreign numbers (numpy's) Python's own, so that configs compare and hash."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def _check_allowed(name: str, value: Any) -> None:
+    rule = _ALLOWED[name]
+    if not rule.accepts(value):
+        hint = _nearest(value, rule.names) if isinstance(value, str) else ". "
+        raise ConfigError(f"{name}={value!r} is not possible{hint}Allowed: {rule.text}.")
+
+
+def _check_supported(name: str, value: Any) -> None:
+    if name not in SUPPORTED or value == "auto":
+        return
+    if isinstance(value, tuple):
+        missing = name != "partitioner" and any(item != "auto" and item not in SUPPORTED[name] for item in value)
+    else:
+        missing = value not in SUPPORTED[name]
+    if missing:
+        default = PipelineConfig.__dataclass_fields__[name].default
+        running = dict.fromkeys(["auto", *SUPPORTED[name]] if _ALLOWED[name].accepts("auto") else SUPPORTED[name])
+        words = " or ".join(map(repr, running)) + (" or a list of module names" if name == "partitioner" else "")
+        raise ConfigError(
+            f"{name}={value!r} comes with a later release; this release runs {name} {words}. "
+            f"Leave {name} out to run with {default!r}."
+        )
+
+
+def _check_microbatches(minibatch_size: int | Auto, num_microbatches: int | Auto) -> None:
+    if minibatch_size == "auto" or num_microbatches == "auto":
+        return
+    if num_microbatches > minibatch_size:
+        raise ConfigError(
+            f"num_microbatches={num_microbatches} is more than minibatch_size={minibatch_size} samples: "
+            f"a micro-batch needs at least one. Set num_microbatches to {minibatch_size} or less."
+        )
+    microbatch_size = math.ceil(minibatch_size / num_microbatches)
+    count = math.ceil(minibatch_size / microbatch_size)
+    if count != num_microbatches:
+        raise ConfigError(
+            f"minibatch_size={minibatch_size} does not divide into num_microbatches={num_microbatches} of equal size "
+            f"with a smaller last one: {microbatch_size} samples each make {count}. Set num_microbatches={count}, "
+            f"or minibatch_size={microbatch_size * num_microbatches}."
+        )
+
+
+def _check_split_points(partitioner: str | Sequence[str], num_stages: int | Auto) -> None:
+    if isinstance(partitioner, str):
+        return
+    twice = sorted({name for name in partitioner if list(partitioner).count(name) > 1})
+    if twice:
+        raise ConfigError(f"partitioner names {twice[0]!r} twice: a module begins one stage only.")
+    if num_stages != "auto" and num_stages != len(partitioner) + 1:
+        raise ConfigError(
+            f"partitioner={partitioner!r} makes {len(partitioner) + 1} stages, but num_stages={num_stages}. "
+            f"Leave num_stages out, or name {num_stages - 1} modules."
+        )
+
+
+def _check_per_stage(name: str, value: object, num_stages: int | Auto) -> None:
+    if isinstance(value, tuple) and num_stages not in ("auto", len(value)):
+        raise ConfigError(
+            f"{name}={value!r} speaks of {len(value)} stages, but num_stages={num_stages}. "
+            "Give one item per stage, or a single value for all."
+        )
+
+
+def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: int | Auto) -> None:
+    if group_size == "auto":
+        return
+    if schedule not in ("auto", "kfkb"):
+        raise ConfigError(
+            f"group_size={group_size} means nothing to schedule={schedule!r}: only 'kfkb' groups micro-batches. "
+            "Set schedule='kfkb', or leave group_size out."
+        )
+    if num_microbatches != "auto" and group_size > num_microbatches:
+        raise ConfigError(
+            f"group_size={group_size} is more than num_microbatches={num_microbatches}. "
+            f"Set group_size to {num_microbatches} or less."
+        )
+
+
+def _nearest(word: str, names: Sequence[str]) -> str:
+    """End of one sentence and, where some name is close to the word, a question."""
+    lowered = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.5)
+    return f". Did you mean {lowered[close[0]]!r}? " if close else ". "

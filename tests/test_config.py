@@ -1,0 +1,139 @@
+"""Every refusal names field and value and says what is allowed; every default is accepted."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from raypipe.config import _ALLOWED, SUPPORTED, PipelineConfig
+from raypipe.errors import ConfigError
+
+
+def refusal(**values: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        PipelineConfig(**values)
+    return str(caught.value)
+
+
+def test_tables_speak_of_exactly_the_fields() -> None:
+    names = [field.name for field in dataclasses.fields(PipelineConfig)]
+    assert list(_ALLOWED) == names
+    assert set(SUPPORTED) <= set(names)
+
+
+def test_every_supported_value_is_accepted() -> None:
+    for name, values in SUPPORTED.items():
+        for value in values:
+            assert getattr(PipelineConfig(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize("name", [n for n, rule in _ALLOWED.items() if rule.accepts("auto")])
+def test_auto_is_always_accepted(name: str) -> None:
+    assert getattr(PipelineConfig(**{name: "auto"}), name) == "auto"
+
+
+def test_unknown_field_is_refused_with_the_nearest_name() -> None:
+    message = refusal(num_microbatch=4)
+    assert "'num_microbatch'" in message
+    assert "Did you mean 'num_microbatches'?" in message
+    assert "Did you mean" not in refusal(qqq=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_stages": 0}, ["num_stages=0", "an integer of at least 1"]),
+        ({"num_stages": "2"}, ["num_stages='2'", "an integer of at least 1"]),
+        ({"num_stages": True}, ["num_stages=True"]),
+        ({"num_stages": 2.0}, ["num_stages=2.0"]),
+        ({"schedule": "1F1B"}, ["schedule='1F1B'", "Did you mean '1f1b'?"]),
+        ({"partitioner": "layer1"}, ["partitioner='layer1'", "a list of module names"]),
+        ({"partitioner": []}, ["partitioner=()", "a list of module names"]),
+        ({"partitioner": [3]}, ["partitioner=(3,)", "a list of module names"]),
+        ({"loss_reduction": "avg"}, ["loss_reduction='avg'", "'valid_tokens'", "(target)"]),
+        ({"max_grad_norm": -1.0}, ["max_grad_norm=-1.0", "a number above 0"]),
+        ({"max_grad_norm": float("nan")}, ["max_grad_norm=nan"]),
+        ({"seed": -1}, ["seed=-1", "at least 0"]),
+        ({"retune_microbatches": 1}, ["retune_microbatches=1", "True or False"]),
+    ],
+)
+def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
+    message = refusal(**values)
+    assert "is not possible" in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("schedule", "zb-h1"),
+        ("schedule", "rows.csv"),
+        ("weight_versions", 2),
+        ("num_replicas", 2),
+        ("num_replicas", [1, 2]),
+        ("codec_forward", "int8"),
+        ("codec_backward", "bf16"),
+        ("transport", "collective"),
+        ("partitioner", "antichain"),
+        ("update_interval", 4),
+        ("vertical_sync", True),
+        ("memory_limit_bytes", 2**30),
+        ("recompute", "always"),
+        ("precision", "bf16"),
+        ("retune_interval_steps", 10),
+        ("retune_microbatches", True),
+    ],
+)
+def test_values_of_later_releases_are_refused_by_name(name: str, value: object) -> None:
+    message = refusal(**{name: value})
+    assert message.startswith(f"{name}=")
+    assert f"this release runs {name} " in message
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"minibatch_size": 2, "num_microbatches": 4}, ["num_microbatches=4", "minibatch_size=2"]),
+        ({"minibatch_size": 9, "num_microbatches": 6}, ["num_microbatches=5", "minibatch_size=12"]),
+        ({"partitioner": ["b"], "num_stages": 3}, ["num_stages=3", "2 stages"]),
+        ({"partitioner": ["b", "b"]}, ["'b' twice"]),
+        ({"num_replicas": [1, 1], "num_stages": 3}, ["num_replicas=(1, 1)", "num_stages=3"]),
+        ({"group_size": 2, "schedule": "1f1b"}, ["group_size=2", "'1f1b'"]),
+        ({"group_size": 5, "num_microbatches": 4}, ["group_size=5", "num_microbatches=4"]),
+    ],
+)
+def test_fields_at_odds(values: dict[str, object], words: list[str]) -> None:
+    message = refusal(**values)
+    for word in words:
+        assert word in message
+
+
+def test_every_accepted_pair_gives_that_many_microbatches() -> None:
+    for samples in range(1, 25):
+        for count in range(1, samples + 1):
+            size = -(-samples // count)
+            if -(-samples // size) == count:
+                PipelineConfig(minibatch_size=samples, num_microbatches=count)
+            else:
+                assert "does not divide" in refusal(minibatch_size=samples, num_microbatches=count)
+
+
+def test_configs_are_values() -> None:
+    config = PipelineConfig(num_stages=np.int64(3), partitioner=["a", "b"], max_grad_norm=np.float32(1))
+    assert type(config.num_stages) is int
+    assert config.partitioner == ("a", "b")
+    assert config == PipelineConfig(num_stages=3, partitioner=("a", "b"), max_grad_norm=1.0)
+    assert hash(config) == hash(pickle.loads(pickle.dumps(config)))
+    assert dataclasses.replace(config, seed=7).seed == 7
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 1
+    with pytest.raises(ConfigError, match="seed=-2"):
+        dataclasses.replace(config, seed=-2)
+
+
+def test_a_function_may_count_the_items_of_the_loss() -> None:
+    assert PipelineConfig(loss_reduction=len).loss_reduction is len
