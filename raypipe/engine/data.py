@@ -1,0 +1,163 @@
+"""Deterministic, resumable batches: any samples of any epoch by their position, and nothing in between.
+
+    source = open_data("corpus/train", seed=0)
+    tokens, targets = source.read(epoch=0, start=64, count=32, columns=(0, 1))
+
+A source keeps no position: where a run stands is (epoch, start), two integers of a checkpoint. Every
+stage that needs data opens the same source and reads its own columns of the same samples.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.fs
+import torch
+
+from raypipe.engine.arrow_source import ArrowSource, survey
+from raypipe.engine.map_source import MapSource
+from raypipe.errors import DataError
+
+__all__ = ["Source", "open_data"]
+
+_FORMATS = {".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow"}
+
+
+class Source(Protocol):
+    """Samples by position."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of one epoch."""
+
+    @property
+    def columns(self) -> tuple[Any, ...]:
+        """Names in file order (or in the order of a dict's keys), or 0, 1, ... for tuples."""
+
+    def read(
+        self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
+    ) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
+        """The samples at positions start, ..., start + count - 1 of this epoch's order.
+
+        Args:
+            epoch: from 0; every sample comes exactly once in each.
+            start: from 0.
+            count: samples; start + count is at most num_samples.
+            columns: only these are read. By number they come as a tuple in the order asked for, by
+                name as a dict.
+
+        Returns:
+            Tensors of shape (count, ...) that the caller may write to, with the data's own dtype.
+
+        Raises:
+            DataError: no such column or samples, a column that cannot become a tensor, a missing file.
+        """
+
+
+def open_data(source: Any, *, seed: int, shuffle: bool = True, rows_per_window: int | None = None) -> Source:
+    """Open training data without reading more of it than row counts and column types.
+
+    Args:
+        source: path of a Parquet or Arrow file or of a folder of them (local, s3://, gs://), a
+            pyarrow.dataset.Dataset, or a torch map-style dataset.
+        seed: of the order, at least 0.
+        shuffle: False keeps the order of the files.
+        rows_per_window: rows of a file that are shuffled among each other; more mixes better and
+            keeps more row groups in memory. Default: 65,536 or what 256 MiB hold. Map-style datasets
+            are always shuffled as a whole.
+
+    Raises:
+        DataError: nothing there, not data, or empty; names the path and says what to do.
+    """
+    if rows_per_window is not None and rows_per_window < 1:
+        raise DataError(f"rows_per_window={rows_per_window} is not possible: give at least 1, or shuffle=False.")
+    if isinstance(source, str | os.PathLike):
+        filesystem, paths = _find(os.fspath(source))
+    elif isinstance(source, pyarrow.dataset.Dataset):
+        filesystem, paths = _fragments(source)
+    elif isinstance(source, pa.Table | pa.RecordBatch):
+        raise DataError(_IN_MEMORY.format("A pyarrow table"))
+    elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return MapSource(source, seed=seed, shuffle=shuffle)
+    else:
+        raise DataError(
+            f"{type(source).__name__} is not a data source of this release: it runs Parquet and Arrow paths, "
+            "pyarrow.dataset.Dataset, and torch datasets with __len__ and __getitem__. Write the data as Parquet "
+            "and give its folder."
+        )
+    files, schema, default_window = survey(filesystem, paths)
+    window = (rows_per_window or default_window) if shuffle else 0
+    return ArrowSource(filesystem, files, schema, seed=seed, rows_per_window=window)
+
+
+_IN_MEMORY = (
+    "{} in memory would travel to every worker. Write it with pyarrow.parquet.write_table to a place that all "
+    "nodes can read, and give that path."
+)
+
+
+def _find(path: str) -> tuple[pyarrow.fs.FileSystem, list[tuple[str, str]]]:
+    """Data files under a path or URI, sorted by path, each with its format."""
+    uri = path if "://" in path else str(Path(path).expanduser().absolute())
+    filesystem, root = pyarrow.fs.FileSystem.from_uri(uri)
+    info = filesystem.get_file_info(root)
+    if info.type == pyarrow.fs.FileType.NotFound:
+        raise DataError(
+            f"There is no data at {path}. Check the path, or build the data first; every node must be able to read it."
+        )
+    if info.type == pyarrow.fs.FileType.File:
+        return filesystem, [(root, _FORMATS.get(info.extension and f".{info.extension}") or _sniff(filesystem, root))]
+    found = filesystem.get_file_info(pyarrow.fs.FileSelector(root, recursive=True))
+    paths = sorted(
+        (entry.path, _FORMATS[f".{entry.extension}"])
+        for entry in found
+        if entry.type == pyarrow.fs.FileType.File
+        and f".{entry.extension}" in _FORMATS
+        and not entry.base_name.startswith(("_", "."))
+    )
+    if not paths:
+        raise DataError(f"The folder {path} holds no data: {', '.join(_FORMATS)} files are read. Check the path.")
+    return filesystem, paths
+
+
+def _sniff(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
+    """Format of a file without a telling name, by its first bytes."""
+    with filesystem.open_input_file(path) as opened:
+        magic = opened.read(6)
+    if magic.startswith(b"PAR1"):
+        return "parquet"
+    if magic == b"ARROW1":
+        return "arrow"
+    raise DataError(f"The file {path} is neither Parquet nor Arrow. Write it with pyarrow.parquet.write_table.")
+
+
+def _fragments(data: pyarrow.dataset.Dataset) -> tuple[pyarrow.fs.FileSystem, list[tuple[str, str]]]:
+    """The files of a pyarrow dataset, in its own order."""
+    if getattr(data, "_scan_options", None):
+        raise DataError(
+            "A filtered pyarrow.dataset does not know its number of rows. Write the filtered rows with "
+            "pyarrow.dataset.write_dataset and give that folder."
+        )
+    paths: list[tuple[str, str]] = []
+    filesystem: pyarrow.fs.FileSystem | None = None
+    for fragment in data.get_fragments():
+        if not isinstance(fragment, pyarrow.dataset.FileFragment):
+            raise DataError(_IN_MEMORY.format("A pyarrow.dataset"))
+        kind = {"ipc": "arrow", "feather": "arrow"}.get(
+            fragment.format.default_extname, fragment.format.default_extname
+        )
+        if kind not in ("parquet", "arrow"):
+            raise DataError(
+                f"{fragment.path} is a {kind} file; Parquet and Arrow files are read. Convert it with "
+                "pyarrow.dataset.write_dataset(..., format='parquet')."
+            )
+        filesystem = fragment.filesystem
+        paths.append((fragment.path, kind))
+    if filesystem is None:
+        raise DataError("The pyarrow.dataset has no files. Check the path that it was made from.")
+    return filesystem, paths

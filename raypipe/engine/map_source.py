@@ -1,0 +1,122 @@
+"""Training data in a torch map-style dataset: anything with ``len(data)`` and ``data[i]``.
+
+The whole epoch is one window, because any item is as near as any other. The dataset itself travels
+to the workers: keep paths in it, and open files in ``__getitem__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import TensorDataset
+
+from raypipe.engine.columns import ragged
+from raypipe.engine.order import EpochOrder
+from raypipe.errors import DataError
+
+__all__ = ["MapSource"]
+
+
+class MapSource:
+    """Reads samples of any epoch by position; see ``open_data``.
+
+    Args:
+        dataset: map-style; items are tuples or dicts of tensors, numbers or numpy arrays, or one of these.
+        seed: of the order.
+        shuffle: False keeps the dataset's order.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: tuple[int, EpochOrder] | None = None
+        self._name = type(dataset).__name__
+        self.num_samples = len(dataset)
+        if not self.num_samples:
+            raise DataError(f"The dataset {self._name} is empty. Give one with at least one item.")
+        item = _parts(dataset[0])
+        self.columns: tuple[Any, ...] = tuple(item)
+        for column, value in item.items():
+            self._stack(column, [value])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_order": None}
+
+    def read(
+        self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
+    ) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
+        """See ``raypipe.engine.data.Source.read``."""
+        if not 0 <= start <= start + count <= self.num_samples:
+            raise DataError(
+                f"Samples {start} to {start + count} were asked of {self._name}, which has {self.num_samples}."
+            )
+        keys = [self._key(column) for column in columns]
+        # Two stages in threads may share this source: whoever comes second works with its own order.
+        cached = self._order
+        if cached is None or cached[0] != epoch:
+            size = self.num_samples if self._shuffle else 0
+            order = EpochOrder([self.num_samples], seed=self._seed, epoch=epoch, rows_per_window=size)
+            self._order = cached = (epoch, order)
+        rows = [row for _, within, _ in cached[1].locate(start, count) for row in within.tolist()]
+        read = self._items(rows, keys)
+        if all(isinstance(column, int) for column in columns):
+            return tuple(read[key] for key in keys)
+        return {key: read[key] for key in keys}
+
+    def _key(self, column: Any) -> Any:
+        """A dict's columns also go by number, in the order of its keys."""
+        if column in self.columns:
+            return column
+        if isinstance(column, int) and 0 <= column < len(self.columns):
+            return self.columns[column]
+        raise DataError(
+            f"Items of {self._name} have no column {column!r}. They have {', '.join(map(repr, self.columns))}."
+        )
+
+    def _items(self, rows: list[int], keys: list[Any]) -> dict[Any, torch.Tensor]:
+        if isinstance(self._dataset, TensorDataset):
+            index = torch.tensor(rows, dtype=torch.int64)
+            return {key: self._dataset.tensors[key][index] for key in keys}
+        if not rows:
+            first = self._items([0], keys)
+            return {key: value[:0] for key, value in first.items()}
+        # The batched form that torch's own DataLoader prefers where a dataset has it.
+        batched = getattr(self._dataset, "__getitems__", None)
+        items = [_parts(item) for item in (batched(rows) if batched else map(self._dataset.__getitem__, rows))]
+        for row, item in zip(rows, items, strict=True):
+            if tuple(item) != self.columns:
+                raise DataError(
+                    f"Item {row} of {self._name} has the columns {list(item)}, but item 0 has {list(self.columns)}. "
+                    "Make every item alike."
+                )
+        return {key: self._stack(key, [item[key] for item in items]) for key in keys}
+
+    def _stack(self, column: Any, values: list[Any]) -> torch.Tensor:
+        """Values of one column, shape (len(values), ...)."""
+        kind = values[0]
+        if isinstance(kind, torch.Tensor):
+            tensors = [torch.as_tensor(value) for value in values]
+        elif isinstance(kind, bool | int | float):
+            return torch.tensor(values)
+        elif isinstance(kind, np.ndarray | np.generic) and kind.dtype.kind in "biuf":
+            tensors = [torch.from_numpy(np.array(value)) for value in values]
+        else:
+            raise DataError(
+                f"Column {column!r} of {self._name} holds a {type(kind).__name__}, which cannot become a tensor. "
+                "Return tensors, numbers or numpy arrays of numbers from __getitem__."
+            )
+        shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+        if len(shapes) > 1:
+            raise DataError(ragged(column, f"shapes {shapes[0]} and {shapes[-1]}", self._name))
+        return torch.stack(tensors)
+
+
+def _parts(item: Any) -> dict[Any, Any]:
+    """An item's parts by column: the keys of a dict, the places of a tuple, 0 for a lone value."""
+    if isinstance(item, Mapping):
+        return dict(item)
+    return dict(enumerate(item if isinstance(item, tuple | list) else (item,)))

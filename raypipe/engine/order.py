@@ -1,0 +1,104 @@
+"""The order of an epoch: a pure function of seed, epoch, rows per row group and window.
+
+Big files are read a row group at a time, so the order keeps to few of them at once:
+
+    row groups            0  1  2  3  4  5
+    shuffled              4  0  5  2  1  3
+    cut into windows     [4  0][5  2][1  3]       each at least rows_per_window rows
+    rows of each window shuffled among each other
+
+Any position can be located without walking there, which is all that resuming needs.
+
+Only the raw stream of numpy's bit generators is promised to stay the same over numpy releases,
+shuffles are not; hence permutations are made here, as the stable sort of raw random words.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["EpochOrder", "permutation"]
+
+Indices = NDArray[np.int64]
+_GROUPS, _ROWS = 0, 1  # first part of the key: which kind of shuffle
+
+
+def permutation(size: int, seed: int, *key: int) -> Indices:
+    """A permutation of range(size) that only depends on size, seed and key; shape (size,)."""
+    stream: Any = np.random.Philox(np.random.SeedSequence(seed, spawn_key=key))
+    return np.argsort(stream.random_raw(size), kind="stable").astype(np.int64, copy=False)
+
+
+class EpochOrder:
+    """Which row of which row group stands at each position of one epoch.
+
+    Args:
+        rows_per_group: rows of each row group, in file order.
+        seed, epoch: key of the shuffle, both at least 0.
+        rows_per_window: rows that are shuffled among each other; a window ends with the row group
+            that reaches it. 0 keeps the file order.
+    """
+
+    def __init__(self, rows_per_group: Sequence[int], *, seed: int, epoch: int, rows_per_window: int) -> None:
+        self._rows_per_group = rows_per_group
+        self._key = (seed, epoch)
+        self._shuffle = rows_per_window > 0
+        groups = permutation(len(rows_per_group), seed, epoch, _GROUPS) if self._shuffle else range(len(rows_per_group))
+        self._windows: list[list[int]] = []
+        self._starts: list[int] = []
+        self._shuffled: tuple[int, Indices] | None = None
+        self.num_rows = 0
+        rows_in_window = rows_per_window
+        for group in map(int, groups):
+            if rows_in_window >= rows_per_window:
+                self._windows.append([])
+                self._starts.append(self.num_rows)
+                rows_in_window = 0
+            self._windows[-1].append(group)
+            rows_in_window += rows_per_group[group]
+            self.num_rows += rows_per_group[group]
+
+    @property
+    def groups_per_window(self) -> int:
+        """Row groups of the widest window: as many are worth keeping decoded."""
+        return max(map(len, self._windows), default=0)
+
+    def locate(self, start: int, count: int) -> Iterator[tuple[int, Indices, Indices]]:
+        """Where the samples at positions start, ..., start + count - 1 are.
+
+        Yields:
+            (row group, rows within it, where those go in the result counted from start); a row
+            group comes once per window that the positions touch.
+        """
+        stop = start + count
+        window = max(bisect_right(self._starts, start) - 1, 0)
+        while start < stop:
+            first = self._starts[window]
+            order = self._rows_of(window)
+            taken = order[start - first : stop - first]
+            groups = self._windows[window]
+            ends = np.cumsum([self._rows_per_group[g] for g in groups])
+            which = np.searchsorted(ends, taken, side="right")
+            for index in np.unique(which):
+                places = np.flatnonzero(which == index)
+                group = groups[index]
+                rows = taken[places] - (ends[index] - self._rows_per_group[group])
+                yield group, rows, places + (start - (stop - count))
+            start += len(taken)
+            window += 1
+
+    def _rows_of(self, window: int) -> Indices:
+        """Permutation of one window's rows, kept because the next batch mostly asks for it again."""
+        kept = self._shuffled
+        if kept is not None and kept[0] == window:
+            return kept[1]
+        size = sum(self._rows_per_group[g] for g in self._windows[window])
+        seed, epoch = self._key
+        order = permutation(size, seed, epoch, _ROWS, window) if self._shuffle else np.arange(size, dtype=np.int64)
+        self._shuffled = (window, order)
+        return order
