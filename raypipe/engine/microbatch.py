@@ -1,0 +1,93 @@
+"""Cut a mini-batch into micro-batches and weigh their losses, so that the sum is the mini-batch's loss.
+
+    B = 10, b = 4     sizes (4, 4, 2)     "mean" weights 0.4, 0.4, 0.2
+
+The gradient of sum(weight_i * loss_i) is that of the loss over the whole mini-batch, whatever the
+number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from raypipe.errors import ConfigError, DataError
+
+__all__ = ["IGNORED_TARGET", "loss_weights", "microbatch_sizes"]
+
+IGNORED_TARGET = -100
+"""The target that torch's losses leave out (``ignore_index``)."""
+
+
+def microbatch_sizes(minibatch_samples: int, microbatch_size: int) -> tuple[int, ...]:
+    """Samples of each micro-batch: all alike but the last, which may be smaller, as torch.split cuts.
+
+    Raises:
+        DataError: a number is below 1.
+    """
+    if minibatch_samples < 1 or microbatch_size < 1:
+        raise DataError(
+            f"A mini-batch of {minibatch_samples} samples cannot be cut into micro-batches of {microbatch_size}: "
+            "both need at least 1."
+        )
+    full, rest = divmod(minibatch_samples, microbatch_size)
+    return (microbatch_size,) * full + ((rest,) if rest else ())
+
+
+def loss_weights(
+    reduction: str | Callable[[Any], float],
+    sizes: Sequence[int],
+    targets: torch.Tensor | Sequence[Any] | None = None,
+) -> list[float]:
+    """What each micro-batch's loss is multiplied by.
+
+    Args:
+        reduction: how loss_fn averages within a micro-batch: "mean" over its samples, "sum",
+            "valid_tokens" over the targets other than -100, or (target) -> number of items for
+            anything else.
+        sizes: samples per micro-batch.
+        targets: of the whole mini-batch, shape (sum(sizes), ...), or one per micro-batch. Only the
+            last two reductions look at them.
+
+    Returns:
+        One weight per micro-batch. Those of an average add up to 1; a micro-batch without a valid
+        target weighs 0, and its loss must then be left out, for the average over nothing is nan.
+
+    Raises:
+        DataError: no micro-batch has a valid target, or targets are missing.
+        ConfigError: the function returned something that is no number of items.
+    """
+    if reduction == "sum":
+        return [1.0] * len(sizes)
+    if reduction == "mean":
+        return [size / sum(sizes) for size in sizes]
+    if targets is None:
+        raise DataError(f"loss_reduction={reduction!r} counts targets, but there are none. Use 'mean' or 'sum'.")
+    parts = targets.split(list(sizes)) if isinstance(targets, torch.Tensor) else targets
+    counts = [_items(reduction, part) for part, _ in zip(parts, sizes, strict=True)]
+    total = sum(counts)
+    if not total:
+        raise DataError(
+            f"All targets of a mini-batch of {sum(sizes)} samples are {IGNORED_TARGET} or not counted, so its loss is "
+            "an average over nothing. Leave such samples out of the data, or take a larger minibatch_size."
+        )
+    return [count / total for count in counts]
+
+
+def _items(reduction: str | Callable[[Any], float], target: Any) -> float:
+    """Items that the loss of one micro-batch is averaged over."""
+    if isinstance(reduction, str):
+        return int((target != IGNORED_TARGET).sum())
+    try:
+        count = float(reduction(target))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"loss_reduction={reduction!r} did not count the items of a target: {error}. "
+            "It takes the target of one micro-batch and returns a number of at least 0."
+        ) from error
+    if not (math.isfinite(count) and count >= 0):
+        raise ConfigError(f"loss_reduction={reduction!r} counted {count} items; return a number of at least 0.")
+    return count

@@ -1,0 +1,81 @@
+"""Micro-batches are torch.split's, and weighted losses give the gradient of the whole mini-batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from raypipe.engine.microbatch import loss_weights, microbatch_sizes
+from raypipe.errors import ConfigError, DataError
+
+
+@given(st.integers(1, 200), st.integers(1, 250))
+def test_sizes_are_those_of_torch_split(samples: int, size: int) -> None:
+    assert microbatch_sizes(samples, size) == tuple(len(part) for part in torch.arange(samples).split(size))
+
+
+@pytest.mark.parametrize(("samples", "size"), [(0, 1), (1, 0), (-3, 2)])
+def test_nothing_cannot_be_cut(samples: int, size: int) -> None:
+    with pytest.raises(DataError, match="at least 1"):
+        microbatch_sizes(samples, size)
+
+
+def test_mean_and_sum() -> None:
+    assert loss_weights("mean", (4, 4, 2)) == [0.4, 0.4, 0.2]
+    assert loss_weights("sum", (4, 4, 2)) == [1.0, 1.0, 1.0]
+
+
+def token_targets(samples: int, valid: float) -> torch.Tensor:
+    targets = torch.randint(0, 7, (samples, 5))
+    return torch.where(torch.rand(samples, 5) < valid, targets, torch.tensor(-100))
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.floats(0.2, 1.0), st.integers(0, 9))
+def test_valid_tokens_give_the_gradient_of_the_minibatch(samples: int, size: int, valid: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    targets = token_targets(samples, valid)
+    if not (targets != -100).any():
+        targets[0, 0] = 3
+    logits = torch.randn(samples, 5, 7, dtype=torch.float64, requires_grad=True)
+    sizes = microbatch_sizes(samples, size)
+    weights = loss_weights("valid_tokens", sizes, targets)
+    whole = torch.autograd.grad(token_loss(logits, targets), logits)[0]
+    losses = [
+        weight * token_loss(part, target)
+        for weight, part, target in zip(weights, logits.split(size), targets.split(size), strict=True)
+        if weight
+    ]
+    torch.testing.assert_close(torch.autograd.grad(sum(losses), logits)[0], whole, rtol=1e-12, atol=1e-15)
+    assert sum(weights) == pytest.approx(1.0)
+
+
+def test_a_function_counts_and_targets_may_come_in_parts() -> None:
+    targets = torch.tensor([[1, 0], [1, 1], [0, 0]])
+    assert loss_weights(lambda t: t.sum(), (2, 1), targets) == [1.0, 0.0]
+    assert loss_weights("valid_tokens", (2, 1), targets.split(2)) == [4 / 6, 2 / 6]
+    assert loss_weights(lambda t: len(t["ids"]), (1, 1), [{"ids": [1, 2, 3]}, {"ids": [4]}]) == [0.75, 0.25]
+
+
+def test_a_microbatch_without_valid_targets_weighs_nothing() -> None:
+    targets = torch.tensor([[-100, -100], [3, -100]])
+    assert loss_weights("valid_tokens", (1, 1), targets) == [0.0, 1.0]
+
+
+def test_a_minibatch_without_valid_targets_is_refused() -> None:
+    with pytest.raises(DataError, match=r"All targets of a mini-batch of 3 samples are -100.*minibatch_size"):
+        loss_weights("valid_tokens", (2, 1), torch.full((3, 4), -100))
+    with pytest.raises(DataError, match="there are none"):
+        loss_weights("valid_tokens", (2, 1))
+
+
+@pytest.mark.parametrize("count", [lambda t: -1, lambda t: float("nan"), lambda t: None, lambda t: t])
+def test_a_function_that_does_not_count_is_refused(count: object) -> None:
+    with pytest.raises(ConfigError, match="at least 0"):
+        loss_weights(count, (2,), torch.zeros(2, 2))
