@@ -1,0 +1,60 @@
+"""For all tests: steady property tests, tiers by folder, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests import processes
+
+_PATIENCE_S = 10.0
+_TIER_OF_FOLDER = {"runtime": "ray", "jobs": "ray", "gpu": "gpu"}
+
+# The same examples on every run: a tier that passed passes again. No deadline: this may be a slow machine.
+settings.register_profile("raypipe", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("raypipe")
+
+_KNOWN: set[int] = set()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forbid", default="", help="comma-separated modules that this session must not import")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    processes.adopt_orphans()
+    _KNOWN.update(processes.descendants(os.getpid()))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a folder that needs Ray or a GPU say so, whether or not their author did."""
+    root = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(root):
+            tier = _TIER_OF_FOLDER.get(item.path.relative_to(root).parts[0])
+            if tier and item.get_closest_marker(tier) is None:
+                item.add_marker(tier)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a session that leaves processes behind or imported what it must not, and clean up."""
+    complaints = []
+    left = processes.survivors(os.getpid(), _KNOWN, _PATIENCE_S)
+    for pid, command in left.items():
+        complaints.append(f"process {pid} was left behind and ended: {command[:200]}")
+    processes.end(left)
+    for module in filter(None, session.config.getoption("--forbid").split(",")):
+        if module in sys.modules:
+            complaints.append(f"{module} was imported in a session that forbids it")
+    if complaints:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        for complaint in complaints:
+            if reporter is not None:
+                reporter.ensure_newline()
+                reporter.write_line(f"ERROR {complaint}", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
