@@ -1,0 +1,176 @@
+"""The layers of the house, as one table: who may import what, at any place in a file.
+
+       use        trainer.py  cli.py  attach.py ...
+        |
+       run        runtime/
+     +--+---+
+ decide   compute
+planner/  engine/
+     +--+---+
+       data       ir/  config.py  errors.py  metrics.py
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+class Layer(NamedTuple):
+    """Modules of a layer, the layers and outside packages that it may import, and what it may not."""
+
+    modules: tuple[str, ...]
+    layers: tuple[str, ...]
+    packages: tuple[str, ...]
+    never: tuple[str, ...] = ()
+
+
+# Deciding is pure: the clock, chance, the environment and logs stay outside, and come in as arguments.
+IMPURE = ("time", "datetime", "random", "secrets", "uuid", "os", "socket", "subprocess", "threading", "logging")
+
+LAYERS = {
+    "data": Layer(("ir", "config", "errors", "metrics"), ("data",), ()),
+    "decide": Layer(("planner",), ("data", "decide"), ("numpy",), IMPURE),
+    "compute": Layer(("engine",), ("data", "compute"), ("numpy", "pyarrow", "safetensors", "torch")),
+    "run": Layer(
+        ("runtime",), ("data", "decide", "compute", "run"), ("numpy", "pyarrow", "safetensors", "torch", "ray")
+    ),
+}
+USE = Layer(
+    ("",),
+    ("data", "decide", "compute", "run", "use"),
+    ("numpy", "pyarrow", "pydantic", "ray", "rich", "safetensors", "torch", "typer", "yaml"),
+)
+
+# Inside decide: which of its parts each part knows, besides itself.
+PARTS = {
+    "partition": (),
+    "program": (),
+    "simulate": ("program",),
+    "schedule": ("program", "simulate"),
+    "tune": ("partition", "schedule", "program", "simulate"),
+    "elastic": ("tune",),
+    "control": ("tune", "elastic"),
+}
+
+# One file may reach for one package more.
+EXTRA = {"engine/codec.py": ("cupy",)}
+
+FILES = sorted((ROOT / "raypipe").rglob("*.py"))
+
+
+def layer_of(module: str) -> str:
+    """Name of the layer that ``raypipe.<part>...`` is in."""
+    part = module.split(".")[1] if "." in module else ""
+    return next((name for name, layer in LAYERS.items() if part in layer.modules), "use")
+
+
+def imports(source: str, package: str) -> Iterator[str]:
+    """Full names of all modules that a file imports anywhere, also relatively or through importlib."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            # ``from raypipe import ir`` names a module only in its second half.
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
+
+
+def breaches(path: str, source: str) -> list[str]:
+    """Imports of ``raypipe/<path>`` that its layer does not allow."""
+    package = ".".join(["raypipe", *Path(path).parent.parts])
+    name = layer_of(".".join(["raypipe", *Path(path).with_suffix("").parts]))
+    layer = LAYERS.get(name, USE)
+    found = []
+    for module in imports(source, package):
+        top = module.split(".")[0]
+        if top == "raypipe":
+            allowed = layer_of(module) in layer.layers and _known(path, module)
+        elif top in sys.stdlib_module_names:
+            allowed = top not in layer.never
+        else:
+            allowed = top in layer.packages + EXTRA.get(path, ())
+        if not allowed:
+            found.append(f"raypipe/{path} is in layer {name!r} and may not import {module}")
+    return found
+
+
+def _known(path: str, module: str) -> bool:
+    """Whether two parts of the planner may know each other; True outside of it."""
+    own, other = Path(path).with_suffix("").parts, module.split(".")
+    if own[0] != "planner" or other[1:2] != ["planner"] or len(own) < 2 or len(other) < 3:
+        return True
+    return other[2] == own[1] or other[2] in PARTS.get(own[1], ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_imports_what_its_layer_allows(path: Path) -> None:
+    relative = path.relative_to(ROOT / "raypipe").as_posix()
+    assert breaches(relative, path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("ir/graph.py", "import numpy"),
+        ("config.py", "from raypipe.planner import simulate"),
+        ("planner/tune.py", "def f():\n    import torch"),
+        ("planner/control.py", "import time"),
+        ("planner/schedule/sync.py", "from ..partition import chain"),
+        ("planner/simulate.py", "from raypipe.planner.schedule.sync import k_f_k_b"),
+        ("engine/stage.py", "import ray"),
+        ("engine/stage.py", "from raypipe.planner import simulate"),
+        ("engine/stage.py", "from raypipe import runtime"),
+        ("engine/data.py", "import cupy"),
+        ("runtime/fleet.py", "from raypipe.trainer import PipelineTrainer"),
+        ("runtime/fleet.py", "import importlib\nimportlib.import_module('raypipe.cli')"),
+        ("trainer.py", "import pandas"),
+    ],
+)
+def test_a_breach_is_found(path: str, source: str) -> None:
+    assert len(breaches(path, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("planner/simulate.py", "from raypipe.ir.schedule import Action\nimport heapq, numpy"),
+        ("planner/schedule/lower.py", "from .sync import k_f_k_b"),
+        ("engine/codec.py", "def f():\n    import cupy"),
+        ("runtime/worker.py", "from raypipe.engine.stage import Stage\nimport ray"),
+        ("trainer.py", "from raypipe.runtime import fleet\nfrom raypipe import config"),
+    ],
+)
+def test_what_is_allowed_is_not_a_breach(path: str, source: str) -> None:
+    assert breaches(path, source) == []
+
+
+@pytest.mark.parametrize("module", ["raypipe", "raypipe.ir.timeline", "raypipe.config", "raypipe.planner"])
+def test_the_light_layers_load_alone(module: str) -> None:
+    check = f"import sys, {module}; print(*sorted({{'torch', 'ray', 'pyarrow'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_every_module_of_the_planner_loads_alone() -> None:
+    modules = [
+        "raypipe." + path.relative_to(ROOT / "raypipe").with_suffix("").as_posix().replace("/", ".")
+        for path in FILES
+        if path.is_relative_to(ROOT / "raypipe" / "planner") and path.name != "__init__.py"
+    ]
+    check = f"import importlib, sys; [importlib.import_module(m) for m in {modules!r}]; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {"torch", "ray"}.isdisjoint(done.stdout.split())

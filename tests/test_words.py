@@ -1,0 +1,70 @@
+"""Words that must not be in the tree: paths of one machine, and anything that unpickles."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("raypipe", "jobs", "tests", "docs", "dashboards", ".ci")
+KINDS = {"", ".py", ".md", ".toml", ".cfg", ".txt", ".yaml", ".yml", ".json", ".csv", ".ipynb", ".sh"}
+TEXTS = sorted(
+    path
+    for path in (*ROOT.iterdir(), *(found for folder in FOLDERS for found in (ROOT / folder).rglob("*")))
+    if path.is_file() and path.suffix in KINDS and "__pycache__" not in path.parts
+)
+# Put together from pieces, so that this file does not match itself.
+MACHINE_PATH = re.compile(r"(?<![\w.~$})-])/(?:" + "|".join(["work", "home", "root", "Users", "mnt", "opt"]) + r")/\w")
+UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+SOURCES = sorted((ROOT / "raypipe").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_path_of_one_machine(path: Path) -> None:
+    found = MACHINE_PATH.search(path.read_text(encoding="utf-8", errors="replace"))
+    assert found is None, f"{found[0]}... exists on one machine only"
+
+
+def test_the_pattern_finds_paths() -> None:
+    slash = "/"
+    assert MACHINE_PATH.search(f"open('{slash}home{slash}me/x')")
+    assert MACHINE_PATH.search(f"cd {slash}work{slash}main")
+    assert not MACHINE_PATH.search(f"runs{slash}work{slash}x, https:{slash}{slash}host{slash}home{slash}x")
+
+
+def unpicklers(source: str) -> list[str]:
+    """Everything in a module that could run code out of a message or a file."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLERS]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [node.module for _ in [0] if node.module.split(".")[0] in UNPICKLERS]
+            found += [f"torch.{a.name}" for a in node.names if (node.module, a.name) == ("torch", "load")]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found += [f"torch.{node.attr}" for _ in [0] if (node.value.id, node.attr) == ("torch", "load")]
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            found.append("allow_pickle")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_unpickles(path: Path) -> None:
+    assert unpicklers(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "def f():\n    from cloudpickle import loads",
+        "import torch\ntorch.load('x')",
+        "from torch import load",
+        "numpy.load('x', allow_pickle=True)",
+    ],
+)
+def test_unpicklers_are_found(source: str) -> None:
+    assert len(unpicklers(source)) == 1
