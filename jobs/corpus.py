@@ -54,23 +54,23 @@ def build_corpus(folder: str | Path, *, context: int = 128, max_bytes: int = 16_
     Args:
         folder: is made where missing; every node must be able to read it.
         context: bytes per row, T.
-        max_bytes: of text read, over both splits; the rest of the library is left out.
+        max_bytes: of text, nine tenths of it for training; files beyond that are left out.
 
     Raises:
         ValueError: so little text was found or allowed that a split has no row.
     """
     splits: dict[bool, list[bytes]] = {True: [], False: []}
+    # Each split has its share, so that a small corpus has held-out text too.
+    left = {True: max_bytes // 10, False: max_bytes - max_bytes // 10}
     seen: set[bytes] = set()
-    left = max_bytes
     for name, path in _sources(Path(sysconfig.get_path("stdlib"))):
-        text = path.read_bytes()[:left]
-        if text in seen:  # a copy must not be in both splits
+        held_out = hashlib.sha256(name.encode()).digest()[0] < _HELD_OUT_OF_256
+        text = path.read_bytes() if left[held_out] else b""
+        if not text or text in seen:  # a copy must not be in both splits
             continue
         seen.add(text)
-        left -= len(text)
-        splits[hashlib.sha256(name.encode()).digest()[0] < _HELD_OUT_OF_256].append(text + _END_OF_FILE)
-        if not left:
-            break
+        splits[held_out].append(text[: left[held_out]] + _END_OF_FILE)
+        left[held_out] -= len(text[: left[held_out]])
     train_text, heldout_text = b"".join(splits[False]), b"".join(splits[True])
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
