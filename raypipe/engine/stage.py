@@ -17,7 +17,7 @@ import torch
 
 from raypipe.engine.randomness import RandomKey
 
-__all__ = ["GraphFunction", "Site", "StageFunction", "StageProgram"]
+__all__ = ["GraphFunction", "Site", "StageFunction", "StageProgram", "message_capacity", "neighbours"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,24 @@ class StageProgram:
     loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor] | None
     targets: tuple[str, ...]
     first_trainable: int
+
+
+def neighbours(programs: Sequence[StageProgram], stage: int) -> set[int]:
+    """Stages that this one exchanges messages with: those beside it and those that share a parameter."""
+    beside = {s for s in (stage - 1, stage + 1) if 0 <= s < len(programs)}
+    holders = {h for stages in programs[stage].shared_with.values() for h in stages}
+    return (beside | holders) - {stage}
+
+
+def message_capacity(programs: Sequence[StageProgram], one: int, other: int) -> int:
+    """The most tensors that a message between two stages can hold (the header has room for so many)."""
+    most = 3  # REDUCE_NORM: positions, norms, loss
+    if abs(one - other) == 1:
+        most = max(most, programs[min(one, other)].train.num_outputs, programs[min(one, other)].eval.num_outputs)
+    for stage, peer in ((one, other), (other, one)):
+        shared = {name for name, stages in programs[stage].shared_with.items() if peer in stages}
+        most = max(most, sum(1 for site in programs[stage].train.sites if site.parameter in shared))
+    return most
 
 
 _compiled = 0

@@ -140,6 +140,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     Raises:
         CaptureError: names the place that cannot be traced or trained, and what to do.
     """
+    _refuse_hooks(model)
     buffers = dict(model.named_buffers())
     persistent = frozenset(model.state_dict().keys()) & buffers.keys()
     if loss_fn is not None and not isinstance(example, Sequence):
@@ -180,6 +181,16 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
             return _graph_stages(modes[0], modes[1], cuts, type(model).__name__)
 
     return Capture(graph, dict(model.named_parameters()), buffers, persistent, functions, loss, targets)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Gradient hooks belong to the user's own tensors and modules, which no stage calls."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"The parameter {name!r} has a gradient hook, which a stage would not run; remove it.")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(f"The module {name!r} has a backward hook, which a stage would not run; remove it.")
 
 
 def _sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from raypipe.engine.capture.trace import Traced, mutated_args, storage_roots
+from raypipe.engine.capture.inplace import mutated_args, storage_roots
+from raypipe.engine.capture.trace import Traced
 from raypipe.engine.randomness import dropout, keyed_call
 from raypipe.ir.graph import ModelGraph, Node
 
@@ -139,6 +140,7 @@ def model_graph(analysis: Analysis, samples: int) -> ModelGraph:
     traced = analysis.traced
     order = {node: i for i, node in enumerate(analysis.nodes)}
     end = len(analysis.nodes)
+    roots = storage_roots(traced.graph)  # a view of a buffer that the next forward changes must not be on its way
     crossing = [0] * (end + 1)
     forbidden = [0] * (end + 1)
     some = [0] * (end + 1)
@@ -148,7 +150,7 @@ def model_graph(analysis: Analysis, samples: int) -> ModelGraph:
         value = node.meta.get("val")
         if last == at:
             continue
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and roots[node] not in analysis.changing_buffers:
             for counter, amount in ((crossing, nbytes(value)), (some, 1)):
                 counter[at] += amount
                 counter[last] -= amount

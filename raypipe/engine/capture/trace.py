@@ -7,12 +7,11 @@ work in place are made out of place wherever that is safe (buffer updates stay i
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,8 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from raypipe.engine.capture.guards import loss_only, nothing_lost
+from raypipe.engine.capture.inplace import functional_twin, work_out_of_place
 from raypipe.engine.randomness import draws_randomness, dropout, keyed_call
 from raypipe.errors import CaptureError
 
@@ -58,36 +59,6 @@ class Traced:
     pinned: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
 
-@contextmanager
-def _loss_only(model: torch.nn.Module) -> Iterator[None]:
-    """While inside, the model returns only its loss: caches and logits would be dead weight at every cut."""
-    original = model.forward
-
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        output = original(*args, **kwargs)
-        loss = output if isinstance(output, torch.Tensor) else None
-        if loss is None:
-            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if loss is None and isinstance(output, Sequence) and isinstance(output[0], torch.Tensor):
-            loss = output[0]
-        if loss is None or loss.dim() != 0:
-            found = "no loss" if loss is None else f"a tensor of shape {tuple(loss.shape)}"
-            raise CaptureError(
-                f"Without a loss_fn the model must return its own scalar loss, but {type(model).__name__} returned "
-                f"{found}. Pass loss_fn=..., or let the batch carry the labels that make the model compute its loss."
-            )
-        return loss
-
-    # torch.export reads the signature to pair dynamic shapes with arguments.
-    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    model.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del model.forward
-
-
 def trace(
     model: torch.nn.Module,
     args: Sequence[torch.Tensor],
@@ -113,14 +84,14 @@ def trace(
     was_training = {name: module.training for name, module in model.named_modules()}
     model.train(training)
     try:
-        if returns_loss:
-            with _loss_only(model):
-                program = torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
-        else:
+        with nothing_lost(), loss_only(model) if returns_loss else nullcontext():
             program = torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
     except CaptureError:
         raise
     except Exception as error:
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, CaptureError):
+            raise cause from None
         raise CaptureError(_explain(model, error)) from error
     finally:
         for name, module in model.named_modules():
@@ -208,7 +179,7 @@ def _flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colu
     _copy_nodes(program.graph_module, program.graph, env, traced, detached=False)
     outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
     graph.output(tuple(fx.map_arg(list(outputs), lambda n: env[n])))
-    _out_of_place(traced)
+    work_out_of_place(traced)
     graph.lint()
     return traced
 
@@ -280,89 +251,5 @@ def _copy_call(graph: fx.Graph, traced: Traced, node: fx.Node, args: Any, kwargs
     traced.num_draws += 1
     if target in (aten.dropout.default, aten.dropout_.default):
         return graph.call_function(dropout, (args[0], args[1], traced.key, index))
-    functional = _functional(target)
+    functional = functional_twin(target)
     return graph.call_function(keyed_call, (functional or target, traced.key, index, *args), kwargs)
-
-
-def _functional(op: Any) -> Any | None:
-    """The out-of-place twin of an in-place aten operation, None where op is not one (``add_`` -> ``add``)."""
-    if torch.Tag.inplace not in getattr(op, "tags", ()) and not op._schema.name.endswith("_"):
-        return None
-    name = op._schema.name.removeprefix("aten::")
-    if not name.endswith("_") or name.endswith("__"):
-        return None
-    packet = getattr(aten, name[:-1], None)
-    return getattr(packet, op._overloadname, None) if packet is not None else None
-
-
-def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """Nodes whose memory the operation changes, by its schema; batch_norm's statistics are not in its schema."""
-    target: Any = node.target
-    if node.op != "call_function" or not hasattr(target, "_schema"):
-        return []
-    if target is aten.batch_norm.default:
-        training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)
-        return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if training else []
-    changed = []
-    for argument, value in zip(target._schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
-            changed.append(value)
-    return changed
-
-
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """The node whose memory this one may share, None for an operation that makes its own."""
-    target: Any = node.target
-    if node.op != "call_function":
-        return None
-    first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if target is operator.getitem or str(target) in ("aten.dropout.default", "aten.feature_dropout.default"):
-        return first
-    schema = getattr(target, "_schema", None)
-    if schema is None or first is None:
-        return None
-    aliases = any(r.alias_info is not None for r in schema.returns)
-    return first if aliases and schema.arguments[0].alias_info is not None else None
-
-
-def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For every node the node that made its memory, as far as the schemas tell."""
-    roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        base = _viewed(node)
-        roots[node] = roots[base] if base is not None else node
-    return roots
-
-
-def _out_of_place(traced: Traced) -> None:
-    """relu_, add_ and the like on activations become relu, add; what cannot is pinned against cuts.
-
-    A stage's inputs are leaves that autograd does not let anyone change, and what a link still sends must
-    not change either. Safe means: no other view of the same memory is read afterwards.
-    """
-    graph = traced.graph
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    roots = storage_roots(graph)
-    families: dict[fx.Node, list[fx.Node]] = {}
-    for node, root in roots.items():
-        families.setdefault(root, []).append(node)
-    for node in list(graph.nodes):
-        for changed in mutated_args(node):
-            root = roots[changed]
-            if root in traced.buffers or root in traced.constants:
-                continue
-            if root in traced.parameters:
-                raise CaptureError(
-                    f"forward changes the parameter {traced.parameters[root]!r} in place; a pipeline stage may only "
-                    "change buffers. Register it as a buffer or drop the update."
-                )
-            others = [v for v in families[root] if v is not changed and v is not node and order[v] < order[node]]
-            still_read = any(order[user] > order[node] for v in others for user in v.users)
-            functional = _functional(node.target)
-            if functional is None or still_read:
-                last = max((user for v in families[root] for user in v.users), key=order.__getitem__, default=node)
-                traced.pinned.append((root, last))
-                continue
-            node.target = functional
-            changed.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order.get(user, at) > at)
-            families.setdefault(node, [])

@@ -1,0 +1,78 @@
+"""What holds while torch.export traces a model: only the loss comes out, and nothing is lost in silence."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from raypipe.errors import CaptureError
+
+__all__ = ["loss_only", "nothing_lost"]
+
+
+@contextmanager
+def loss_only(model: torch.nn.Module) -> Iterator[None]:
+    """While inside, the model returns only its loss: caches and logits would be dead weight at every cut."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = original(*args, **kwargs)
+        loss = output if isinstance(output, torch.Tensor) else None
+        if loss is None:
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None and isinstance(output, Sequence) and isinstance(output[0], torch.Tensor):
+            loss = output[0]
+        if loss is None or loss.dim() != 0:
+            found = "no loss" if loss is None else f"a tensor of shape {tuple(loss.shape)}"
+            raise CaptureError(
+                f"Without a loss_fn the model must return its own scalar loss, but {type(model).__name__} returned "
+                f"{found}. Pass loss_fn=..., or let the batch carry the labels that make the model compute its loss."
+            )
+        return loss
+
+    # torch.export reads the signature to pair dynamic shapes with arguments.
+    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    model.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+@contextmanager
+def nothing_lost() -> Iterator[None]:
+    """While inside, whatever torch.export would drop in silence is refused instead.
+
+    It records the forward of a custom autograd function but not its backward, and no gradient hook: the
+    traced model would train, with wrong gradients.
+    """
+    functions, hooks = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.split(".")[0] == "torch":
+            return functions.__func__(cls, *args, **kwargs)
+        raise CaptureError(
+            f"The model calls the custom autograd function {cls.__module__}.{cls.__qualname__}, whose backward tracing "
+            "would lose. Build the model as an nn.Sequential of blocks, which raypipe runs without tracing, or write "
+            "the function with differentiable operations."
+        )
+
+    def register_hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            "forward registers a gradient hook on a tensor, which tracing would lose. Build the model as an "
+            "nn.Sequential of blocks, which raypipe runs without tracing, or drop the hook."
+        )
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = functions
+        torch.Tensor.register_hook = hooks  # type: ignore[method-assign]

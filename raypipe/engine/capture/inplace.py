@@ -1,0 +1,102 @@
+"""Operations that change their input: which memory they touch, and their out-of-place twins."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from raypipe.errors import CaptureError
+
+if TYPE_CHECKING:
+    from raypipe.engine.capture.trace import Traced
+
+__all__ = ["functional_twin", "mutated_args", "storage_roots", "work_out_of_place"]
+
+aten = torch.ops.aten
+
+
+def functional_twin(op: Any) -> Any | None:
+    """The out-of-place twin of an in-place aten operation, None where op is not one (``add_`` -> ``add``)."""
+    if torch.Tag.inplace not in getattr(op, "tags", ()) and not op._schema.name.endswith("_"):
+        return None
+    name = op._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, op._overloadname, None) if packet is not None else None
+
+
+def mutated_args(node: fx.Node) -> list[fx.Node]:
+    """Nodes whose memory the operation changes, by its schema; batch_norm's statistics are not in its schema."""
+    target: Any = node.target
+    if node.op != "call_function" or not hasattr(target, "_schema"):
+        return []
+    if target is aten.batch_norm.default:
+        training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)
+        return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if training else []
+    changed = []
+    for argument, value in zip(target._schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+            changed.append(value)
+    return changed
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The node whose memory this one may share, None for an operation that makes its own."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return None
+    first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if target is operator.getitem or str(target) in ("aten.dropout.default", "aten.feature_dropout.default"):
+        return first
+    schema = getattr(target, "_schema", None)
+    if schema is None or first is None:
+        return None
+    aliases = any(r.alias_info is not None for r in schema.returns)
+    return first if aliases and schema.arguments[0].alias_info is not None else None
+
+
+def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For every node the node that made its memory, as far as the schemas tell."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        base = _viewed(node)
+        roots[node] = roots[base] if base is not None else node
+    return roots
+
+
+def work_out_of_place(traced: Traced) -> None:
+    """relu_, add_ and the like on activations become relu, add; what cannot is pinned against cuts.
+
+    A stage's inputs are leaves that autograd does not let anyone change, and what a link still sends must
+    not change either. Safe means: no other view of the same memory is read afterwards.
+    """
+    graph = traced.graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    roots = storage_roots(graph)
+    families: dict[fx.Node, list[fx.Node]] = {}
+    for node, root in roots.items():
+        families.setdefault(root, []).append(node)
+    for node in list(graph.nodes):
+        for changed in mutated_args(node):
+            root = roots[changed]
+            if root in traced.buffers or root in traced.constants:
+                continue
+            if root in traced.parameters:
+                raise CaptureError(
+                    f"forward changes the parameter {traced.parameters[root]!r} in place; a pipeline stage may only "
+                    "change buffers. Register it as a buffer or drop the update."
+                )
+            others = [v for v in families[root] if v is not changed and v is not node and order[v] < order[node]]
+            still_read = any(order[user] > order[node] for v in others for user in v.users)
+            functional = functional_twin(node.target)
+            if functional is None or still_read:
+                last = max((user for v in families[root] for user in v.users), key=order.__getitem__, default=node)
+                traced.pinned.append((root, last))
+                continue
+            node.target = functional
+            changed.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order.get(user, at) > at)
+            families.setdefault(node, [])

@@ -1,0 +1,68 @@
+"""InMemoryChannel: two workers in one process, joined by the frames that a network would carry.
+
+The verified fake: it passes the same contract as the sockets do, and it copies through the same
+headers, so that a local run meets the same layouts, flags and limits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from raypipe.engine import frame
+from raypipe.engine.inbox import Inbox
+from raypipe.errors import LinkError
+from raypipe.ir.schedule import Action
+
+__all__ = ["InMemoryChannel"]
+
+
+class InMemoryChannel:
+    """One end of a pair; see the Channel protocol. Made by ``pair``."""
+
+    def __init__(self, name: str, generation: int, max_tensors: int) -> None:
+        self.name = name
+        self.generation = generation
+        self.max_tensors = max_tensors
+        self._inbox = Inbox(name)
+        self._peer = self
+        self._lock = threading.Lock()
+        self._error: LinkError | None = None
+
+    @classmethod
+    def pair(cls, name: str, generation: int, max_tensors: int) -> tuple[InMemoryChannel, InMemoryChannel]:
+        """Both ends of a link whose messages have at most ``max_tensors`` tensors."""
+        a, b = cls(name, generation, max_tensors), cls(name, generation, max_tensors)
+        a._peer, b._peer = b, a
+        return a, b
+
+    def send(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
+        self._raise_if_failed()
+        message = frame.encode(action, tensors, generation=self.generation, max_tensors=self.max_tensors)
+        head = frame.parse(message.header, generation=self.generation, max_tensors=self.max_tensors)
+        self._peer._inbox.deliver(head.action, frame.decode(head, frame.gather(message)))
+
+    def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
+        return self._inbox.take(action, timeout_s)
+
+    def abort(self, reason: str) -> None:
+        error = LinkError(f"{self.name}: aborted: {reason}")
+        for end in (self, self._peer):
+            end._fail(error)
+
+    def close(self) -> None:
+        error = LinkError(f"{self.name}: closed.")
+        self._fail(error)
+        self._peer._fail(error, keep=True)
+
+    def _fail(self, error: LinkError, *, keep: bool = False) -> None:
+        with self._lock:
+            self._error = self._error or error
+        self._inbox.fail(error, keep=keep)
+
+    def _raise_if_failed(self) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise LinkError(str(self._error)) from self._error

@@ -1,0 +1,53 @@
+"""What a stage owns, and what the user decided for good: both outlive every re-plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raypipe.engine.stage import StageProgram
+
+__all__ = ["MakeOptimizer", "MakeScheduler", "Settings", "StageState"]
+
+MakeOptimizer = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user decided and no plan changes.
+
+    Attributes:
+        seed: of randomness and of the data's order.
+        loss_reduction: see PipelineConfig.
+        max_grad_norm: clip the norm of the whole model's gradient to this, None never clips.
+        timeout_s: longest wait for one message.
+    """
+
+    seed: int
+    loss_reduction: Any
+    max_grad_norm: float | None
+    timeout_s: float
+
+
+class StageState:
+    """Everything a stage owns: parameters, buffers, optimizer. It survives re-planning."""
+
+    def __init__(
+        self,
+        program: StageProgram,
+        tensors: Mapping[str, torch.Tensor],
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler | None,
+    ) -> None:
+        self.parameters = {
+            name: torch.nn.Parameter(tensors[name], requires_grad=name in program.trainable)
+            for name in program.parameters
+        }
+        self.buffers = {name: tensors[name] for name in program.buffers}
+        trained = [(name, self.parameters[name]) for name in program.parameters if name in program.trainable]
+        self.optimizer = make_optimizer(trained) if trained else None
+        self.scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None

@@ -1,0 +1,91 @@
+"""What a stage says about a step: a few numbers, never a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypipe.ir.timeline import Span
+
+__all__ = ["StepRecord", "StepReport", "merge_reports"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One mini-batch on one stage.
+
+    Attributes:
+        stage: who reports.
+        step: optimizer step, counted from 0 over the run; for evaluation, the batch.
+        samples: in the mini-batch.
+        loss: of the mini-batch, after loss_reduction; the same on every stage (None on all but the last
+            in evaluation).
+        grad_norm: over the whole model, before clipping; None in evaluation.
+        start_s, end_s: on the host's monotonic clock.
+        busy_s: in F, B, I and W.
+        wait_s: waiting for messages.
+        sent_bytes: boundary tensors handed to the next stage and to the one before.
+        peak_in_flight: most micro-batches whose activations were held at once.
+        spans: every action, where asked for (monotonic clock).
+    """
+
+    stage: int
+    step: int
+    samples: int
+    loss: float | None
+    grad_norm: float | None
+    start_s: float
+    end_s: float
+    busy_s: float
+    wait_s: float
+    sent_bytes: tuple[int, int]
+    peak_in_flight: int
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of the whole pipeline: a line of the progress display, a row of metrics.parquet.
+
+    Attributes:
+        step, samples, loss, grad_norm: as in StepReport.
+        seconds: from the end of the step before to the end of this one.
+        bubble_fraction: share of worker time without computation.
+        link_bytes_per_s: bytes over all links and both directions, per second.
+        peak_in_flight: largest of any stage.
+    """
+
+    step: int
+    samples: int
+    loss: float
+    grad_norm: float
+    seconds: float
+    bubble_fraction: float
+    link_bytes_per_s: float
+    peak_in_flight: int
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+def merge_reports(reports: Sequence[StepReport], previous_end_s: float | None) -> StepRecord:
+    """One record from the reports of all stages on one step.
+
+    Args:
+        previous_end_s: when the step before ended; None for the first step of a run.
+    """
+    begin_s = min(r.start_s for r in reports) if previous_end_s is None else previous_end_s
+    seconds = max(max(r.end_s for r in reports) - begin_s, 1e-9)
+    loss = next((r.loss for r in reversed(reports) if r.loss is not None), float("nan"))
+    norm = next((r.grad_norm for r in reports if r.grad_norm is not None), float("nan"))
+    return StepRecord(
+        step=reports[0].step,
+        samples=reports[0].samples,
+        loss=loss,
+        grad_norm=norm,
+        seconds=seconds,
+        bubble_fraction=max(0.0, 1.0 - sum(r.busy_s for r in reports) / (seconds * len(reports))),
+        link_bytes_per_s=sum(sum(r.sent_bytes) for r in reports) / seconds,
+        peak_in_flight=max(r.peak_in_flight for r in reports),
+    )

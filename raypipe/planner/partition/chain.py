@@ -1,0 +1,131 @@
+"""Cut a chain of nodes into stages of about equal parameters, or where the user says.
+
+The largest stage is as small as it can be; among such cuts the one with the least traffic is taken.
+Seconds and memory do not count yet: a stage with few parameters may still be the slow one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+from raypipe.errors import PlanError
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Partition, Stage
+
+__all__ = ["equal_parameters", "split_before"]
+
+
+def equal_parameters(graph: ModelGraph, num_stages: int) -> Partition:
+    """The partition whose largest stage has the fewest parameter bytes.
+
+    Dynamic programming over the cheapest cut for each distinct number of bytes before it, O(S p^2) for p
+    operations with parameters. A model without parameters is cut by the number of nodes.
+
+    Raises:
+        PlanError: more stages than places to cut.
+    """
+    costs = [node.param_bytes for node in graph.nodes]
+    if not any(costs):
+        costs = [1] * len(costs)
+    before = [0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    places: dict[int, int] = {}  # bytes before the cut -> the position with the least traffic
+    for position in graph.cut_positions():
+        done = before[position]
+        if 0 < done < before[-1] and (done not in places or _traffic(graph, position) < _traffic(graph, places[done])):
+            places[done] = position
+    if len(places) < num_stages - 1:
+        raise PlanError(
+            f"{num_stages} stages need {num_stages - 1} places to cut, but the model has {len(places)} between its "
+            f"operations with parameters. Set num_stages to at most {len(places) + 1}."
+        )
+    positions = _least_worst([places[done] for done in sorted(places)], before, graph, num_stages)
+    worst = max(stop - start for start, stop in _spans(positions, before))
+    share = worst * num_stages / before[-1] - 1
+    unit = "parameters" if any(node.param_bytes for node in graph.nodes) else "operations"
+    return _partition(graph, positions, f"equal {unit}: the largest stage is {share:.0%} above the mean")
+
+
+def _traffic(graph: ModelGraph, position: int) -> int:
+    return graph.nodes[position - 1].cut_bytes or 0
+
+
+def _spans(positions: Sequence[int], before: Sequence[int]) -> list[tuple[int, int]]:
+    bounds = [0, *(before[p] for p in positions), before[-1]]
+    return list(zip(bounds, bounds[1:], strict=False))  # noqa: RUF007
+
+
+def _least_worst(places: list[int], before: list[int], graph: ModelGraph, num_stages: int) -> list[int]:
+    """best[j] = (largest stage, traffic, cuts) for the nodes before places[j], one more stage per round."""
+    ends = [*places, len(graph.nodes)]
+    best: list[tuple[int, int, list[int]] | None] = [(before[end], 0, []) for end in ends]
+    for _ in range(num_stages - 1):
+        following: list[tuple[int, int, list[int]] | None] = []
+        for j, end in enumerate(ends):
+            candidates = [
+                (
+                    max(found[0], before[end] - before[ends[i]]),
+                    found[1] + _traffic(graph, ends[i]),
+                    [*found[2], ends[i]],
+                )
+                for i in range(j)
+                if (found := best[i]) is not None
+            ]
+            following.append(min(candidates) if candidates else None)
+        best = following
+    answer = best[-1]
+    assert answer is not None
+    return answer[2]
+
+
+def split_before(graph: ModelGraph, modules: Sequence[str]) -> Partition:
+    """A new stage begins at the first operation of each of these modules.
+
+    Args:
+        modules: dotted names as in named_modules(); a name also stands for everything inside it.
+
+    Raises:
+        PlanError: no such module, out of order, or no cut is possible there; names the module.
+    """
+    possible = set(graph.cut_positions())
+    positions: list[int] = []
+    for name in modules:
+        found = [i for i, n in enumerate(graph.nodes) if n.module == name or n.module.startswith(f"{name}.")]
+        if not found:
+            known = list(dict.fromkeys(node.module for node in graph.nodes if node.module))
+            near = difflib.get_close_matches(name, known, n=3)
+            raise PlanError(
+                f"partitioner names {name!r}, which no operation belongs to. Near names: {near or known[:5]}."
+            )
+        position = found[0]
+        if position not in possible:
+            raise PlanError(
+                f"The model cannot be cut before {name!r}: nothing that can travel is complete there (an in-place "
+                "operation, a tuple, or the very beginning). Choose a neighbouring module."
+            )
+        if positions and position <= positions[-1]:
+            raise PlanError(f"partitioner names {name!r} out of order: it runs before {modules[len(positions) - 1]!r}.")
+        positions.append(position)
+    return _partition(graph, positions, "cut where PipelineConfig.partitioner says")
+
+
+def _partition(graph: ModelGraph, positions: Sequence[int], reason: str) -> Partition:
+    bounds = [0, *positions, len(graph.nodes)]
+    stages = []
+    for index in range(len(bounds) - 1):
+        start, stop = bounds[index], bounds[index + 1]
+        nodes = graph.nodes[start:stop]
+        stages.append(
+            Stage(
+                index=index,
+                start=start,
+                stop=stop,
+                first_node=nodes[0].name,
+                last_node=nodes[-1].name,
+                param_bytes=sum(node.param_bytes for node in nodes),
+                input_bytes=_traffic(graph, start) if start else 0,
+            )
+        )
+    return Partition(tuple(stages), reason)
