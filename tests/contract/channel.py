@@ -1,0 +1,265 @@
+"""The contract of a channel, as tests that every implementation inherits.
+
+A subclass provides ``open_pair``; nothing here knows how the two ends are joined.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from raypipe.engine.channel import Channel
+from raypipe.errors import LinkError
+from raypipe.ir.schedule import Action, Op
+
+WAIT_S = 10.0
+"""Deadline of every wait that is meant to succeed."""
+
+WAKE_S = 0.5
+"""Bound asserted on a wake-up; the promise is 0.05 s, which a loaded machine cannot always keep."""
+
+Pair = tuple[Channel, Channel]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+def f(microbatch: int) -> Action:
+    """What stage 0 sends forward."""
+    return Action(0, Op.SEND_F, microbatch)
+
+
+def b(microbatch: int) -> Action:
+    """What stage 1 sends back."""
+    return Action(1, Op.SEND_B, microbatch)
+
+
+def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Reproducible values of any type."""
+    raw = torch.randn(*shape, generator=torch.Generator().manual_seed(7)) * 50
+    return raw > 0 if dtype is torch.bool else raw.to(dtype)
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda t: t.transpose(1, 3),
+    "offset": lambda t: t[1:],
+    "expanded": lambda t: t[:, :1].contiguous().expand(-1, 5, -1, -1),
+    "expanded_in_front": lambda t: t.expand(3, *t.shape),
+    "scalar": lambda t: t[0, 0, 0, 0],
+    "empty": lambda t: t[:0],
+    "one": lambda t: t[:1, :1, :1, :1],
+}
+
+
+class Failing:
+    """A thread that is expected to end in a LinkError, and notes when it did."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.error: Exception | None = None
+        self.ended_s = 0.0
+        self._call = call
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except Exception as error:  # noqa: BLE001  (whatever it is, the test shall see it)
+            self.error = error
+        self.ended_s = time.monotonic()
+
+    def result(self) -> LinkError:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "still waiting"
+        assert isinstance(self.error, LinkError), repr(self.error)
+        return self.error
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not reached"
+        time.sleep(0.001)
+
+
+class ChannelContract:
+    """Inherit, and implement ``open_pair``."""
+
+    def open_pair(self, max_tensors: int = 4) -> Pair:
+        """Two joined ends; (stage 0, stage 1)."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def pair(self) -> Iterator[Pair]:
+        ends = self.open_pair()
+        yield ends
+        for end in ends:
+            end.close()
+
+    def test_a_message_arrives_under_its_senders_action(self, pair: Pair) -> None:
+        x = sample(torch.float32, 3, 4)
+        pair[0].send(f(5), (x,))
+        (got,) = pair[1].recv(f(5), WAIT_S)
+        assert got is not None
+        assert torch.equal(got, x)
+        assert got.data_ptr() != x.data_ptr(), "a channel copies"
+        assert got.data_ptr() % 64 == 0
+
+    def test_messages_are_found_by_action_in_any_order(self, pair: Pair) -> None:
+        for m in range(6):
+            pair[0].send(f(m), (torch.full((2,), float(m)),))
+            pair[1].send(b(m), (torch.full((2,), -float(m)),))
+        for m in (3, 0, 5, 1, 4, 2):
+            assert pair[1].recv(f(m), WAIT_S)[0].tolist() == [m, m]  # type: ignore[union-attr]
+            assert pair[0].recv(b(m), WAIT_S)[0].tolist() == [-m, -m]  # type: ignore[union-attr]
+
+    def test_several_tensors_with_gaps(self, pair: Pair) -> None:
+        message = (sample(torch.float32, 5), None, sample(torch.bool, 3, 3), sample(torch.int64, 2))
+        pair[0].send(f(0), message)
+        got = pair[1].recv(f(0), WAIT_S)
+        assert [t is None for t in got] == [False, True, False, False]
+        for mine, theirs in zip(message, got, strict=True):
+            assert mine is theirs or torch.equal(mine, theirs)  # type: ignore[arg-type]
+        assert all(t is None or t.data_ptr() % 64 == 0 for t in got)
+
+    def test_a_message_may_hold_nothing(self, pair: Pair) -> None:
+        pair[0].send(f(0), ())
+        pair[0].send(f(1), (None,))
+        assert pair[1].recv(f(0), WAIT_S) == ()
+        assert pair[1].recv(f(1), WAIT_S) == (None,)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_every_type_keeps_values_and_strides(self, pair: Pair, layout: str) -> None:
+        for m, dtype in enumerate((*FLOATS, *INTS)):
+            x = LAYOUTS[layout](sample(dtype, 2, 3, 4, 5))
+            pair[0].send(f(m), (x,))
+            (got,) = pair[1].recv(f(m), WAIT_S)
+            assert got is not None
+            assert got.dtype == x.dtype
+            assert got.shape == x.shape
+            assert got.stride() == x.stride()
+            assert torch.equal(got, x)
+
+    def test_a_tensor_with_gaps_is_packed_in_the_order_of_its_strides(self, pair: Pair) -> None:
+        x = sample(torch.float32, 6, 8)[::2, ::2].t()
+        pair[0].send(f(0), (x,))
+        (got,) = pair[1].recv(f(0), WAIT_S)
+        assert got is not None
+        assert torch.equal(got, x)
+        assert got.stride() == (1, 4)
+
+    def test_gradient_flags_arrive_on_leaves(self, pair: Pair) -> None:
+        weight = sample(torch.float32, 3).requires_grad_()
+        pair[0].send(f(0), (weight * 2, weight.detach(), sample(torch.int64, 2)))
+        first, second, third = pair[1].recv(f(0), WAIT_S)
+        assert first is not None
+        assert second is not None
+        assert third is not None
+        assert (first.requires_grad, second.requires_grad, third.requires_grad) == (True, False, False)
+        assert first.is_leaf
+        (first * second).sum().backward()
+        assert first.grad is not None
+
+    def test_writing_to_one_tensor_does_not_invalidate_another(self, pair: Pair) -> None:
+        """Views of one buffer would share a version counter, and backward would refuse to run."""
+        pair[0].send(f(0), (sample(torch.float32, 3).requires_grad_(), sample(torch.float32, 3)))
+        kept, scratch = pair[1].recv(f(0), WAIT_S)
+        assert kept is not None
+        assert scratch is not None
+        loss = (kept * kept).sum()
+        scratch.add_(1)
+        loss.backward()
+
+    def test_the_deadline_names_the_edge(self, pair: Pair) -> None:
+        with pytest.raises(LinkError) as caught:
+            pair[1].recv(f(17), 0.02)
+        text = str(caught.value)
+        assert pair[1].name in text
+        assert "0SEND_F17" in text
+        assert "micro-batch 17" in text
+        assert "0.02 s" in text
+        pair[0].send(f(17), (torch.ones(1),))
+        assert len(pair[1].recv(f(17), WAIT_S)) == 1, "a missed deadline does not break the link"
+
+    def test_abort_wakes_both_sides(self, pair: Pair) -> None:
+        for aborter in (0, 1):
+            ends = pair if aborter == 0 else self.open_pair()
+            waits = [Failing(partial(ends[0].recv, b(0), WAIT_S)), Failing(partial(ends[1].recv, f(0), WAIT_S))]
+            time.sleep(0.02)
+            start_s = time.monotonic()
+            ends[aborter].abort("stage 7 died")
+            for side, wait in enumerate(waits):
+                assert "stage 7 died" in str(wait.result())
+                woken_s = wait.ended_s - start_s
+                print(f"abort by {aborter}: side {side} woke after {woken_s * 1e3:.2f} ms")
+                assert woken_s < WAKE_S
+            for end, action in ((ends[0], f(1)), (ends[1], b(1))):
+                with pytest.raises(LinkError, match="stage 7 died"):
+                    end.send(action, (torch.ones(1),))
+                with pytest.raises(LinkError, match="stage 7 died"):
+                    end.recv(action, WAIT_S)
+                end.close()
+
+    def test_one_failure_wakes_many_waiters(self, pair: Pair) -> None:
+        waits = [Failing(partial(pair[1].recv, f(m), WAIT_S)) for m in range(5)]
+        time.sleep(0.02)
+        pair[1].abort("no reason")
+        for m, wait in enumerate(waits):
+            assert f"0SEND_F{m}" in str(wait.result())
+
+    def test_close_delivers_what_was_sent(self, pair: Pair) -> None:
+        for m in range(10):
+            pair[0].send(f(m), (torch.full((1000,), float(m)),))
+        pair[0].close()
+        pair[0].close()
+        for m in range(10):
+            (got,) = pair[1].recv(f(m), WAIT_S)
+            assert got is not None
+            assert got[-1].item() == m
+        with pytest.raises(LinkError, match="clos"):
+            pair[1].recv(f(10), WAIT_S)
+        with pytest.raises(LinkError):
+            pair[0].send(f(11), (torch.ones(1),))
+
+    def test_too_many_tensors_are_refused_by_the_sender(self, pair: Pair) -> None:
+        with pytest.raises(LinkError, match="5 tensors"):
+            pair[0].send(f(0), [torch.ones(1)] * 5)
+        pair[0].send(f(0), [torch.ones(1)] * 4)
+        assert len(pair[1].recv(f(0), WAIT_S)) == 4
+
+    def test_an_action_sent_twice_is_an_error(self, pair: Pair) -> None:
+        pair[0].send(f(0), (torch.ones(1),))
+        pair[0].send(f(0), (torch.ones(1),))
+        with pytest.raises(LinkError, match="twice"):
+            pair[1].recv(f(1), WAIT_S)
+
+    def test_send_does_not_wait_for_a_slow_reader(self, pair: Pair) -> None:
+        """32 MiB is more than the buffers of two sockets hold."""
+        x = torch.arange(1 << 18, dtype=torch.float32)
+        longest_s = 0.0
+        for m in range(32):
+            start_s = time.monotonic()
+            pair[0].send(f(m), (x,))
+            longest_s = max(longest_s, time.monotonic() - start_s)
+        print(f"longest send of 1 MiB: {longest_s * 1e3:.2f} ms")
+        assert longest_s < WAKE_S
+        for m in reversed(range(32)):
+            (got,) = pair[1].recv(f(m), WAIT_S)
+            assert got is not None
+            assert torch.equal(got, x)
+
+    @pytest.mark.slow
+    def test_one_byte_to_64_mib(self, pair: Pair) -> None:
+        for m, nbytes in enumerate((1, 63, 64, 65, 4097, 1 << 20, (1 << 20) + 1, 8 << 20, (64 << 20) - 1, 64 << 20)):
+            x = torch.arange(nbytes, dtype=torch.int32).to(torch.uint8)
+            pair[0].send(f(m), (x,))
+            (got,) = pair[1].recv(f(m), WAIT_S)
+            assert got is not None
+            assert torch.equal(got, x)
