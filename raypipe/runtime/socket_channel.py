@@ -1,0 +1,266 @@
+"""SocketChannel: one worker's end of a link over TCP, with one connection per direction.
+
+    send() --> [backlog] --> sending thread ==out==>            peer's receiving thread --> inbox --> recv()
+                                    ^-------out-------  abort notice
+    recv() <-- inbox <-- receiving thread  <==in===             peer's sending thread
+                                    -------in-------->  abort notice
+
+A connection carries frames one way. The way back is empty but for one thing: the reason of an
+abort, which there does not queue behind megabytes of activations. The sending thread watches it.
+
+``send`` writes what the kernel takes at once from the calling thread, because waking a thread costs
+more than copying an activation into a socket buffer; large messages and what did not fit go to the
+sending thread. Sockets stay blocking and are woken by shutdown(2), which works from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from raypipe.engine import frame, layout
+from raypipe.engine.inbox import Inbox
+from raypipe.errors import LinkError
+from raypipe.ir.schedule import Action
+
+__all__ = ["SocketChannel"]
+
+DIRECT_SEND_BYTES = 1 << 20
+"""Largest payload that the calling thread copies into the socket itself: about 0.2 ms of its time."""
+
+SPARE_BYTES = 1 << 20
+"""Largest receive buffer that is allocated ahead of its message."""
+
+CLOSE_TIMEOUT_S = 5.0
+REASON_BYTES = 1024
+_BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux and macOS
+
+
+class SocketChannel:
+    """See the Channel protocol. ``open_channels`` makes both connections and hands them over.
+
+    Args:
+        name: for messages to people.
+        generation: of the plan; older messages are dropped, a newer one is an error.
+        max_tensors: most tensors that a message of this channel has; equal on both ends.
+        outgoing, incoming: connected blocking sockets, which the channel owns from now on.
+        direct_send_bytes: largest payload written by the caller of ``send``; 0 leaves all to the thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        generation: int,
+        max_tensors: int,
+        outgoing: socket.socket,
+        incoming: socket.socket,
+        *,
+        direct_send_bytes: int = DIRECT_SEND_BYTES,
+    ) -> None:
+        self.name = name
+        self.generation = generation
+        self.max_tensors = max_tensors
+        self._out, self._in = outgoing, incoming
+        self._direct_send_bytes = direct_send_bytes
+        self._inbox = Inbox(name)
+        self._lock = threading.Lock()  # guards the four below; never held while a thread waits
+        self._backlog: deque[memoryview] = deque()
+        self._send_error: LinkError | None = None
+        self._closing = False
+        self._spare: torch.Tensor | None = None  # the receiving thread's
+        self._shut = False
+        self._close_once = threading.Lock()
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._sender = threading.Thread(target=self._send_loop, name=f"raypipe-send {name}", daemon=True)
+        self._receiver = threading.Thread(target=self._receive_loop, name=f"raypipe-recv {name}", daemon=True)
+        self._sender.start()
+        self._receiver.start()
+
+    def send(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
+        message = frame.encode(action, tensors, generation=self.generation, max_tensors=self.max_tensors)
+        buffers = deque((memoryview(message.header), *message.buffers))
+        with self._lock:
+            if self._send_error is not None:
+                raise LinkError(f"{self._send_error} (sending {action}, micro-batch {action.microbatch})")
+            # An empty backlog means that the sending thread is idle: it pops only what it has sent.
+            if not self._backlog and message.payload_bytes <= self._direct_send_bytes:
+                with contextlib.suppress(OSError):  # the sending thread meets the same error and tells it
+                    _send_some(self._out, buffers)
+            if not buffers:
+                return
+            self._backlog.extend(buffers)
+        self._wake_sender()
+
+    def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
+        return self._inbox.take(action, timeout_s)
+
+    def abort(self, reason: str) -> None:
+        self._fail(LinkError(f"{self.name}: aborted: {reason}"), tell_peer=reason)
+
+    def close(self) -> None:
+        with self._close_once:
+            with self._lock:
+                self._closing = True
+                self._send_error = self._send_error or LinkError(f"{self.name}: closed.")
+            self._wake_sender()
+            self._sender.join(CLOSE_TIMEOUT_S)
+            self._fail(LinkError(f"{self.name}: closed."))
+            self._sender.join()
+            self._receiver.join()
+            for sock in (self._out, self._in, self._wake, self._woken):
+                sock.close()
+
+    def _fail(self, error: LinkError, *, keep: bool = False, tell_peer: str | None = None) -> None:
+        """End both directions now; the first error is the one told."""
+        with self._lock:
+            self._send_error = self._send_error or error
+            self._backlog.clear()
+            first, self._shut = not self._shut, True
+        self._inbox.fail(error, keep=keep)
+        if not first:
+            return
+        with contextlib.suppress(OSError):
+            if tell_peer is not None:
+                self._in.send(tell_peer.encode()[:REASON_BYTES] or b" ", socket.MSG_DONTWAIT)
+        for sock in (self._out, self._in):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._wake_sender()
+
+    def _wake_sender(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
+            self._wake.send(b"\0")
+
+    # The sending thread.
+
+    def _send_loop(self) -> None:
+        poller = select.poll()
+        poller.register(self._woken, select.POLLIN)
+        try:
+            while True:
+                with self._lock:
+                    if self._shut:
+                        return
+                    if self._closing and not self._backlog:
+                        break
+                    wanted = select.POLLIN | (select.POLLOUT if self._backlog else 0)
+                poller.register(self._out, wanted)
+                ready = dict(poller.poll())
+                if self._woken.fileno() in ready:
+                    self._woken.recv(4096)
+                events = ready.get(self._out.fileno(), 0)
+                if events & ~select.POLLOUT:
+                    self._peer_left()
+                    return
+                if events & select.POLLOUT:
+                    self._send_backlog()
+            self._out.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self._peer_left(error)
+
+    def _send_backlog(self) -> None:
+        with self._lock:
+            buffers = deque(itertools.islice(self._backlog, _BUFFERS_PER_CALL))
+        count = len(buffers)
+        _send_some(self._out, buffers)
+        with self._lock:
+            if not self._backlog:  # emptied by an abort
+                return
+            for _ in range(count - len(buffers)):
+                self._backlog.popleft()
+            if buffers:
+                self._backlog[0] = buffers[0]
+
+    def _peer_left(self, cause: OSError | None = None) -> None:
+        """The peer aborted, or takes no more messages: what it still sends belongs to the receiving thread."""
+        reason = self._abort_notice()
+        if reason is not None:
+            self._fail(LinkError(f"{self.name}: aborted by the peer: {reason}"))
+            return
+        with self._lock:
+            self._backlog.clear()
+            why = f" ({cause})" if cause is not None else ""
+            self._send_error = self._send_error or LinkError(f"{self.name}: the peer closed the link or died{why}.")
+
+    def _abort_notice(self) -> str | None:
+        try:
+            notice = self._out.recv(REASON_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:
+            return None
+        return notice.decode(errors="replace") if notice else None
+
+    # The receiving thread.
+
+    def _receive_loop(self) -> None:
+        header = bytearray(frame.header_bytes(self.max_tensors))
+        try:
+            while self._receive(header):
+                pass
+        except LinkError as error:
+            self._fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
+            return
+        except OSError as error:
+            ending = f"the link broke: {error}."
+        else:
+            ending = "the peer closed the link or died."
+        reason = self._abort_notice()
+        if reason is not None:
+            self._fail(LinkError(f"{self.name}: aborted by the peer: {reason}"))
+        else:
+            self._inbox.fail(LinkError(f"{self.name}: {ending}"), keep=True)
+
+    def _receive(self, header: bytearray) -> bool:
+        """Take one message off the connection; False at its end."""
+        if not _receive_exactly(self._in, memoryview(header)):
+            return False
+        head = frame.parse(header, generation=self.generation, max_tensors=self.max_tensors)
+        payload, self._spare = self._spare, None
+        if payload is None or payload.numel() != head.payload_bytes:
+            payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
+        if head.payload_bytes and not _receive_exactly(self._in, layout.raw_bytes(payload)):
+            raise ConnectionError(f"it ended inside {head.action}")
+        if head.generation == self.generation:
+            self._inbox.deliver(head.action, frame.decode(head, payload))
+        if head.payload_bytes <= SPARE_BYTES:
+            # The next message is likely as large: allocate now, while nobody waits.
+            self._spare = torch.empty(head.payload_bytes, dtype=torch.uint8)
+        return True
+
+
+def _send_some(sock: socket.socket, buffers: deque[memoryview]) -> None:
+    """Write as much as the kernel takes without waiting; ``buffers`` is left with the rest."""
+    while buffers:
+        try:
+            sent_bytes = sock.sendmsg(itertools.islice(buffers, _BUFFERS_PER_CALL), (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        while buffers and sent_bytes >= buffers[0].nbytes:
+            sent_bytes -= buffers.popleft().nbytes
+        if sent_bytes:
+            buffers[0] = buffers[0][sent_bytes:]
+
+
+def _receive_exactly(sock: socket.socket, target: memoryview) -> bool:
+    """Fill ``target``; False if the connection ended before its first byte.
+
+    Raises:
+        ConnectionError: it ended later.
+    """
+    start = 0
+    while start < target.nbytes:
+        # One call, and so one wait for the interpreter lock, for a whole message.
+        got_bytes = sock.recv_into(target[start:], 0, socket.MSG_WAITALL)
+        if got_bytes == 0:
+            if start == 0:
+                return False
+            raise ConnectionError(f"it ended after {start} of {target.nbytes} bytes")
+        start += got_bytes
+    return True
