@@ -1,0 +1,38 @@
+# make train     install, then train a small language model on Ray actors
+# make test      install, then every tier of tests (TIERS="lint core" for some)
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+TIERS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install lint test train clean
+
+help:
+	@echo "make install | lint | test [TIERS='lint core engine ray gpu'] | train | clean"
+
+install: $(INSTALLED)
+
+# torch comes first and by its exact pin: asked for together with the others, pip may choose another build of it.
+$(INSTALLED): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "raypipe needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": set PYTHON=python3.11 or the like")'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet "$$(grep '^torch==' requirements.txt)"
+	$(RUN) -m pip install --quiet --requirement requirements.txt
+	$(RUN) -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+lint: install
+	$(RUN) tests/tiers.py lint
+
+test: install
+	$(RUN) tests/tiers.py $(TIERS) $(if $(MUST_RUN),--must-run)
+
+train: install
+	$(RUN) jobs/train_lm.py
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find raypipe jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,79 @@
+"""Every test belongs to exactly one tier, and no tier is left out unseen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import tiers
+
+TESTS = Path(__file__).parent
+BY_NAME = {tier.name: tier for tier in tiers.TIERS}
+
+
+def test_every_test_file_is_in_one_tier() -> None:
+    counts = Counter(path for tier in tiers.TIERS for path in tiers.files_of(tier))
+    assert set(counts) == set(TESTS.rglob("test_*.py"))
+    assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "ran", "skipped", "word", "could_run"),
+    [
+        ("core", 0, 5, 1, "passed", True),
+        ("core", 1, 5, 0, "FAILED", True),
+        ("core", 2, 0, 0, "FAILED", True),
+        ("ray", 0, 0, 7, "SKIPPED", True),
+        ("ray", 5, 0, 0, "SKIPPED", True),
+    ],
+)
+def test_outcomes(name: str, status: int, ran: int, skipped: int, word: str, could_run: bool) -> None:
+    outcome = tiers.judge(BY_NAME[name], status, ran, skipped)
+    assert (outcome.word, outcome.could_run) == (word, could_run)
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, **by_name: tiers.Outcome) -> None:
+    passed = tiers.Outcome("passed", "fine")
+    monkeypatch.setattr(tiers, "run", lambda tier: by_name.get(tier.name, passed))
+
+
+def test_a_failure_fails_the_run_and_later_tiers_still_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes(monkeypatch, core=tiers.Outcome("FAILED", "2 ran"))
+    assert tiers.main([]) == 1
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-5:]] == [
+        ["lint", "passed"],
+        ["core", "FAILED"],
+        ["engine", "passed"],
+        ["ray", "passed"],
+        ["gpu", "passed"],
+    ]
+
+
+def test_a_skipped_tier_fails_only_where_it_could_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes(monkeypatch, gpu=tiers.Outcome("SKIPPED", "no NVIDIA device on this machine", could_run=False))
+    assert tiers.main(["--must-run"]) == 0
+    assert "gpu     SKIPPED" in capsys.readouterr().out
+    outcomes(monkeypatch, ray=tiers.Outcome("SKIPPED", "no test ran, 7 skipped"))
+    assert tiers.main([]) == 0
+    assert tiers.main(["--must-run"]) == 1
+    assert "<- must run on this machine" in capsys.readouterr().out
+
+
+def test_devices_are_seen(tmp_path: Path) -> None:
+    assert not tiers.has_gpu(tmp_path)
+    (tmp_path / "nvidiactl").touch()
+    assert not tiers.has_gpu(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert tiers.has_gpu(tmp_path)
+
+
+def test_an_unknown_tier_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tiers.main(["cores"])
+    assert "no tier 'cores'" in capsys.readouterr().err

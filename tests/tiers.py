@@ -1,0 +1,144 @@
+"""Run the tests tier by tier, cheapest first, and say of each what happened and how long it took.
+
+    python tests/tiers.py                  all tiers
+    python tests/tiers.py lint core        these
+    python tests/tiers.py --must-run       fail too if a tier was skipped that this machine can run
+
+Exit status 0 when all is well, 1 when not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+__all__ = ["TIERS", "Outcome", "Tier", "files_of", "has_gpu", "judge", "main", "run"]
+
+ROOT = Path(__file__).resolve().parents[1]
+LINT = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A selection of tests.
+
+    Attributes:
+        name: of the tier.
+        aim_s: seconds that it should stay below.
+        patterns: its test files, as globs below tests/.
+        options: further options of pytest.
+        optional: may have no tests yet, or a machine that cannot run it.
+    """
+
+    name: str
+    aim_s: float
+    patterns: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    optional: bool = False
+
+
+TIERS = (
+    Tier("lint", 60),
+    Tier("core", 10, ("test_*.py", "ir/**/test_*.py", "planner/**/test_*.py"), ("--forbid=torch,ray",)),
+    Tier("engine", 180, ("engine/**/test_*.py",), ("--forbid=ray",)),
+    Tier("ray", 300, ("runtime/**/test_*.py", "jobs/**/test_*.py")),
+    Tier("gpu", 300, ("gpu/**/test_*.py",), optional=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a tier: "passed", "FAILED" or "SKIPPED", with the reason, and whether it could have run."""
+
+    word: str
+    reason: str
+    could_run: bool = True
+
+
+def files_of(tier: Tier, root: Path = ROOT / "tests") -> list[Path]:
+    """The tier's test files, sorted."""
+    return sorted(path for pattern in tier.patterns for path in root.glob(pattern))
+
+
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether this machine shows an NVIDIA device."""
+    return any(devices.glob("nvidia[0-9]*"))
+
+
+def judge(tier: Tier, status: int, ran: int, skipped: int) -> Outcome:
+    """The outcome of a pytest run that ended with ``status``; ran counts passed and failed tests."""
+    counts = f"{ran} ran, {skipped} skipped"
+    if status not in (0, 5):
+        return Outcome("FAILED", counts)
+    if ran:
+        return Outcome("passed", counts)
+    return Outcome("SKIPPED", f"no test ran, {skipped} skipped", could_run=not tier.optional or has_gpu())
+
+
+def run(tier: Tier) -> Outcome:
+    """Carry out one tier; its output goes to the terminal."""
+    if tier.name == "lint":
+        failed = [" ".join(command) for command in LINT if _tool(*command)]
+        return Outcome("FAILED", ", ".join(failed)) if failed else Outcome("passed", "ruff format, ruff check, mypy")
+    files = files_of(tier)
+    if not files:
+        return Outcome("SKIPPED", "no tests yet", could_run=not tier.optional)
+    if tier.name == "gpu" and not has_gpu():
+        return Outcome("SKIPPED", "no NVIDIA device on this machine", could_run=False)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        status = _tool("pytest", "-q", "--durations=5", f"--junitxml={report}", *tier.options, *map(str, files))
+        total, skipped = _counts(report)
+    return judge(tier, status, total - skipped, skipped)
+
+
+def _tool(*command: str) -> int:
+    """Exit status of a tool of this environment."""
+    print(f"$ {' '.join(command[:6])}{' ...' if len(command) > 6 else ''}", flush=True)
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False).returncode
+
+
+def _counts(report: Path) -> tuple[int, int]:
+    """(tests, skipped ones) of a junit report; nothing where pytest did not get that far."""
+    if not report.exists():
+        return 0, 0
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    tests, skipped = (sum(int(suite.get(key, "0")) for suite in suites) for key in ("tests", "skipped"))
+    return tests, skipped
+
+
+def main(arguments: list[str]) -> int:
+    """Run the asked tiers; 1 when one failed or, with --must-run, was left out; else 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tiers", nargs="*", metavar="TIER", help=", ".join(tier.name for tier in TIERS))
+    parser.add_argument("--must-run", action="store_true", help="a tier that this machine can run must run")
+    asked = parser.parse_args(arguments)
+    unknown = set(asked.tiers) - {tier.name for tier in TIERS}
+    if unknown:
+        parser.error(f"no tier {min(unknown)!r}: choose from {', '.join(tier.name for tier in TIERS)}")
+    rows, bad = [], False
+    for tier in TIERS:
+        if asked.tiers and tier.name not in asked.tiers:
+            continue
+        print(f"\n=== {tier.name}", flush=True)
+        start = time.monotonic()
+        outcome = run(tier)
+        seconds = time.monotonic() - start
+        late = f"  (aim: {tier.aim_s:.0f} s)" if seconds > tier.aim_s else ""
+        rows.append(f"{tier.name:<8}{outcome.word:<9}{seconds:7.1f} s   {outcome.reason}{late}")
+        left_out = asked.must_run and outcome.word == "SKIPPED" and outcome.could_run
+        if left_out:
+            rows[-1] += "  <- must run on this machine"
+        bad = bad or outcome.word == "FAILED" or left_out
+    print("\n" + "\n".join(rows))
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
