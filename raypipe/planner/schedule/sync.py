@@ -1,0 +1,169 @@
+"""Synchronous schedules: every stage warms up with some forwards, then forwards and backwards take turns.
+
+One stage per worker, compute actions only; the optimizer step comes after the last micro-batch. Two
+knobs, each with 1F1B as its smallest setting, buy tolerance of slow links with memory:
+
+    kFkB    takes turns in groups of k micro-batches         (Ada-Grouper, arXiv:2303.01675, abstract)
+    slack   takes turns one by one, but warms up further: hop h may have r_h micro-batches under way
+
+Left out: the time of anything. What a schedule costs is the business of ``raypipe.planner.simulate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypipe.errors import ScheduleError
+from raypipe.ir.schedule import Action, Op, Row, Schedule, Wiring
+
+__all__ = ["check_counts", "gpipe", "k_f_k_b", "one_f_one_b", "slack"]
+
+
+def k_f_k_b(num_stages: int, num_microbatches: int, k: int, first_trainable: int = 0) -> Schedule:
+    """Group-scheduled 1F1B: k forwards, then k backwards, each in micro-batch order.
+
+    S=2, M=4, k=2, one slot per action:
+
+        0: F0 F1 F2 F3 B0 B1  .  . B2 B3
+        1:  . F0 F1 B0 B1 F2 F3 B2 B3  .
+
+    k=1 is 1F1B, k=M is GPipe. Stage s holds min(M, k * (S - s)) micro-batches at most. With free links
+    every k takes (M + S - 1) * (t_F + t_B); a latency of c seconds per hop is hidden by
+    k = 1 + ceil(2 * c / (t_F + t_B)). M need not be a multiple of k; the last group is then short.
+
+    Args:
+        num_stages: S.
+        num_microbatches: M, per optimizer step.
+        k: micro-batches per group.
+        first_trainable: lowest stage with a backward.
+
+    Raises:
+        ScheduleError: a number is out of range.
+    """
+    if k < 1:
+        raise ScheduleError(f"kfkb needs groups of at least one micro-batch, not k={k}.")
+    check_counts(num_stages, num_microbatches, first_trainable)
+    groups = [range(g, min(g + k, num_microbatches)) for g in range(0, num_microbatches, k)]
+    warmups = [num_stages - 1 - s for s in range(num_stages)]
+    return _schedule(f"kfkb(k={k})", groups, warmups, num_microbatches, first_trainable)
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int, first_trainable: int = 0) -> Schedule:
+    """1F1B with a flush (PipeDream-2BW, arXiv:2006.09503): backwards as early as possible.
+
+    S=4, M=8, one slot per action:
+
+        0: F0 F1 F2 F3  .  .  . B0 F4 B1 F5 B2 F6 B3 F7 B4  . B5  . B6  . B7
+        1:  . F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5  . B6  . B7  .
+        2:  .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6  . B7  .  .
+        3:  .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
+
+    Stage s holds min(M, S - s) micro-batches: the least that keeps every stage busy. It has no slack:
+    any latency on a link delays every micro-batch.
+
+    Raises:
+        ScheduleError: a number is out of range.
+    """
+    check_counts(num_stages, num_microbatches, first_trainable)
+    groups = [range(m, m + 1) for m in range(num_microbatches)]
+    warmups = [num_stages - 1 - s for s in range(num_stages)]
+    return _schedule("1f1b", groups, warmups, num_microbatches, first_trainable)
+
+
+def gpipe(num_stages: int, num_microbatches: int, first_trainable: int = 0) -> Schedule:
+    """All forwards, then all backwards (GPipe, arXiv:1811.06965), the backwards in micro-batch order.
+
+    S=4, M=4, one slot per action:
+
+        0: F0 F1 F2 F3  .  .  .  .  .  . B0 B1 B2 B3
+        1:  . F0 F1 F2 F3  .  .  .  . B0 B1 B2 B3  .
+        2:  .  . F0 F1 F2 F3  .  . B0 B1 B2 B3  .  .
+        3:  .  .  . F0 F1 F2 F3 B0 B1 B2 B3  .  .  .
+
+    Every stage holds M micro-batches. The paper runs the backwards in reverse; in order, gradients add
+    up in the same order as in 1F1B, so both give the same bits.
+
+    Raises:
+        ScheduleError: a number is out of range.
+    """
+    check_counts(num_stages, num_microbatches, first_trainable)
+    warmups = [1] * num_stages
+    return _schedule("gpipe", [range(num_microbatches)], warmups, num_microbatches, first_trainable)
+
+
+def slack(num_stages: int, num_microbatches: int, slack: Sequence[int] | int, first_trainable: int = 0) -> Schedule:
+    """1F1B that warms up further: r_h micro-batches may be under way over hop h (stage h to h + 1).
+
+    S=4, M=8, r=2, one slot per action:
+
+        0: F0 F1 F2 F3 F4 F5 F6 B0 F7 B1  . B2  . B3  . B4  . B5  . B6  . B7
+        1:  . F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 F7 B3  . B4  . B5  . B6  . B7  .
+        2:  .  . F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5  . B6  . B7  .  .
+        3:  .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7  .  .  .
+
+    Stage s warms up with the sum of r_h over the hops h >= s, so it holds min(M, 1 + that sum), and
+    r_h = 1 + ceil(2 * c_h / T) hides a latency of c_h seconds on hop h, where T is the seconds of F and
+    B on the slowest stage. r=1 is 1F1B; r=2 is Alpa's ``1f1b_overlap_friendly``. The period per
+    micro-batch is the largest of T_s over stages and, over runs of consecutive stages, of
+    (sum of T_s + 2 * sum of c_h) / (1 + sum of r_h), hops inside the run.
+
+    Args:
+        num_stages: S.
+        num_microbatches: M, per optimizer step.
+        slack: r_h by hop, or one number for all hops.
+        first_trainable: lowest stage with a backward.
+
+    Raises:
+        ScheduleError: a number is out of range, or not one r_h for each hop.
+    """
+    check_counts(num_stages, num_microbatches, first_trainable)
+    hops = num_stages - 1
+    by_hop = (slack,) * hops if isinstance(slack, int) else tuple(slack)
+    if len(by_hop) != hops:
+        raise ScheduleError(f"{num_stages} stages have {hops} hops, but slack lists {len(by_hop)} numbers: {by_hop}.")
+    if any(r < 1 for r in (by_hop if hops or not isinstance(slack, int) else (slack,))):
+        raise ScheduleError(f"slack is {by_hop or slack}: every hop needs at least 1, which is 1F1B.")
+    groups = [range(m, m + 1) for m in range(num_microbatches)]
+    warmups = [sum(by_hop[s:]) for s in range(num_stages)]
+    shown = (slack,) if isinstance(slack, int) else by_hop
+    return _schedule(f"slack(r={','.join(map(str, shown))})", groups, warmups, num_microbatches, first_trainable)
+
+
+def check_counts(num_stages: int, num_microbatches: int, first_trainable: int) -> None:
+    """Refuse numbers that describe no pipeline.
+
+    Raises:
+        ScheduleError: no stage, no micro-batch, or nothing to train.
+    """
+    if num_stages < 1:
+        raise ScheduleError(f"A pipeline needs at least one stage, not {num_stages}.")
+    if num_microbatches < 1:
+        raise ScheduleError(f"An optimizer step needs at least one micro-batch, not {num_microbatches}.")
+    if not 0 <= first_trainable < num_stages:
+        raise ScheduleError(
+            f"first_trainable={first_trainable} leaves nothing to train: with {num_stages} stages "
+            f"it lies between 0 and {num_stages - 1}."
+        )
+
+
+def _schedule(
+    kind: str, groups: Sequence[range], warmups: Sequence[int], num_microbatches: int, first_trainable: int
+) -> Schedule:
+    rows = [_row(s, groups, warmup, s >= first_trainable) for s, warmup in enumerate(warmups)]
+    wiring = Wiring(tuple(range(len(rows))), update_interval=num_microbatches, first_trainable=first_trainable)
+    return Schedule(kind, wiring, tuple(rows), stride=num_microbatches)
+
+
+def _row(stage: int, groups: Sequence[range], warmup: int, trains: bool) -> Row:
+    """``warmup`` groups forward; then one group forward, one backward; then the rest backward."""
+    forwards = [[Action(stage, Op.F, m) for m in group] for group in groups]
+    if not trains:
+        return tuple(action for group in forwards for action in group)
+    backwards = [[Action(stage, Op.B, m) for m in group] for group in groups]
+    warmup = min(warmup, len(groups))
+    row = [action for group in forwards[:warmup] for action in group]
+    for j, group in enumerate(backwards):
+        if warmup + j < len(groups):
+            row += forwards[warmup + j]
+        row += group
+    return tuple(row)
