@@ -8,30 +8,35 @@ differently.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from queue import Empty, Queue
+from typing import Any
 
 import torch
 
+from raypipe.engine.checkpoint import save_shard
 from raypipe.engine.data import Source
 from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.stage import StageProgram, message_capacity, neighbours
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState, owned_tensors
 from raypipe.errors import StageError
 from raypipe.ir.plan import Segment
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
+from raypipe.ir.timeline import Span
 
 __all__ = ["LocalFleet"]
 
 
 class LocalFleet:
-    """All stages of a pipeline as threads. Use as a context manager.
+    """All stages of a pipeline as threads; the same face as runtime.fleet.Fleet.
 
     Args:
         tensors: initial parameters and buffers by canonical name; they are copied.
+        persistent: names that belong to a checkpoint.
     """
 
     def __init__(
@@ -42,8 +47,11 @@ class LocalFleet:
         make_scheduler: MakeScheduler | None,
         sources: Mapping[str, Source],
         settings: Settings,
+        persistent: frozenset[str] = frozenset(),
     ) -> None:
         self.programs = programs
+        self._persistent = persistent
+        self._spans: list[Span] = []
         channels: list[dict[int, InMemoryChannel]] = [{} for _ in programs]
         for one in range(len(programs)):
             for other in neighbours(programs, one):
@@ -57,25 +65,45 @@ class LocalFleet:
             state = StageState(program, own, make_optimizer, make_scheduler)
             self.executors.append(Executor(programs, index, state, channels[index], sources, settings))
 
-    def __enter__(self) -> LocalFleet:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for executor in self.executors:
-            for channel in executor.channels.values():
-                channel.close()
-
     def run(
-        self, segment: Segment, schedule: Schedule, *, training: bool = True, keep_spans: bool = False
-    ) -> list[list[StepReport]]:
-        """One segment on all stages; the reports of each stage.
+        self, segments: Iterator[tuple[Segment, bool]], schedules: Callable[[int], Schedule], *, training: bool
+    ) -> Iterator[list[list[StepReport]]]:
+        """Carry out segments one by one; yields the reports of each, by stage.
 
         Args:
-            schedule: lowered.
+            segments: with whether to keep the spans of each.
+            schedules: number of micro-batches -> lowered schedule.
 
         Raises:
             StageError, LinkError: the first failure; the other stages are released at once.
         """
+        for segment, keep_spans in segments:
+            reports = self._run_segment(segment, schedules(segment.schedule_id), training, keep_spans)
+            if keep_spans:
+                self._spans = [span for stage in reports for report in stage for span in report.spans]
+            yield reports
+
+    def spans(self) -> list[Span]:
+        """Spans of the last segment run with keep_spans, of all stages."""
+        return self._spans
+
+    def save(self, folder: str) -> list[dict[str, Any]]:
+        """Write every stage's shard; the manifest's entries."""
+        entries = []
+        for executor in self.executors:
+            program, state = executor.program, executor.state
+            entries.append(save_shard(Path(folder), program.index, owned_tensors(program, state, self._persistent)))
+        return entries
+
+    def stop(self) -> None:
+        """Close the channels; safe to call twice."""
+        for executor in self.executors:
+            for channel in executor.channels.values():
+                channel.close()
+
+    def _run_segment(
+        self, segment: Segment, schedule: Schedule, training: bool, keep_spans: bool
+    ) -> list[list[StepReport]]:
         outcomes: Queue[tuple[int, list[StepReport] | BaseException]] = Queue()
 
         def work(index: int) -> None:

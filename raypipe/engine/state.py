@@ -10,7 +10,7 @@ import torch
 
 from raypipe.engine.stage import StageProgram
 
-__all__ = ["MakeOptimizer", "MakeScheduler", "Settings", "StageState"]
+__all__ = ["MakeOptimizer", "MakeScheduler", "Settings", "StageState", "owned_tensors"]
 
 MakeOptimizer = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
@@ -51,3 +51,17 @@ class StageState:
         trained = [(name, self.parameters[name]) for name in program.parameters if name in program.trainable]
         self.optimizer = make_optimizer(trained) if trained else None
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
+
+
+def owned_tensors(program: StageProgram, state: StageState, persistent: frozenset[str]) -> dict[str, torch.Tensor]:
+    """What this stage writes into a checkpoint: parameters that it is the first to hold, and its buffers.
+
+    Args:
+        persistent: names that belong to the user's state_dict.
+    """
+    first = {
+        name: parameter
+        for name, parameter in state.parameters.items()
+        if program.shared_with.get(name, (program.index,))[0] == program.index
+    }
+    return {**first, **{name: buffer for name, buffer in state.buffers.items() if name in persistent}}

@@ -1,0 +1,159 @@
+"""Everything between the user's arguments and the first actor: data, capture, plan. Nothing is started here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raypipe.config import PipelineConfig
+from raypipe.engine.capture import Capture, capture
+from raypipe.engine.data import Source, open_data
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
+from raypipe.errors import ConfigError, DataError
+from raypipe.ir.plan import Plan
+from raypipe.ir.schedule import Schedule
+from raypipe.planner.schedule.forward import forward_only
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.validate import validate
+from raypipe.planner.tune import Request, build_schedule, make_partition, make_plan, microbatches
+
+__all__ = ["Job", "prepare"]
+
+MESSAGE_TIMEOUT_S = 300.0
+"""Longest wait for one boundary message; a slower stage is taken for dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that is ready to start.
+
+    Attributes:
+        plan: what will happen.
+        programs: the stages.
+        tensors: the user's parameters and buffers by name; read only.
+        persistent: names of tensors that belong to the state_dict.
+        example: one micro-batch by column.
+        sources: "train" and perhaps "eval".
+    """
+
+    plan: Plan
+    programs: tuple[StageProgram, ...]
+    tensors: Mapping[str, torch.Tensor]
+    persistent: frozenset[str]
+    example: Mapping[Any, torch.Tensor]
+    sources: Mapping[str, Source]
+    settings: Settings
+    make_optimizer: MakeOptimizer
+    make_scheduler: MakeScheduler | None
+    request: Request
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.programs)
+
+    def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
+        """Lowered and checked rows of a step with so many micro-batches."""
+        if not training:
+            return forward_only(self.num_stages, num_microbatches)
+        first = self.programs[0].first_trainable
+        lowered = lower(build_schedule(self.request, self.num_stages, num_microbatches, first))
+        validate(lowered)
+        return lowered
+
+
+def prepare(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    optimizer: MakeOptimizer,
+    lr_scheduler: MakeScheduler | None,
+    train_data: Any,
+    eval_data: Any,
+    pipeline: PipelineConfig,
+    num_workers: int | None,
+) -> Job:
+    """Open the data, capture the model, make the plan.
+
+    Raises:
+        RaypipeError: one paragraph that says what to change.
+    """
+    built = model if isinstance(model, torch.nn.Module) else model()
+    if not isinstance(built, torch.nn.Module):
+        raise ConfigError(f"model={type(built).__name__} is no nn.Module; give one, or a function that builds one.")
+    sources = {"train": open_data(train_data, seed=pipeline.seed)}
+    if eval_data is not None:
+        sources["eval"] = open_data(eval_data, seed=pipeline.seed, shuffle=False)
+    request = _request(pipeline, num_workers, sources["train"].num_samples)
+    _minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
+    columns, example = _example(sources["train"], loss_fn is not None, size)
+    captured = capture(built, example, columns, loss_fn)
+    partition = make_partition(captured.graph, request)
+    programs = captured.programs(partition.cuts)
+    plan = make_plan(request, partition, programs[0].first_trainable, _notes(captured, programs))
+    by_name = example if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
+    return Job(
+        plan=plan,
+        programs=programs,
+        tensors={**captured.parameters, **captured.buffers},
+        persistent=frozenset(captured.parameters) | captured.persistent,
+        example={name: tensor[: plan.microbatch_size] for name, tensor in by_name.items()},
+        sources=sources,
+        settings=Settings(pipeline.seed, pipeline.loss_reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S),
+        make_optimizer=optimizer,
+        make_scheduler=lr_scheduler,
+        request=request,
+    )
+
+
+def _given(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int) -> Request:
+    split_points = () if isinstance(pipeline.partitioner, str) else tuple(pipeline.partitioner)
+    return Request(
+        num_stages=_given(pipeline.num_stages),
+        num_workers=num_workers,
+        split_points=split_points,
+        minibatch_size=_given(pipeline.minibatch_size),
+        num_microbatches=_given(pipeline.num_microbatches),
+        num_samples=num_samples,
+        schedule=pipeline.schedule,
+        group_size=_given(pipeline.group_size),
+    )
+
+
+def _example(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:
+    """Columns in order and one micro-batch of at least two samples, as a tuple or as a dict."""
+    numbered = all(isinstance(name, int) for name in source.columns)
+    if with_loss_fn:
+        columns: tuple[Any, ...] = tuple(range(len(source.columns)))
+        if len(columns) < 2:
+            raise DataError(
+                f"With a loss_fn a sample is (input, ..., target), but the data has {len(columns)} column. Add the "
+                "target as the last column, or leave loss_fn out where the model returns its own loss."
+            )
+    else:
+        columns = tuple(range(len(source.columns))) if numbered else tuple(source.columns)
+    count = min(max(2, microbatch_size), source.num_samples)
+    return columns, source.read(0, 0, count, columns)
+
+
+def _notes(captured: Capture, programs: tuple[StageProgram, ...]) -> list[str]:
+    notes = []
+    shared = sorted({name for program in programs for name in program.shared_with})
+    if shared:
+        notes.append(
+            f"Shared between stages: {', '.join(shared)}; its holders add their gradients before every step, "
+            "in the order of use."
+        )
+    frozen = len(captured.parameters) - len(captured.trainable)
+    if frozen:
+        notes.append(f"{frozen} of {len(captured.parameters)} parameters are frozen: no gradient, no optimizer state.")
+    unused = [name for name in captured.trainable if name not in programs[0].num_sites]
+    if unused:
+        notes.append(f"Never used by forward, so never trained: {', '.join(sorted(unused)[:5])}.")
+    return notes

@@ -1,0 +1,53 @@
+"""The live line of a run: step, loss, samples/s, bubble, link traffic, time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+from raypipe.ir.report import StepRecord
+
+__all__ = ["ProgressLine"]
+
+
+class ProgressLine:
+    """Rewrites one line on a terminal; elsewhere prints a line every few seconds.
+
+    Args:
+        num_steps: of the run.
+        every_s: seconds between lines where the output is no terminal.
+    """
+
+    def __init__(self, num_steps: int, stream: TextIO | None = None, every_s: float = 5.0) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._num_steps = num_steps
+        self._live = self._stream.isatty()
+        self._every_s = 0.1 if self._live else every_s
+        self._shown_s = -1e9
+        self._smooth_s = 0.0
+
+    def update(self, record: StepRecord) -> None:
+        """Show a step; most calls only remember it."""
+        # An average that follows the last ten steps or so: one slow step does not move the estimate.
+        self._smooth_s = record.seconds if not self._smooth_s else 0.9 * self._smooth_s + 0.1 * record.seconds
+        now_s = time.monotonic()
+        last = record.step + 1 == self._num_steps
+        if now_s - self._shown_s < self._every_s and not last:
+            return
+        self._shown_s = now_s
+        text = self.text(record)
+        self._stream.write(f"\r{text}\x1b[K" if self._live else f"{text}\n")
+        if last and self._live:
+            self._stream.write("\n")
+        self._stream.flush()
+
+    def text(self, record: StepRecord) -> str:
+        """The line for one record."""
+        left_s = (self._num_steps - record.step - 1) * self._smooth_s
+        minutes, seconds = divmod(round(left_s), 60)
+        return (
+            f"step {record.step + 1}/{self._num_steps}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
+            f"{record.samples / self._smooth_s:.0f} samples/s  bubble {record.bubble_fraction:.0%}  "
+            f"links {record.link_bytes_per_s / 1e6:.1f} MB/s  left {minutes}:{seconds:02d}"
+        )

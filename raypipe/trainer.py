@@ -1,0 +1,256 @@
+"""PipelineTrainer: what a person calls."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypipe.config import PipelineConfig
+from raypipe.engine.local import LocalFleet
+from raypipe.engine.profile import measure_stages
+from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.errors import ConfigError
+from raypipe.ir.plan import Plan
+from raypipe.ir.report import StepRecord
+from raypipe.ir.timeline import Timeline
+from raypipe.planner.segments import num_steps_of, train_segments
+from raypipe.planner.simulate import Costs, simulate
+from raypipe.prepare import Job, prepare
+from raypipe.progress import ProgressLine
+from raypipe.runtime.loop import Outcome, RunSpec, run_loop
+
+__all__ = ["PipelineTrainer", "Result"]
+
+OPEN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run leaves in your hands.
+
+    Attributes:
+        metrics: the last step's numbers, and eval_loss where there is eval_data.
+        records: every step.
+        checkpoint: folder of the final checkpoint; ``raypipe.load_state_dict`` reads it.
+        path: the run's folder.
+        error: None; a run that fails raises instead.
+    """
+
+    metrics: dict[str, Any]
+    records: tuple[StepRecord, ...] = field(repr=False)
+    checkpoint: str | None
+    path: str | None
+    error: Exception | None = None
+
+    @property
+    def metrics_dataframe(self) -> Any:
+        """A pandas DataFrame with one row per step."""
+        import pandas
+
+        return pandas.DataFrame([{name: getattr(r, name) for name in StepRecord.__slots__} for r in self.records])
+
+
+class PipelineTrainer:
+    """Trains a model as a pipeline of Ray actors.
+
+        trainer = raypipe.PipelineTrainer(
+            model, loss_fn=torch.nn.functional.cross_entropy,
+            optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4), train_data="data/train",
+            pipeline=raypipe.PipelineConfig(num_stages=2, minibatch_size=64, num_microbatches=8))
+        print(trainer.plan())
+        result = trainer.fit(num_steps=500)
+
+    Args:
+        model: nn.Module, or a function without arguments that builds one. It is read, never changed.
+        loss_fn: (output, target) -> scalar; None where the model returns its own loss.
+        optimizer: ([(name, parameter), ...]) -> torch optimizer; every stage makes one for its own parameters.
+        lr_scheduler: (optimizer) -> scheduler; it steps once per optimizer step.
+        train_data, eval_data: Parquet or Arrow path, pyarrow.dataset, or a torch map-style Dataset. A sample is a
+            tuple (input, ..., target) with a loss_fn, otherwise columns that become the model's arguments.
+        pipeline: see PipelineConfig.
+        scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages.
+        run_config: ray.train.RunConfig; name and storage_path say where the run's folder is.
+
+    Raises:
+        ConfigError: an argument is missing or of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Callable[[], torch.nn.Module],
+        *,
+        optimizer: MakeOptimizer,
+        train_data: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+        eval_data: Any = None,
+        pipeline: PipelineConfig | None = None,
+        scaling_config: Any = None,
+        run_config: Any = None,
+    ) -> None:
+        if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+            raise ConfigError(
+                "optimizer must be a function of named parameters, because every stage makes its own: "
+                "optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)."
+            )
+        self._arguments = (model, loss_fn, optimizer, lr_scheduler, train_data, eval_data)
+        self._pipeline = pipeline or PipelineConfig()
+        self._scaling = scaling_config
+        self._run = run_config
+        self._job: Job | None = None
+        self._predicted: Timeline | None = None
+
+    def plan(self) -> Plan:
+        """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows a table.
+
+        Raises:
+            RaypipeError: one paragraph that says what to change.
+        """
+        return self._prepared().plan
+
+    def simulate(self) -> Timeline:
+        """One predicted step: the plan with stage times measured here on one micro-batch, and free links."""
+        if self._predicted is None:
+            job = self._prepared()
+            seconds = measure_stages(job.programs, job.tensors, job.example)
+            costs = Costs(forward_s=seconds.forward_s, backward_s=seconds.backward_s)
+            self._predicted = simulate(job.schedule(job.plan.num_microbatches), costs)
+        return self._predicted
+
+    def fit(
+        self,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+        *,
+        local: bool = False,
+        progress: bool = True,
+    ) -> Result:
+        """Train to the end.
+
+        Args:
+            num_steps, num_epochs: how long; exactly one of them.
+            local: run the same plan in threads of this process, without Ray.
+            progress: show a live line on standard error.
+
+        Raises:
+            RaypipeError: the root cause of a failure; nothing is left running.
+        """
+        job = self._prepared()
+        steps = self._num_steps(job, num_steps, num_epochs)
+        spec = self._spec(job, steps)
+        line = ProgressLine(steps) if progress else None
+        records: list[StepRecord] = []
+
+        def on_record(record: StepRecord) -> None:
+            records.append(record)
+            if line is not None:
+                line.update(record)
+
+        outcome = self._fit_local(job, spec, on_record) if local else self._fit_ray(job, spec, on_record)
+        last = records[-1]
+        metrics: dict[str, Any] = {name: getattr(last, name) for name in StepRecord.__slots__}
+        if outcome.eval_loss is not None:
+            metrics["eval_loss"] = outcome.eval_loss
+        return Result(metrics, tuple(records), outcome.checkpoint, spec.folder)
+
+    def _prepared(self) -> Job:
+        if self._job is None:
+            model, loss_fn, optimizer, lr_scheduler, train_data, eval_data = self._arguments
+            self._job = prepare(
+                model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, self._pipeline, self._num_workers()
+            )
+        return self._job
+
+    def _num_workers(self) -> int | None:
+        workers = getattr(self._scaling, "num_workers", None)
+        return max(workers) if isinstance(workers, tuple) else workers
+
+    def _num_steps(self, job: Job, num_steps: int | None, num_epochs: int | None) -> int:
+        if (num_steps is None) == (num_epochs is None):
+            raise ConfigError("fit() takes exactly one of num_steps and num_epochs, as in fit(num_steps=500).")
+        name, given = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ConfigError(f"{name}={given!r} is not possible: give an integer of at least 1.")
+        if num_epochs is None:
+            return given
+        return num_steps_of(given, job.sources["train"].num_samples, job.plan.minibatch_size)
+
+    def _spec(self, job: Job, num_steps: int) -> RunSpec:
+        plan = job.plan
+        name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        storage = getattr(self._run, "storage_path", None)
+        num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
+        return RunSpec(
+            name=name,
+            folder=None if storage is None else str(Path(storage).expanduser() / name),
+            plan_json=plan.to_json(),
+            schedules=_schedules(job, num_samples, num_steps),
+            num_samples=num_samples,
+            minibatch_size=plan.minibatch_size,
+            microbatch_size=plan.microbatch_size,
+            num_steps=num_steps,
+            predicted=self.simulate() if storage is not None else None,
+            trace_step=min(num_steps - 1, max(2, num_steps // 2)),
+        )
+
+    def _fit_local(self, job: Job, spec: RunSpec, on_record: Callable[[StepRecord], None]) -> Outcome:
+        fleet = self._fleet = LocalFleet(
+            job.programs,
+            job.tensors,
+            job.make_optimizer,
+            job.make_scheduler,
+            job.sources,
+            job.settings,
+            job.persistent,
+        )
+        try:
+            return run_loop(fleet, spec, on_record)
+        finally:
+            fleet.stop()
+
+    def _fit_ray(self, job: Job, spec: RunSpec, on_record: Callable[[StepRecord], None]) -> Outcome:
+        from raypipe.runtime.client import connected, run_on_ray
+        from raypipe.runtime.worker import StageSetup
+
+        run_id = uuid.uuid4().hex
+        setups = [
+            StageSetup(
+                programs=job.programs,
+                stage=stage,
+                make_optimizer=job.make_optimizer,
+                make_scheduler=job.make_scheduler,
+                sources=job.sources,
+                settings=job.settings,
+                persistent=job.persistent,
+                run_id=run_id,
+                open_timeout_s=OPEN_TIMEOUT_S,
+            )
+            for stage in range(job.num_stages)
+        ]
+        with connected(job.num_stages):
+            return run_on_ray(spec, setups, job.tensors, self._resources(), on_record)
+
+    def _resources(self) -> Mapping[str, float]:
+        given = getattr(self._scaling, "resources_per_worker", None) or {}
+        return {"CPU": 1, **({"GPU": 1} if getattr(self._scaling, "use_gpu", False) else {}), **given}
+
+
+def _schedules(job: Job, num_samples: Mapping[str, int], num_steps: int) -> dict[tuple[int, bool], Any]:
+    """Rows for every number of micro-batches that the run will meet: the usual one and short last mini-batches."""
+    plan = job.plan
+    lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size), "eval": num_samples.get("eval", 0)}
+    found = {}
+    for mode, samples in lengths.items():
+        per_epoch = min(samples, num_samples.get(mode, 0))
+        for segment, _ in train_segments(per_epoch, plan.minibatch_size, plan.microbatch_size, 1):
+            found[segment.schedule_id, mode == "train"] = None
+        rest = num_samples.get(mode, 0) % plan.minibatch_size
+        if rest:
+            found[-(-rest // plan.microbatch_size), mode == "train"] = None
+    return {(m, training): job.schedule(m, training=training) for m, training in found if m}
