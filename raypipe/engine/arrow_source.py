@@ -26,7 +26,8 @@ from raypipe.errors import DataError
 __all__ = ["ArrowSource", "DataFile", "survey"]
 
 _OPEN_FILES = 8
-_WINDOW_BYTES = 256 * 2**20
+_WINDOWS_KEPT = 2  # the one being read, and the one that a stage further down still reads
+_WINDOW_BYTES = 128 * 2**20
 _WINDOW_ROWS = 65_536
 
 
@@ -69,12 +70,12 @@ class ArrowSource:
 
     def _start_reading(self) -> None:
         self._lock = threading.Lock()
-        self._order: tuple[int, EpochOrder] | None = None
+        self._orders: OrderedDict[int, EpochOrder] = OrderedDict()
         self._readers: OrderedDict[int, Any] = OrderedDict()
-        self._decoded: OrderedDict[int, dict[str, NDArray[Any]]] = OrderedDict()
+        self._decoded: OrderedDict[tuple[int, int], dict[str, NDArray[Any]]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_order", "_readers", "_decoded")
+        own = ("_lock", "_orders", "_readers", "_decoded")
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,46 +109,60 @@ class ArrowSource:
         names = self._schema.names
         if column not in (range(len(names)) if isinstance(column, int) else names):
             raise DataError(f"{self._where(0)} has no column {column!r}. It has {', '.join(names)}.")
-        name: str = names[column] if isinstance(column, int) else column
-        check_type(name, self._schema.field(name).type, self._where(0))
-        return name
+        return str(names[column]) if isinstance(column, int) else column
 
     def _gather(self, epoch: int, start: int, count: int, names: list[str]) -> dict[str, torch.Tensor]:
-        """Copies the asked rows out of decoded row groups; the one copy also makes them writable."""
-        if self._order is None or self._order[0] != epoch:
-            order = EpochOrder(
+        """Copies the asked samples out of their windows; the copy may be written to."""
+        order = self._order(epoch)
+        parts: dict[str, list[NDArray[Any]]] = {name: [] for name in names}
+        position = start
+        # An empty read looks at a window too: it still has shapes and dtypes.
+        while position < start + count or not all(parts.values()):
+            first, stop = order.window_at(min(position, self.num_samples - 1))
+            window = self._window(epoch, first, stop, names)
+            for name, found in parts.items():
+                found.append(window[name][position - first : start + count - first])
+                if found[0].shape[1:] != found[-1].shape[1:]:
+                    raise DataError(
+                        ragged(name, f"shapes {found[0].shape[1:]} and {found[-1].shape[1:]}", self._where(0))
+                    )
+            position = stop
+        return {name: torch.from_numpy(np.concatenate(found)) for name, found in parts.items()}
+
+    def _order(self, epoch: int) -> EpochOrder:
+        if epoch not in self._orders:
+            while len(self._orders) >= _WINDOWS_KEPT:
+                self._orders.popitem(last=False)
+            self._orders[epoch] = EpochOrder(
                 self._rows_per_group, seed=self._seed, epoch=epoch, rows_per_window=self._rows_per_window
             )
-            self._order = (epoch, order)
-        result: dict[str, NDArray[Any]] = {}
-        # An empty read still needs shapes and dtypes, so it looks at the first row group.
-        empty = np.zeros(0, dtype=np.int64)
-        located = self._order[1].locate(start, count) if count else [(0, empty, empty)]
-        for group, rows, places in located:
-            decoded = self._group(group, names)
-            for name in names:
-                values = decoded[name]
-                if name not in result:
-                    result[name] = np.empty((count, *values.shape[1:]), dtype=values.dtype)
-                elif result[name].shape[1:] != values.shape[1:]:
-                    found = f"shapes {result[name].shape[1:]} and {values.shape[1:]}"
-                    raise DataError(ragged(name, found, self._where(group)))
-                result[name][places] = values[rows]
-        return {name: torch.from_numpy(array) for name, array in result.items()}
+        return self._orders[epoch]
 
-    def _group(self, group: int, names: list[str]) -> dict[str, NDArray[Any]]:
-        """Decoded columns of one row group; the least recently used groups beyond one window go."""
-        decoded = self._decoded.setdefault(group, {})
-        self._decoded.move_to_end(group)
-        missing = [name for name in names if name not in decoded]
-        if missing:
+    def _window(self, epoch: int, first: int, stop: int, names: list[str]) -> dict[str, NDArray[Any]]:
+        """Columns of one window in the epoch's order: decoded once, then any batch of it is a slice.
+
+        Even a small batch touches most row groups of its window, so nothing is decoded in vain.
+        """
+        window = self._decoded.setdefault((epoch, first), {})
+        self._decoded.move_to_end((epoch, first))
+        while len(self._decoded) > _WINDOWS_KEPT:
+            self._decoded.popitem(last=False)
+        missing = [name for name in names if name not in window]
+        for name in missing:
+            check_type(name, self._schema.field(name).type, self._where(0))
+        ordered: dict[str, NDArray[Any]] = {}
+        for group, rows, places in self._order(epoch).locate(first, stop - first) if missing else ():
             table = self._table(group, missing)
             for name in missing:
-                decoded[name] = dense(name, table.column(name), self._where(group))
-        assert self._order is not None
-        while len(self._decoded) > self._order[1].groups_per_window:
-            self._decoded.popitem(last=False)
-        return decoded
+                values = dense(name, table.column(name), self._where(group))
+                if name not in ordered:
+                    ordered[name] = np.empty((stop - first, *values.shape[1:]), dtype=values.dtype)
+                elif ordered[name].shape[1:] != values.shape[1:]:
+                    found = f"shapes {ordered[name].shape[1:]} and {values.shape[1:]}"
+                    raise DataError(ragged(name, found, self._where(group)))
+                ordered[name][places] = values[rows]
+        window.update(ordered)
+        return window
 
     def _table(self, group: int, names: list[str]) -> pa.Table:
         file, index = self._groups[group]

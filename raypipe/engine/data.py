@@ -68,7 +68,7 @@ def open_data(source: Any, *, seed: int, shuffle: bool = True, rows_per_window: 
         seed: of the order, at least 0.
         shuffle: False keeps the order of the files.
         rows_per_window: rows of a file that are shuffled among each other; more mixes better and
-            keeps more row groups in memory. Default: 65,536 or what 256 MiB hold. Map-style datasets
+            keeps more row groups in memory. Default: 65,536 or what 128 MiB hold. Map-style datasets
             are always shuffled as a whole.
 
     Raises:

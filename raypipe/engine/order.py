@@ -63,10 +63,10 @@ class EpochOrder:
             rows_in_window += rows_per_group[group]
             self.num_rows += rows_per_group[group]
 
-    @property
-    def groups_per_window(self) -> int:
-        """Row groups of the widest window: as many are worth keeping decoded."""
-        return max(map(len, self._windows), default=0)
+    def window_at(self, position: int) -> tuple[int, int]:
+        """First position of the window that holds this one, and the position after its last."""
+        window = max(bisect_right(self._starts, position) - 1, 0)
+        return self._starts[window], self._starts[window + 1] if window + 1 < len(self._starts) else self.num_rows
 
     def locate(self, start: int, count: int) -> Iterator[tuple[int, Indices, Indices]]:
         """Where the samples at positions start, ..., start + count - 1 are.
@@ -75,22 +75,22 @@ class EpochOrder:
             (row group, rows within it, where those go in the result counted from start); a row
             group comes once per window that the positions touch.
         """
-        stop = start + count
-        window = max(bisect_right(self._starts, start) - 1, 0)
-        while start < stop:
-            first = self._starts[window]
-            order = self._rows_of(window)
-            taken = order[start - first : stop - first]
+        position = start
+        while position < start + count:
+            first, stop = self.window_at(position)
+            window = bisect_right(self._starts, position) - 1
+            taken = self._rows_of(window)[position - first : start + count - first]
             groups = self._windows[window]
             ends = np.cumsum([self._rows_per_group[g] for g in groups])
             which = np.searchsorted(ends, taken, side="right")
-            for index in np.unique(which):
-                places = np.flatnonzero(which == index)
+            # Sorting by group once instead of searching per group: a window may hold thousands.
+            by_group = np.argsort(which, kind="stable")
+            touched, begins = np.unique(which[by_group], return_index=True)
+            for index, places in zip(touched, np.split(by_group, begins[1:]), strict=True):
                 group = groups[index]
                 rows = taken[places] - (ends[index] - self._rows_per_group[group])
-                yield group, rows, places + (start - (stop - count))
-            start += len(taken)
-            window += 1
+                yield group, rows, places + (position - start)
+            position = stop
 
     def _rows_of(self, window: int) -> Indices:
         """Permutation of one window's rows, kept because the next batch mostly asks for it again."""

@@ -48,8 +48,6 @@ def test_any_chunking_gives_the_same_order(rows: list[int], key: tuple[int, int,
 @given(GROUPS, KEYS)
 def test_a_window_holds_few_row_groups(rows: list[int], key: tuple[int, int, int]) -> None:
     window = key[2]
-    # Only the last row group of a window may reach beyond it, and each has a row at least.
-    assert order(rows, key).groups_per_window <= max(window, 1)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for position, (group, _) in enumerate(walk(rows, key, 0, sum(rows))):
@@ -57,6 +55,22 @@ def test_a_window_holds_few_row_groups(rows: list[int], key: tuple[int, int, int
         last[group] = position
     for group in first:
         assert last[group] - first[group] < window + max(rows) or window == 0
+
+
+@given(GROUPS, KEYS)
+def test_windows_follow_each_other_and_share_no_row_group(rows: list[int], key: tuple[int, int, int]) -> None:
+    drawn, position, seen = order(rows, key), 0, set()
+    while position < sum(rows):
+        first, stop = drawn.window_at(position)
+        assert (first, stop) == drawn.window_at(stop - 1)
+        assert first == position < stop
+        groups = {group for group, _, _ in drawn.locate(first, stop - first)}
+        assert groups.isdisjoint(seen)
+        seen |= groups
+        # A window ends with the row group that reaches rows_per_window, and only the epoch's end cuts it short.
+        assert stop - first >= key[2] or stop == sum(rows)
+        assert stop - first < max(key[2], 1) + max(rows)
+        position = stop
 
 
 @given(GROUPS)
