@@ -47,7 +47,7 @@ LAYERS = {
 USE = Layer(
     ("",),
     ("data", "decide", "compute", "run", "use"),
-    ("numpy", "pyarrow", "pydantic", "ray", "rich", "safetensors", "torch", "typer", "yaml"),
+    ("numpy", "pyarrow", "ray", "rich", "safetensors", "torch", "typer", "yaml"),
 )
 
 # Inside decide: which of its parts each part knows, besides itself.
