@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "num_replicas": (1,),
     "partitioner": ("parameters",),
-    "schedule": ("gpipe", "1f1b", "kfkb"),
+    "schedule": ("gpipe", "1f1b", "kfkb", "slack"),
     "weight_versions": (1,),
     "update_interval": (),
     "vertical_sync": (False,),
@@ -286,7 +286,7 @@ def _check_per_stage(name: str, value: object, num_stages: int | Auto) -> None:
 def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: int | Auto) -> None:
     if group_size == "auto":
         return
-    if schedule not in ("auto", "kfkb"):
+    if schedule != "kfkb":
         raise ConfigError(
             f"group_size={group_size} means nothing to schedule={schedule!r}: only 'kfkb' groups micro-batches. "
             "Set schedule='kfkb', or leave group_size out."

@@ -103,7 +103,8 @@ def test_values_of_later_releases_are_refused_by_name(name: str, value: object) 
         ({"partitioner": ["b", "b"]}, ["'b' twice"]),
         ({"num_replicas": [1, 1], "num_stages": 3}, ["num_replicas=(1, 1)", "num_stages=3"]),
         ({"group_size": 2, "schedule": "1f1b"}, ["group_size=2", "'1f1b'"]),
-        ({"group_size": 5, "num_microbatches": 4}, ["group_size=5", "num_microbatches=4"]),
+        ({"group_size": 2}, ["group_size=2", "'auto'"]),
+        ({"group_size": 5, "num_microbatches": 4, "schedule": "kfkb"}, ["group_size=5", "num_microbatches=4"]),
     ],
 )
 def test_fields_at_odds(values: dict[str, object], words: list[str]) -> None:
