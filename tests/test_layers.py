@@ -47,7 +47,7 @@ LAYERS = {
 USE = Layer(
     ("",),
     ("data", "decide", "compute", "run", "use"),
-    ("numpy", "pyarrow", "ray", "rich", "safetensors", "torch", "typer", "yaml"),
+    ("numpy", "pandas", "pyarrow", "ray", "rich", "safetensors", "torch", "typer", "yaml"),
 )
 
 # Inside decide: which of its parts each part knows, besides itself.
@@ -95,7 +95,9 @@ def breaches(path: str, source: str) -> list[str]:
     found = []
     for module in imports(source, package):
         top = module.split(".")[0]
-        if top == "raypipe":
+        if module == "raypipe.__version__":
+            allowed = True
+        elif top == "raypipe":
             allowed = layer_of(module) in layer.layers and _known(path, module)
         elif top in sys.stdlib_module_names:
             allowed = top not in layer.never
@@ -135,7 +137,7 @@ def test_a_file_imports_what_its_layer_allows(path: Path) -> None:
         ("engine/data.py", "import cupy"),
         ("runtime/fleet.py", "from raypipe.trainer import PipelineTrainer"),
         ("runtime/fleet.py", "import importlib\nimportlib.import_module('raypipe.cli')"),
-        ("trainer.py", "import pandas"),
+        ("trainer.py", "import requests"),
     ],
 )
 def test_a_breach_is_found(path: str, source: str) -> None:
