@@ -1,0 +1,158 @@
+"""Lowering: where messages and updates go, for synchronous and asynchronous schedules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.errors import ScheduleError
+from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
+from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule.interleaved import interleaved
+from raypipe.planner.schedule.lower import expected_sends, lower
+from raypipe.planner.schedule.sync import one_f_one_b
+from raypipe.planner.schedule.validate import validate
+from raypipe.planner.simulate import Costs, simulate
+
+
+def row(text):
+    return tuple(parse_action(cell) for cell in text.split())
+
+
+def text(actions):
+    return " ".join(map(str, actions))
+
+
+def pipedream(stages, interval=1):
+    """Asynchronous 1F1B by hand: fill, then one forward and one backward per body, then drain."""
+    warmups = [stages - 1 - s for s in range(stages)]
+    pairs = [[(s, warmups[s] + j, j) for j in range(interval)] for s in range(stages)]
+    return Schedule(
+        "async",
+        Wiring(tuple(range(stages)), update_interval=interval),
+        body=tuple(row(" ".join(f"{s}F{f} {s}B{b}" for s, f, b in pair)) for pair in pairs),
+        stride=interval,
+        prologue=tuple(row(" ".join(f"{s}F{m}" for m in range(w))) for s, w in enumerate(warmups)),
+        epilogue=tuple(
+            row(" ".join([*(f"{s}F{m}" for m in range(w, total)), *(f"{s}B{m}" for m in range(total))]))
+            for s, w in enumerate(warmups)
+            for total in [-(-max(warmups) // interval) * interval]
+        ),
+    )
+
+
+def test_two_stages():
+    lowered = lower(one_f_one_b(2, 2))
+    assert [text(r) for r in lowered.body] == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD1 0REDUCE_NORM1 0STEP1",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD1 1REDUCE_NORM1 1STEP1",
+    ]
+
+
+def test_frozen_stages_get_no_gradients_but_every_step():
+    lowered = lower(one_f_one_b(3, 2, first_trainable=1))
+    assert [text(r) for r in lowered.body] == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0REDUCE_GRAD1 0REDUCE_NORM1 0STEP1",
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1B0 1RECV_B1 1B1 1REDUCE_GRAD1 1REDUCE_NORM1 1STEP1",
+        "2RECV_F0 2F0 2B0 2SEND_B0 2RECV_F1 2F1 2B1 2SEND_B1 2REDUCE_GRAD1 2REDUCE_NORM1 2STEP1",
+    ]
+
+
+def test_stages_of_one_worker_exchange_no_messages_and_step_together():
+    lowered = lower(interleaved(1, 1, 2))
+    assert [text(r) for r in lowered.body] == [
+        "0F0 1F0 1B0 1REDUCE_GRAD0 0B0 0REDUCE_GRAD0 0REDUCE_NORM0 1REDUCE_NORM0 0STEP0 1STEP0"
+    ]
+
+
+def test_split_backward_sends_after_the_input_half_and_steps_after_the_weight_half():
+    schedule = Schedule(
+        "split",
+        Wiring((0, 1), update_interval=1, split_backward=True),
+        body=(row("0F0 0I0 0W0"), row("1F0 1I0 1W0")),
+        stride=1,
+    )
+    lowered = lower(schedule)
+    assert text(lowered.body[1]) == "1RECV_F0 1F0 1I0 1SEND_B0 1W0 1REDUCE_GRAD0 1REDUCE_NORM0 1STEP0"
+    assert text(lowered.body[0]).startswith("0F0 0SEND_F0 0RECV_B0 0I0 0W0 0REDUCE_GRAD0")
+    validate(lowered)
+
+
+def test_several_updates_in_one_body():
+    schedule = Schedule("twice", Wiring((0,), update_interval=2), (row("0F0 0B0 0F1 0B1 0F2 0F3 0B3 0B2"),), stride=4)
+    assert text(a for a in lower(schedule).body[0] if a.op is Op.STEP or a.op is Op.B) == (
+        "0B0 0B1 0STEP1 0B3 0B2 0STEP3"
+    )
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 5])
+@pytest.mark.parametrize(("stages", "interval"), [(2, 1), (3, 1), (3, 2), (4, 3)])
+def test_asynchronous_schedule_lowers_validates_and_simulates(stages, interval, repeats):
+    lowered = lower(pipedream(stages, interval))
+    validate(lowered, repeats)
+    timeline = simulate(lowered, Costs.uniform(stages, step_s=0.5), repeats)
+    microbatches = lowered.num_microbatches(repeats)
+    steps = [s for s in timeline.spans if s.action.op is Op.STEP]
+    assert len(steps) == stages * microbatches // interval
+    assert timeline.busy_s(0) == 3.0 * microbatches
+    assert max(timeline.peak_in_flight) <= max(stages, interval + stages - 1)
+
+
+def test_update_that_spans_prologue_and_body():
+    """The epilogue goes on where the last repetition of the body stopped."""
+    schedule = Schedule(
+        "spanning",
+        Wiring((0,), update_interval=2),
+        prologue=(row("0F0 0B0"),),
+        body=(row("0F1 0B1 0F2 0B2"),),
+        stride=2,
+        epilogue=(row("0F1 0B1"),),
+    )
+    lowered = lower(schedule)
+    assert text(a for a in lowered.row(0, 2) if a.op not in (Op.REDUCE_GRAD, Op.REDUCE_NORM)) == (
+        "0F0 0B0 0F1 0B1 0STEP1 0F2 0B2 0F3 0B3 0STEP3 0F4 0B4 0F5 0B5 0STEP5"
+    )
+    validate(lowered, repeats=2)
+
+
+def test_lowering_twice_is_refused():
+    with pytest.raises(ScheduleError, match="0SEND_F0 in row 0 is no compute action"):
+        lower(lower(one_f_one_b(2, 1)))
+
+
+def test_body_that_forgets_a_backward_is_refused():
+    schedule = Schedule("short", Wiring((0,), update_interval=2), (row("0F0 0F1 0B0"),), stride=2)
+    with pytest.raises(ScheduleError, match=r"stage 0 has finished 1 of the 2 .* 0STEP1"):
+        lower(schedule)
+
+
+def test_stride_must_fit_the_update_interval():
+    schedule = Schedule("odd", Wiring((0,), update_interval=2), (row("0F0 0B0 0F1 0B1 0F2 0B2"),), stride=3)
+    with pytest.raises(ScheduleError, match="advances by 3 micro-batches, the optimizer steps every 2"):
+        lower(schedule)
+
+
+def test_expected_sends_are_the_senders_row():
+    lowered = lower(interleaved(2, 2, 2))
+    assert text(expected_sends(lowered, 0, 1)) == "0SEND_F0 0SEND_F1 2SEND_F0 2SEND_F1 2SEND_B0 2SEND_B1"
+    assert text(expected_sends(lowered, 1, 0)) == "1SEND_F0 1SEND_F1 3SEND_B0 3SEND_B1 1SEND_B0 1SEND_B1"
+    assert expected_sends(lowered, 0, 0) == ()
+    assert len(expected_sends(lowered, 0, 1, repeats=3)) == 18
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.data())
+@settings(max_examples=30, deadline=None)
+def test_every_send_is_received_exactly_once(workers, microbatches, chunks, data):
+    stages = workers * chunks
+    first = data.draw(st.integers(0, stages - 1))
+    lowered = lower(make_schedule("interleaved", stages, microbatches, chunks=chunks, first_trainable=first))
+    validate(lowered, repeats=2)
+    back = {Op.RECV_F: (-1, Op.SEND_F), Op.RECV_B: (1, Op.SEND_B)}
+    for receiver in range(workers):
+        received = {
+            (a.stage + back[a.op][0], back[a.op][1], a.microbatch) for a in lowered.row(receiver) if a.op in back
+        }
+        expected = [a for sender in range(workers) for a in expected_sends(lowered, sender, receiver)]
+        assert len(expected) == len(received)
+        assert set(expected) == received
