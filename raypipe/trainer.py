@@ -200,7 +200,7 @@ class PipelineTrainer:
         )
 
     def _fit_local(self, job: Job, spec: RunSpec, on_record: Callable[[StepRecord], None]) -> Outcome:
-        fleet = self._fleet = LocalFleet(
+        fleet = LocalFleet(
             job.programs,
             job.tensors,
             job.make_optimizer,

@@ -148,22 +148,6 @@ class LocalFleet:
             except Empty:
                 continue
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, copied."""
-        found: dict[str, torch.Tensor] = {}
-        for executor in self.executors:
-            for name, tensor in (*executor.state.parameters.items(), *executor.state.buffers.items()):
-                found.setdefault(name, tensor.detach().clone())
-        return found
-
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Gradients of the last step by parameter name, as the optimizer saw them (after clipping)."""
-        found: dict[str, torch.Tensor | None] = {}
-        for executor in self.executors:
-            for name, parameter in executor.state.parameters.items():
-                found.setdefault(name, None if parameter.grad is None else parameter.grad.detach().clone())
-        return found
-
 
 @contextmanager
 def one_thread() -> Iterator[None]:

@@ -33,7 +33,6 @@ class _DriverActor:
         self._records: list[StepRecord] = []
         self._grown = threading.Condition()
         self._members: list[dict[str, Any]] = []
-        self._fleet: Fleet | None = None
 
     def run(
         self, spec: RunSpec, setups: Sequence[StageSetup], states: Sequence[Any], resources: Mapping[str, float]
@@ -43,13 +42,13 @@ class _DriverActor:
         Raises:
             RaypipeError: the root cause; no stage is left.
         """
-        fleet = self._fleet = Fleet(setups, states, resources)
+        fleet = Fleet(len(setups), resources)
         self._members = fleet.members
         try:
+            fleet.configure(setups, states)
             outcome = run_loop(fleet, spec, self._keep)
         finally:
             fleet.stop()
-            self._fleet = None
         # The records have gone out through poll().
         return Outcome((), outcome.eval_loss, outcome.checkpoint)
 
@@ -69,11 +68,6 @@ class _DriverActor:
     def members(self) -> list[dict[str, Any]]:
         """Host and process id of every stage."""
         return self._members
-
-    @ray.method(concurrency_group="control")
-    def stages(self) -> list[Any]:
-        """The stage actors' handles; for tests and debugging."""
-        return [] if self._fleet is None else self._fleet.actors
 
 
 DriverActor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 4})(_DriverActor)

@@ -31,37 +31,54 @@ class _Pending:
 
 
 class Fleet:
-    """The stage actors of one run, owned by whoever made them: they die with it.
+    """Stage actors, owned by whoever made them: they die with it. ``configure`` makes them a pipeline, again and again.
 
     Args:
-        setups: one per stage, in order.
-        states: object references to each stage's packed tensors.
-        resources: per worker, as in ScalingConfig (``{"CPU": 1}``).
+        num_workers: actors to start; a pipeline may use fewer.
+        resources: of each, as in ScalingConfig (``{"CPU": 1}``).
+
+    Raises:
+        PlanError: a worker found no place in time, or versions differ between nodes.
     """
 
-    def __init__(self, setups: Sequence[StageSetup], states: Sequence[Any], resources: Mapping[str, float]) -> None:
-        self.generation = 0
+    def __init__(self, num_workers: int, resources: Mapping[str, float]) -> None:
         extra = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
         options = {"num_cpus": resources.get("CPU", 1), "num_gpus": resources.get("GPU", 0), "resources": extra}
-        self.actors = [StageActor.options(**options).remote() for _ in setups]
+        self.generation = -1
+        self.workers = [StageActor.options(**options).remote() for _ in range(num_workers)]
+        self.actors: list[Any] = []
         self._rows: set[tuple[int, bool]] = set()
         try:
             self.members = self._place(options)
-            addresses = [member["address"] for member in self.members]
-            self._all(
-                [
-                    actor.configure.remote(setup, addresses, self.generation, state)
-                    for actor, setup, state in zip(self.actors, setups, states, strict=True)
-                ],
-                OPEN_TIMEOUT_S + PLACE_TIMEOUT_S,
-                "configuring",
-            )
         except BaseException:
             self.stop()
             raise
 
+    def configure(self, setups: Sequence[StageSetup], states: Sequence[Any]) -> None:
+        """Give the first workers a stage each and open the links of a new generation; processes stay.
+
+        Args:
+            setups: one per stage, in order.
+            states: references to each stage's packed tensors, or None for a stage that keeps what it has.
+
+        Raises:
+            RaypipeError: what went wrong on the first stage that failed.
+        """
+        self.generation += 1
+        self.actors = self.workers[: len(setups)]
+        self._rows = set()
+        addresses = [member["address"] for member in self.members[: len(setups)]]
+        self._all(
+            [
+                actor.configure.remote(setup, addresses, self.generation, state)
+                for actor, setup, state in zip(self.actors, setups, states, strict=True)
+            ],
+            OPEN_TIMEOUT_S + PLACE_TIMEOUT_S,
+            "configuring",
+        )
+
     def _place(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
-        refs = [actor.listen.remote() for actor in self.actors]
+        refs = [worker.listen.remote() for worker in self.workers]
         ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=PLACE_TIMEOUT_S)
         if waiting:
             total, free = ray.cluster_resources(), ray.available_resources()
@@ -181,7 +198,7 @@ class Fleet:
     def stop(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in."""
         with contextlib.suppress(RayError, GetTimeoutError):
-            ray.get([actor.close.remote() for actor in self.actors], timeout=GRACE_S)
-        for actor in self.actors:
+            ray.get([worker.close.remote() for worker in self.workers], timeout=GRACE_S)
+        for actor in self.workers:
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)

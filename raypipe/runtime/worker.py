@@ -31,7 +31,7 @@ from raypipe.ir.plan import Segment
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
 from raypipe.ir.timeline import Span
-from raypipe.runtime.packing import PackedTensor, pack, unpack
+from raypipe.runtime.packing import PackedTensor, unpack
 from raypipe.runtime.sockets import SocketListener, open_channels
 
 __all__ = ["StageActor", "StageSetup"]
@@ -154,12 +154,6 @@ class _StageActor:
         assert self._setup is not None
         program = self._setup.programs[self._setup.stage]
         return save_shard(Path(folder), program.index, owned_tensors(program, self._state, self._setup.persistent))
-
-    def gradients(self) -> dict[str, PackedTensor]:
-        """Gradients of the last step, as the optimizer saw them; for tests and debugging."""
-        assert self._state is not None
-        found = {name: p.grad for name, p in self._state.parameters.items() if p.grad is not None}
-        return pack(found, found)
 
     def close(self) -> None:
         """Close links and port."""
