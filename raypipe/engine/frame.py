@@ -21,7 +21,6 @@ import functools
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -102,8 +101,7 @@ class Head(NamedTuple):
     records: tuple[TensorRecord | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A message ready to be written: ``header``, then every buffer in order.
 
     The buffers are views of the tensors' own memory and keep it alive; nobody may write to it
@@ -145,24 +143,18 @@ def encode(
         if tensor is None:
             records.append(_NO_TENSOR)
             continue
-        if tensor.dtype not in _DTYPE_CODES or tensor.layout is not torch.strided or not tensor.is_cpu:
-            kind = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
-            raise LinkError(f"{action}: a {kind} tensor cannot be sent; send a strided tensor in host memory.")
-        plain = layout.dense(tensor)
-        shape, strides = tuple(tensor.shape), plain.stride()
-        record = _pack_record(tensor.dtype, shape, strides, tensor.requires_grad)
-        if record is None:
-            raise LinkError(
-                f"{action}: a tensor of shape {shape} cannot be sent; "
-                f"at most {MAX_DIMS} dimensions and {PAYLOAD_LIMIT_BYTES} bytes are allowed."
-            )
+        known = None
+        if layout.is_plain(tensor):
+            known = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+        if known is None:
+            tensor, known = _prepare(action, tensor)
+        record, extent_bytes = known
         records.append(record)
-        raw = layout.raw_bytes(plain)
-        if raw.nbytes:
+        if extent_bytes:
             if padding_bytes := -end_bytes % ALIGNMENT_BYTES:
                 buffers.append(_PADDING[:padding_bytes])
-            buffers.append(raw)
-            end_bytes += padding_bytes + raw.nbytes
+            buffers.append(layout.raw_bytes(tensor, extent_bytes))
+            end_bytes += padding_bytes + extent_bytes
     if end_bytes > PAYLOAD_LIMIT_BYTES:
         raise LinkError(f"{action} has {end_bytes} bytes, more than the limit of {PAYLOAD_LIMIT_BYTES} per message.")
     prelude = _PRELUDE.pack(
@@ -252,15 +244,37 @@ def gather(frame: Frame) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _pack_record(
+def _describe(
     dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool
-) -> bytes | None:
-    """The record of a tensor, or None if it is beyond the limits. A run sends few layouts, many times."""
-    if len(shape) > MAX_DIMS or layout.span(shape) * dtype.itemsize > PAYLOAD_LIMIT_BYTES:
+) -> tuple[bytes, int] | None:
+    """Record and extent in bytes of a dense tensor, None for any other. A run sends few layouts, many times."""
+    elements = layout.distinct_elements(shape, strides)
+    if elements is None or dtype not in _DTYPE_CODES or not _within_limits(dtype, shape, PAYLOAD_LIMIT_BYTES):
         return None
     flags = _PRESENT | (_REQUIRES_GRAD if requires_grad else 0)
     unused = (0,) * (MAX_DIMS - len(shape))
-    return _RECORD.pack(_DTYPE_CODES[dtype], flags, len(shape), *shape, *unused, *strides, *unused)
+    record = _RECORD.pack(_DTYPE_CODES[dtype], flags, len(shape), *shape, *unused, *strides, *unused)
+    return record, elements * dtype.itemsize
+
+
+def _prepare(action: Action, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[bytes, int]]:
+    """A dense copy of a tensor that is not dense itself, with its record and extent in bytes."""
+    if tensor.dtype not in _DTYPE_CODES or tensor.layout is not torch.strided or not tensor.is_cpu:
+        kind = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
+        raise LinkError(f"{action}: a {kind} tensor cannot be sent; send a strided tensor in host memory.")
+    if not _within_limits(tensor.dtype, tensor.shape, PAYLOAD_LIMIT_BYTES):
+        raise LinkError(
+            f"{action}: a tensor of shape {tuple(tensor.shape)} cannot be sent; "
+            f"at most {MAX_DIMS} dimensions and {PAYLOAD_LIMIT_BYTES} bytes are allowed."
+        )
+    copy = layout.densified(tensor)
+    known = _describe(copy.dtype, copy.shape, copy.stride(), tensor.requires_grad)
+    assert known is not None, "a dense tensor within the limits has a record"
+    return copy, known
+
+
+def _within_limits(dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> bool:
+    return len(shape) <= MAX_DIMS and layout.span(shape) * dtype.itemsize <= limit_bytes
 
 
 @functools.lru_cache(maxsize=256)
@@ -280,11 +294,7 @@ def _parse_records(packed: bytes, count: int, limit_bytes: int) -> tuple[tuple[T
             raise LinkError(f"Tensor {index} of a header is {dtype} and asks for a gradient.")
         shape, strides = tuple(dims[:ndim]), tuple(dims[MAX_DIMS : MAX_DIMS + ndim])
         elements = layout.distinct_elements(shape, strides)
-        if (
-            elements is None
-            or layout.span(shape) * dtype.itemsize > limit_bytes
-            or max(strides, default=0) > _MAX_STRIDE
-        ):
+        if elements is None or not _within_limits(dtype, shape, limit_bytes) or max(strides, default=0) > _MAX_STRIDE:
             raise LinkError(f"Tensor {index} of a header has shape {shape} and strides {strides}, which nobody sends.")
         extent_bytes = elements * dtype.itemsize
         offset_bytes = end_bytes + (-end_bytes % ALIGNMENT_BYTES) if extent_bytes else 0
