@@ -22,6 +22,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +36,8 @@ __all__ = ["SocketChannel"]
 DIRECT_SEND_BYTES = 1 << 20
 """Largest payload that the calling thread copies into the socket itself: about 0.2 ms of its time."""
 
-SPARE_BYTES = 1 << 20
-"""Largest receive buffer that is allocated ahead of its message."""
+LANDING_BYTES = 1 << 20
+"""Largest message that is given memory ahead of its arrival."""
 
 CLOSE_TIMEOUT_S = 5.0
 REASON_BYTES = 1024
@@ -74,7 +75,7 @@ class SocketChannel:
         self._backlog: deque[memoryview] = deque()
         self._send_error: LinkError | None = None
         self._closing = False
-        self._spare: torch.Tensor | None = None  # the receiving thread's
+        self._landing: _Landing | None = None  # the receiving thread's
         self._shut = False
         self._close_once = threading.Lock()
         self._wake, self._woken = socket.socketpair()
@@ -222,17 +223,30 @@ class SocketChannel:
         if not _receive_exactly(self._in, memoryview(header)):
             return False
         head = frame.parse(header, generation=self.generation, max_tensors=self.max_tensors)
-        payload, self._spare = self._spare, None
-        if payload is None or payload.numel() != head.payload_bytes:
-            payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
-        if head.payload_bytes and not _receive_exactly(self._in, layout.raw_bytes(payload)):
+        landing, self._landing = self._landing, None
+        if landing is None or landing.records != head.records:
+            landing = _Landing.prepare(head)
+        if head.payload_bytes and not _receive_exactly(self._in, landing.memory):
             raise ConnectionError(f"it ended inside {head.action}")
         if head.generation == self.generation:
-            self._inbox.deliver(head.action, frame.decode(head, payload))
-        if head.payload_bytes <= SPARE_BYTES:
-            # The next message is likely as large: allocate now, while nobody waits.
-            self._spare = torch.empty(head.payload_bytes, dtype=torch.uint8)
+            self._inbox.deliver(head.action, landing.tensors)
+        if head.payload_bytes <= LANDING_BYTES:
+            # The next message is likely of the same shape: make room for it now, while nobody waits.
+            self._landing = _Landing.prepare(head)
         return True
+
+
+class _Landing(NamedTuple):
+    """Tensors made before their contents arrive, and the memory to receive it into."""
+
+    records: tuple[frame.TensorRecord | None, ...]
+    memory: memoryview
+    tensors: tuple[torch.Tensor | None, ...]
+
+    @classmethod
+    def prepare(cls, head: frame.Head) -> _Landing:
+        payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
+        return cls(head.records, layout.raw_bytes(payload, head.payload_bytes), frame.decode(head, payload))
 
 
 def _send_some(sock: socket.socket, buffers: deque[memoryview]) -> None:

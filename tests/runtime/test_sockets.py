@@ -103,6 +103,18 @@ def test_a_connection_that_ends_inside_a_message_is_an_error(wire: Wire) -> None
         wire.channel.recv(f(0), WAIT_S)
 
 
+def test_messages_of_one_shape_do_not_share_memory(wire: Wire) -> None:
+    """Memory is prepared ahead for a message like the last one; each message has its own."""
+    for m in range(4):
+        wire.write(m, float(m), generation=2 if m == 2 else 3)
+    got = [wire.channel.recv(f(m), WAIT_S)[0] for m in (0, 1, 3)]
+    assert [t[50].item() for t in got if t is not None] == [0.0, 1.0, 3.0]
+    got[0].zero_()  # type: ignore[union-attr]
+    message = frame.encode(f(4), [torch.arange(100, dtype=torch.int32)], generation=3, max_tensors=2)
+    wire.incoming.sendall(b"".join([message.header, *message.buffers]))
+    assert wire.channel.recv(f(4), WAIT_S)[0].tolist() == list(range(100))  # type: ignore[union-attr]
+
+
 def test_bytes_may_come_one_by_one(wire: Wire) -> None:
     message = frame.encode(f(0), [torch.arange(8.0)], generation=3, max_tensors=2)
     for byte in b"".join([message.header, *message.buffers]):
