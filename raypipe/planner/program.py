@@ -11,7 +11,10 @@ no row contains) is refused here; a deadlock when ``blocks()`` looks for an orde
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,11 +155,26 @@ def build(schedule: Schedule, repeats: int = 1) -> Program:
     _check_places(program)
     slots = _Slots(program)
     slots.check_unique()
-    for nodes in slots.groups():
-        stage, op, _ = program.action(nodes[0])
-        if wanted := dependencies(Action(stage, op, 0), wiring):
-            _connect(program, nodes, wanted, slots.find(wanted, program.microbatch[nodes]))
+    for nodes, wanted in _questions(program):
+        _connect(program, nodes, wanted, slots.find(wanted))
     return program
+
+
+def _questions(program: Program) -> Iterator[tuple[Ints, Ints]]:
+    """Nodes and what they wait for: (stage, op, micro-batch) by node and by wait; nodes with as many waits together."""
+    kinds, kind_of = np.unique(program.stage * len(OPS) + program.op, return_inverse=True)
+    at_zero = [Action(int(kind) // len(OPS), OPS[kind % len(OPS)], 0) for kind in kinds]
+    answers = [dependencies(action, program.wiring) for action in at_zero]
+    counts = np.array([len(answer) for answer in answers], dtype=np.int64)
+    for count in np.unique(counts[counts > 0]).tolist():
+        alike = np.flatnonzero(counts == count)
+        place = np.zeros(len(kinds), dtype=np.int64)
+        place[alike] = np.arange(len(alike))
+        table = _encode(tuple(chain.from_iterable(answers[kind] for kind in alike))).reshape(3, len(alike), count)
+        nodes = np.flatnonzero(counts[kind_of] == count)
+        wanted = table[:, place[kind_of[nodes]]]
+        wanted[2] += program.microbatch[nodes, None]
+        yield nodes, wanted
 
 
 def _flatten(schedule: Schedule, repeats: int) -> tuple[list[int], Ints, Ints, Ints, Ints]:
@@ -176,32 +194,35 @@ def _flatten(schedule: Schedule, repeats: int) -> tuple[list[int], Ints, Ints, I
 
 def _encode(row: Row) -> Ints:
     """The row as three lines of numbers: stage, op, micro-batch."""
-    stages, ops, microbatches = zip(*row, strict=True) if row else ((), (), ())
-    ids = np.fromiter(map(id, ops), np.int64, len(ops))
+    ids = np.fromiter(map(id, map(itemgetter(1), row)), np.int64, len(row))
     place = np.minimum(np.searchsorted(_IDS, ids), len(OPS) - 1)
     if (_IDS[place] != ids).any():
         odd = row[int(np.argmax(_IDS[place] != ids))]
         raise ScheduleError(
             f"{odd!r} has an operation that is no member of Op: write Op.F, or let parse_action() read it."
         )
-    codes = _CODES[place]
-    return np.stack([np.fromiter(stages, np.int64, len(row)), codes, np.fromiter(microbatches, np.int64, len(row))])
+    stage, microbatch = (np.fromiter(map(itemgetter(i), row), np.int64, len(row)) for i in (0, 2))
+    return np.stack([stage, _CODES[place], microbatch])
 
 
-def _connect(program: Program, nodes: Ints, wanted: tuple[Action, ...], found: Ints) -> None:
-    """Note what ``nodes``, alike up to their micro-batch, wait for: ``found`` has a row per node, a column per wait."""
-    unmet = (found < 0) | ((program.worker[found] == program.worker[nodes, None]) & (found >= nodes[:, None]))
+def _connect(program: Program, nodes: Ints, wanted: Ints, found: Ints) -> None:
+    """Note what ``nodes`` wait for: ``found`` has a line per node and a column per wait."""
+    foreign = program.worker[found] != program.worker[nodes, None]
+    unmet = (found < 0) | (~foreign & (found >= nodes[:, None]))
     if unmet.any():
         i, j = np.argwhere(unmet)[0].tolist()
-        raise ScheduleError(_explain_unmet(program, int(nodes[i]), wanted[j], int(found[i, j])))
+        stage, op, microbatch = wanted[:, i, j].tolist()
+        raise ScheduleError(
+            _explain_unmet(program, int(nodes[i]), Action(stage, OPS[op], microbatch), int(found[i, j]))
+        )
     program.needed[found] = True
     # What the own row did earlier has ended; only other workers can make this one wait.
-    foreign = program.worker[found[0]] != program.worker[nodes[0]]
-    if foreign.sum() == 1:
-        program.source[nodes] = found[:, foreign][:, 0]
-    elif foreign.any():
-        program.source[nodes] = BARRIER
-        program.barriers.update(zip(nodes.tolist(), map(tuple, found[:, foreign].tolist()), strict=True))
+    number = foreign.sum(axis=1)
+    single = number == 1
+    program.source[nodes[single]] = found[single][foreign[single]]
+    program.source[nodes[number > 1]] = BARRIER
+    for i in np.flatnonzero(number > 1).tolist():
+        program.barriers[int(nodes[i])] = tuple(found[i, foreign[i]].tolist())
 
 
 class _Slots:
@@ -222,18 +243,12 @@ class _Slots:
                 f"{self._program.where(other)} is there twice, also as {self._program.where(one)}: drop one."
             )
 
-    def groups(self) -> list[Ints]:
-        """Nodes of the same stage and operation, in micro-batch order."""
-        table = self._node.reshape(-1, self._width) if self._width else self._node.reshape(0, 1)
-        return [line[line >= 0] for line in table if line.max() >= 0]
-
-    def find(self, wanted: tuple[Action, ...], shift: Ints) -> Ints:
-        """Nodes of ``wanted``, each ``shift`` micro-batches later; -1 where there is none."""
-        stage, op, distance = _encode(wanted)
-        start = (stage * len(OPS) + op) * self._width
-        microbatch = distance + shift[:, None]
+    def find(self, wanted: Ints) -> Ints:
+        """The node of each (stage, op, micro-batch); -1 where there is none."""
+        stage, op, microbatch = wanted
         inside = (microbatch >= 0) & (microbatch < self._width)
-        return np.where(inside, self._node[start + np.where(inside, microbatch, 0)], -1)
+        key = (stage * len(OPS) + op) * self._width + microbatch
+        return np.where(inside, self._node[np.where(inside, key, 0)], -1)
 
 
 def _check_places(program: Program) -> None:
@@ -261,8 +276,7 @@ def _check_places(program: Program) -> None:
 def _explain_unmet(program: Program, node: int, wanted: Action, found: int) -> str:
     action = program.action(node)
     if found < 0:
-        missing = wanted.shifted(action.microbatch)
-        return f"{program.where(node)} waits for {missing}, which no row contains: add {missing} or remove {action}."
+        return f"{program.where(node)} waits for {wanted}, which no row contains: add {wanted} or remove {action}."
     return (
         f"{program.where(node)} waits for {program.where(found)}, later in its own row: "
         f"move {program.action(found)} ahead of it."

@@ -74,7 +74,9 @@ def test_plain_text_is_no_operation():
 
 
 def test_missing_forward():
-    refused(edited(GOOD, 0, "0F1 ", ""), "0B1 (worker 0, position 6 of its row) waits for 0F1, which no row contains")
+    refused(
+        edited(GOOD, 0, "0F1 ", ""), "0SEND_F1 (worker 0, position 2 of its row) waits for 0F1, which no row contains"
+    )
 
 
 def test_missing_backward():
