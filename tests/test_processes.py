@@ -39,9 +39,11 @@ def test_a_session_that_leaves_an_orphan_fails_and_ends_it(tmp_path: Path) -> No
             open({str(tmp_path / "pid")!r}, "w").write(done.stdout)
     """
     (tmp_path / "conftest.py").write_text("from tests import conftest as guard\nguard._PATIENCE_S = 0.2\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_orphan.py").write_text(textwrap.dedent(test))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half the time of the test otherwise
+    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=60)
     pid = int((tmp_path / "pid").read_text())
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"process {pid} was left behind" in done.stdout
