@@ -47,12 +47,14 @@ def test_kfkb_memory_and_makespan_for_every_k(stages):
             assert timeline.bubble_fraction == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
 
+@pytest.mark.slow
 @given(shapes, st.integers(1, 12))
 @settings(max_examples=25, deadline=None)
 def test_kfkb_is_valid(shape, k):
     validate(lower(k_f_k_b(*shape, k)), repeats=2)
 
 
+@pytest.mark.slow
 @given(shapes, st.data())
 @settings(max_examples=30, deadline=None)
 def test_slack_memory_and_makespan(shape, data):
@@ -65,6 +67,7 @@ def test_slack_memory_and_makespan(shape, data):
     assert timeline.makespan_s == (microbatches + stages - 1) * T
 
 
+@pytest.mark.slow
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 4))
 @settings(max_examples=25, deadline=None)
 def test_interleaved_runs_for_any_number_of_microbatches(workers, microbatches, chunks):
@@ -109,6 +112,7 @@ def test_smallest_k_and_r_that_hide_a_latency(latency_s):
         assert period[1:] == [pytest.approx(T), pytest.approx(T)]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=8, deadline=None)
 def test_slack_period_law_with_uneven_hops_and_stages(data):

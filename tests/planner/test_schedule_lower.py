@@ -141,6 +141,7 @@ def test_expected_sends_are_the_senders_row():
     assert len(expected_sends(lowered, 0, 1, repeats=3)) == 18
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.data())
 @settings(max_examples=30, deadline=None)
 def test_every_send_is_received_exactly_once(workers, microbatches, chunks, data):

@@ -196,6 +196,7 @@ kinds = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @given(kinds, st.data())
 @settings(max_examples=100, deadline=None)
 def test_random_damage_is_judged_as_a_second_opinion_judges_it(schedule, data):

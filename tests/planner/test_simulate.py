@@ -111,6 +111,7 @@ def test_timeline_says_what_it_is():
     assert makespan_s(lower(one_f_one_b(2, 2)), Costs.uniform(2)) == timeline.makespan_s
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["1f1b", "gpipe", "interleaved"]), st.integers(1, 3), st.integers(1, 5), st.data())
 @settings(max_examples=20, deadline=None)
 def test_times_respect_the_one_rule(kind, workers, microbatches, data):
