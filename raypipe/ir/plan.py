@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from raypipe.ir.schedule import Schedule
+from raypipe.ir.schedule import Op, Schedule
 
-__all__ = ["Partition", "Plan", "Segment", "Stage"]
+__all__ = ["Partition", "Plan", "Segment", "Stage", "human_bytes", "peak_in_flight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,48 @@ class Plan:
             },
             indent=2,
         )
+
+    def __str__(self) -> str:
+        """The plan as a table: who holds what, and what travels."""
+        stages = self.partition.stages
+        total = sum(stage.param_bytes for stage in stages) or 1
+        peaks = peak_in_flight(self.schedule)
+        ideal = (len(stages) - 1) / (self.num_microbatches + len(stages) - 1)
+        lines = [
+            f"plan: {len(stages)} stages, schedule {self.schedule.kind}, {self.num_microbatches} micro-batches of "
+            f"{self.microbatch_size} of {self.minibatch_size} samples, transport {self.transport}",
+            f"{'stage':>5}  {'parameters':>11}  {'share':>5}  {'receives per sample':>19}  {'in flight':>9}  operations",
+        ]
+        for stage in stages:
+            receives = human_bytes(stage.input_bytes) if stage.index else "data"
+            lines.append(
+                f"{stage.index:>5}  {human_bytes(stage.param_bytes):>11}  {stage.param_bytes / total:>5.0%}  "
+                f"{receives:>19}  {peaks[stage.index]:>9}  {stage.first_node} ... {stage.last_node}"
+            )
+        lines.append(f"cut: {self.partition.reason}; smallest possible bubble {ideal:.0%}")
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Most micro-batches that each stage holds between their F and their B, by the order of its row."""
+    peaks = [0] * schedule.num_stages
+    held = [0] * schedule.num_stages
+    for action in (a for row in schedule.rows() for a in row):
+        if action.op is Op.F:
+            held[action.stage] += 1
+            peaks[action.stage] = max(peaks[action.stage], held[action.stage])
+        elif action.op in (Op.B, Op.W):
+            held[action.stage] -= 1
+    return tuple(peaks)
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 @dataclass(frozen=True, slots=True)
