@@ -245,7 +245,7 @@ def _schedules(job: Job, num_samples: Mapping[str, int], num_steps: int) -> dict
     """Rows for every number of micro-batches that the run will meet: the usual one and short last mini-batches."""
     plan = job.plan
     lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size), "eval": num_samples.get("eval", 0)}
-    found = {}
+    found: dict[tuple[int, bool], None] = {}
     for mode, samples in lengths.items():
         per_epoch = min(samples, num_samples.get(mode, 0))
         for segment, _ in train_segments(per_epoch, plan.minibatch_size, plan.microbatch_size, 1):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from raypipe.engine.channel import Channel
 from raypipe.engine.data import Source
+from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
-from raypipe.engine.microbatch import loss_weights
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
@@ -52,13 +51,18 @@ class Executor:
         self.last = stage == len(programs) - 1
         self.state = state
         self.channels = channels
-        self.sources = sources
         self.settings = settings
         self.sink = GradientSink(self.program, state.parameters)
+        self.feed = Feed(
+            sources,
+            {"train": self.program.train.columns, "eval": self.program.eval.columns},
+            self.program.targets,
+            weighs=self.last,
+            reduction=settings.loss_reduction,
+        )
         self._live: dict[int, tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._arrived: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self._seeds: dict[int, tuple[torch.Tensor | None, ...]] = {}
-        self._batch: tuple[int, dict[Any, torch.Tensor], list[float]] | None = None
         self._loss: torch.Tensor | None = None
         self._totals: tuple[torch.Tensor, torch.Tensor] | None = None
         self._segment: Segment | None = None
@@ -116,7 +120,7 @@ class Executor:
             done.append(action)
             times.append(now)
         self._action = None
-        spans = ()
+        spans: tuple[Span, ...] = ()
         if keep_spans:
             spans = tuple(Span(self.stage, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False))
         loss, norm = self._loss, None
@@ -168,10 +172,10 @@ class Executor:
     def _forward(self, microbatch: int) -> None:
         segment = self._segment
         assert segment is not None
-        step, start, samples = segment.locate(microbatch)
+        step = segment.locate(microbatch)[0]
         inputs = self._arrived.pop(microbatch, ())
         function = self.program.train if self._training else self.program.eval
-        columns, weights = self._data(step, start, samples, function.columns)
+        data = self.feed.microbatch(segment, microbatch, training=self._training)
         state = self.state
         if self._training:
             leaves: Sequence[torch.Tensor] = self.sink.leaves
@@ -181,71 +185,39 @@ class Executor:
             leaves,
             [state.buffers[name] for name in function.buffers],
             inputs,  # type: ignore[arg-type]
-            [columns[name] for name in function.columns],
+            [data.columns[name] for name in function.columns],
             RandomKey(self.settings.seed, step, microbatch),
         )
         if self.last:
-            outputs = self._weighted_loss(outputs, columns, weights[microbatch], microbatch)
+            outputs = self._weighted_loss(outputs, data, microbatch)
         if self._training or not self.last:
             self._live[microbatch] = (inputs, outputs)  # type: ignore[assignment]
             self._peak = max(self._peak, len(self._live))
 
     def _weighted_loss(
-        self, outputs: tuple[torch.Tensor, ...], columns: Mapping[Any, torch.Tensor], weight: float, microbatch: int
+        self, outputs: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int
     ) -> tuple[torch.Tensor, ...]:
-        if weight == 0.0:  # no valid target: an average over nothing, which would be nan
+        if data.weight == 0.0:  # no valid target: an average over nothing, which would be nan
             return ()
         assert self.program.loss is not None
-        loss = self.program.loss(outputs, [columns[name] for name in self.program.targets])
+        loss = self.program.loss(outputs, [data.columns[name] for name in self.program.targets])
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise StageError(
                 f"The loss of micro-batch {microbatch} is not a scalar tensor but has {found}. Let loss_fn reduce over "
                 "the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
             )
-        weighted = loss * weight
+        weighted = loss * data.weight
         seen = weighted.detach()
         self._loss = seen if self._loss is None else self._loss + seen
         return (weighted,)
-
-    def _data(
-        self, step: int, start: int, samples: int, names: Sequence[Any]
-    ) -> tuple[dict[Any, torch.Tensor], dict[int, float]]:
-        """This micro-batch's columns; a mini-batch is read once, when its first micro-batch begins."""
-        wanted = list(dict.fromkeys((*names, *self.program.targets)))
-        segment = self._segment
-        assert segment is not None
-        if not wanted and not self.last:
-            return {}, {}
-        minibatch = step - segment.first_step
-        begin = segment.offset + minibatch * segment.minibatch_samples
-        if self._batch is None or self._batch[0] != (step, self._training):
-            source = self.sources["train" if self._training else "eval"]
-            read: Any = {}
-            if wanted:
-                read = source.read(segment.epoch, begin, segment.minibatch_samples, wanted)
-            whole = read if isinstance(read, dict) else dict(zip(wanted, read, strict=True))
-            weights: dict[int, float] = {}
-            if self.last:
-                first = segment.first_microbatch + minibatch * len(segment.microbatch_samples)
-                targets = self._targets(whole)
-                found = loss_weights(self.settings.loss_reduction, segment.microbatch_samples, targets)
-                weights = dict(enumerate(found, first))
-            self._batch = ((step, self._training), whole, weights)
-        _, whole, weights = self._batch
-        at = start - begin
-        return {name: tensor[at : at + samples] for name, tensor in whole.items()}, weights
-
-    def _targets(self, whole: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
-        """What loss_reduction counts: the target column, or ``labels`` where the model makes its own loss."""
-        names = self.program.targets or (("labels",) if "labels" in whole else ())
-        return whole[names[-1]] if names else None
 
     def _backward(self, microbatch: int) -> None:
         inputs, outputs = self._live.pop(microbatch)
         seeds = self._seeds.pop(microbatch, None)
         if self.last:
-            roots, gradients = list(outputs), [None] * len(outputs)
+            roots: list[torch.Tensor] = list(outputs)
+            gradients: list[torch.Tensor | None] = [None] * len(outputs)
         else:
             pairs = [(o, g) for o, g in zip(outputs, seeds or (), strict=True) if g is not None]
             roots, gradients = [o for o, _ in pairs], [g for _, g in pairs]
@@ -253,7 +225,7 @@ class Executor:
         wanted_inputs = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
         targets = [self.sink.leaves[i] for i in wanted_sites] + [inputs[i] for i in wanted_inputs]
         if roots and targets:
-            found = torch.autograd.grad(roots, targets, gradients, allow_unused=True)  # type: ignore[arg-type]
+            found: Sequence[torch.Tensor | None] = torch.autograd.grad(roots, targets, gradients, allow_unused=True)
         else:
             found = (None,) * len(targets)
         for i, gradient in zip(wanted_sites, found, strict=False):

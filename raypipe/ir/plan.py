@@ -98,13 +98,13 @@ class Plan:
         lines = [
             f"plan: {len(stages)} stages, schedule {self.schedule.kind}, {self.num_microbatches} micro-batches of "
             f"{self.microbatch_size} of {self.minibatch_size} samples, transport {self.transport}",
-            f"{'stage':>5}  {'parameters':>11}  {'share':>5}  {'receives per sample':>19}  {'in flight':>9}  operations",
+            f"{'stage':>5}  {'parameters':>11}  {'share':>5}  {'receives/sample':>15}  {'in flight':>9}  operations",
         ]
         for stage in stages:
             receives = human_bytes(stage.input_bytes) if stage.index else "data"
             lines.append(
                 f"{stage.index:>5}  {human_bytes(stage.param_bytes):>11}  {stage.param_bytes / total:>5.0%}  "
-                f"{receives:>19}  {peaks[stage.index]:>9}  {stage.first_node} ... {stage.last_node}"
+                f"{receives:>15}  {peaks[stage.index]:>9}  {stage.first_node} ... {stage.last_node}"
             )
         lines.append(f"cut: {self.partition.reason}; smallest possible bubble {ideal:.0%}")
         return "\n".join(lines + [f"note: {note}" for note in self.notes])

@@ -150,6 +150,10 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         )
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise CaptureError("loss_fn has parameters of its own; make it part of the model and let the model return it.")
+    args: tuple[torch.Tensor, ...]
+    kwargs: dict[str, torch.Tensor]
+    inputs: tuple[Any, ...]
+    targets: tuple[Any, ...]
     if isinstance(example, Mapping):
         args, kwargs, inputs, targets = (), dict(example), tuple(columns), ()
     elif loss_fn is None:
@@ -157,13 +161,14 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     else:
         args, kwargs, inputs, targets = tuple(example[:-1]), {}, tuple(columns[:-1]), tuple(columns[-1:])
     loss = _own_loss if loss_fn is None else _UserLoss(loss_fn, None)
-    if is_plain_sequential(model) and len(args) == 1 and not kwargs:
-        children = sequential_children(model, args[0])  # type: ignore[arg-type]
+    if isinstance(model, nn.Sequential) and is_plain_sequential(model) and len(args) == 1 and not kwargs:
+        children = sequential_children(model, args[0])
         sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
         graph = sequential_graph(children[0], sizes)
 
         def functions(cuts: Sequence[int]) -> tuple[list[StageFunction], list[StageFunction]]:
-            return tuple(_sequential_stages(mode, cuts, inputs[0]) for mode in children)  # type: ignore[return-value]
+            train, evaluation = children
+            return _sequential_stages(train, cuts, inputs[0]), _sequential_stages(evaluation, cuts, inputs[0])
 
     else:
         samples = min((len(t) for t in (*args, *kwargs.values()) if t.dim()), default=1)

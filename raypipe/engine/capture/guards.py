@@ -38,7 +38,7 @@ def loss_only(model: torch.nn.Module) -> Iterator[None]:
 
     # torch.export reads the signature to pair dynamic shapes with arguments.
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward
     try:
         yield
     finally:
@@ -74,5 +74,5 @@ def nothing_lost() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.autograd.Function.apply = functions
+        torch.autograd.Function.apply = functions  # type: ignore[method-assign]
         torch.Tensor.register_hook = hooks  # type: ignore[method-assign]

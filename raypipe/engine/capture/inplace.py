@@ -98,5 +98,12 @@ def work_out_of_place(traced: Traced) -> None:
                 traced.pinned.append((root, last))
                 continue
             node.target = functional
-            changed.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order.get(user, at) > at)
+            _replace_after(changed, node, order)
             families.setdefault(node, [])
+
+
+def _replace_after(old: fx.Node, new: fx.Node, order: dict[fx.Node, int]) -> None:
+    """Whoever reads ``old`` after ``new`` reads ``new``, as it did when both were the same memory."""
+    for user in list(old.users):
+        if order[user] > order[new]:
+            user.replace_input_with(old, new)

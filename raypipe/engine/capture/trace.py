@@ -195,19 +195,19 @@ def _copy_nodes(
 ) -> None:
     """Copy call nodes into traced.graph; ``detached`` inside a no-grad region, whose results carry no gradient."""
     graph = traced.graph
-    submodules: dict[fx.Node, fx.GraphModule] = {}
     for node in source.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.op == "get_attr":
             value = operator.attrgetter(node.target)(owner)
             if isinstance(value, fx.GraphModule):
-                submodules[node] = value
+                env[node] = value  # the body of a region, which _inline copies
                 continue
             raise CaptureError(f"The graph reads the attribute {node.target!r}, which raypipe cannot ship.")
         if str(node.target).startswith(_DROPPED):
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: submodules.get(n) or env[n])
+        mapped: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = mapped
         if "wrap_with_" in str(node.target):
             env[node] = _inline(node, args, traced, detached)
             continue
@@ -240,7 +240,7 @@ def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool) 
 
 
 def _copy_call(graph: fx.Graph, traced: Traced, node: fx.Node, args: Any, kwargs: dict[str, Any]) -> Any:
-    target = node.target
+    target: Any = node.target
     if target is operator.getitem and isinstance(args[0], list | tuple):
         return args[0][args[1]]  # an output of an inlined region
     if target is aten.detach_.default:

@@ -1,0 +1,175 @@
+"""The yardstick: the user's model, untouched, trained by plain eager PyTorch on the same micro-batches.
+
+    reference = raypipe.testing.reference(model, optimizer=..., train_data=..., num_steps=5, pipeline=config)
+    assert [r.loss for r in trainer.fit(num_steps=5).records] == list(reference.losses)
+
+Everything that decides bits is shared with a pipeline (the order of the samples, the sizes of micro-batches,
+the weights of their losses, the keys of randomness, one intra-op thread), and nothing else is: there is no
+capture, no stage, no schedule, no accumulator of ours. A pipeline equals it to the bit, unless parameters
+are shared between uses: there a pipeline sums over micro-batches first, use by use, and eager PyTorch does not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raypipe.config import PipelineConfig
+from raypipe.engine.data import Source, open_data
+from raypipe.engine.local import one_thread
+from raypipe.engine.microbatch import loss_weights
+from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.errors import ConfigError
+from raypipe.ir.plan import Segment
+from raypipe.planner.segments import train_segments
+from raypipe.planner.tune import Request, microbatches
+
+__all__ = ["Reference", "reference"]
+
+Tensors = dict[str, torch.Tensor]
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What plain PyTorch made of the model.
+
+    Attributes:
+        model: the trained copy; it shares no memory with the user's model.
+        losses, grad_norms: of every step; the norm is that before clipping.
+        gradients: of every step by parameter name, as the optimizer saw them; None where there was none.
+        parameters, buffers: after the last step, by name.
+    """
+
+    model: torch.nn.Module = field(repr=False)
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    gradients: tuple[dict[str, torch.Tensor | None], ...] = field(repr=False)
+    parameters: Tensors = field(repr=False)
+    buffers: Tensors = field(repr=False)
+
+
+def reference(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    *,
+    optimizer: MakeOptimizer,
+    train_data: Any,
+    num_steps: int,
+    loss_fn: LossFn | None = None,
+    lr_scheduler: MakeScheduler | None = None,
+    pipeline: PipelineConfig | None = None,
+) -> Reference:
+    """Train a deep copy of the model eagerly; the arguments are those of PipelineTrainer.
+
+    Args:
+        pipeline: minibatch_size, num_microbatches, loss_reduction, max_grad_norm and seed count. Where
+            num_microbatches is "auto", num_stages must say what it follows from.
+
+    Raises:
+        ConfigError: the micro-batches depend on a number of stages that is not given.
+    """
+    config = pipeline or PipelineConfig()
+    trained = copy.deepcopy(model if isinstance(model, torch.nn.Module) else model()).train()
+    source = open_data(train_data, seed=config.seed)
+    minibatch_size, microbatch_size = _sizes(config, source.num_samples)
+    named = [(name, p) for name, p in trained.named_parameters() if p.requires_grad]
+    stepper = optimizer(named)
+    scheduler = lr_scheduler(stepper) if lr_scheduler else None
+    losses, norms, gradients = [], [], []
+    with one_thread():
+        for segment, _ in train_segments(source.num_samples, minibatch_size, microbatch_size, num_steps):
+            stepper.zero_grad(set_to_none=True)
+            losses.append(float(_accumulate(trained, source, segment, loss_fn, config)))
+            norms.append(float(_clip([p for _, p in named], config.max_grad_norm)))
+            gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in named})
+            stepper.step()
+            if scheduler is not None:
+                scheduler.step()
+    parameters = {name: p.detach() for name, p in trained.named_parameters()}
+    return Reference(trained, tuple(losses), tuple(norms), tuple(gradients), parameters, dict(trained.named_buffers()))
+
+
+def _sizes(config: PipelineConfig, num_samples: int) -> tuple[int, int]:
+    """Samples of a mini-batch and of a micro-batch, by the planner's own rule."""
+    given = {
+        name: None if getattr(config, name) == "auto" else getattr(config, name)
+        for name in ("num_stages", "minibatch_size", "num_microbatches")
+    }
+    split_points = () if isinstance(config.partitioner, str) else tuple(config.partitioner)
+    num_stages = given["num_stages"] or (len(split_points) + 1 if split_points else None)
+    if num_stages is None and given["num_microbatches"] is None:
+        raise ConfigError(
+            "The reference cannot know how many micro-batches the pipeline takes: num_microbatches='auto' follows from "
+            "the number of stages. Set num_stages or num_microbatches in PipelineConfig."
+        )
+    request = Request(
+        num_stages=num_stages,
+        num_workers=None,
+        split_points=split_points,
+        minibatch_size=given["minibatch_size"],
+        num_microbatches=given["num_microbatches"],
+        num_samples=num_samples,
+    )
+    minibatch_size, microbatch_size, _ = microbatches(request, num_stages or 1)
+    return minibatch_size, microbatch_size
+
+
+def _accumulate(
+    model: torch.nn.Module, source: Source, segment: Segment, loss_fn: LossFn | None, config: PipelineConfig
+) -> torch.Tensor:
+    """One mini-batch forward and backward; returns its loss."""
+    by_number = loss_fn is not None or all(isinstance(name, int) for name in source.columns)
+    columns = tuple(range(len(source.columns))) if by_number else source.columns
+    whole = source.read(segment.epoch, segment.offset, segment.minibatch_samples, columns)
+    sizes = segment.microbatch_samples
+    weights = loss_weights(config.loss_reduction, sizes, _counted(whole, loss_fn))
+    total: torch.Tensor | None = None
+    for index, weight in enumerate(weights):
+        at = sum(sizes[:index])
+        cut = slice(at, at + sizes[index])
+        key = RandomKey(config.seed, segment.first_step, segment.first_microbatch + index)
+        with KeyedRandomness(key):
+            output, target = _forward(model, whole, cut, loss_fn)
+        if weight == 0.0:  # it went through the model, for its buffers, but an average over nothing is nan
+            continue
+        loss = (loss_fn(output, target) if loss_fn is not None else _own_loss(output)) * weight
+        loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None
+    return total
+
+
+def _counted(whole: Any, loss_fn: LossFn | None) -> torch.Tensor | None:
+    """The targets that loss_reduction counts."""
+    if loss_fn is not None:
+        return whole[-1]
+    return whole.get("labels") if isinstance(whole, Mapping) else None
+
+
+def _forward(model: torch.nn.Module, whole: Any, cut: slice, loss_fn: LossFn | None) -> tuple[Any, Any]:
+    if isinstance(whole, Mapping):
+        return model(**{name: tensor[cut] for name, tensor in whole.items()}), None
+    parts = [tensor[cut] for tensor in whole]
+    if loss_fn is None:
+        return model(*parts), None
+    return model(*parts[:-1]), parts[-1]
+
+
+def _own_loss(output: Any) -> torch.Tensor:
+    """The loss in what a model returns that makes its own."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output["loss"]
+    return output.loss if hasattr(output, "loss") else output[0]
+
+
+def _clip(parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
+    if max_norm is not None:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
