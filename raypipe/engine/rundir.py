@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raypipe.ir.picture import timeline_svg
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline, chrome_trace_json
 
@@ -44,10 +45,11 @@ class RunFolder:
         pq.write_table(pa.table(columns), self.path / "metrics.parquet")
 
     def write_timelines(self, timelines: Sequence[Timeline]) -> None:
-        """timeline/trace.json for Perfetto or chrome://tracing, and the spans as Parquet."""
+        """timeline/trace.json for Perfetto, timeline.svg for any browser, and the spans as Parquet."""
         folder = self.path / "timeline"
         folder.mkdir(exist_ok=True)
         (folder / "trace.json").write_text(chrome_trace_json(timelines))
+        (folder / "timeline.svg").write_text(timeline_svg(timelines))
         rows = [
             {
                 "source": timeline.source,
@@ -60,6 +62,3 @@ class RunFolder:
             for span in timeline.spans
         ]
         pq.write_table(pa.Table.from_pylist(rows), folder / "spans.parquet")
-
-    def write_result(self, metrics: dict[str, Any]) -> None:
-        (self.path / "result.json").write_text(json.dumps(metrics, indent=2))

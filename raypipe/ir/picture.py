@@ -1,0 +1,68 @@
+"""Timelines as one SVG picture: predicted above measured, on one scale, a lane per worker.
+
+F blue, B green, I and W lighter; transfers and waits in grey on the thin lane below each worker
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from raypipe.ir.schedule import COMPUTE, Op
+from raypipe.ir.timeline import Span, Timeline
+
+__all__ = ["timeline_svg"]
+
+COLOURS = {Op.F: "#4c78a8", Op.B: "#54a24b", Op.I: "#88d27a", Op.W: "#b6e3ae", Op.STEP: "#e45756"}
+GREY = "#c8c8c8"
+LEFT, LANE, LINKS, GAP, HEAD = 90, 26, 7, 10, 34
+LETTER_PX = 6.5
+
+
+def timeline_svg(timelines: Sequence[Timeline], width: int = 1200) -> str:
+    """The picture of one or more timelines.
+
+    Args:
+        timelines: drawn one below the other; all start at their own first span.
+        width: of the picture in pixels; heights follow from the workers.
+    """
+    longest_s = max((t.makespan_s for t in timelines), default=0.0) or 1.0
+    scale = (width - LEFT - 10) / longest_s
+    parts: list[str] = []
+    top = 0.0
+    for timeline in timelines:
+        title = f"{timeline.source} {timeline.name}".strip()
+        numbers = f"{timeline.makespan_s * 1e3:.1f} ms, bubble {timeline.bubble_fraction:.1%}"
+        parts.append(f'<text x="4" y="{top + 20:.1f}" font-size="14">{html.escape(title)}: {numbers}</text>')
+        top += HEAD
+        zero = min((s.start_s for s in timeline.spans), default=0.0)
+        # Micro-batches count over the whole run; in the picture, from the first one shown.
+        first = min((s.action.microbatch for s in timeline.spans), default=0)
+        for worker in range(timeline.num_workers):
+            parts.append(f'<text x="4" y="{top + 17:.1f}" font-size="12">worker {worker}</text>')
+            for span in timeline.spans:
+                if span.worker == worker:
+                    parts += _box(span, zero, first, top, scale)
+            top += LANE + LINKS + GAP
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top + 10:.0f}" '
+        f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>'
+    )
+
+
+def _box(span: Span, zero_s: float, first: int, top: float, scale: float) -> list[str]:
+    op = span.action.op
+    x, w = LEFT + (span.start_s - zero_s) * scale, max((span.end_s - span.start_s) * scale, 0.4)
+    compute = op in COMPUTE or op is Op.STEP
+    y, h = (top, LANE) if compute else (top + LANE + 1, LINKS)
+    tip = f"<title>{span.action}  {(span.end_s - span.start_s) * 1e3:.3f} ms</title>"
+    colour = COLOURS.get(op, GREY)
+    parts = [f'<rect x="{x:.2f}" y="{y:.1f}" width="{w:.2f}" height="{h}" fill="{colour}" stroke="white" ']
+    parts[0] += f'stroke-width="0.5">{tip}</rect>'
+    label = "step" if op is Op.STEP else f"{op.value}{span.action.microbatch - first}"
+    if compute and w >= LETTER_PX * len(label):
+        parts.append(
+            f'<text x="{x + w / 2:.2f}" y="{y + 17:.1f}" font-size="10" fill="white" text-anchor="middle">'
+            f"{label}</text>"
+        )
+    return parts

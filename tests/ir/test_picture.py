@@ -1,0 +1,41 @@
+"""The picture of timelines: every span is in it, in its place, and labels fit their boxes."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+from raypipe.ir.picture import timeline_svg
+from raypipe.ir.schedule import parse_action
+from raypipe.ir.timeline import Span, Timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _timeline(source: str, offset_s: float, first: int) -> Timeline:
+    names = [(0, f"0F{first}", 0.0, 1.0), (1, f"1RECV_F{first}", 0.0, 1.0), (1, f"1F{first}", 1.0, 3.0)]
+    spans = [Span(w, parse_action(a), s + offset_s, e + offset_s) for w, a, s, e in names]
+    return Timeline(tuple(spans), source, name="<model & co>")
+
+
+def test_two_timelines_share_one_scale_and_start_at_zero() -> None:
+    picture = ElementTree.fromstring(timeline_svg([_timeline("simulated", 0.0, 0), _timeline("measured", 50.0, 16)]))
+    boxes = {}
+    for box in picture.iter(f"{SVG}rect"):
+        title = box.find(f"{SVG}title")
+        if title is not None:
+            boxes[(title.text or "").split()[0]] = (float(box.get("x", "")), float(box.get("width", "")))
+    assert boxes["0F0"] == boxes["0F16"]
+    assert boxes["1F0"] == boxes["1F16"]
+    assert boxes["1F0"][1] == 2 * boxes["0F0"][1]
+    assert boxes["1RECV_F0"][0] == boxes["0F0"][0]
+
+
+def test_measured_micro_batches_are_labelled_from_zero_and_names_are_escaped() -> None:
+    text = timeline_svg([_timeline("measured", 7.0, 16)])
+    assert re.search(r">F0</text>", text)
+    assert "&lt;model &amp; co&gt;" in text
+
+
+def test_an_empty_timeline_has_a_picture() -> None:
+    ElementTree.fromstring(timeline_svg([Timeline((), "measured")]))

@@ -1,0 +1,63 @@
+"""Timelines: bubble, busy time, and the trace that Perfetto reads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from raypipe.ir.report import StepReport, merge_reports
+from raypipe.ir.schedule import parse_action
+from raypipe.ir.timeline import Span, Timeline, chrome_trace_json
+
+
+def _span(worker: int, action: str, start_s: float, end_s: float) -> Span:
+    return Span(worker, parse_action(action), start_s, end_s)
+
+
+TWO_STAGES = Timeline(
+    (
+        _span(0, "0F0", 10.0, 11.0),
+        _span(1, "1RECV_F0", 10.0, 11.0),
+        _span(1, "1F0", 11.0, 12.0),
+        _span(1, "1B0", 12.0, 14.0),
+        _span(0, "0B0", 14.0, 16.0),
+    ),
+    "measured",
+)
+
+
+def test_bubble_counts_only_compute() -> None:
+    assert TWO_STAGES.makespan_s == 6.0
+    assert TWO_STAGES.busy_s(1) == 3.0
+    assert TWO_STAGES.bubble_fraction == pytest.approx(0.5)
+    assert Timeline((), "simulated").bubble_fraction == 0.0
+
+
+def test_predicted_and_measured_lie_in_one_trace() -> None:
+    trace = json.loads(chrome_trace_json([Timeline(TWO_STAGES.spans, "simulated"), TWO_STAGES]))
+    titles = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert titles == {0: "simulated", 1: "measured"}
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
+    assert {e["name"]: (e["tid"], e["ts"], e["dur"]) for e in spans} == {
+        "0F0": (0, 0.0, 1e6),
+        "0B0": (0, 4e6, 2e6),
+        "1RECV_F0": (3, 0.0, 1e6),
+        "1F0": (2, 1e6, 1e6),
+        "1B0": (2, 2e6, 2e6),
+    }
+
+
+def _report(stage: int, start_s: float, end_s: float, busy_s: float, loss: float | None) -> StepReport:
+    return StepReport(stage, 7, 32, loss, 1.5, start_s, end_s, busy_s, 0.0, (10, 20), 2 - stage)
+
+
+def test_a_record_spans_from_the_end_of_the_step_before() -> None:
+    reports = [_report(0, 1.0, 3.0, 1.0, None), _report(1, 1.1, 2.9, 1.5, 0.25)]
+    record = merge_reports(reports, previous_end_s=0.5)
+    assert (record.step, record.loss, record.grad_norm, record.peak_in_flight) == (7, 0.25, 1.5, 2)
+    assert record.seconds == 2.5
+    assert record.bubble_fraction == pytest.approx(0.5)
+    assert record.link_bytes_per_s == pytest.approx(60 / 2.5)
+    assert record.samples_per_s == pytest.approx(32 / 2.5)
+    assert merge_reports(reports, previous_end_s=None).seconds == 2.0
