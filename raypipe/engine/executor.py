@@ -87,6 +87,8 @@ class Executor:
             StageError: the user's code raised, or the loss is not a finite scalar; names stage and action.
             LinkError: a message did not come; names the link, the action and the micro-batch.
         """
+        # The number of intra-op threads belongs to the calling thread, and sums over several round differently.
+        torch.set_num_threads(1)
         self._segment, self._training = segment, training
         per_minibatch = len(segment.microbatch_samples)
         reports = []

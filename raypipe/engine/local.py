@@ -1,8 +1,8 @@
 """The same plan in threads of one process, without Ray: the reference of every test, the debugger's friend.
 
 Each stage runs in a thread of its own over in-memory channels that go through the real frames. Intra-op
-threads are held at one per stage while it runs, as in an actor, for sums over many threads round
-differently.
+threads are held at one per stage while it runs, as in an actor (the executor sees to its own thread), for
+sums over many threads round differently.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raypipe.engine.local import one_thread
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import StageProgram
 
@@ -39,7 +40,8 @@ def measure_stages(
         tensors: parameters and buffers by canonical name.
         columns: one micro-batch of data by column name.
     """
-    rounds = [_round(programs, tensors, columns) for _ in range(repeats + 1)][1:]
+    with one_thread():  # as in the stages
+        rounds = [_round(programs, tensors, columns) for _ in range(repeats + 1)][1:]
     stages = range(len(programs))
     return StageSeconds(
         tuple(statistics.median(r[0][s] for r in rounds) for s in stages),
