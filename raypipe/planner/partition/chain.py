@@ -7,6 +7,7 @@ Seconds and memory do not count yet: a stage with few parameters may still be th
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Sequence
 
 from raypipe.errors import PlanError
@@ -54,7 +55,7 @@ def _traffic(graph: ModelGraph, position: int) -> int:
 
 def _spans(positions: Sequence[int], before: Sequence[int]) -> list[tuple[int, int]]:
     bounds = [0, *(before[p] for p in positions), before[-1]]
-    return list(zip(bounds, bounds[1:], strict=False))  # noqa: RUF007
+    return list(itertools.pairwise(bounds))
 
 
 def _least_worst(places: list[int], before: list[int], graph: ModelGraph, num_stages: int) -> list[int]:

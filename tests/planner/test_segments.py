@@ -1,0 +1,46 @@
+"""Segments: every sample once per epoch, and resuming anywhere gives the same rest of the run."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.planner.segments import EVALUATION, Position, evaluation_segments, num_steps_of, train_segments
+
+COUNTS = st.integers(1, 40)
+
+
+@given(num_samples=COUNTS, minibatch=COUNTS, microbatch=COUNTS, epochs=st.integers(1, 3))
+def test_every_epoch_has_every_position_once(num_samples: int, minibatch: int, microbatch: int, epochs: int) -> None:
+    steps = num_steps_of(epochs, num_samples, minibatch)
+    seen: dict[int, list[int]] = {}
+    expected_microbatch = 0
+    for segment, _ in train_segments(num_samples, minibatch, microbatch, steps):
+        assert segment.first_microbatch == expected_microbatch
+        for local in range(len(segment.microbatch_samples)):
+            step, start, samples = segment.locate(segment.first_microbatch + local)
+            assert step == segment.first_step
+            assert 1 <= samples <= microbatch
+            seen.setdefault(segment.epoch, []).extend(range(start, start + samples))
+        expected_microbatch += len(segment.microbatch_samples)
+    assert seen == {epoch: list(range(num_samples)) for epoch in range(epochs)}
+
+
+@given(num_samples=COUNTS, minibatch=COUNTS, microbatch=COUNTS, steps=st.integers(1, 12), data=st.data())
+def test_resuming_gives_the_rest(
+    num_samples: int, minibatch: int, microbatch: int, steps: int, data: st.DataObject
+) -> None:
+    run = list(train_segments(num_samples, minibatch, microbatch, steps))
+    assert len(run) == steps
+    at = data.draw(st.integers(0, steps - 1))
+    start = run[at - 1][1] if at else Position()
+    assert list(train_segments(num_samples, minibatch, microbatch, steps, start)) == run[at:]
+
+
+@given(num_samples=COUNTS, minibatch=COUNTS, microbatch=COUNTS)
+def test_evaluation_reads_in_order_under_numbers_of_its_own(num_samples: int, minibatch: int, microbatch: int) -> None:
+    segments = list(evaluation_segments(num_samples, minibatch, microbatch))
+    assert [s.offset for s in segments] == list(range(0, num_samples, minibatch))
+    assert sum(s.minibatch_samples for s in segments) == num_samples
+    numbers = [s.first_microbatch + i for s in segments for i in range(len(s.microbatch_samples))]
+    assert numbers == list(range(EVALUATION, EVALUATION + len(numbers)))
