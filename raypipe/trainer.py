@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -136,7 +137,7 @@ class PipelineTrainer:
         Args:
             num_steps, num_epochs: how long; exactly one of them.
             local: run the same plan in threads of this process, without Ray.
-            progress: show a live line on standard error.
+            progress: show the plan's notes and a live line on standard error.
 
         Raises:
             RaypipeError: the root cause of a failure; nothing is left running.
@@ -145,6 +146,9 @@ class PipelineTrainer:
         steps = self._num_steps(job, num_steps, num_epochs)
         spec = self._spec(job, steps)
         line = ProgressLine(steps) if progress else None
+        if progress:
+            for note in job.plan.notes:
+                sys.stderr.write(f"note: {note}\n")
         records: list[StepRecord] = []
 
         def on_record(record: StepRecord) -> None:
