@@ -12,7 +12,6 @@ that forward changes other than buffers, autocast regions inside forward.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +23,10 @@ from torch.utils import _pytree as pytree
 from raypipe.engine.capture.analyse import Analysis, analyse, model_graph
 from raypipe.engine.capture.cut import assign_by_owner, assign_by_position, slice_stages
 from raypipe.engine.capture.sequential import (
-    Child,
     is_plain_sequential,
     sequential_children,
-    sequential_function,
     sequential_graph,
+    sequential_stages,
 )
 from raypipe.engine.capture.trace import trace
 from raypipe.engine.stage import StageFunction, StageProgram
@@ -95,6 +93,8 @@ class Capture:
                 holders.setdefault(name, []).append(index)
         for name in self.parameters:  # never used in training: kept, so that the state is complete
             holders.setdefault(name, [0])
+        read = {name for function in (*trains, *evals) for name in function.buffers}
+        unread = [name for name in self.buffers if name not in read]  # kept too
         trainable = self.trainable
         first_trainable = min((holders[name][0] for name in trainable if name in num_sites), default=None)
         if first_trainable is None:
@@ -107,6 +107,7 @@ class Capture:
         for index, (train, evaluation) in enumerate(zip(trains, evals, strict=True)):
             held = tuple(name for name in self.parameters if index in holders[name])
             last = index == num_stages - 1
+            buffers = dict.fromkeys((*train.buffers, *evaluation.buffers, *(unread if index == 0 else ())))
             programs.append(
                 StageProgram(
                     index=index,
@@ -114,7 +115,7 @@ class Capture:
                     train=train,
                     eval=evaluation,
                     parameters=held,
-                    buffers=tuple(dict.fromkeys((*train.buffers, *evaluation.buffers))),
+                    buffers=tuple(buffers),
                     trainable=trainable & frozenset(held),
                     shared_with={name: tuple(holders[name]) for name in held if len(holders[name]) > 1},
                     num_sites=num_sites,
@@ -168,7 +169,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
 
         def functions(cuts: Sequence[int]) -> tuple[list[StageFunction], list[StageFunction]]:
             train, evaluation = children
-            return _sequential_stages(train, cuts, inputs[0]), _sequential_stages(evaluation, cuts, inputs[0])
+            return sequential_stages(train, cuts, inputs[0]), sequential_stages(evaluation, cuts, inputs[0])
 
     else:
         samples = min((len(t) for t in (*args, *kwargs.values()) if t.dim()), default=1)
@@ -196,14 +197,6 @@ def _refuse_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(f"The module {name!r} has a backward hook, which a stage would not run; remove it.")
-
-
-def _sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:
-    bounds = [0, *cuts, len(children)]
-    return [
-        sequential_function(children[start:stop], column, first=start == 0)
-        for start, stop in itertools.pairwise(bounds)
-    ]
 
 
 def _graph_stages(

@@ -161,6 +161,11 @@ def model_graph(analysis: Analysis, samples: int) -> ModelGraph:
         first = order.get(root, 0)
         forbidden[first] += 1
         forbidden[max(first, order.get(last_use, first))] -= 1
+    for buffer in analysis.changing_buffers:
+        uses = [order[user] for user in buffer.users if user in order]
+        if uses:
+            forbidden[min(uses)] += 1
+            forbidden[max(uses)] -= 1
     seen: set[fx.Node] = set()
     nodes = []
     live_bytes = live_forbidden = live_some = 0

@@ -8,6 +8,7 @@ many random draws each child makes and which children change their input in plac
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,11 @@ from torch import nn
 from torch.func import functional_call
 
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
-from raypipe.engine.stage import Site
+from raypipe.engine.stage import Site, StageFunction
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph, Node
 
-__all__ = ["Child", "SequentialFunction", "is_plain_sequential", "sequential_children"]
+__all__ = ["Child", "is_plain_sequential", "sequential_children", "sequential_graph", "sequential_stages"]
 
 
 def is_plain_sequential(model: nn.Module) -> bool:
@@ -38,6 +39,7 @@ class Child:
         module: skeleton without storage (meta device), in one mode.
         sites: local parameter name -> the use of the canonical parameter.
         buffers: local buffer name -> name in the model.
+        changes: names in the model of the buffers that a forward in training updates.
         first_draw, num_draws: its random draws among those of the whole model.
         changes_input: it works in place on its input.
         output_bytes: of one sample.
@@ -47,6 +49,7 @@ class Child:
     module: nn.Module
     sites: dict[str, Site]
     buffers: dict[str, str]
+    changes: frozenset[str]
     first_draw: int
     num_draws: int
     changes_input: bool
@@ -73,10 +76,11 @@ class SequentialFunction:
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
         (x,) = (*inputs, *columns)
+        arrived = x.untyped_storage().data_ptr()
         leaves, held = iter(parameters), dict(zip(self.buffers, buffers, strict=True))
-        if self.children[0].changes_input:
-            x = x.clone()  # a leaf, and perhaps still being sent on by somebody: not ours to change
         for child in self.children:
+            if child.changes_input and x.untyped_storage().data_ptr() == arrived:
+                x = x.clone()  # what came is a leaf or somebody's data: not ours to change, nor a view of it
             state = {name: next(leaves) for name in child.sites}
             state |= {name: held[full] for name, full in child.buffers.items()}
             if child.num_draws:
@@ -89,7 +93,8 @@ class SequentialFunction:
 
 def _flat_children(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
     found = []
-    for name, child in model.named_children():
+    for name, child in model._modules.items():  # named_children() would leave out a child that comes again
+        assert child is not None
         if is_plain_sequential(child):
             found += _flat_children(child, f"{prefix}{name}.")  # type: ignore[arg-type]
         else:
@@ -107,6 +112,7 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
         CaptureError: a child returns something other than one tensor.
     """
     first = {parameter: name for name, parameter in model.named_parameters()}
+    first_buffer = {buffer: name for name, buffer in model.named_buffers()}
     trial = copy.deepcopy(model).train()
     skeleton = copy.deepcopy(model).to("meta")
     uses: dict[str, int] = {}
@@ -121,8 +127,8 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
             canonical = first[parameter]
             sites[local] = Site(canonical, uses.get(canonical, 0))
             uses[canonical] = uses.get(canonical, 0) + 1
-        buffers = {local: f"{name}.{local}" for local, _ in own.named_buffers(remove_duplicate=False)}
-        version = x._version
+        buffers = {local: first_buffer[held] for local, held in own.named_buffers(remove_duplicate=False)}
+        version, versions = x._version, {local: held._version for local, held in run.named_buffers()}
         with torch.no_grad(), KeyedRandomness(key) as mode:
             y = run(x)
         if not isinstance(y, torch.Tensor):
@@ -133,9 +139,10 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
             )
         size = y.numel() * y.element_size() // max(1, len(y))
         changed = x._version != version
+        changes = frozenset(buffers[local] for local, held in run.named_buffers() if held._version != versions[local])
         for children, training, num_draws in ((trains, True, mode.index), (evals, False, 0)):
             module = copy.deepcopy(bare).train(training)
-            children.append(Child(name, module, sites, buffers, draws, num_draws, changed, size))
+            children.append(Child(name, module, sites, buffers, changes, draws, num_draws, changed, size))
         draws += mode.index
         x = y
     return trains, evals
@@ -143,16 +150,38 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
 
 def sequential_graph(children: Sequence[Child], param_bytes: dict[str, int]) -> ModelGraph:
     """The planner's view: one Node per child; a shared parameter counts where it is used first."""
+    spans = []  # of the children between the first and the last use of a buffer that changes
+    for name in sorted({name for child in children for name in child.changes}):
+        uses = [i for i, child in enumerate(children) if name in child.buffers.values()]
+        spans.append(range(uses[0], uses[-1]))
     nodes = []
-    for child in children:
+    for i, child in enumerate(children):
         own = tuple(dict.fromkeys(site.parameter for site in child.sites.values() if site.index == 0))
         size = sum(param_bytes[name] for name in own)
-        nodes.append(Node(child.name, child.name, own, size, child.output_bytes))
+        cut_bytes = None if any(i in span for span in spans) else child.output_bytes
+        nodes.append(Node(child.name, child.name, own, size, cut_bytes))
     return ModelGraph(tuple(nodes))
 
 
-def sequential_function(children: Sequence[Child], column: str, *, first: bool) -> SequentialFunction:
-    """The stage function of some consecutive children; the first stage reads the data column."""
+def sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:
+    """One function per stage; the first reads the data column.
+
+    Raises:
+        CaptureError: a buffer that changes would be in two stages.
+    """
+    bounds = [0, *cuts, len(children)]
+    parts = [children[start:stop] for start, stop in itertools.pairwise(bounds)]
+    for name in sorted({name for child in children for name in child.changes}):
+        using = [stage for stage, part in enumerate(parts) if any(name in c.buffers.values() for c in part)]
+        if len(using) > 1:
+            raise CaptureError(
+                f"The buffer {name!r} is updated during forward and used in stages {using}; a changing buffer must "
+                "stay within one stage. Move the cut with PipelineConfig(partitioner=[...])."
+            )
+    return [_sequential_function(part, column, first=stage == 0) for stage, part in enumerate(parts)]
+
+
+def _sequential_function(children: Sequence[Child], column: str, *, first: bool) -> SequentialFunction:
     return SequentialFunction(
         children=tuple(children),
         sites=tuple(site for child in children for site in child.sites.values()),

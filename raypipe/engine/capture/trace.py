@@ -149,23 +149,24 @@ def _flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colu
     env: dict[fx.Node, Any] = {}
     traced = Traced(graph, {}, {}, {}, {}, None, 0, program.call_spec.out_spec)  # type: ignore[arg-type]
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    parameters: dict[str, fx.Node] = {}
+    known: dict[str, fx.Node] = {}
     user_inputs = iter(columns)
     for node in program.graph.nodes:
         if node.op != "placeholder":
             continue
         spec = specs[node.name]
         name = canonical.get(spec.target or "", spec.target)
-        if spec.kind is InputKind.PARAMETER and name in parameters:
-            env[node] = parameters[name]  # another name of a shared parameter
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and name in known:
+            env[node] = known[name]  # another name of a shared tensor
             continue
         copy = env[node] = graph.placeholder(node.name)
         copy.meta = dict(node.meta)
         match spec.kind:
             case InputKind.PARAMETER:
-                parameters[name] = copy
+                known[name] = copy
                 traced.parameters[copy] = name
             case InputKind.BUFFER:
+                known[name] = copy
                 traced.buffers[copy] = name
             case InputKind.CONSTANT_TENSOR:
                 traced.constants[copy] = program.constants[spec.target].detach()
@@ -185,9 +186,13 @@ def _flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colu
 
 
 def _canonical_names(model: torch.nn.Module) -> dict[str, str]:
-    """Every name of a parameter -> the first one in named_parameters()."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    return {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    """Every name of a parameter or buffer -> the first one in named_parameters() or named_buffers()."""
+    first = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    all_names = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name: first[tensor] for name, tensor in all_names}
 
 
 def _copy_nodes(
