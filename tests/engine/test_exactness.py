@@ -1,0 +1,191 @@
+"""A pipeline changes no bit: gradients, norms, losses, parameters and buffers are those of eager PyTorch.
+
+Every model of the zoo, 1 to 4 stages, every schedule, sample counts that divide and that do not. The cheap
+models run every combination; the others a set in which every schedule meets every shape somewhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from raypipe.engine.data import open_data
+from raypipe.engine.microbatch import loss_weights
+from tests.exactness import (
+    SCHEDULES,
+    SHAPES,
+    captured,
+    differences,
+    expected,
+    faults,
+    same_bits,
+    train,
+)  # fmt: skip
+from tests.hugging_face import NAMES
+from tests.models import CASES, FAST, TIED
+
+STAGES = (1, 2, 3, 4)
+COVERED = [name for name in CASES if name not in (*FAST, *TIED, "masked")]
+MANNERS = {  # shape -> optimizer and clipping
+    "even": ("adamw", {"max_grad_norm": 0.5}),
+    "ragged-microbatch": ("sgd", {}),
+    "fewer-than-stages": ("adamw", {}),
+    "indivisible-by-k": ("sgd", {"max_grad_norm": 0.1}),
+    "ragged-epoch": ("adamw", {"max_grad_norm": 0.5}),
+}
+COMBINATIONS = [(SCHEDULES[i % 7], list(SHAPES)[i % 5]) for i in range(35)]  # 7 and 5 have no common factor
+
+
+def compare(name: str, cuts: int | tuple[int, ...], schedule: str, shape: str) -> list[str]:
+    optimizer, more = MANNERS[shape]
+    found = faults(
+        name,
+        train(name, cuts, SHAPES[shape], schedule, optimizer, **more),
+        expected(name, SHAPES[shape], optimizer, **more),
+    )
+    return [f"{schedule}, {shape}: {fault}" for fault in found]
+
+
+def some(start: int, count: int) -> list[tuple[str, str]]:
+    return [COMBINATIONS[i % 35] for i in range(start, start + count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("name", FAST)
+def test_every_schedule_and_shape(name: str, stages: int) -> None:
+    for schedule, shape in COMBINATIONS if stages > 1 else COMBINATIONS[::3]:
+        assert compare(name, stages, schedule, shape) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("name", COVERED)
+def test_every_model(name: str, stages: int) -> None:
+    for schedule, shape in some(12 * COVERED.index(name) + 3 * stages, 3):
+        assert compare(name, stages, schedule, shape) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2-untied", "llama"])
+def test_hugging_face(name: str) -> None:
+    for stages in STAGES:
+        for schedule, shape in some(9 * NAMES.index(name) + 2 * stages, 2):
+            assert compare(name, stages, schedule, shape) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TIED, "gpt2"])
+def test_tied_parameters_do_not_depend_on_the_partition(name: str) -> None:
+    """And stay within rounding of plain PyTorch, which adds up in another order."""
+    shape = SHAPES["ragged-epoch"]
+    one = train(name, 1, shape, "1f1b", "sgd", max_grad_norm=0.5)
+    for stages in STAGES[1:]:
+        for schedule in SCHEDULES if name in TIED else SCHEDULES[stages::3]:
+            assert differences(train(name, stages, shape, schedule, "sgd", max_grad_norm=0.5), one) == []
+    plain = expected(name, shape, "sgd", max_grad_norm=0.5)
+    initial = dict(captured(name)[0].named_parameters())
+    for parameter, trained in plain.parameters.items():
+        movement = (trained - initial[parameter]).abs().max()
+        assert movement > 0
+        assert (one.parameters[parameter] - trained).abs().max() <= 1e-5 * movement
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["unet", "cnn", "gpt2-untied", "noisy"])
+def test_any_cut(name: str, seed: int) -> None:
+    """Wherever the graph says that it can be cut."""
+    drawn = random.Random(seed)
+    positions = captured(name)[1].graph.cut_positions()
+    for stages in (2, 4):
+        cuts = tuple(sorted(drawn.sample(positions, stages - 1)))
+        schedule, shape = drawn.choice(COMBINATIONS)
+        assert compare(name, cuts, schedule, shape) == []
+
+
+@pytest.mark.slow
+def test_any_cut_of_a_tied_model() -> None:
+    drawn = random.Random(5)
+    one = train("gpt2", 1, SHAPES["even"], "1f1b", "adamw")
+    for stages in (2, 3, 4):
+        cuts = tuple(sorted(drawn.sample(captured("gpt2")[1].graph.cut_positions(), stages - 1)))
+        assert differences(train("gpt2", cuts, SHAPES["even"], "slack", "adamw"), one) == []
+
+
+def count_valid(target: torch.Tensor) -> float:
+    return float((target != -100).sum())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [("mlp", "sum"), ("masked", "valid_tokens"), ("masked", count_valid), ("buffers", "mean")],
+)
+def test_loss_reductions(name: str, reduction: object) -> None:
+    shape = SHAPES["indivisible-by-k"]
+    reference = expected(name, shape, "sgd", loss_reduction=reduction)
+    for stages in STAGES:
+        run = train(name, stages, shape, "slack", "sgd", loss_reduction=reduction)
+        assert faults(name, run, reference) == []
+
+
+def test_a_microbatch_without_a_valid_target_is_among_them() -> None:
+    shape = SHAPES["indivisible-by-k"]
+    (targets,) = open_data(CASES["masked"].data(shape.samples), seed=0).read(0, 0, shape.minibatch, (1,))
+    weights = loss_weights("valid_tokens", (2,) * 5, targets)
+    assert 0.0 in weights
+    assert sum(weights) == pytest.approx(1.0)
+
+
+@pytest.mark.slow
+def test_clipping_is_active_in_some_steps_only() -> None:
+    limited = {
+        norm > more["max_grad_norm"]
+        for shape, (optimizer, more) in MANNERS.items()
+        if more
+        for norm in expected("sequential", SHAPES[shape], optimizer, **more).grad_norms
+    }
+    assert limited == {True, False}
+
+
+@pytest.mark.slow
+def test_one_flipped_bit_is_seen() -> None:
+    shape = SHAPES["even"]
+    run, reference = train("mlp", 2, shape, "1f1b", "sgd"), expected("mlp", shape, "sgd")
+    assert differences(run, reference) == []
+    for step, name in itertools.product((0, 4), ("layers.0.weight", "layers.3.bias")):
+        gradient = run.gradients[step][name]
+        assert gradient is not None
+        gradient.view(torch.int32).flatten()[-1] ^= 1
+        assert differences(run, reference) == [f"gradients[{step}][{name}]"]
+        gradient.view(torch.int32).flatten()[-1] ^= 1
+    assert differences(run, reference) == []
+    wrong_loss = replace(run, losses=[*run.losses[:-1], run.losses[-1] * (1 + 2**-23)])
+    assert [d.split(":")[0] for d in differences(wrong_loss, reference)] == ["losses[4]"]
+    lacking = replace(run, gradients=[{**step, "layers.0.bias": None} for step in run.gradients])
+    assert differences(lacking, reference) == [f"gradients[{step}][layers.0.bias]" for step in range(5)]
+
+
+def test_a_shared_storage_is_seen() -> None:
+    shape = SHAPES["even"]
+    reference = expected("mlp", shape, "sgd")
+    run = train("mlp", 1, shape, "1f1b", "sgd")
+    assert faults("mlp", run, reference) == []
+    borrowed = replace(run, parameters=dict(reference.parameters))
+    assert faults("mlp", borrowed, reference) == ["the reference and the pipeline share memory"]
+    unmoved = replace(run, parameters={n: p.detach() for n, p in captured("mlp")[0].named_parameters()})
+    assert "layers.0.weight did not move" in faults("mlp", unmoved, reference)
+
+
+def test_bits_are_stricter_than_equality() -> None:
+    zero, minus = torch.zeros(2), torch.full((2,), -0.0)
+    assert torch.equal(zero, minus)
+    assert not same_bits(zero, minus)
+    assert not same_bits(zero, None)
+    assert not same_bits(zero, zero.double())
+    assert same_bits(torch.full((2,), float("nan")), torch.full((2,), float("nan")))

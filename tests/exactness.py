@@ -1,0 +1,260 @@
+"""Train a cut model in threads, keep everything the optimizer saw, and compare it with the reference bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from raypipe import PipelineConfig
+from raypipe.engine.capture import Capture, capture
+from raypipe.engine.data import open_data
+from raypipe.engine.local import LocalFleet
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import Settings
+from raypipe.ir.report import StepReport
+from raypipe.planner.partition.chain import equal_parameters
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.validate import validate
+from raypipe.planner.segments import train_segments
+from raypipe.planner.tune import Request, build_schedule, microbatches
+from raypipe.testing import Reference, reference
+from tests.models import Case, case
+
+__all__ = [
+    "SCHEDULES", "SHAPES", "STEPS", "Recorder", "Run", "Shape", "captured", "config_of", "differences",
+    "expected", "faults", "optimizer_of", "programs", "same_bits", "storages", "train",
+]  # fmt: skip
+
+STEPS = 5
+SCHEDULES = ("gpipe", "1f1b", "kfkb1", "kfkb2", "kfkb3", "kfkb4", "slack")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Samples of an epoch and of a mini-batch, and into how many micro-batches that is cut."""
+
+    samples: int
+    minibatch: int
+    microbatches: int
+
+
+SHAPES = {
+    "even": Shape(40, 8, 4),
+    "ragged-microbatch": Shape(35, 7, 4),  # 2 2 2 1
+    "fewer-than-stages": Shape(30, 6, 3),
+    "indivisible-by-k": Shape(20, 10, 5),
+    "ragged-epoch": Shape(19, 8, 4),  # 2 2 2 2, 2 2 2 2, 2 1
+}
+
+
+class Recorder:
+    """Makes optimizers that keep a copy of every gradient by step and name, as the optimizer saw it."""
+
+    def __init__(self, base: type[torch.optim.Optimizer], **options: Any) -> None:
+        self.base, self.options = base, options
+        self.steps: list[dict[str, torch.Tensor | None]] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        recorder = self
+
+        class Recording(self.base):  # type: ignore[name-defined, misc]
+            done = 0
+
+            def step(self, closure: Any = None) -> Any:
+                for group in self.param_groups:
+                    recorder._keep(self.done, dict(zip(group["param_names"], group["params"], strict=True)))
+                self.done += 1
+                return super().step(closure)
+
+        return Recording(named, **self.options)
+
+    def _keep(self, step: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        with self._lock:
+            while len(self.steps) <= step:
+                self.steps.append({})
+            for name, parameter in parameters.items():
+                seen = None if parameter.grad is None else parameter.grad.clone()
+                if name in self.steps[step]:  # shared: every holder must see the same
+                    assert same_bits(self.steps[step][name], seen), f"holders of {name} differ in step {step}"
+                self.steps[step][name] = seen
+
+
+def optimizer_of(name: str) -> Recorder:
+    """Big enough steps that a wrong gradient shows in the parameters."""
+    if name == "adamw":
+        return Recorder(torch.optim.AdamW, lr=1e-2)
+    return Recorder(torch.optim.SGD, lr=5e-2, momentum=0.9)
+
+
+@dataclass
+class Run:
+    """What a cut model did; the same fields as raypipe.testing.Reference."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: list[dict[str, torch.Tensor | None]]
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    reports: list[list[StepReport]] = field(default_factory=list, repr=False)
+
+
+@cache
+def captured(name: str) -> tuple[torch.nn.Module, Capture]:
+    """The user's model and its graph, made once; nobody changes either."""
+    found = case(name)
+    model = found.model()
+    source = open_data(found.data(4), seed=0)
+    columns = source.columns if found.loss_fn is None else tuple(range(len(source.columns)))
+    return model, capture(model, source.read(0, 0, 2, columns), columns, found.loss_fn)
+
+
+@cache
+def programs(name: str, cuts: int | tuple[int, ...]) -> tuple[StageProgram, ...]:
+    """The stages for so many of equal size, or for these cut positions."""
+    graph = captured(name)[1].graph
+    return captured(name)[1].programs(equal_parameters(graph, cuts).cuts if isinstance(cuts, int) else cuts)
+
+
+def config_of(shape: Shape, num_stages: int = 1, schedule: str = "auto", **more: Any) -> PipelineConfig:
+    """kfkb3 is kFkB with k = 3, or what is left of it where a mini-batch has fewer micro-batches."""
+    kind, k = (schedule[:4], int(schedule[4:])) if schedule.startswith("kfkb") else (schedule, None)
+    group = {} if k is None else {"group_size": min(k, shape.microbatches)}
+    sizes = {"minibatch_size": shape.minibatch, "num_microbatches": shape.microbatches}
+    return PipelineConfig(num_stages=num_stages, schedule=kind, **group, **sizes, **more)
+
+
+@cache
+def expected(name: str, shape: Shape, optimizer: str, **more: Any) -> Reference:
+    """The reference, made once for all partitions and schedules."""
+    found = case(name)
+    return reference(
+        captured(name)[0],
+        optimizer=optimizer_of(optimizer),
+        train_data=found.data(shape.samples),
+        num_steps=STEPS,
+        loss_fn=found.loss_fn,
+        pipeline=config_of(shape, **more),
+    )
+
+
+def request_of(config: PipelineConfig, num_samples: int) -> Request:
+    """What the trainer would ask of the planner."""
+    group = None if config.group_size == "auto" else config.group_size
+    sizes = (config.minibatch_size, config.num_microbatches)
+    return Request(config.num_stages, None, (), *sizes, num_samples, config.schedule, group)  # type: ignore[arg-type]
+
+
+def train(
+    name: str, cuts: int | tuple[int, ...], shape: Shape, schedule: str, optimizer: str, steps: int = STEPS, **more: Any
+) -> Run:
+    """The same training in stages, in threads of this process.
+
+    Args:
+        cuts: number of stages, or positions.
+        more: further fields of PipelineConfig.
+    """
+    found, (_, made) = case(name), captured(name)
+    stages = programs(name, cuts)
+    config = config_of(shape, len(stages), schedule, **more)
+    return train_stages(
+        found, stages, {**made.parameters, **made.buffers}, config, shape, optimizer_of(optimizer), steps
+    )
+
+
+def train_stages(
+    found: Case,
+    stages: Sequence[StageProgram],
+    tensors: Mapping[str, torch.Tensor],
+    config: PipelineConfig,
+    shape: Shape,
+    recorder: Recorder,
+    steps: int,
+) -> Run:
+    """LocalFleet, fed as the trainer feeds it."""
+    source = open_data(found.data(shape.samples), seed=config.seed)
+    request = request_of(config, shape.samples)
+    settings = Settings(config.seed, config.loss_reduction, config.max_grad_norm, 30.0)
+    minibatch, size, _ = microbatches(request, len(stages))
+
+    @cache
+    def rows(count: int) -> Any:
+        lowered = lower(build_schedule(request, len(stages), count, stages[0].first_trainable))
+        validate(lowered)
+        return lowered
+
+    fleet = LocalFleet(stages, tensors, recorder, None, {"train": source}, settings)
+    try:
+        segments = ((segment, False) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
+        reports = [[r[0] for r in of_stages] for of_stages in fleet.run(segments, rows, training=True)]
+        states = [executor.state for executor in fleet.executors]
+        parameters = {name: p.detach() for state in states for name, p in state.parameters.items()}
+        for state in states:
+            for name, held in state.parameters.items():
+                assert same_bits(held.detach(), parameters[name]), f"holders of {name} differ"
+        buffers = {name: buffer for state in reversed(states) for name, buffer in state.buffers.items()}
+    finally:
+        fleet.stop()
+    losses, norms = [r[-1].loss for r in reports], [r[0].grad_norm for r in reports]
+    return Run(losses, norms, recorder.steps, parameters, buffers, reports)  # type: ignore[arg-type]
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Stricter than torch.equal: -0.0 is not 0.0, and a NaN equals the same NaN."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    one, other = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(one, other)
+
+
+def differences(ours: Run, theirs: Reference | Run, *, buffers: bool = True) -> list[str]:
+    """Everything in which two runs differ by a bit or more; empty if they are equal."""
+    found = []
+    for what in ("losses", "grad_norms"):
+        pairs = zip(getattr(ours, what), getattr(theirs, what), strict=True)
+        found += [f"{what}[{i}]: {a!r} is not {b!r}" for i, (a, b) in enumerate(pairs) if a != b]
+    steps = [(f"gradients[{i}]", a, b) for i, (a, b) in enumerate(zip(ours.gradients, theirs.gradients, strict=True))]
+    ends = [("parameters", ours.parameters, theirs.parameters)]
+    if buffers:
+        ends.append(("buffers", ours.buffers, theirs.buffers))
+    for what, mine, yours in (*steps, *ends):
+        if mine.keys() != yours.keys():
+            found.append(f"{what}: names differ: {sorted(mine.keys() ^ yours.keys())}")
+        found += [f"{what}[{n}]" for n in mine.keys() & yours.keys() if not same_bits(mine[n], yours[n])]
+    return found
+
+
+def faults(name: str, ours: Run, theirs: Reference) -> list[str]:
+    """Differences, and everything that could make equality worthless."""
+    found = differences(ours, theirs)
+    user, fresh = captured(name)[0], case(name).model()
+    if not all(map(same_bits, user.state_dict().values(), fresh.state_dict().values())):
+        found.append("the user's model changed")
+    if any(p.grad is not None for p in user.parameters()):
+        found.append("the user's model got a gradient")
+    homes = {
+        "the user's model": storages(dict(user.named_parameters()) | dict(user.named_buffers())),
+        "the reference": storages(theirs.parameters | theirs.buffers).union(*map(storages, theirs.gradients)),
+        "the pipeline": storages(ours.parameters | ours.buffers).union(*map(storages, ours.gradients)),
+    }
+    for one, other in itertools.combinations(homes, 2):
+        if homes[one] & homes[other]:
+            found.append(f"{one} and {other} share memory")
+    for parameter, initial in user.named_parameters():
+        moved = not same_bits(ours.parameters[parameter], initial)
+        if moved != initial.requires_grad:
+            found.append(f"{parameter} {'moved' if moved else 'did not move'}")
+    return found
+
+
+def storages(tensors: Mapping[str, torch.Tensor | None]) -> set[int]:
+    """Addresses of the memory behind tensors."""
+    return {t.untyped_storage().data_ptr() for t in tensors.values() if t is not None and t.numel()}

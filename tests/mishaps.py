@@ -1,0 +1,67 @@
+"""Blocks that go wrong at a chosen micro-batch, as a user's own code would; they pass their input on otherwise."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Fuse", "Nap", "chain"]
+
+
+class _Trip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fuse: Fuse) -> torch.Tensor:
+        ctx.fuse = fuse
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.fuse.burn("B")
+        return gradient, None
+
+
+class Fuse(nn.Module):
+    """Raises in the forward ("F") or backward ("B") number ``at`` of the training, counted from 0."""
+
+    def __init__(self, phase: str, at: int) -> None:
+        super().__init__()
+        self.phase, self.at, self.done = phase, at, 0
+
+    def burn(self, phase: str) -> None:
+        if phase == self.phase:
+            self.done += 1
+            if self.done > self.at:
+                raise ValueError("the user's own mistake")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not x.is_inference() and torch.is_grad_enabled():
+            self.burn("F")
+            return _Trip.apply(x, self)
+        return x
+
+
+class Nap(nn.Module):
+    """Sleeps in the forward number ``at`` of the training."""
+
+    def __init__(self, at: int, seconds: float) -> None:
+        super().__init__()
+        self.at, self.seconds, self.done = at, seconds, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.done += 1
+            if self.done == self.at + 1:
+                time.sleep(self.seconds)
+        return x
+
+
+def chain(num_stages: int, stage: int, block: nn.Module) -> nn.Sequential:
+    """Two children per stage, a Linear first; the second of ``stage`` is the block, of the others a Tanh."""
+    children: list[nn.Module] = []
+    for index in range(num_stages):
+        children.append(nn.Linear(6, 6 if index + 1 < num_stages else 3))
+        children.append(block if index == stage else nn.Tanh())
+    return nn.Sequential(*children)

@@ -1,0 +1,289 @@
+"""Stage actors: the same bits as eager PyTorch, and quick, telling ends when something goes wrong.
+
+One fleet of four processes becomes one pipeline after another; only what must die has a fleet of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file, save_file
+
+from raypipe.engine.capture import capture
+from raypipe.engine.checkpoint import load_state_dict, write_manifest
+from raypipe.engine.data import open_data
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import Settings
+from raypipe.errors import LinkError, StageError
+from raypipe.ir.report import StepReport
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.segments import train_segments
+from raypipe.planner.tune import build_schedule, microbatches
+from raypipe.runtime.fleet import Fleet
+from raypipe.runtime.packing import pack
+from raypipe.runtime.worker import StageSetup
+from tests.exactness import (
+    SCHEDULES,
+    SHAPES,
+    STEPS,
+    Run,
+    Shape,
+    captured,
+    config_of,
+    differences,
+    expected,
+    programs,
+    request_of,
+    same_bits,
+    train,
+)
+from tests.mishaps import Fuse, Nap, chain
+from tests.models import CASES, case
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
+
+SOON_S = 5.0
+MODELS = ("unet", "tied-lm", "frozen-below", "gpt2-untied")
+ORDERS = ("gpipe", "1f1b", "kfkb2", "kfkb3", "kfkb4", "slack")
+SIZES = ("even", "ragged-epoch")
+MANNER: dict[str, Any] = {"max_grad_norm": 0.5}
+PAIRWISE = [
+    (model, 1 + (m + o) % 4, order, SIZES[(m // 2 + o // 2 + o // 4) % 2])
+    for (m, model), (o, order) in itertools.product(enumerate(MODELS), enumerate(ORDERS))
+]
+
+
+@dataclass(frozen=True)
+class FileRecorder:
+    """Makes optimizers that write every gradient, as the optimizer saw it, into a folder that all processes see."""
+
+    folder: str
+
+    def __call__(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        folder = Path(self.folder)
+
+        class Recording(torch.optim.AdamW):
+            done = 0
+
+            def step(self, closure: Any = None) -> Any:
+                seen = {name: p.grad.contiguous() for name, p in named if p.grad is not None}
+                save_file(seen, folder / f"{self.done}.{os.getpid()}.safetensors")
+                self.done += 1
+                return super().step(closure)
+
+        return Recording(named, lr=1e-2)
+
+    def steps(self) -> list[dict[str, torch.Tensor | None]]:
+        found: list[dict[str, torch.Tensor | None]] = [{} for _ in range(STEPS)]
+        for path in sorted(Path(self.folder).glob("*.safetensors")):
+            step = found[int(path.name.split(".")[0])]
+            for name, gradient in load_file(path).items():
+                assert name not in step or same_bits(step[name], gradient), f"holders of {name} differ"
+                step[name] = gradient
+        return found
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def fleet(local_ray: None) -> Iterator[Fleet]:
+    made = Fleet(4, {"CPU": 1})
+    yield made
+    made.stop()
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def configure(
+    fleet: Fleet, stages: Sequence[StageProgram], tensors: dict[str, torch.Tensor], optimizer: Any, data: Any,
+    settings: Settings,
+) -> None:  # fmt: skip
+    run_id, sources = uuid.uuid4().hex, {"train": open_data(data, seed=settings.seed)}
+    names = frozenset(tensors)
+    setups = [
+        StageSetup(stages, stage, optimizer, None, sources, settings, names, run_id, 30.0)
+        for stage in range(len(stages))
+    ]
+    fleet.configure(setups, [ray.put(pack(tensors, (*s.parameters, *s.buffers))) for s in stages])
+
+
+def steps(
+    fleet: Fleet, stages: Sequence[StageProgram], shape: Shape, schedule: str, count: int = STEPS
+) -> Iterator[list[StepReport]]:
+    """Train; yields the reports of all stages on each step."""
+    request = request_of(config_of(shape, len(stages), schedule), shape.samples)
+    minibatch, size, _ = microbatches(request, len(stages))
+
+    @cache
+    def rows(number: int) -> Any:
+        return lower(build_schedule(request, len(stages), number, stages[0].first_trainable))
+
+    segments = ((segment, False) for segment, _ in train_segments(shape.samples, minibatch, size, count))
+    for reports in fleet.run(segments, rows, training=True):
+        yield [of_stage[0] for of_stage in reports]
+
+
+@pytest.mark.parametrize(("name", "stages", "schedule", "shape"), PAIRWISE)
+def test_the_same_bits(fleet: Fleet, tmp_path: Path, name: str, stages: int, schedule: str, shape: str) -> None:
+    found, made, cut = case(name), captured(name)[1], programs(name, stages)
+    recorder = FileRecorder(str(tmp_path))
+    settings = Settings(0, "mean", MANNER["max_grad_norm"], 20.0)
+    tensors = {**made.parameters, **made.buffers}
+    configure(fleet, cut, tensors, recorder, found.data(SHAPES[shape].samples), settings)
+    reports = list(steps(fleet, cut, SHAPES[shape], schedule))
+    write_manifest(tmp_path / "end", STEPS, fleet.save(str(tmp_path / "end")))
+    state = load_state_dict(tmp_path / "end")
+    run = Run(
+        [of_stages[-1].loss for of_stages in reports],  # type: ignore[misc]
+        [of_stages[0].grad_norm for of_stages in reports],  # type: ignore[misc]
+        recorder.steps(),
+        {n: state[n] for n in made.parameters},
+        {n: state[n] for n in made.buffers},
+    )
+    if found.tied:
+        assert differences(run, train(name, 1, SHAPES[shape], "1f1b", "adamw", **MANNER)) == []
+    else:
+        assert differences(run, expected(name, SHAPES[shape], "adamw", **MANNER)) == []
+
+
+def test_the_cases_above_cover_every_pair() -> None:
+    values = (MODELS, (1, 2, 3, 4), ORDERS, SIZES)
+    assert set(ORDERS) < set(SCHEDULES)
+    for i, j in itertools.combinations(range(4), 2):
+        assert {(c[i], c[j]) for c in PAIRWISE} == set(itertools.product(values[i], values[j]))
+
+
+def faulty(num_stages: int, stage: int, block: torch.nn.Module) -> tuple[tuple[StageProgram, ...], dict[str, Any]]:
+    torch.manual_seed(0)
+    data = CASES["mlp"].data(4)
+    made = capture(chain(num_stages, stage, block), data[:2], (0, 1), torch.nn.functional.cross_entropy)
+    return made.programs(range(2, 2 * num_stages, 2)), {**made.parameters, **made.buffers}
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.01)
+
+
+def pids(fleet: Fleet) -> list[int]:
+    return [member["process"] for member in fleet.members]
+
+
+@pytest.mark.parametrize("phase", ["F", "B"])
+@pytest.mark.parametrize(("num_stages", "stage"), [(1, 0), (3, 0), (3, 1), (3, 2)])
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_stage_that_raises(fleet: Fleet, phase: str, num_stages: int, stage: int, step: int) -> None:
+    shape = SHAPES["even"]
+    microbatch = 4 * step + 1
+    stages, tensors = faulty(num_stages, stage, Fuse(phase, microbatch))
+    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(shape.samples), Settings(0, "mean", None, 20.0))
+    finished: list[Any] = []
+    begin_s = time.monotonic()
+    with pytest.raises(StageError) as caught:
+        finished.extend(steps(fleet, stages, shape, "1f1b"))
+    assert time.monotonic() - begin_s < SOON_S
+    assert len(finished) == step
+    message = str(caught.value)
+    assert message.startswith(f"Stage {stage} failed in {stage}{phase}{microbatch}: ValueError: the user's own mistake")
+    assert 'raise ValueError("the user\'s own mistake")' in message
+    assert "mishaps.py" in message
+    assert all(map(alive, pids(fleet)))
+
+
+def test_the_fleet_goes_on_after_a_failure(fleet: Fleet) -> None:
+    stages, tensors = faulty(3, 1, Fuse("F", 2))
+    data, settings = CASES["mlp"].data(SHAPES["even"].samples), Settings(0, "mean", None, 20.0)
+    configure(fleet, stages, tensors, sgd, data, settings)
+    with pytest.raises(StageError):
+        list(steps(fleet, stages, SHAPES["even"], "slack"))
+    before = pids(fleet)
+    stages, tensors = faulty(3, 1, Fuse("F", 10**6))
+    configure(fleet, stages, tensors, sgd, data, settings)
+    assert len(list(steps(fleet, stages, SHAPES["even"], "slack"))) == STEPS
+    assert pids(fleet) == before
+
+
+def test_a_missed_deadline_names_the_edge(fleet: Fleet) -> None:
+    """Stage 1 sleeps in micro-batch 5, the second of step 1; whoever waits for it says for what."""
+    stages, tensors = faulty(2, 1, Nap(5, 2.0))
+    settings = replace(Settings(0, "mean", None, 20.0), timeout_s=0.4)
+    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), settings)
+    begin_s = time.monotonic()
+    with pytest.raises(LinkError) as caught:
+        list(steps(fleet, stages, SHAPES["even"], "1f1b"))
+    assert time.monotonic() - begin_s < SOON_S
+    message = str(caught.value)
+    assert message.startswith("Stage 0 in 0RECV_B5: ")
+    assert "stage 0 <-> stage 1: 1SEND_B5 (micro-batch 5) did not come within 0.4 s" in message
+    assert all(map(alive, pids(fleet)))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_stage_is_named(local_ray: None, victim: int) -> None:
+    own = Fleet(3, {"CPU": 0})
+    try:
+        stages, tensors = faulty(3, 1, Nap(9, 1.0))
+        configure(own, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
+        running = steps(own, stages, SHAPES["even"], "1f1b", count=100_000)
+        next(running)
+        killed_s: list[float] = []
+
+        def kill() -> None:
+            killed_s.append(time.monotonic())
+            os.kill(pids(own)[victim], signal.SIGKILL)
+
+        threading.Timer(0.3, kill).start()
+        with pytest.raises(StageError, match=rf"^Stage {victim} died during step \d+"):
+            list(running)
+        assert time.monotonic() - killed_s[0] < SOON_S
+        assert [alive(pid) for pid in pids(own)] == [stage != victim for stage in range(3)]
+    finally:
+        own.stop()
+    assert all(gone_within(pid, SOON_S) for pid in pids(own))
+
+
+def test_the_driver_says_and_hears_little(fleet: Fleet) -> None:
+    """Orders and reports of one step on 4 stages with 16 micro-batches, as Ray serializes them."""
+    shape = Shape(64, 32, 16)
+    stages, tensors = faulty(4, 1, Fuse("F", 10**6))
+    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(64), Settings(0, "mean", None, 20.0))
+    reports = list(steps(fleet, stages, shape, "slack", count=3))[-1]
+    assert len(reports) == 4
+    (segment,) = [s for s, _ in train_segments(64, 32, 2, 1)]
+    assert len(segment.microbatch_samples) == 16
+    orders = len(stages) * len(ray.cloudpickle.dumps((segment, True, False)))
+    answers = sum(len(ray.cloudpickle.dumps([report])) for report in reports)
+    assert orders + answers < 10_000
