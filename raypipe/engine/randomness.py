@@ -127,7 +127,9 @@ class KeyedRandomness(TorchDispatchMode):
             return _WITHOUT_GENERATOR[func](args, kwargs, generator)
         if any(argument.name == "generator" for argument in func._schema.arguments):
             return func(*args, **{**kwargs, "generator": generator})
-        overload = getattr(func.overloadpacket, "generator", None)
+        # rand.default has the twin rand.generator, randint.low has randint.low_generator.
+        twin = "generator" if func._overloadname == "default" else f"{func._overloadname}_generator"
+        overload = getattr(func.overloadpacket, twin, None)
         if overload is None:
             raise CaptureError(
                 f"The random operation {func} takes no generator, so raypipe cannot make its draws the same in every "
