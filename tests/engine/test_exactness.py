@@ -7,26 +7,35 @@ models run every combination; the others a set in which every schedule meets eve
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.data import open_data
+from raypipe.engine.local import one_thread
 from raypipe.engine.microbatch import loss_weights
+from raypipe.testing import reference
 from tests.exactness import (
     SCHEDULES,
     SHAPES,
     captured,
+    config_of,
     differences,
     expected,
     faults,
+    optimizer_of,
     same_bits,
     train,
 )  # fmt: skip
 from tests.hugging_face import NAMES
-from tests.models import CASES, FAST, TIED
+from tests.models import CASES, FAST, TIED, Case, case
 
 STAGES = (1, 2, 3, 4)
 COVERED = [name for name in CASES if name not in (*FAST, *TIED, "masked")]
@@ -140,6 +149,50 @@ def test_a_microbatch_without_a_valid_target_is_among_them() -> None:
     weights = loss_weights("valid_tokens", (2,) * 5, targets)
     assert 0.0 in weights
     assert sum(weights) == pytest.approx(1.0)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
+
+
+def eager_evaluation(found: Case, model: torch.nn.Module, data: Any, config: PipelineConfig) -> float:
+    """Mean over the samples, mini-batch by mini-batch, with one key per micro-batch as in training."""
+    assert found.loss_fn is not None
+    inputs, targets = data.tensors
+    total = 0.0
+    with torch.no_grad(), one_thread():
+        for x, y in zip(inputs.split(config.minibatch_size), targets.split(config.minibatch_size), strict=True):
+            loss = torch.zeros(())
+            size = math.ceil(config.minibatch_size / config.num_microbatches)
+            for a, b in zip(x.split(size), y.split(size), strict=True):
+                loss = loss + found.loss_fn(model(a), b) * (len(a) / len(x))
+            total += float(loss) * len(x)
+    return total / len(inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cnn", "noisy", "dropout-sequential"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_trainer_itself(tmp_path: Path, name: str, stages: int) -> None:
+    """With a schedule of learning rates, an evaluation, a ragged epoch, and the checkpoint as the witness."""
+    found, shape = case(name), SHAPES["ragged-epoch"]
+    config, evaluated = config_of(shape, stages, max_grad_norm=0.5), found.data(13)
+    make = optimizer_of("adamw")
+    trainer = PipelineTrainer(
+        found.model(), loss_fn=found.loss_fn, optimizer=make, lr_scheduler=decay, train_data=found.data(shape.samples),
+        eval_data=evaluated, pipeline=config, run_config=SimpleNamespace(name="run", storage_path=str(tmp_path)),
+    )  # fmt: skip
+    result = trainer.fit(num_epochs=2, local=True, progress=False)
+    plain = reference(
+        found.model(), loss_fn=found.loss_fn, optimizer=optimizer_of("adamw"), lr_scheduler=decay,
+        train_data=found.data(shape.samples), pipeline=config, num_steps=6,
+    )  # fmt: skip
+    assert [record.loss for record in result.records] == list(plain.losses)
+    assert [record.grad_norm for record in result.records] == list(plain.grad_norms)
+    state, wanted = load_state_dict(str(tmp_path / "run")), plain.model.state_dict()
+    assert state.keys() == wanted.keys()
+    assert [n for n in wanted if not same_bits(state[n], wanted[n])] == []
+    assert result.metrics["eval_loss"] == eager_evaluation(found, plain.model.eval(), evaluated, config)
 
 
 @pytest.mark.slow
