@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture.analyse import Analysis, analyse, model_graph
-from raypipe.engine.capture.cut import assign_by_owner, assign_by_position, slice_stages
+from raypipe.engine.capture.cut import assign_by_anchors, assign_by_owner, assign_by_position, slice_stages
 from raypipe.engine.capture.sequential import (
     is_plain_sequential,
     sequential_children,
@@ -211,7 +211,11 @@ def _graph_stages(
             if used in names:
                 holders.setdefault(names[used], set()).add(stage)
     held = {name: tuple(sorted(found)) for name, found in holders.items()}
+    cut_bytes = [node.cut_bytes for node in model_graph(evaluation, 1).nodes]
+    places = assign_by_anchors(evaluation, held, cut_bytes, num_stages)
+    if places is None:
+        places = assign_by_owner(evaluation, held)
     return (
         list(slice_stages(train, stages, num_stages, f"{title} train")),
-        list(slice_stages(evaluation, assign_by_owner(evaluation, held), num_stages, f"{title} eval")),
+        list(slice_stages(evaluation, places, num_stages, f"{title} eval")),
     )

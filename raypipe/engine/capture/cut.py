@@ -19,7 +19,7 @@ from raypipe.engine.capture.analyse import SYM_SIZE, Analysis, column_with, dim_
 from raypipe.engine.stage import GraphFunction, Site
 from raypipe.errors import CaptureError
 
-__all__ = ["assign_by_owner", "assign_by_position", "slice_stages"]
+__all__ = ["assign_by_anchors", "assign_by_owner", "assign_by_position", "slice_stages"]
 
 
 def assign_by_position(analysis: Analysis, cuts: Sequence[int]) -> dict[fx.Node, int]:
@@ -31,6 +31,39 @@ def assign_by_position(analysis: Analysis, cuts: Sequence[int]) -> dict[fx.Node,
             stage += 1
         stages[node] = stage
     return stages
+
+
+def assign_by_anchors(
+    analysis: Analysis, holders: dict[str, tuple[int, ...]], cut_bytes: Sequence[int | None], num_stages: int
+) -> dict[fx.Node, int] | None:
+    """Stage of every operation of the *other* mode, cut where least crosses between what each stage holds.
+
+    The operations that read something held say in which stage they are; between two of different stages any
+    position would do. None where this does not work out, because the mode runs its parts in another order.
+
+    Args:
+        holders: stages that hold each parameter or changing buffer, by name.
+        cut_bytes: that cross a cut after each operation, None where there can be none.
+    """
+    names = {**analysis.traced.parameters, **analysis.traced.buffers}
+    cuts: list[int] = []
+    begin = 1  # first position at which the next cut may be
+
+    def cut(stage: int, stop: int) -> bool:
+        places = [(size, p) for p in range(begin, stop) if (size := cut_bytes[p - 1]) is not None]
+        missing = stage - len(cuts)
+        cuts.extend([min(places)[1]] * missing if places else [])
+        return len(cuts) == stage
+
+    for position, node in enumerate(analysis.nodes):
+        held = [set(holders[names[n]]) for n in node.all_input_nodes if names.get(n, "") in holders]
+        if not held:
+            continue
+        possible = [stage for stage in set.intersection(*held) if stage >= len(cuts)]
+        if not possible or not cut(min(possible), position + 1):
+            return None
+        begin = position + 1
+    return assign_by_position(analysis, cuts) if cut(num_stages - 1, len(analysis.nodes)) else None
 
 
 def assign_by_owner(analysis: Analysis, holders: dict[str, tuple[int, ...]]) -> dict[fx.Node, int]:

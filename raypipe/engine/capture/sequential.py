@@ -106,19 +106,21 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
     """The children in training and in evaluation mode.
 
     Args:
-        example: one micro-batch; the model's own parameters and buffers are not changed.
+        example: one micro-batch; neither it nor the model is changed.
 
     Raises:
         CaptureError: a child returns something other than one tensor.
     """
+    return _children(model, example.clone(), training=True), _children(model, example.clone(), training=False)
+
+
+def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) -> list[Child]:
     first = {parameter: name for name, parameter in model.named_parameters()}
     first_buffer = {buffer: name for name, buffer in model.named_buffers()}
-    trial = copy.deepcopy(model).train()
+    trial = copy.deepcopy(model).train(training)
     skeleton = copy.deepcopy(model).to("meta")
     uses: dict[str, int] = {}
-    trains: list[Child] = []
-    evals: list[Child] = []
-    key = RandomKey(0, 0, 0)
+    children: list[Child] = []
     x, draws = example, 0
     modules = zip(_flat_children(model), _flat_children(trial), _flat_children(skeleton), strict=True)
     for (name, own), (_, run), (_, bare) in modules:
@@ -129,7 +131,7 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
             uses[canonical] = uses.get(canonical, 0) + 1
         buffers = {local: first_buffer[held] for local, held in own.named_buffers(remove_duplicate=False)}
         version, versions = x._version, {local: held._version for local, held in run.named_buffers()}
-        with torch.no_grad(), KeyedRandomness(key) as mode:
+        with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)) as mode:
             y = run(x)
         if not isinstance(y, torch.Tensor):
             raise CaptureError(
@@ -140,12 +142,11 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
         size = y.numel() * y.element_size() // max(1, len(y))
         changed = x._version != version
         changes = frozenset(buffers[local] for local, held in run.named_buffers() if held._version != versions[local])
-        for children, training, num_draws in ((trains, True, mode.index), (evals, False, 0)):
-            module = copy.deepcopy(bare).train(training)
-            children.append(Child(name, module, sites, buffers, changes, draws, num_draws, changed, size))
+        module = copy.deepcopy(bare).train(training)
+        children.append(Child(name, module, sites, buffers, changes, draws, mode.index, changed, size))
         draws += mode.index
         x = y
-    return trains, evals
+    return children
 
 
 def sequential_graph(children: Sequence[Child], param_bytes: dict[str, int]) -> ModelGraph:
