@@ -15,6 +15,7 @@ from raypipe import PipelineConfig
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.data import open_data
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.ir.report import StepReport
@@ -27,7 +28,7 @@ from raypipe.testing import Reference, reference
 from tests.models import Case, case
 
 __all__ = [
-    "SCHEDULES", "SHAPES", "STEPS", "Recorder", "Run", "Shape", "captured", "config_of", "differences",
+    "SCHEDULES", "SHAPES", "STEPS", "Recorder", "Run", "Shape", "by_hand", "captured", "config_of", "differences",
     "expected", "faults", "optimizer_of", "programs", "same_bits", "storages", "train",
 ]  # fmt: skip
 
@@ -203,6 +204,21 @@ def train_stages(
         fleet.stop()
     losses, norms = [r[-1].loss for r in reports], [r[0].grad_norm for r in reports]
     return Run(losses, norms, recorder.steps, parameters, buffers, reports)  # type: ignore[arg-type]
+
+
+def by_hand(
+    name: str, cuts: int | tuple[int, ...], mode: str, columns: Mapping[Any, torch.Tensor], key: RandomKey
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of the last stage, carried from stage to stage without gradients, links or an executor."""
+    tensors = {**captured(name)[1].parameters, **captured(name)[1].buffers}
+    carried: tuple[torch.Tensor, ...] = ()
+    with torch.no_grad():
+        for program in programs(name, cuts):
+            function = getattr(program, mode)
+            leaves = [tensors[site.parameter] for site in function.sites]
+            buffers = [tensors[buffer].clone() for buffer in function.buffers]
+            carried = function(leaves, buffers, carried, [columns[column] for column in function.columns], key)
+    return carried
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from raypipe.engine.randomness import KeyedRandomness, RandomKey, draws_randomness, dropout, keyed_call
 from raypipe.errors import CaptureError, StageError
-from tests.exactness import captured, programs, same_bits
+from tests.exactness import by_hand, captured, same_bits
 from tests.models import CASES
 
 aten = torch.ops.aten
@@ -133,22 +133,11 @@ def test_threads_at_once_draw_what_one_alone_draws() -> None:
 @pytest.mark.parametrize("name", ["noisy", "attention", "dropout-sequential"])
 def test_stages_draw_what_the_eager_model_draws(name: str) -> None:
     """Forward by hand through two stages against the user's model inside the context."""
-    model, made = captured(name)
+    model, _ = captured(name)
     x, _ = CASES[name].data(3)[:3]
     with torch.no_grad(), KeyedRandomness(KEY):
         expected = model.train()(x)
-    carried: tuple[torch.Tensor, ...] = ()
-    with torch.no_grad():
-        for program in programs(name, 2):
-            function = program.train
-            carried = function(
-                [made.parameters[site.parameter] for site in function.sites],
-                [made.buffers[buffer] for buffer in function.buffers],
-                carried,
-                [x for _ in function.columns],
-                KEY,
-            )
-    assert same_bits(carried[0], expected)
+    assert same_bits(by_hand(name, 2, "train", {0: x}, KEY)[0], expected)
 
 
 def test_an_operation_that_draws_twice_is_refused() -> None:

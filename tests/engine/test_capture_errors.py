@@ -1,0 +1,172 @@
+"""What capture, planning and training refuse: the message has the place, the numbers and the cure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.engine.capture import Capture, capture
+from raypipe.errors import CaptureError, PlanError, StageError
+from raypipe.planner.partition.chain import equal_parameters, split_before
+from raypipe.testing import reference
+from tests import nets
+from tests.exactness import Shape, captured, config_of, programs, train_stages
+from tests.models import CASES, Case
+
+X, Y = CASES["mlp"].data(4)[:4]
+
+
+def captured_here(model: nn.Module, loss_fn: Any = functional.cross_entropy) -> Capture:
+    return capture(model, (X, Y), (0, 1), loss_fn)
+
+
+def trainer(model: nn.Module, loss_fn: Any = functional.cross_entropy, data: Any = None, **config: Any) -> Any:
+    settings = PipelineConfig(**{"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, **config})
+    data = CASES["mlp"].data(16) if data is None else data
+    return PipelineTrainer(model, loss_fn=loss_fn, optimizer=sgd, train_data=data, pipeline=settings)
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1)
+
+
+class Branching(nets.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:  # this very line is quoted
+            x = -x
+        return super().forward(x)
+
+
+class Custom(nets.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nets.Double.apply(super().forward(x))
+
+
+class HookInside(nets.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        x.register_hook(lambda gradient: 2 * gradient)
+        return x
+
+
+class Decaying(nets.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layers[1].weight.mul_(0.9)
+        return super().forward(x)
+
+
+def hooked() -> nn.Module:
+    model = nets.Mlp()
+    model.layers[1].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def hooked_module() -> nn.Module:
+    model = nets.Mlp()
+    model.layers[2].register_full_backward_hook(lambda *_: None)
+    return model
+
+
+class Pair(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            Branching(),
+            r'Branching could not be traced at .*test_capture_errors\.py:\d+, in forward: "if x\.sum\(\) > 0:',
+        ),
+        (Custom(), r"custom autograd function tests\.nets\.Double, whose backward tracing would lose.*nn\.Sequential"),
+        (HookInside(), r"forward registers a gradient hook on a tensor.*drop the hook"),
+        (Decaying(), r"changes the parameter 'layers\.1\.weight' in place.*Register it as a buffer or drop the update"),
+        (hooked(), r"parameter 'layers\.1\.weight' has a gradient hook.*remove it"),
+        (hooked_module(), r"module 'layers\.2' has a backward hook.*remove it"),
+        (nn.Sequential(nn.Linear(6, 3), Pair()), r"Child '1' \(Pair\) of the nn\.Sequential returns tuple"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_would_be_lost_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        captured_here(model)
+
+
+def test_tracing_leaves_torch_as_it_was() -> None:
+    before = (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook)
+    model = Custom()
+    with pytest.raises(CaptureError):
+        captured_here(model)
+    assert (torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook) == before
+    assert model.training
+    assert "forward" not in vars(model)
+
+
+def test_a_model_without_loss_needs_a_loss_fn() -> None:
+    with pytest.raises(CaptureError, match=r"Mlp returned a tensor of shape \(.*3\)\. Pass loss_fn="):
+        capture(nets.Mlp(), (X,), (0,), None)
+    with pytest.raises(CaptureError, match="ManyOutputs returned no loss"):
+        capture(nets.ManyOutputs(), (X,), (0,), None)
+
+
+def test_nothing_to_train() -> None:
+    made = captured_here(nets.frozen(nets.sequential(), ""))
+    with pytest.raises(CaptureError, match=r"nothing to train.*requires_grad=True"):
+        made.programs((2,))
+
+
+def test_more_stages_than_places() -> None:
+    graph = captured_here(nets.sequential()).graph
+    with pytest.raises(PlanError, match=r"9 stages need 8 places to cut, but the model has 3.*at most 4"):
+        equal_parameters(graph, 9)
+
+
+def test_an_unknown_split_point_gets_near_names() -> None:
+    with pytest.raises(PlanError, match=r"names 'layers\.9'.*Near names: \['layers\.\d'"):
+        split_before(captured("mlp")[1].graph, ["layers.9"])
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    with pytest.raises(StageError, match=r"loss of micro-batch 0 is not a scalar tensor but has shape \(2,\).*'mean'"):
+        trainer(nets.sequential(), lambda o, t: functional.cross_entropy(o, t, reduction="none")).fit(
+            num_steps=1, local=True, progress=False
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_nan_stops_the_run_before_it_does_harm(stages: int) -> None:
+    """The bad sample comes in step 1 or later; the parameters are those before its step, on every stage."""
+    inputs, targets = CASES["mlp"].data(16).tensors
+    inputs = inputs.clone()
+    inputs[3, 0] = float("nan")
+    data = torch.utils.data.TensorDataset(inputs, targets)
+    found = Case("bad", nets.Mlp, lambda count: data, functional.cross_entropy)
+    source = trainer(nets.sequential(), data=data)._prepared().sources["train"]
+    bad = next(step for step in range(2) if source.read(0, 8 * step, 8, (0,))[0].isnan().any())
+    held: dict[str, torch.Tensor] = {}
+
+    def make(named: Any) -> torch.optim.Optimizer:
+        held.update(named)
+        return sgd(named)
+
+    made, shape = captured("mlp")[1], Shape(16, 8, 4)
+    stages_of = programs("mlp", stages)
+    with pytest.raises(StageError, match=rf"Step {bad}: the loss is nan.*parameters are those after {bad} steps"):
+        train_stages(found, stages_of, made.parameters, config_of(shape, stages), shape, make, 2)  # type: ignore[arg-type]
+    model = captured("mlp")[0]
+    if bad:
+        wanted = reference(
+            model, optimizer=sgd, train_data=data, loss_fn=found.loss_fn, pipeline=config_of(shape), num_steps=bad
+        ).parameters
+    else:
+        wanted = dict(model.named_parameters())
+    assert held.keys() == wanted.keys()
+    assert all(torch.equal(held[name], wanted[name]) for name in wanted)
