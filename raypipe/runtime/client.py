@@ -38,7 +38,14 @@ def connected(num_stages: int) -> Iterator[None]:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
     else:
-        ray.init(address="local", num_cpus=num_stages, include_dashboard=False, **quiet)
+        # Ray's workers are otherwise so nice that every daemon of its own goes before a stage.
+        ray.init(
+            address="local",
+            num_cpus=num_stages,
+            include_dashboard=False,
+            _system_config={"worker_niceness": 0},
+            **quiet,
+        )
     try:
         yield
     finally:
