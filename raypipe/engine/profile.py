@@ -6,6 +6,8 @@ load on the machine that will run the stage.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,7 @@ import torch
 
 from raypipe.engine.local import one_thread
 from raypipe.engine.randomness import RandomKey
-from raypipe.engine.stage import StageProgram
+from raypipe.engine.stage import GraphFunction, StageProgram
 
 __all__ = ["StageSeconds", "measure_stages"]
 
@@ -40,6 +42,13 @@ def measure_stages(
         tensors: parameters and buffers by canonical name.
         columns: one micro-batch of data by column name.
     """
+    # Copies, because a child of an nn.Sequential may count its calls: training begins with what the user built.
+    programs = [
+        program
+        if isinstance(program.train, GraphFunction)
+        else dataclasses.replace(program, train=copy.deepcopy(program.train))
+        for program in programs
+    ]
     with one_thread():  # as in the stages
         rounds = [_round(programs, tensors, columns) for _ in range(repeats + 1)][1:]
     stages = range(len(programs))
