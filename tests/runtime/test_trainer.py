@@ -1,0 +1,135 @@
+"""PipelineTrainer.fit on Ray: the files of a run, the same bits as in threads, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+
+import raypipe.runtime.fleet
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.errors import PlanError, StageError
+from tests import processes
+from tests.exactness import SHAPES, config_of, same_bits
+from tests.mishaps import Fuse, chain
+from tests.models import CASES
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
+
+STEPS = 6
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.7)
+
+
+def trainer(name: str, folder: Path, run: str, **more: Any) -> PipelineTrainer:
+    found, shape = CASES[name], SHAPES["ragged-epoch"]
+    arguments: dict[str, Any] = {
+        "model": found.model(),
+        "loss_fn": found.loss_fn,
+        "optimizer": adamw,
+        "lr_scheduler": decay,
+        "train_data": found.data(shape.samples),
+        "eval_data": found.data(13),
+        "pipeline": config_of(shape, 2, "slack", max_grad_norm=0.5),
+        "run_config": SimpleNamespace(name=run, storage_path=str(folder)),
+        **more,
+    }
+    return PipelineTrainer(arguments.pop("model"), **arguments)
+
+
+@pytest.fixture(autouse=True)
+def _no_handles_of_an_earlier_session() -> None:
+    """Ray's actor ids repeat from session to session: a handle collected late would end another's actor."""
+    gc.collect()
+
+
+@pytest.fixture
+def no_ray_before() -> Iterator[None]:
+    """fit() starts a Ray of its own and ends it, with every process."""
+    assert not ray.is_initialized()
+    known = set(processes.descendants(os.getpid()))
+    yield
+    assert not ray.is_initialized()
+    assert processes.survivors(os.getpid(), known, 10.0) == {}
+
+
+def test_a_stage_without_a_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages of one CPU each in a cluster that has one, which somebody else's actor does not make two."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        # The driver runs in a worker process, where a patch of this process would not be seen; so no driver here.
+        monkeypatch.setattr(raypipe.runtime.fleet, "PLACE_TIMEOUT_S", 6.0)
+        with pytest.raises(PlanError) as caught:
+            raypipe.runtime.fleet.Fleet(2, {"CPU": 1})
+        message = str(caught.value)
+        assert "found no place within 6 s: each of the 2 stages needs 1 CPU, 1 could start" in message
+        assert "0 of 1 CPU free" in message
+        assert "resources_per_worker" in message
+    finally:
+        ray.shutdown()
+
+
+def test_a_run_on_ray_is_the_run_in_threads(tmp_path: Path, no_ray_before: None) -> None:
+    threads = trainer("cnn", tmp_path, "threads").fit(num_steps=STEPS, local=True, progress=False)
+    actors = trainer("cnn", tmp_path, "actors").fit(num_steps=STEPS, progress=False)
+    assert [(r.loss, r.grad_norm) for r in actors.records] == [(r.loss, r.grad_norm) for r in threads.records]
+    assert actors.metrics["eval_loss"] == threads.metrics["eval_loss"]
+    ours, theirs = load_state_dict(tmp_path / "actors"), load_state_dict(tmp_path / "threads")
+    assert ours.keys() == theirs.keys() == CASES["cnn"].model().state_dict().keys()
+    assert [name for name in ours if not same_bits(ours[name], theirs[name])] == []
+    check_folder(tmp_path / "actors", actors)
+
+
+def check_folder(folder: Path, result: Any) -> None:
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} >= {
+        "plan.json",
+        "events.jsonl",
+        "metrics.parquet",
+        "timeline/trace.json",
+        "timeline/spans.parquet",
+        f"checkpoints/step_{STEPS:07d}/manifest.json",
+        f"checkpoints/step_{STEPS:07d}/stage_0.safetensors",
+        f"checkpoints/step_{STEPS:07d}/stage_1.safetensors",
+    }
+    assert (result.path, result.checkpoint) == (str(folder), str(folder / f"checkpoints/step_{STEPS:07d}"))
+    rows = pq.read_table(folder / "metrics.parquet").to_pylist()
+    assert [(row["step"], row["loss"]) for row in rows] == [(r.step, r.loss) for r in result.records]
+    assert [row["samples"] for row in rows] == [8, 8, 3, 8, 8, 3]
+    assert all(row["seconds"] > 0 and 0 <= row["bubble_fraction"] < 1 and row["link_bytes_per_s"] > 0 for row in rows)
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [event["decision"] for event in events] == ["start", "finish"]
+    assert json.loads((folder / "plan.json").read_text())["schedule"]["kind"].startswith("slack")
+    trace = json.loads((folder / "timeline/trace.json").read_text())
+    spans = trace["traceEvents"] if isinstance(trace, dict) else trace
+    named = [event["args"]["name"] for event in spans if event.get("name") == "process_name"]
+    assert [name.split()[0] for name in named] == ["simulated", "measured"]
+
+
+def test_a_failed_run_says_why_and_leaves_nothing_running(tmp_path: Path, no_ray_before: None) -> None:
+    torch.manual_seed(0)
+    failing = trainer(
+        "mlp", tmp_path, "failing", model=chain(2, 1, Fuse("B", 5)), eval_data=None,
+        pipeline=PipelineConfig(partitioner=["2"], minibatch_size=8, num_microbatches=4),
+    )  # fmt: skip
+    with pytest.raises(StageError, match=r"^Stage 1 failed in 1B5: ValueError: the user's own mistake"):
+        failing.fit(num_steps=STEPS, progress=False)
+    events = [json.loads(line) for line in (tmp_path / "failing/events.jsonl").read_text().splitlines()]
+    assert events[-1]["decision"] == "fail"
+    assert "the user's own mistake" in events[-1]["reason"]
+    assert pq.read_table(tmp_path / "failing/metrics.parquet").num_rows == 1
