@@ -100,6 +100,7 @@ CASES: dict[str, Case] = {
     for found in (
         Case("sequential", nets.sequential, _vectors, _CROSS_ENTROPY),
         Case("mlp", nets.Mlp, _vectors, _CROSS_ENTROPY),
+        Case("backwards", nets.Backwards, _vectors, _CROSS_ENTROPY),
         Case("cnn", nets.Cnn, _images, _CROSS_ENTROPY),
         Case("unet", nets.UNet, _masks, _CROSS_ENTROPY),
         Case("noisy", nets.Noisy, _images, _CROSS_ENTROPY),

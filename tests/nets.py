@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 __all__ = [
-    "Attention", "Cnn", "DataclassOutput", "Double", "ManyOutputs", "Mlp", "Noisy", "Scores", "TiedLanguageModel",
+    "Attention", "Backwards", "Cnn", "DataclassOutput", "Double", "ManyOutputs", "Mlp", "Noisy", "Scores",
+    "TiedLanguageModel",
     "UNet", "custom_function", "dataclass_loss", "dict_loss", "dropout_sequential", "frozen", "sequential",
     "tied_sequential", "untied",
 ]  # fmt: skip
@@ -28,6 +29,19 @@ class Mlp(nn.Module):
         for layer in self.layers[:-1]:
             x = functional.gelu(layer(x))
         return self.layers[-1](x)
+
+
+class Backwards(Mlp):
+    """Runs its parameters in another order than named_parameters() lists them; the norm's order is the latter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(reversed(self.layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            x = functional.gelu(layer(x))
+        return x
 
 
 class Cnn(nn.Module):
