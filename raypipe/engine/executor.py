@@ -18,6 +18,7 @@ from raypipe.engine.gradients import GradientSink
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
+from raypipe.engine.update import Update
 from raypipe.errors import LinkError, RaypipeError, StageError
 from raypipe.ir.plan import Segment
 from raypipe.ir.report import StepReport
@@ -60,12 +61,19 @@ class Executor:
             weighs=self.last,
             reduction=settings.loss_reduction,
         )
+        self._update = Update(programs, stage, state, self.sink, self._send, self._recv, settings.max_grad_norm)
+        self._buffers = {
+            mode: [state.buffers[name] for name in function.buffers]
+            for mode, function in ((True, self.program.train), (False, self.program.eval))
+        }
+        self._wanted_sites = [i for i, leaf in enumerate(self.sink.leaves) if leaf.requires_grad]
+        self._wanted_leaves = [self.sink.leaves[i] for i in self._wanted_sites]
+        self._losses: list[tuple[torch.Tensor, float]] = []
+        self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._live: dict[int, tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._arrived: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self._seeds: dict[int, tuple[torch.Tensor | None, ...]] = {}
-        self._loss: torch.Tensor | None = None
         self._totals: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._segment: Segment | None = None
         self._training = True
         self._wait_s = 0.0
         self._sent = [0, 0]
@@ -106,9 +114,9 @@ class Executor:
 
     def _run_minibatch(self, row: Iterable[Action], minibatch: int, keep_spans: bool) -> StepReport:
         segment = self._segment
-        assert segment is not None
         first = segment.first_microbatch
-        self._wait_s, self._sent, self._peak, self._loss = 0.0, [0, 0], len(self._live), None
+        self._wait_s, self._sent, self._peak = 0.0, [0, 0], len(self._live)
+        self._losses.clear()
         clock = time.monotonic
         times = [start_s := clock()]
         busy_s = 0.0
@@ -125,10 +133,8 @@ class Executor:
         spans: tuple[Span, ...] = ()
         if keep_spans:
             spans = tuple(Span(self.stage, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False))
-        loss, norm = self._loss, None
-        if self._totals is not None:
-            norm, loss = self._totals
-            self._totals = None
+        norm, loss = self._totals if self._totals is not None else (None, self._loss())
+        self._totals = None
         return StepReport(
             stage=self.stage,
             step=segment.first_step + minibatch,
@@ -145,6 +151,7 @@ class Executor:
         )
 
     _action: Action | None = None
+    _segment: Segment
 
     def _do(self, action: Action) -> None:
         stage, op, microbatch = action
@@ -163,42 +170,40 @@ class Executor:
             case Op.RECV_B:
                 self._seeds[microbatch] = self._recv(stage + 1, Action(stage + 1, Op.SEND_B, microbatch))
             case Op.REDUCE_GRAD:
-                self._reduce_grad(action)
+                self._update.reduce_grad(action)
             case Op.REDUCE_NORM:
-                self._reduce_norm(action)
+                self._totals = self._update.reduce_norm(action, self._loss())
             case Op.STEP:
-                self._step()
+                assert self._totals is not None
+                self._update.step(self._segment.locate(microbatch)[0], *self._totals)
             case Op.I | Op.W:
                 raise StageError(f"{action}: this release runs whole backwards (B); choose a schedule without I and W.")
 
     def _forward(self, microbatch: int) -> None:
-        segment = self._segment
-        assert segment is not None
-        step = segment.locate(microbatch)[0]
+        segment, training = self._segment, self._training
+        function = self.program.train if training else self.program.eval
         inputs = self._arrived.pop(microbatch, ())
-        function = self.program.train if self._training else self.program.eval
-        data = self.feed.microbatch(segment, microbatch, training=self._training)
-        state = self.state
-        if self._training:
-            leaves: Sequence[torch.Tensor] = self.sink.leaves
-        else:
-            leaves = [state.parameters[site.parameter] for site in function.sites]
+        data = self.feed.microbatch(segment, microbatch, training=training)
+        leaves: Sequence[torch.Tensor] = self.sink.leaves
+        if not training:
+            leaves = [self.state.parameters[site.parameter] for site in function.sites]
         outputs = function(
             leaves,
-            [state.buffers[name] for name in function.buffers],
+            self._buffers[training],
             inputs,  # type: ignore[arg-type]
             [data.columns[name] for name in function.columns],
-            RandomKey(self.settings.seed, step, microbatch),
+            RandomKey(self.settings.seed, segment.locate(microbatch)[0], microbatch),
         )
         if self.last:
-            outputs = self._weighted_loss(outputs, data, microbatch)
-        if self._training or not self.last:
+            outputs = self._take_loss(outputs, data, microbatch)
+        if training or not self.last:
             self._live[microbatch] = (inputs, outputs)  # type: ignore[assignment]
             self._peak = max(self._peak, len(self._live))
 
-    def _weighted_loss(
+    def _take_loss(
         self, outputs: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int
     ) -> tuple[torch.Tensor, ...]:
+        """The loss as the last stage's only output; its weight enters as the gradient's seed in the backward."""
         if data.weight == 0.0:  # no valid target: an average over nothing, which would be nan
             return ()
         assert self.program.loss is not None
@@ -209,96 +214,41 @@ class Executor:
                 f"The loss of micro-batch {microbatch} is not a scalar tensor but has {found}. Let loss_fn reduce over "
                 "the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
             )
-        weighted = loss * data.weight
-        seen = weighted.detach()
-        self._loss = seen if self._loss is None else self._loss + seen
-        return (weighted,)
+        self._losses.append((loss, data.weight))
+        if self._training:
+            self._seeds[microbatch] = (self._seed(data.weight, loss.dtype),)
+        return (loss,)
+
+    def _seed(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
+        key = (weight, dtype)
+        if key not in self._seed_tensors:
+            self._seed_tensors[key] = torch.tensor(weight, dtype=dtype)
+        return self._seed_tensors[key]
+
+    def _loss(self) -> torch.Tensor | None:
+        """The mini-batch's loss so far: the weighted sum in the order of the micro-batches."""
+        total: torch.Tensor | None = None
+        for loss, weight in self._losses:
+            part = loss.detach() * weight
+            total = part if total is None else total + part
+        return total
 
     def _backward(self, microbatch: int) -> None:
         inputs, outputs = self._live.pop(microbatch)
-        seeds = self._seeds.pop(microbatch, None)
-        if self.last:
-            roots: list[torch.Tensor] = list(outputs)
-            gradients: list[torch.Tensor | None] = [None] * len(outputs)
-        else:
-            pairs = [(o, g) for o, g in zip(outputs, seeds or (), strict=True) if g is not None]
-            roots, gradients = [o for o, _ in pairs], [g for _, g in pairs]
-        wanted_sites = [i for i, leaf in enumerate(self.sink.leaves) if leaf.requires_grad]
-        wanted_inputs = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
-        targets = [self.sink.leaves[i] for i in wanted_sites] + [inputs[i] for i in wanted_inputs]
+        seeds = self._seeds.pop(microbatch, ())
+        roots = [o for o, seed in zip(outputs, seeds, strict=True) if seed is not None]
+        gradients = [seed for seed in seeds if seed is not None]
+        wanted = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
+        targets = [*self._wanted_leaves, *(inputs[i] for i in wanted)]
+        found: Sequence[torch.Tensor | None] = (None,) * len(targets)
         if roots and targets:
-            found: Sequence[torch.Tensor | None] = torch.autograd.grad(roots, targets, gradients, allow_unused=True)
-        else:
-            found = (None,) * len(targets)
-        for i, gradient in zip(wanted_sites, found, strict=False):
+            found = torch.autograd.grad(roots, targets, gradients, allow_unused=True)
+        for i, gradient in zip(self._wanted_sites, found, strict=False):
             if gradient is not None:
                 self.sink.add(i, gradient)
         if self.stage > self.program.first_trainable:
-            by_input = dict(zip(wanted_inputs, found[len(wanted_sites) :], strict=True))
+            by_input = dict(zip(wanted, found[len(self._wanted_sites) :], strict=True))
             self._seeds[microbatch] = tuple(by_input.get(i) for i in range(len(inputs)))
-
-    def _reduce_grad(self, action: Action) -> None:
-        shared = {s for stages in self.program.shared_with.values() for s in stages} - {self.stage}
-        for peer in sorted(shared):
-            self.channels[peer].send(action, self.sink.exported(peer))
-        imported = {peer: self._recv(peer, Action(peer, Op.REDUCE_GRAD, action.microbatch)) for peer in sorted(shared)}
-        self.sink.finish(imported, {peer: self.programs[peer] for peer in shared})
-
-    def _reduce_norm(self, action: Action) -> None:
-        """Per-tensor norms travel down to stage 0, which is the last to finish; the total travels back up.
-
-        The total is the norm of the stacked norms in the order of the user's named_parameters(), which is
-        what torch computes, so it does not depend on the partition.
-        """
-        positions, norms = [], []
-        for name, parameter in self.state.parameters.items():
-            owner = self.program.shared_with.get(name, (self.stage,))[0] == self.stage
-            if owner and parameter.grad is not None:
-                positions.append(self.program.order[name])
-                norms.append(torch.linalg.vector_norm(parameter.grad))
-        where = torch.tensor(positions, dtype=torch.int64)
-        sizes = torch.stack(norms) if norms else torch.empty(0)
-        loss = self._loss if self.last else None
-        if not self.last:
-            above, more, loss = self._recv(self.stage + 1, Action(self.stage + 1, Op.REDUCE_NORM, action.microbatch))
-            assert above is not None
-            assert more is not None
-            where, sizes = torch.cat([where, above]), torch.cat([sizes, more])
-        if self.stage:
-            self.channels[self.stage - 1].send(action, [where, sizes, loss])
-            back = self._recv(self.stage - 1, Action(self.stage - 1, Op.REDUCE_NORM, action.microbatch))
-            total, loss = back[0], back[1]
-        else:
-            total = torch.linalg.vector_norm(sizes[torch.argsort(where)])
-        if not self.last:
-            self.channels[self.stage + 1].send(action, [total, loss])
-        assert total is not None
-        assert loss is not None
-        self._totals = (total, loss)
-
-    def _step(self) -> None:
-        assert self._totals is not None
-        assert self._segment is not None
-        total, loss = self._totals
-        if not torch.isfinite(total) or not torch.isfinite(loss):
-            action = self._action
-            step = self._segment.first_step if action is None else self._segment.locate(action.microbatch)[0]
-            raise StageError(
-                f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}, so no stage took "
-                f"this step and the parameters are those after {step} steps. Lower the learning rate, set "
-                "max_grad_norm, or look at the data of this mini-batch."
-            )
-        limit = self.settings.max_grad_norm
-        if limit is not None:
-            factor = torch.clamp(limit / (total + 1e-6), max=1.0)
-            for parameter in self.state.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-        if self.state.optimizer is not None:
-            self.state.optimizer.step()
-            if self.state.scheduler is not None:
-                self.state.scheduler.step()
-        self.sink.reset()
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         self._sent[0 if peer > self.stage else 1] += sum(t.nbytes for t in tensors if t is not None)

@@ -47,7 +47,7 @@ class Feed:
         self._weighs = weighs
         self._reduction = reduction
         self._at: tuple[str, int, int] | None = None
-        self._whole: dict[Any, torch.Tensor] = {}
+        self._parts: list[dict[Any, torch.Tensor]] = []
         self._weights: list[float] = []
 
     def microbatch(self, segment: Segment, microbatch: int, *, training: bool) -> MicrobatchData:
@@ -60,22 +60,24 @@ class Feed:
         begin = segment.offset + minibatch * segment.minibatch_samples
         if self._at != (mode, segment.epoch, begin):
             self._read(mode, segment, begin)
-        _, start, samples = segment.locate(microbatch)
-        at = start - begin
-        columns = {name: tensor[at : at + samples] for name, tensor in self._whole.items()}
-        return MicrobatchData(columns, self._weights[index] if self._weighs else 0.0)
+        return MicrobatchData(self._parts[index], self._weights[index] if self._weighs else 0.0)
 
     def _read(self, mode: str, segment: Segment, begin: int) -> None:
         wanted = self._columns[mode]
-        self._whole = {}
+        sizes = segment.microbatch_samples
+        whole: dict[Any, torch.Tensor] = {}
         if wanted:
             read: Any = self._sources[mode].read(segment.epoch, begin, segment.minibatch_samples, wanted)
-            self._whole = read if isinstance(read, dict) else dict(zip(wanted, read, strict=True))
+            whole = read if isinstance(read, dict) else dict(zip(wanted, read, strict=True))
+        self._parts = [{} for _ in sizes]
+        for name, tensor in whole.items():
+            for part, piece in zip(self._parts, tensor.split(sizes), strict=True):
+                part[name] = piece
         if self._weighs:
-            self._weights = loss_weights(self._reduction, segment.microbatch_samples, self._counted())
+            self._weights = loss_weights(self._reduction, sizes, self._counted(whole))
         self._at = (mode, segment.epoch, begin)
 
-    def _counted(self) -> torch.Tensor | None:
+    def _counted(self, whole: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
         """What loss_reduction counts: the target, or ``labels`` where the model makes its own loss."""
-        names = self._targets or (("labels",) if "labels" in self._whole else ())
-        return self._whole[names[-1]] if names else None
+        names = self._targets or (("labels",) if "labels" in whole else ())
+        return whole[names[-1]] if names else None

@@ -118,6 +118,12 @@ def header_bytes(max_tensors: int) -> int:
     return _PRELUDE.size + max_tensors * _RECORD.size
 
 
+def check_count(action: Action, tensors: Sequence[torch.Tensor | None], max_tensors: int) -> None:
+    """Refuse a message with more tensors than its channel's header has room for; names the action."""
+    if len(tensors) > max_tensors:
+        raise LinkError(f"{action} has {len(tensors)} tensors, its channel was opened for at most {max_tensors}.")
+
+
 def encode(
     action: Action,
     tensors: Sequence[torch.Tensor | None],
@@ -134,8 +140,7 @@ def encode(
     Raises:
         LinkError: too many tensors, or a tensor of an unsupported type, device or size; names the action.
     """
-    if len(tensors) > max_tensors:
-        raise LinkError(f"{action} has {len(tensors)} tensors, its channel was opened for at most {max_tensors}.")
+    check_count(action, tensors, max_tensors)
     records: list[bytes] = []
     buffers: list[memoryview] = []
     end_bytes = 0

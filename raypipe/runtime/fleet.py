@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.errors import LinkError, PlanError, RaypipeError, StageError
 from raypipe.ir.plan import Segment
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
-from raypipe.runtime.worker import StageActor, StageSetup
+from raypipe.runtime.worker import Order, StageActor, StageSetup
 
 __all__ = ["Fleet"]
 
 PLACE_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 150.0
 OPEN_TIMEOUT_S = 60.0
 GRACE_S = 2.0
 """After a first failure, how long to wait for a better explanation from the other stages."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    segment: Segment
-    refs: list[Any]
 
 
 class Fleet:
@@ -42,14 +39,19 @@ class Fleet:
     """
 
     def __init__(self, num_workers: int, resources: Mapping[str, float]) -> None:
-        extra = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
-        options = {"num_cpus": resources.get("CPU", 1), "num_gpus": resources.get("GPU", 0), "resources": extra}
+        needs = {name: amount for name, amount in resources.items() if amount}
+        extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         self.generation = -1
-        self.workers = [StageActor.options(**options).remote() for _ in range(num_workers)]
+        self.workers: list[Any] = []
+        self._places = _reserve(num_workers, needs)
         self.actors: list[Any] = []
         self._rows: set[tuple[int, bool]] = set()
         try:
-            self.members = self._place(options)
+            for place in self._places:
+                options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
+                strategy = PlacementGroupSchedulingStrategy(placement_group=place)
+                self.workers.append(StageActor.options(scheduling_strategy=strategy, **options).remote())
+            self.members = self._start()
         except BaseException:
             self.stop()
             raise
@@ -77,19 +79,14 @@ class Fleet:
             "configuring",
         )
 
-    def _place(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _start(self) -> list[dict[str, Any]]:
+        """Start an actor in each place; its process imports torch, which takes a while on a busy machine."""
         refs = [worker.listen.remote() for worker in self.workers]
-        ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=PLACE_TIMEOUT_S)
+        _, waiting = ray.wait(refs, num_returns=len(refs), timeout=START_TIMEOUT_S)
         if waiting:
-            total, free = ray.cluster_resources(), ray.available_resources()
-            stage = refs.index(waiting[0])
-            needs = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
-            has = ", ".join(f"{free.get(k, 0):g} of {total.get(k, 0):g} {k} free" for k, v in needs.items() if v)
-            wanted = ", ".join(f"{v:g} {k}" for k, v in needs.items() if v)
             raise PlanError(
-                f"Stage {stage} found no place within {PLACE_TIMEOUT_S:g} s: each of the {len(refs)} stages needs "
-                f"{wanted}, {len(ready)} could start, and the cluster has {has}. Add workers, lower num_stages, or ask "
-                "for less in ScalingConfig(resources_per_worker=...)."
+                f"Stage {refs.index(waiting[0])} has its place, but its process did not start within "
+                f"{START_TIMEOUT_S:g} s. Look at that node's load and at Ray's worker logs."
             )
         members = [ray.get(ref) for ref in refs]
         for stage, member in enumerate(members):
@@ -101,59 +98,75 @@ class Fleet:
         return members
 
     def run(
-        self, segments: Iterator[tuple[Segment, bool]], schedules: Any, *, training: bool, ahead: int = 2
+        self,
+        segments: Iterator[tuple[Segment, bool]],
+        schedules: Callable[[int], Schedule],
+        *,
+        training: bool,
+        ahead: int = 3,
     ) -> Iterator[list[list[StepReport]]]:
         """Feed segments to all stages, ``ahead`` of them at a time; yields the reports of each, by stage.
 
         Args:
             segments: with whether to keep the spans of each.
-            schedules: (number of micro-batches) -> lowered Schedule.
+            schedules: number of micro-batches -> lowered schedule.
 
         Raises:
             StageError, LinkError: the root cause of the first failure; every stage has been released.
         """
-        queue: list[_Pending] = []
-        exhausted = False
-        while True:
-            while not exhausted and len(queue) < ahead:
+        works = [actor.work.remote() for actor in self.actors]
+        polls = {actor.reports.remote(0): stage for stage, actor in enumerate(self.actors)}
+        received: list[list[list[StepReport]]] = [[] for _ in self.actors]
+        submitted = yielded = 0
+        more = True
+        while more or yielded < submitted:
+            while more and submitted < yielded + ahead:
                 following = next(segments, None)
-                if following is None:
-                    exhausted = True
-                    break
-                queue.append(self._submit(*following, schedules, training))
-            if not queue:
-                return
-            oldest = queue.pop(0)
-            yield self._collect(oldest, queue)
+                more = following is not None
+                if following is not None:
+                    self._submit(Order(following[0], training, following[1]), schedules)
+                    submitted += 1
+                else:
+                    for actor in self.actors:
+                        actor.submit.remote(None)
+            while yielded < submitted and min(map(len, received)) <= yielded:
+                self._gather(works, polls, received)
+            if yielded < submitted:
+                yield [reports[yielded] for reports in received]
+                yielded += 1
+        self._all(works, GRACE_S, "finishing")
 
-    def _submit(self, segment: Segment, keep_spans: bool, schedules: Any, training: bool) -> _Pending:
-        known = (segment.schedule_id, training)
+    def _submit(self, order: Order, schedules: Callable[[int], Schedule]) -> None:
+        known = (order.segment.schedule_id, order.training)
         if known not in self._rows:
-            schedule: Schedule = schedules(segment.schedule_id)
+            schedule = schedules(order.segment.schedule_id)
             for stage, actor in enumerate(self.actors):
-                actor.set_row.remote(segment.schedule_id, training, schedule.row(stage, segment.repeats))
+                actor.set_row.remote(*known, schedule.row(stage, order.segment.repeats))
             self._rows.add(known)
-        return _Pending(segment, [actor.run.remote(segment, training, keep_spans) for actor in self.actors])
+        for actor in self.actors:
+            actor.submit.remote(order)
 
-    def _collect(self, pending: _Pending, later: Sequence[_Pending]) -> list[list[StepReport]]:
-        waiting = list(pending.refs)
-        while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=None)
-            try:
-                ray.get(done)
-            except RayError:
-                raise self._root_cause(pending, later) from None
-        return ray.get(pending.refs)
+    def _gather(self, works: list[Any], polls: dict[Any, int], received: list[list[list[StepReport]]]) -> None:
+        """Wait until some stage has news: more reports, or an end that is too early."""
+        done, _ = ray.wait([*works, *polls], num_returns=1, timeout=None)
+        try:
+            news = ray.get(done[0])
+        except RayError:
+            raise self._root_cause(works) from None
+        if done[0] in polls:
+            stage = polls.pop(done[0])
+            received[stage] += news
+            polls[self.actors[stage].reports.remote(len(received[stage]))] = stage
+        else:
+            works.remove(done[0])  # ended in order: all its reports are on their way
 
-    def _root_cause(self, pending: _Pending, later: Sequence[_Pending]) -> RaypipeError:
+    def _root_cause(self, works: Sequence[Any]) -> RaypipeError:
         """Release everybody, then the failure that explains the others: the user's error, a death, a link."""
-        for stage, ref in enumerate(pending.refs):
-            done, _ = ray.wait([ref], timeout=0)
-            if not done:
-                self.actors[stage].abort.remote("another stage failed")
-        ray.wait(pending.refs, num_returns=len(pending.refs), timeout=GRACE_S)
+        for actor in self.actors:
+            actor.abort.remote("another stage failed")
+        ray.wait(list(works), num_returns=len(works), timeout=GRACE_S)
         found: list[tuple[int, RaypipeError]] = []
-        for stage, ref in enumerate(pending.refs):
+        for stage, ref in enumerate(works):
             try:
                 ray.get(ref, timeout=0)
             except GetTimeoutError:
@@ -167,8 +180,7 @@ class Fleet:
                 else:
                     found.append((0, StageError(f"Stage {stage} failed: {error}")))
             except RayActorError as error:
-                step = pending.segment.first_step
-                found.append((1, StageError(f"Stage {stage} died during step {step}: {str(error).splitlines()[0]}")))
+                found.append((1, StageError(f"Stage {stage} died: {str(error).splitlines()[0]}")))
         return min(found, key=lambda item: item[0])[1]
 
     def _all(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
@@ -202,3 +214,26 @@ class Fleet:
         for actor in self.workers:
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
+        for place in self._places:
+            with contextlib.suppress(RayError):
+                remove_placement_group(place)
+
+
+def _reserve(num_workers: int, needs: Mapping[str, float]) -> list[PlacementGroup]:
+    """A place for every worker, each on its own, so that one can move later without the others."""
+    groups = [placement_group([dict(needs)], strategy="PACK") for _ in range(num_workers)]
+    deadline_s = time.monotonic() + PLACE_TIMEOUT_S
+    for stage, group in enumerate(groups):
+        if group.wait(max(deadline_s - time.monotonic(), 0.01)):
+            continue
+        total, free = ray.cluster_resources(), ray.available_resources()
+        for each in groups:
+            remove_placement_group(each)
+        has = ", ".join(f"{free.get(k, 0):g} of {total.get(k, 0):g} {k} free" for k in needs)
+        wanted = ", ".join(f"{v:g} {k}" for k, v in needs.items())
+        raise PlanError(
+            f"Stage {stage} found no place within {PLACE_TIMEOUT_S:g} s: each of the {num_workers} stages needs "
+            f"{wanted}, {stage} got it, and the cluster has {has}. Add workers, lower num_stages, or ask for less in "
+            "ScalingConfig(resources_per_worker=...)."
+        )
+    return groups

@@ -12,11 +12,13 @@ import contextlib
 import gc
 import os
 import platform
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -34,7 +36,9 @@ from raypipe.ir.timeline import Span
 from raypipe.runtime.packing import PackedTensor, unpack
 from raypipe.runtime.sockets import SocketListener, open_channels
 
-__all__ = ["StageActor", "StageSetup"]
+__all__ = ["Order", "StageActor", "StageSetup"]
+
+REPORTS_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,14 @@ class StageSetup:
     open_timeout_s: float
 
 
+class Order(NamedTuple):
+    """A segment, in which mode, and whether to keep its spans."""
+
+    segment: Segment
+    training: bool
+    keep_spans: bool
+
+
 class _StageActor:
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -69,6 +81,9 @@ class _StageActor:
         self._executor: Executor | None = None
         self._rows: dict[tuple[int, bool], Row] = {}
         self._spans: tuple[Span, ...] = ()
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        self._done: list[list[StepReport]] = []
+        self._grown = threading.Condition()
 
     @ray.method(concurrency_group="control")
     def listen(self) -> dict[str, Any]:
@@ -112,30 +127,47 @@ class _StageActor:
             setup.open_timeout_s,
             {peer: f"stage {stage} <-> stage {peer}" for peer in peers},
         )
-        self._setup, self._rows = setup, {}
+        self._setup, self._rows, self._orders = setup, {}, SimpleQueue()
         self._executor = Executor(programs, stage, self._state, channels, setup.sources, setup.settings)
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
         gc.freeze()
 
+    @ray.method(concurrency_group="orders")
     def set_row(self, schedule_id: int, training: bool, row: Row) -> None:
         """Learn a row of actions; segments refer to it by number."""
         self._rows[schedule_id, training] = row
 
-    def run(self, segment: Segment, training: bool = True, keep_spans: bool = False) -> list[StepReport]:
-        """Carry out one segment. Spans stay here until ``spans()`` asks for them."""
+    @ray.method(concurrency_group="orders")
+    def submit(self, order: Order | None) -> None:
+        """Queue a segment for ``work``; None ends it after those before."""
+        self._orders.put(order)
+
+    def work(self) -> None:
+        """Carry out orders until None. Spans stay here until ``spans()`` asks for them."""
         assert self._executor is not None, "configure() comes first"
+        executor, self._done = self._executor, []
         try:
-            row = self._rows[segment.schedule_id, training]
-            reports = self._executor.run(segment, row, training=training, keep_spans=keep_spans)
+            while (order := self._orders.get()) is not None:
+                row = self._rows[order.segment.schedule_id, order.training]
+                reports = executor.run(order.segment, row, training=order.training, keep_spans=order.keep_spans)
+                if order.keep_spans:
+                    self._spans = tuple(span for report in reports for span in report.spans)
+                    reports = [replace(report, spans=()) for report in reports]
+                with self._grown:
+                    self._done.append(reports)
+                    self._grown.notify_all()
         except RaypipeError as error:
             # The neighbours must not wait for what will never come.
-            self._executor.abort(f"stage {self._executor.stage} failed")
+            executor.abort(f"stage {executor.stage} failed")
             raise type(error)(_with_traceback(error)) from None
-        if keep_spans:
-            self._spans = tuple(span for report in reports for span in report.spans)
-            reports = [_without_spans(report) for report in reports]
-        return reports
+
+    @ray.method(concurrency_group="control")
+    def reports(self, since: int) -> list[list[StepReport]]:
+        """Reports of the segments number ``since`` and later of this ``work``; waits a while for the first."""
+        with self._grown:
+            self._grown.wait_for(lambda: len(self._done) > since, timeout=REPORTS_WAIT_S)
+            return self._done[since:]
 
     @ray.method(concurrency_group="control")
     def abort(self, reason: str) -> None:
@@ -184,11 +216,5 @@ def _with_traceback(error: RaypipeError) -> str:
     return f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}"
 
 
-def _without_spans(report: StepReport) -> StepReport:
-    from dataclasses import replace
-
-    return replace(report, spans=())
-
-
-StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"control": 2})(_StageActor)
+StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"control": 4, "orders": 1})(_StageActor)
 """The actor class. It is never restarted by Ray: an empty stage of an unknown generation helps nobody."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.stage import Site, StageFunction
@@ -66,6 +66,9 @@ class SequentialFunction:
     columns: tuple[str, ...]
     num_inputs: int
     num_outputs: int = 1
+    _modules: list[nn.Module] | None = field(default=None, repr=False, compare=False)
+    _parameters: list[Slot] = field(default_factory=list, repr=False, compare=False)
+    _buffers: list[Slot] = field(default_factory=list, repr=False, compare=False)
 
     def __call__(
         self,
@@ -75,20 +78,55 @@ class SequentialFunction:
         columns: Sequence[torch.Tensor],
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
+        if self._modules is None:
+            self._prepare()
+        assert self._modules is not None
         (x,) = (*inputs, *columns)
         arrived = x.untyped_storage().data_ptr()
-        leaves, held = iter(parameters), dict(zip(self.buffers, buffers, strict=True))
-        for child in self.children:
+        # Written straight into the modules: torch.func.functional_call puts tensors in and takes them out again
+        # for 65 us per child.
+        for slots, tensors in ((self._parameters, parameters), (self._buffers, buffers)):
+            for (holder, name), tensor in zip(slots, tensors, strict=True):
+                holder[name] = tensor
+        for child, module in zip(self.children, self._modules, strict=True):
             if child.changes_input and x.untyped_storage().data_ptr() == arrived:
                 x = x.clone()  # what came is a leaf or somebody's data: not ours to change, nor a view of it
-            state = {name: next(leaves) for name in child.sites}
-            state |= {name: held[full] for name, full in child.buffers.items()}
             if child.num_draws:
                 with KeyedRandomness(key, child.first_draw):
-                    x = functional_call(child.module, state, (x,), tie_weights=False)
+                    x = module(x)
             else:
-                x = functional_call(child.module, state, (x,), tie_weights=False)
+                x = module(x)
+        for (holder, name), buffer in zip(self._buffers, buffers, strict=True):
+            if holder[name] is not buffer:  # assigned instead of updated in place
+                buffer.copy_(holder[name])
         return (x,)
+
+    def _prepare(self) -> None:
+        """Skeletons of this function's own, and the places in them that parameters and buffers go to."""
+        self._modules = [copy.deepcopy(child.module) for child in self.children]
+        pairs = list(zip(self._modules, self.children, strict=True))
+        self._parameters = [_slot(module, name, "_parameters") for module, child in pairs for name in child.sites]
+        self._buffers = [_slot(module, name, "_buffers") for module, child in pairs for name in child.buffers]
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """What travels is the skeletons as they were captured, without tensors."""
+        return tuple(getattr(self, name) for name in _SHIPPED)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        for name, value in zip(_SHIPPED, state, strict=True):
+            setattr(self, name, value)
+        self._modules = None
+
+
+_SHIPPED = ("children", "sites", "buffers", "columns", "num_inputs", "num_outputs")
+
+Slot = tuple[dict[str, Any], str]
+"""Where a module keeps a tensor: its ``_parameters`` or ``_buffers``, and the key."""
+
+
+def _slot(module: nn.Module, name: str, kind: str) -> Slot:
+    path, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(path), kind), leaf
 
 
 def _flat_children(model: nn.Sequential, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -130,7 +168,7 @@ def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) ->
             sites[local] = Site(canonical, uses.get(canonical, 0))
             uses[canonical] = uses.get(canonical, 0) + 1
         buffers = {local: first_buffer[held] for local, held in own.named_buffers(remove_duplicate=False)}
-        version, versions = x._version, {local: held._version for local, held in run.named_buffers()}
+        version, versions = x._version, {local: (id(held), held._version) for local, held in run.named_buffers()}
         with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)) as mode:
             y = run(x)
         if not isinstance(y, torch.Tensor):
@@ -141,7 +179,9 @@ def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) ->
             )
         size = y.numel() * y.element_size() // max(1, len(y))
         changed = x._version != version
-        changes = frozenset(buffers[local] for local, held in run.named_buffers() if held._version != versions[local])
+        changes = frozenset(
+            buffers[local] for local, held in run.named_buffers() if (id(held), held._version) != versions[local]
+        )
         module = copy.deepcopy(bare).train(training)
         children.append(Child(name, module, sites, buffers, changes, draws, mode.index, changed, size))
         draws += mode.index
