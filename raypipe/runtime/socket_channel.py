@@ -6,7 +6,7 @@
                                     -------in-------->  abort notice
 
 A connection carries frames one way. The way back is empty but for one thing: the reason of an
-abort, which there does not queue behind megabytes of activations. The sending thread watches it.
+abort, which there does not queue behind megabytes of activations. Whoever finds the link broken looks there.
 
 ``send`` only queues: describing and copying a message is the sending thread's work, which goes on while
 the caller computes. Measured on emulated accelerators, a send from the calling thread cost it 0.3 ms of
@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import select
 import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,8 @@ __all__ = ["SocketChannel"]
 
 LANDING_BYTES = 1 << 20
 """Largest message that is given memory ahead of its arrival."""
+
+_Order = tuple[Action, Sequence[torch.Tensor | None]]
 
 CLOSE_TIMEOUT_S = 5.0
 REASON_BYTES = 1024
@@ -65,15 +67,14 @@ class SocketChannel:
         self.max_tensors = max_tensors
         self._out, self._in = outgoing, incoming
         self._inbox = Inbox(name)
-        self._lock = threading.Lock()  # guards the three below; never held while a thread waits
-        self._orders: deque[tuple[Action, Sequence[torch.Tensor | None]]] = deque()
+        self._lock = threading.Lock()  # guards the first failure
+        # A queue of C code: putting something in wakes the sending thread without giving it the interpreter
+        # lock, as a system call would. It describes and copies once the caller computes or waits.
+        self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._send_error: LinkError | None = None
-        self._closing = False
         self._landing: _Landing | None = None  # the receiving thread's
         self._shut = False
         self._close_once = threading.Lock()
-        self._wake, self._woken = socket.socketpair()
-        self._wake.setblocking(False)
         self._sender = threading.Thread(target=self._send_loop, name=f"raypipe-send {name}", daemon=True)
         self._receiver = threading.Thread(target=self._receive_loop, name=f"raypipe-recv {name}", daemon=True)
         self._sender.start()
@@ -81,11 +82,9 @@ class SocketChannel:
 
     def send(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         frame.check_count(action, tensors, self.max_tensors)
-        with self._lock:
-            if self._send_error is not None:
-                raise LinkError(f"{self._send_error} (sending {action}, micro-batch {action.microbatch})")
-            self._orders.append((action, tensors))
-        self._wake_sender()
+        if self._send_error is not None:
+            raise LinkError(f"{self._send_error} (sending {action}, micro-batch {action.microbatch})")
+        self._orders.put((action, tensors))
 
     def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
         return self._inbox.take(action, timeout_s)
@@ -95,22 +94,19 @@ class SocketChannel:
 
     def close(self) -> None:
         with self._close_once:
-            with self._lock:
-                self._closing = True
-                self._send_error = self._send_error or LinkError(f"{self.name}: closed.")
-            self._wake_sender()
+            self._send_error = self._send_error or LinkError(f"{self.name}: closed.")
+            self._orders.put(None)
             self._sender.join(CLOSE_TIMEOUT_S)
             self._fail(LinkError(f"{self.name}: closed."))
             self._sender.join()
             self._receiver.join()
-            for sock in (self._out, self._in, self._wake, self._woken):
+            for sock in (self._out, self._in):
                 sock.close()
 
     def _fail(self, error: LinkError, *, keep: bool = False, tell_peer: str | None = None) -> None:
         """End both directions now; the first error is the one told."""
         with self._lock:
             self._send_error = self._send_error or error
-            self._orders.clear()
             first, self._shut = not self._shut, True
         self._inbox.fail(error, keep=keep)
         if not first:
@@ -121,47 +117,22 @@ class SocketChannel:
         for sock in (self._out, self._in):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        self._wake_sender()
-
-    def _wake_sender(self) -> None:
-        with contextlib.suppress(OSError):  # full: it is awake already; closed: it has ended
-            self._wake.send(b"\0")
+        self._orders.put(None)
 
     # The sending thread.
 
     def _send_loop(self) -> None:
-        poller = select.poll()
-        poller.register(self._woken, select.POLLIN)
-        buffers: deque[memoryview] = deque()  # of the message that is on its way
         try:
-            while True:
-                with self._lock:
-                    if self._shut:
-                        return
-                    order = self._orders.popleft() if self._orders and not buffers else None
-                    if self._closing and not order and not buffers:
-                        break
-                if order:
-                    buffers.extend(self._describe(*order))
-                _send_some(self._out, buffers)
-                if not buffers and self._orders:
-                    continue
-                poller.register(self._out, select.POLLIN | (select.POLLOUT if buffers else 0))
-                ready = dict(poller.poll())
-                if self._woken.fileno() in ready:
-                    self._woken.recv(4096)
-                if ready.get(self._out.fileno(), 0) & ~select.POLLOUT:
-                    self._peer_left()
-                    return
+            while (order := self._orders.get()) is not None and not self._shut:
+                message = frame.encode(*order, generation=self.generation, max_tensors=self.max_tensors)
+                _send_all(self._out, deque((memoryview(message.header), *message.buffers)))
+                del order, message  # the tensors' memory may go
             self._out.shutdown(socket.SHUT_WR)
         except OSError as error:
             self._peer_left(error)
         except LinkError as error:  # a message that cannot be described
             self._fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
-
-    def _describe(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> list[memoryview]:
-        message = frame.encode(action, tensors, generation=self.generation, max_tensors=self.max_tensors)
-        return [memoryview(message.header), *message.buffers]
+        self._orders = SimpleQueue()
 
     def _peer_left(self, cause: OSError | None = None) -> None:
         """The peer aborted, or takes no more messages: what it still sends belongs to the receiving thread."""
@@ -170,7 +141,6 @@ class SocketChannel:
             self._fail(LinkError(f"{self.name}: aborted by the peer: {reason}"))
             return
         with self._lock:
-            self._orders.clear()
             why = f" ({cause})" if cause is not None else ""
             self._send_error = self._send_error or LinkError(f"{self.name}: the peer closed the link or died{why}.")
 
@@ -199,7 +169,10 @@ class SocketChannel:
         if reason is not None:
             self._fail(LinkError(f"{self.name}: aborted by the peer: {reason}"))
         else:
-            self._inbox.fail(LinkError(f"{self.name}: {ending}"), keep=True)
+            gone = LinkError(f"{self.name}: {ending}")
+            self._inbox.fail(gone, keep=True)
+            with self._lock:
+                self._send_error = self._send_error or gone
 
     def _receive(self, header: bytearray) -> bool:
         """Take one message off the connection; False at its end."""
@@ -232,13 +205,10 @@ class _Landing(NamedTuple):
         return cls(head.records, layout.raw_bytes(payload, head.payload_bytes), frame.decode(head, payload))
 
 
-def _send_some(sock: socket.socket, buffers: deque[memoryview]) -> None:
-    """Write as much as the kernel takes without waiting; ``buffers`` is left with the rest."""
+def _send_all(sock: socket.socket, buffers: deque[memoryview]) -> None:
+    """Write all of ``buffers``; shutdown(2) from another thread ends it with an OSError."""
     while buffers:
-        try:
-            sent_bytes = sock.sendmsg(itertools.islice(buffers, _BUFFERS_PER_CALL), (), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
+        sent_bytes = sock.sendmsg(itertools.islice(buffers, _BUFFERS_PER_CALL))
         while buffers and sent_bytes >= buffers[0].nbytes:
             sent_bytes -= buffers.popleft().nbytes
         if sent_bytes:

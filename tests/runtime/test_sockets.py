@@ -147,6 +147,8 @@ def test_an_abort_of_the_peer_overtakes_data_that_was_not_read(wire: Wire) -> No
     wait = Failing(lambda: wire.channel.recv(f(1), WAIT_S))
     wire.write(0, 1.0)
     wire.outgoing.sendall(b"stage 7 died")
+    for sock in (wire.incoming, wire.outgoing):  # as abort() does
+        sock.shutdown(socket.SHUT_RDWR)
     assert "aborted by the peer: stage 7 died" in str(wait.result())
     with pytest.raises(LinkError, match="stage 7 died"):
         wire.channel.recv(f(0), WAIT_S)
