@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from raypipe.engine.backward import gradients
 from raypipe.engine.channel import Channel
 from raypipe.engine.data import Source
 from raypipe.engine.feed import Feed, MicrobatchData
@@ -237,12 +238,12 @@ class Executor:
         inputs, outputs = self._live.pop(microbatch)
         seeds = self._seeds.pop(microbatch, ())
         roots = [o for o, seed in zip(outputs, seeds, strict=True) if seed is not None]
-        gradients = [seed for seed in seeds if seed is not None]
+        known = [seed for seed in seeds if seed is not None]
         wanted = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
         targets = [*self._wanted_leaves, *(inputs[i] for i in wanted)]
         found: Sequence[torch.Tensor | None] = (None,) * len(targets)
         if roots and targets:
-            found = torch.autograd.grad(roots, targets, gradients, allow_unused=True)
+            found = gradients(roots, known, targets)
         for i, gradient in zip(self._wanted_sites, found, strict=False):
             if gradient is not None:
                 self.sink.add(i, gradient)

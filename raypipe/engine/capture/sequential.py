@@ -67,6 +67,7 @@ class SequentialFunction:
     num_inputs: int
     num_outputs: int = 1
     _modules: list[nn.Module] | None = field(default=None, repr=False, compare=False)
+    _some_change_input: bool = field(default=True, repr=False, compare=False)
     _parameters: list[Slot] = field(default_factory=list, repr=False, compare=False)
     _buffers: list[Slot] = field(default_factory=list, repr=False, compare=False)
 
@@ -82,7 +83,7 @@ class SequentialFunction:
             self._prepare()
         assert self._modules is not None
         (x,) = (*inputs, *columns)
-        arrived = x.untyped_storage().data_ptr()
+        arrived = x.untyped_storage().data_ptr() if self._some_change_input else None
         # Written straight into the modules: torch.func.functional_call puts tensors in and takes them out again
         # for 65 us per child.
         for slots, tensors in ((self._parameters, parameters), (self._buffers, buffers)):
@@ -107,6 +108,7 @@ class SequentialFunction:
         pairs = list(zip(self._modules, self.children, strict=True))
         self._parameters = [_slot(module, name, "_parameters") for module, child in pairs for name in child.sites]
         self._buffers = [_slot(module, name, "_buffers") for module, child in pairs for name in child.buffers]
+        self._some_change_input = any(child.changes_input for child in self.children)
 
     def __getstate__(self) -> tuple[Any, ...]:
         """What travels is the skeletons as they were captured, without tensors."""
