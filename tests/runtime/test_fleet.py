@@ -100,7 +100,10 @@ class FileRecorder:
 def local_ray() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            address="local", num_cpus=4, resources={"spare": 3}, include_dashboard=False, log_to_driver=False,
+            logging_level="ERROR",
+        )  # fmt: skip
         try:
             yield
         finally:
@@ -253,7 +256,7 @@ def test_a_missed_deadline_names_the_edge(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_stage_is_named(local_ray: None, victim: int) -> None:
-    own = Fleet(3, {"CPU": 0})
+    own = Fleet(3, {"CPU": 0, "spare": 1})
     try:
         stages, tensors = faulty(3, 1, Nap(9, 1.0))
         configure(own, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
@@ -266,7 +269,7 @@ def test_a_killed_stage_is_named(local_ray: None, victim: int) -> None:
             os.kill(pids(own)[victim], signal.SIGKILL)
 
         threading.Timer(0.3, kill).start()
-        with pytest.raises(StageError, match=rf"^Stage {victim} died during step \d+"):
+        with pytest.raises(StageError, match=rf"^Stage {victim} died"):
             list(running)
         assert time.monotonic() - killed_s[0] < SOON_S
         assert [alive(pid) for pid in pids(own)] == [stage != victim for stage in range(3)]

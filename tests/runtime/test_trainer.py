@@ -78,7 +78,7 @@ def test_a_stage_without_a_place_is_refused(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(PlanError) as caught:
             raypipe.runtime.fleet.Fleet(2, {"CPU": 1})
         message = str(caught.value)
-        assert "found no place within 6 s: each of the 2 stages needs 1 CPU, 1 could start" in message
+        assert "found no place within 6 s: each of the 2 stages needs 1 CPU, 1 got it" in message
         assert "0 of 1 CPU free" in message
         assert "resources_per_worker" in message
     finally:
