@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from raypipe.engine.backward import gradients
+from raypipe.engine.backward import accumulate
 from raypipe.engine.channel import Channel
 from raypipe.engine.data import Source
 from raypipe.engine.feed import Feed, MicrobatchData
@@ -67,8 +67,7 @@ class Executor:
             mode: [state.buffers[name] for name in function.buffers]
             for mode, function in ((True, self.program.train), (False, self.program.eval))
         }
-        self._wanted_sites = [i for i, leaf in enumerate(self.sink.leaves) if leaf.requires_grad]
-        self._wanted_leaves = [self.sink.leaves[i] for i in self._wanted_sites]
+        self._trained_leaves = [leaf for leaf in self.sink.leaves if leaf.requires_grad]
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._live: dict[int, tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
@@ -239,17 +238,12 @@ class Executor:
         seeds = self._seeds.pop(microbatch, ())
         roots = [o for o, seed in zip(outputs, seeds, strict=True) if seed is not None]
         known = [seed for seed in seeds if seed is not None]
-        wanted = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
-        targets = [*self._wanted_leaves, *(inputs[i] for i in wanted)]
-        found: Sequence[torch.Tensor | None] = (None,) * len(targets)
-        if roots and targets:
-            found = gradients(roots, known, targets)
-        for i, gradient in zip(self._wanted_sites, found, strict=False):
-            if gradient is not None:
-                self.sink.add(i, gradient)
+        received = [x for x in inputs if x is not None and x.requires_grad]
+        leaves = [*self._trained_leaves, *received]
+        if roots and leaves:
+            accumulate(roots, known, leaves)
         if self.stage > self.program.first_trainable:
-            by_input = dict(zip(wanted, found[len(self._wanted_sites) :], strict=True))
-            self._seeds[microbatch] = tuple(by_input.get(i) for i in range(len(inputs)))
+            self._seeds[microbatch] = tuple(None if x is None else x.grad for x in inputs)
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         self._sent[0 if peer > self.stage else 1] += sum(t.nbytes for t in tensors if t is not None)

@@ -1,7 +1,9 @@
 """The one sink of gradients: an accumulator per use site, summed once before the optimizer's step.
 
-    backward --> add(site, gradient) --> accumulators --> sum over sites, in use order --> parameter.grad
+    backward --> leaf.grad of every use site --> sum over sites, in use order --> parameter.grad
 
+autograd adds a micro-batch's gradient to its leaf's, in the order of the backwards and in the parameter's own
+layout, exactly as it does for a plain parameter.
 Replicas, weight versions and deferred weight gradients attach here, not in the executor.
 """
 
@@ -21,7 +23,8 @@ class GradientSink:
 
     Attributes:
         leaves: one tensor per use site, in the order of ``program.train.sites``; each shares its parameter's
-            memory and is a leaf of its own, so that autograd tells the sites apart.
+            memory and is a leaf of its own, so that autograd tells the sites apart. Their ``grad`` are the
+            accumulators.
     """
 
     def __init__(self, program: StageProgram, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -32,29 +35,14 @@ class GradientSink:
             parameters[site.parameter].detach().requires_grad_(site.parameter in program.trainable)
             for site in self._sites
         ]
-        self._sums: list[torch.Tensor | None] = [None] * len(self._sites)
-        self._kept: list[torch.Tensor | None] = [None] * len(self._sites)
         self._positions: dict[str, list[int]] = {}
         for position, site in enumerate(self._sites):
             self._positions.setdefault(site.parameter, []).append(position)
 
-    def add(self, position: int, gradient: torch.Tensor) -> None:
-        """Add one micro-batch's gradient of one site; the order of calls is the order of the sum."""
-        total = self._sums[position]
-        if total is not None:
-            total.add_(gradient)
-            return
-        # A copy in the parameter's own layout, as torch's AccumulateGrad makes it: the gradient may be a
-        # view or shared with another leaf, and the norm's bits depend on the layout.
-        kept = self._kept[position]
-        total = kept if kept is not None else torch.empty_like(self.leaves[position], requires_grad=False)
-        self._kept[position] = None
-        self._sums[position] = total.copy_(gradient)
-
     def exported(self, peer: int) -> list[torch.Tensor | None]:
         """Accumulators of the parameters shared with stage ``peer``, for it to add to its own."""
         names = self._shared_names(peer)
-        return [self._sums[p] for name in names for p in self._positions[name]]
+        return [self.leaves[p].grad for name in names for p in self._positions[name]]
 
     def finish(self, imported: Mapping[int, Sequence[torch.Tensor | None]], peers: Mapping[int, StageProgram]) -> None:
         """Sum over sites into ``parameter.grad``; shared parameters get the same total on every holder.
@@ -70,7 +58,7 @@ class GradientSink:
             for site, tensor in zip(sites, tensors, strict=True):
                 foreign[site.parameter, site.index] = tensor
         for name in self._program.trainable:
-            own = {self._sites[p].index: self._sums[p] for p in self._positions.get(name, ())}
+            own = {self._sites[p].index: self.leaves[p].grad for p in self._positions.get(name, ())}
             own |= {index: tensor for (parameter, index), tensor in foreign.items() if parameter == name}
             parts = [own[index] for index in sorted(own)]
             used = [part for part in parts if part is not None]
@@ -83,13 +71,9 @@ class GradientSink:
             self._parameters[name].grad = total
 
     def reset(self) -> None:
-        """Forget the sums after the optimizer's step, keeping the memory of those that nobody else reads."""
-        for position, site in enumerate(self._sites):
-            if site.parameter not in self._program.shared_with:  # a link may still be sending a shared one
-                self._kept[position] = (
-                    self._sums[position] if self._sums[position] is not None else self._kept[position]
-                )
-            self._sums[position] = None
+        """Forget the sums after the optimizer's step; a link may still be sending some of them."""
+        for leaf in self.leaves:
+            leaf.grad = None
 
     def _shared_names(self, peer: int) -> list[str]:
         shared = self._program.shared_with

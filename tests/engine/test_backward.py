@@ -1,4 +1,4 @@
-"""The engine's own entry point gives what torch.autograd.grad gives."""
+"""The engine's own entry point does what torch.autograd.backward does."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ def test_gradients_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch, direct
         monkeypatch.setattr(backward, "_run", None)
     assert (backward._run is not None) == direct
     x, w, unused = (torch.randn(3, 3, requires_grad=True) for _ in range(3))
-    y = (x @ w).relu()
     seeds = (torch.randn(3, 3), torch.randn(3, 3))
-    expected = torch.autograd.grad([y, x], [x, w, unused], seeds, allow_unused=True, retain_graph=True)
-    found = backward.gradients([y, x], seeds, [x, w, unused])
-    assert found[2] is None
-    assert torch.equal(found[0], expected[0])  # type: ignore[arg-type]
-    assert torch.equal(found[1], expected[1])  # type: ignore[arg-type]
-    assert w.grad is None
+    expected = torch.autograd.grad([(x @ w).relu(), x], [x, w], seeds)
+    y = (x @ w).relu()
+    backward.accumulate([y, x], seeds, [x, w, unused])  # x is a relayed input: a root and a leaf
+    assert unused.grad is None
+    assert torch.equal(x.grad, expected[0])  # type: ignore[arg-type]
+    assert torch.equal(w.grad, expected[1])  # type: ignore[arg-type]
+    backward.accumulate([(x.detach() @ w).relu()], seeds[:1], [w])
+    assert torch.equal(w.grad, 2 * expected[1])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="second time"):
-        backward.gradients([y], seeds[:1], [w])
+        backward.accumulate([y], seeds[:1], [w])
