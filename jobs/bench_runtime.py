@@ -28,7 +28,6 @@ import pyarrow.parquet as pq
 import torch
 from bench_common import StageGaps, ideal_seconds, machine, machine_line, median
 from torch import nn
-from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
@@ -53,28 +52,23 @@ QUICK = Settings(_ALL[:2], _ALL[:1], ("auto",), WARM_UP_STEPS + 6, rounds=1)
 
 
 class _Accelerator(torch.autograd.Function):
-    """Adds the weight to the first feature, the only one with a meaning, and sleeps as an accelerator would work.
+    """Sleeps as an accelerator would work, and makes the tensors that it would have filled.
 
-    What little the processor does comes first, as a launch before the wait; the other features stay unwritten.
+    The weight's gradient is one per micro-batch, which is how the candidates' arithmetic is compared.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Block) -> torch.Tensor:
-        ctx.block, ctx.width = block, x.shape[1]
-        y = torch.empty(len(x), block.width)
-        torch.add(x[:, :1], weight, out=y[:, :1])
+        ctx.block, ctx.shape = block, x.shape
+        y = torch.zeros(len(x), block.width)
         time.sleep(block.forward_s)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
-        of_weight = gradient[:, :1].sum(0)
-        of_x = gradient
-        if ctx.width != ctx.block.width:
-            of_x = torch.empty(len(gradient), ctx.width)
-            of_x[:, :1] = gradient[:, :1]
+        of_x = torch.empty(ctx.shape) if ctx.needs_input_grad[0] else None
         time.sleep(ctx.block.backward_s)
-        return (of_x if ctx.needs_input_grad[0] else None), of_weight, None
+        return of_x, ctx.block.of_weight, None
 
 
 class Block(nn.Module):
@@ -85,6 +79,7 @@ class Block(nn.Module):
         self.width = width
         self.forward_s, self.backward_s = FORWARD_S + handicap_s, BACKWARD_S + handicap_s
         self.weight = nn.Parameter(torch.zeros(1))
+        self.of_weight = torch.ones(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Accelerator.apply(x, self.weight, self)
@@ -95,11 +90,16 @@ def blocks(num_stages: int, handicap_s: float = 0.0) -> list[Block]:
     return [Block(1 if stage == num_stages - 1 else WIDTH, handicap_s) for stage in range(num_stages)]
 
 
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """One operation; its value does not matter, since a block's gradient is one per micro-batch."""
+    return output.sum()
+
+
 class Trial(NamedTuple):
-    """One run: seconds of the steps after the warm-up, the loss of the last one, and one traced step by stage."""
+    """One run: seconds of the steps after the warm-up, the first weight at the end, one traced step by stage."""
 
     step_s: list[float]
-    loss: float
+    weight: float
     gaps: dict[int, StageGaps]
 
 
@@ -113,7 +113,7 @@ def run_ours(num_stages: int, num_microbatches: int, schedule: str, num_steps: i
     with tempfile.TemporaryDirectory(prefix="bench-runtime-") as folder:
         result = raypipe.PipelineTrainer(
             nn.Sequential(*blocks(num_stages, handicap_s)),
-            loss_fn=mse_loss,
+            loss_fn=loss_of,
             optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=LEARNING_RATE),
             train_data=TensorDataset(torch.ones(count, 1), torch.full((count, 1), 2.0)),
             pipeline=raypipe.PipelineConfig(
@@ -127,9 +127,11 @@ def run_ours(num_stages: int, num_microbatches: int, schedule: str, num_steps: i
             run_config=ray.train.RunConfig(name="bench", storage_path=folder),
         ).fit(num_steps=num_steps)
         assert result.path is not None
+        assert result.checkpoint is not None
+        weight = raypipe.load_state_dict(result.checkpoint)["0.weight"].item()
         rows = pq.read_table(Path(result.path) / "timeline" / "spans.parquet").to_pylist()
     gaps = bench_common.stage_gaps(row for row in rows if row["source"] == "measured")
-    return Trial([r.seconds for r in result.records[WARM_UP_STEPS:]], result.records[-1].loss, gaps)
+    return Trial([r.seconds for r in result.records[WARM_UP_STEPS:]], weight, gaps)
 
 
 def run_torch(num_stages: int, num_microbatches: int, num_steps: int) -> Trial:
@@ -158,7 +160,7 @@ def run_torch(num_stages: int, num_microbatches: int, num_steps: int) -> Trial:
     # A step ends when its last stage does, as in our records; all processes read the same clock.
     ends_s = [max(at) for at in zip(*(file["ends_s"] for file in files), strict=True)]
     seconds = [after - before for before, after in itertools.pairwise(ends_s)]
-    return Trial(seconds[WARM_UP_STEPS - 1 :], files[-1]["loss"], {})
+    return Trial(seconds[WARM_UP_STEPS - 1 :], files[0]["weight"], {})
 
 
 def _torch_stage(rank: int, num_stages: int, num_microbatches: int, num_steps: int, folder: str) -> None:
@@ -176,8 +178,7 @@ def _torch_stage(rank: int, num_stages: int, num_microbatches: int, num_steps: i
         block = blocks(num_stages)[rank]
         optimizer = torch.optim.SGD(block.parameters(), lr=LEARNING_RATE)
         stage = PipelineStage(block, rank, num_stages, torch.device("cpu"))
-        share = 1 / num_microbatches
-        schedule = Schedule1F1B(stage, num_microbatches, lambda y, t: mse_loss(y, t) * share, scale_grads=False)
+        schedule = Schedule1F1B(stage, num_microbatches, loss_of, scale_grads=False)
         inputs = [torch.ones(num_microbatches, 1)] if rank == 0 else []
         target = torch.full((num_microbatches, 1), 2.0)
         ends_s: list[float] = []
@@ -189,8 +190,7 @@ def _torch_stage(rank: int, num_stages: int, num_microbatches: int, num_steps: i
             optimizer.step()
             optimizer.zero_grad()
             ends_s.append(time.monotonic())
-        loss = sum(each.item() for each in losses)
-        (Path(folder) / f"{rank}.json").write_text(json.dumps({"ends_s": ends_s, "loss": loss}))
+        (Path(folder) / f"{rank}.json").write_text(json.dumps({"ends_s": ends_s, "weight": block.weight.item()}))
         dist.barrier()  # nobody leaves while another one still talks to him
     finally:
         dist.destroy_process_group()
@@ -238,10 +238,10 @@ def measure(shape: tuple[int, int], settings: Settings, handicap_s: float) -> Me
             trial = run_ours(*shape, candidate, settings.num_steps, 0.0)
         measured.trials.setdefault(candidate, []).append(trial)
         print(f"S={shape[0]} M={shape[1]} {candidate}: median step {median(trial.step_s) * 1e3:.1f} ms", end=", ")
-        print(f"loss {trial.loss:.6f}, {time.monotonic() - begin_s:.0f} s in all; {machine_line()}", flush=True)
-    losses = {candidate: trials[0].loss for candidate, trials in measured.trials.items()}
-    if max(losses.values()) - min(losses.values()) > 1e-5:
-        raise RuntimeError(f"The candidates did not train alike; their last losses: {losses}")
+        print(f"{time.monotonic() - begin_s:.0f} s in all; {machine_line()}", flush=True)
+        expected = -LEARNING_RATE * shape[1] * settings.num_steps
+        if abs(trial.weight - expected) > 1e-4 * abs(expected):
+            raise RuntimeError(f"{candidate} trained to {trial.weight}, every micro-batch of every step to {expected}")
     return measured
 
 
