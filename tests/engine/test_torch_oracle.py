@@ -160,7 +160,7 @@ def test_both_refuse_a_reversed_plan():
     )
     with pytest.raises(AssertionError, match="without first running Forward"):
         checked(reversed_plan)
-    with pytest.raises(ScheduleError, match=r"0B0 .* waits for 0F0"):
+    with pytest.raises(ScheduleError, match=r"2B3 .* waits for 2F3"):
         validate(lower(reversed_plan))
 
 
