@@ -6,6 +6,7 @@ here every action is a few lines, and whatever goes wrong is raised with the act
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -238,12 +239,18 @@ class Executor:
         seeds = self._seeds.pop(microbatch, ())
         roots = [o for o, seed in zip(outputs, seeds, strict=True) if seed is not None]
         known = [seed for seed in seeds if seed is not None]
-        received = [x for x in inputs if x is not None and x.requires_grad]
-        leaves = [*self._trained_leaves, *received]
+        received = {i: x for i, x in enumerate(inputs) if x is not None and x.requires_grad}
+        leaves = [*self._trained_leaves, *received.values()]
+        # Taken as they come: a leaf's grad is laid out like the leaf, and a convolution below, whose sums follow
+        # the layout of its gradient, would round differently.
+        arrived: dict[int, torch.Tensor] = {}
+        hooks = [x.register_hook(functools.partial(arrived.__setitem__, i)) for i, x in received.items()]
         if roots and leaves:
             accumulate(roots, known, leaves)
+        for hook in hooks:
+            hook.remove()
         if self.stage > self.program.first_trainable:
-            self._seeds[microbatch] = tuple(None if x is None else x.grad for x in inputs)
+            self._seeds[microbatch] = tuple(arrived.get(i) for i in range(len(inputs)))
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         self._sent[0 if peer > self.stage else 1] += sum(t.nbytes for t in tensors if t is not None)
