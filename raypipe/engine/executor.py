@@ -6,13 +6,12 @@ here every action is a few lines, and whatever goes wrong is raised with the act
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from raypipe.engine.backward import accumulate
+from raypipe.engine.backward import gradients
 from raypipe.engine.channel import Channel
 from raypipe.engine.data import Source
 from raypipe.engine.feed import Feed, MicrobatchData
@@ -68,7 +67,6 @@ class Executor:
             mode: [state.buffers[name] for name in function.buffers]
             for mode, function in ((True, self.program.train), (False, self.program.eval))
         }
-        self._trained_leaves = [leaf for leaf in self.sink.leaves if leaf.requires_grad]
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._live: dict[int, tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
@@ -239,18 +237,16 @@ class Executor:
         seeds = self._seeds.pop(microbatch, ())
         roots = [o for o, seed in zip(outputs, seeds, strict=True) if seed is not None]
         known = [seed for seed in seeds if seed is not None]
-        received = {i: x for i, x in enumerate(inputs) if x is not None and x.requires_grad}
-        leaves = [*self._trained_leaves, *received.values()]
-        # Taken as they come: a leaf's grad is laid out like the leaf, and a convolution below, whose sums follow
-        # the layout of its gradient, would round differently.
-        arrived: dict[int, torch.Tensor] = {}
-        hooks = [x.register_hook(functools.partial(arrived.__setitem__, i)) for i, x in received.items()]
+        received = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
+        leaves = [*self.sink.trained, *(inputs[i] for i in received)]
+        found: Sequence[torch.Tensor | None] = (None,) * len(leaves)
         if roots and leaves:
-            accumulate(roots, known, leaves)
-        for hook in hooks:
-            hook.remove()
+            found = gradients(roots, known, leaves)
+        trained = len(self.sink.trained)
+        self.sink.add(found[:trained])
         if self.stage > self.program.first_trainable:
-            self._seeds[microbatch] = tuple(arrived.get(i) for i in range(len(inputs)))
+            by_input = dict(zip(received, found[trained:], strict=True))
+            self._seeds[microbatch] = tuple(by_input.get(i) for i in range(len(inputs)))
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         self._sent[0 if peer > self.stage else 1] += sum(t.nbytes for t in tensors if t is not None)

@@ -1,9 +1,7 @@
 """The one sink of gradients: an accumulator per use site, summed once before the optimizer's step.
 
-    backward --> leaf.grad of every use site --> sum over sites, in use order --> parameter.grad
+    backward --> add(gradients) --> an accumulator per use site --> sum over sites, in use order --> parameter.grad
 
-autograd adds a micro-batch's gradient to its leaf's, in the order of the backwards and in the parameter's own
-layout, exactly as it does for a plain parameter.
 Replicas, weight versions and deferred weight gradients attach here, not in the executor.
 """
 
@@ -23,8 +21,8 @@ class GradientSink:
 
     Attributes:
         leaves: one tensor per use site, in the order of ``program.train.sites``; each shares its parameter's
-            memory and is a leaf of its own, so that autograd tells the sites apart. Their ``grad`` are the
-            accumulators.
+            memory and is a leaf of its own, so that autograd tells the sites apart.
+        trained: those of them that require a gradient.
     """
 
     def __init__(self, program: StageProgram, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -35,14 +33,45 @@ class GradientSink:
             parameters[site.parameter].detach().requires_grad_(site.parameter in program.trainable)
             for site in self._sites
         ]
+        self.trained = [leaf for leaf in self.leaves if leaf.requires_grad]
+        self._trained_at = [position for position, leaf in enumerate(self.leaves) if leaf.requires_grad]
+        self._sums: list[torch.Tensor | None] = [None] * len(self._sites)
+        self._kept: list[torch.Tensor | None] = [None] * len(self._sites)
         self._positions: dict[str, list[int]] = {}
         for position, site in enumerate(self._sites):
             self._positions.setdefault(site.parameter, []).append(position)
 
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add one micro-batch's gradients of ``trained``; the order of calls is the order of the sums.
+
+        The first one is copied into the parameter's own layout, as torch's AccumulateGrad does: it may be a view
+        or shared with another leaf, and the norm's bits depend on the layout.
+        """
+        copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for position, gradient in zip(self._trained_at, gradients, strict=True):
+            if gradient is None:
+                continue
+            total = self._sums[position]
+            if total is None:
+                total = self._kept[position]
+                if total is None:
+                    total = torch.empty_like(self.leaves[position], requires_grad=False)
+                self._sums[position], self._kept[position] = total, None
+                copies[0].append(total)
+                copies[1].append(gradient)
+            else:
+                sums[0].append(total)
+                sums[1].append(gradient)
+        if copies[0]:
+            torch._foreach_copy_(*copies)
+        if sums[0]:
+            torch._foreach_add_(*sums)
+
     def exported(self, peer: int) -> list[torch.Tensor | None]:
         """Accumulators of the parameters shared with stage ``peer``, for it to add to its own."""
         names = self._shared_names(peer)
-        return [self.leaves[p].grad for name in names for p in self._positions[name]]
+        return [self._sums[p] for name in names for p in self._positions[name]]
 
     def finish(self, imported: Mapping[int, Sequence[torch.Tensor | None]], peers: Mapping[int, StageProgram]) -> None:
         """Sum over sites into ``parameter.grad``; shared parameters get the same total on every holder.
@@ -58,7 +87,7 @@ class GradientSink:
             for site, tensor in zip(sites, tensors, strict=True):
                 foreign[site.parameter, site.index] = tensor
         for name in self._program.trainable:
-            own = {self._sites[p].index: self.leaves[p].grad for p in self._positions.get(name, ())}
+            own = {self._sites[p].index: self._sums[p] for p in self._positions.get(name, ())}
             own |= {index: tensor for (parameter, index), tensor in foreign.items() if parameter == name}
             parts = [own[index] for index in sorted(own)]
             used = [part for part in parts if part is not None]
@@ -71,9 +100,11 @@ class GradientSink:
             self._parameters[name].grad = total
 
     def reset(self) -> None:
-        """Forget the sums after the optimizer's step; a link may still be sending some of them."""
-        for leaf in self.leaves:
-            leaf.grad = None
+        """Forget the sums after the optimizer's step, keeping the memory of those that no link may still be sending."""
+        for position, site in enumerate(self._sites):
+            if self._sums[position] is not None and site.parameter not in self._program.shared_with:
+                self._kept[position] = self._sums[position]
+            self._sums[position] = None
 
     def _shared_names(self, peer: int) -> list[str]:
         shared = self._program.shared_with
