@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "LinkAbortedError",
     "LinkError",
     "PlanError",
     "RaypipeError",
@@ -41,6 +42,10 @@ class ScheduleError(RaypipeError):
 
 class LinkError(RaypipeError):
     """A link between two stages failed or missed its deadline; names link, action and micro-batch."""
+
+
+class LinkAbortedError(LinkError):
+    """A link was ended on purpose because something failed elsewhere; never the root cause."""
 
 
 class StageError(RaypipeError):

@@ -58,7 +58,8 @@ class Executor:
         self.feed = Feed(
             sources,
             {"train": self.program.train.columns, "eval": self.program.eval.columns},
-            self.program.targets,
+            self.program.targets
+            or (("labels",) if self.last and settings.loss_reduction not in ("mean", "sum") else ()),
             weighs=self.last,
             reduction=settings.loss_reduction,
         )
@@ -257,7 +258,7 @@ class Executor:
         try:
             return self.channels[peer].recv(action, self.settings.timeout_s)
         except LinkError as error:
-            raise LinkError(f"Stage {self.stage} in {self._action}: {error}") from error
+            raise type(error)(f"Stage {self.stage} in {self._action}: {error}") from error
         finally:
             self._wait_s += time.monotonic() - begin_s
 

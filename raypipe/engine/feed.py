@@ -27,7 +27,7 @@ class Feed:
     Args:
         sources: "train" and, for evaluation, "eval".
         columns: that the stage reads in training and in evaluation, by mode.
-        targets: columns that the loss reads.
+        targets: columns that the loss reads, the last of which loss_reduction counts.
         weighs: whether this is the last stage, which needs the weights.
         reduction: see PipelineConfig.loss_reduction.
     """
@@ -78,6 +78,5 @@ class Feed:
         self._at = (mode, segment.epoch, begin)
 
     def _counted(self, whole: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
-        """What loss_reduction counts: the target, or ``labels`` where the model makes its own loss."""
-        names = self._targets or (("labels",) if "labels" in whole else ())
-        return whole[names[-1]] if names else None
+        """What loss_reduction counts."""
+        return whole[self._targets[-1]] if self._targets else None

@@ -71,7 +71,7 @@ class GradientSink:
     def exported(self, peer: int) -> list[torch.Tensor | None]:
         """Accumulators of the parameters shared with stage ``peer``, for it to add to its own."""
         names = self._shared_names(peer)
-        return [self._sums[p] for name in names for p in self._positions[name]]
+        return [self._sums[p] for name in names for p in self._positions.get(name, ())]
 
     def finish(self, imported: Mapping[int, Sequence[torch.Tensor | None]], peers: Mapping[int, StageProgram]) -> None:
         """Sum over sites into ``parameter.grad``; shared parameters get the same total on every holder.

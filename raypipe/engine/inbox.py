@@ -60,7 +60,7 @@ class Inbox:
                     return self._messages.pop(action)
                 if self._error is not None:
                     message = f"{self._error} (waiting for {action}, micro-batch {action.microbatch})"
-                    raise LinkError(message) from self._error
+                    raise type(self._error)(message) from self._error
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise LinkError(

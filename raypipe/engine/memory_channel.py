@@ -13,7 +13,7 @@ import torch
 
 from raypipe.engine import frame
 from raypipe.engine.inbox import Inbox
-from raypipe.errors import LinkError
+from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
 __all__ = ["InMemoryChannel"]
@@ -48,7 +48,7 @@ class InMemoryChannel:
         return self._inbox.take(action, timeout_s)
 
     def abort(self, reason: str) -> None:
-        error = LinkError(f"{self.name}: aborted: {reason}")
+        error = LinkAbortedError(f"{self.name}: aborted: {reason}")
         for end in (self, self._peer):
             end._fail(error)
 
@@ -65,4 +65,4 @@ class InMemoryChannel:
     def _raise_if_failed(self) -> None:
         with self._lock:
             if self._error is not None:
-                raise LinkError(str(self._error)) from self._error
+                raise type(self._error)(str(self._error)) from self._error

@@ -106,3 +106,5 @@ def run_on_ray(
     finally:
         with contextlib.suppress(RayError):
             ray.kill(driver, no_restart=True)
+        # Handles kept alive by a traceback would speak to an actor of the next session, whose ids repeat.
+        del driver, finished

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -12,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypipe.errors import LinkError, PlanError, RaypipeError, StageError
+from raypipe.errors import ConfigError, LinkAbortedError, LinkError, PlanError, RaypipeError, StageError
 from raypipe.ir.plan import Segment
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
@@ -25,6 +26,21 @@ START_TIMEOUT_S = 150.0
 OPEN_TIMEOUT_S = 60.0
 GRACE_S = 2.0
 """After a first failure, how long to wait for a better explanation from the other stages."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One ``Fleet.run``: its number, the long calls, the polls under way (with their stages), what came so far."""
+
+    run: int
+    works: dict[Any, int]
+    polls: dict[Any, int]
+    received: list[list[list[StepReport]]]
+
+    @property
+    def complete(self) -> int:
+        """Segments that every stage has reported."""
+        return min(map(len, self.received))
 
 
 class Fleet:
@@ -40,12 +56,18 @@ class Fleet:
 
     def __init__(self, num_workers: int, resources: Mapping[str, float]) -> None:
         needs = {name: amount for name, amount in resources.items() if amount}
+        if not needs:
+            raise ConfigError(
+                "resources_per_worker asks for nothing, so stages could not be placed; give each at least a share of a "
+                'CPU: ScalingConfig(resources_per_worker={"CPU": 0.1}).'
+            )
         extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         self.generation = -1
         self.workers: list[Any] = []
         self._places = _reserve(num_workers, needs)
         self.actors: list[Any] = []
         self._rows: set[tuple[int, bool]] = set()
+        self._run = 0
         try:
             for place in self._places:
                 options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
@@ -114,9 +136,13 @@ class Fleet:
         Raises:
             StageError, LinkError: the root cause of the first failure; every stage has been released.
         """
-        works = [actor.work.remote() for actor in self.actors]
-        polls = {actor.reports.remote(0): stage for stage, actor in enumerate(self.actors)}
-        received: list[list[list[StepReport]]] = [[] for _ in self.actors]
+        self._run += 1
+        flight = _Flight(
+            self._run,
+            {actor.work.remote(self._run): stage for stage, actor in enumerate(self.actors)},
+            {actor.reports.remote(self._run, 0): stage for stage, actor in enumerate(self.actors)},
+            [[] for _ in self.actors],
+        )
         submitted = yielded = 0
         more = True
         while more or yielded < submitted:
@@ -129,12 +155,15 @@ class Fleet:
                 else:
                     for actor in self.actors:
                         actor.submit.remote(None)
-            while yielded < submitted and min(map(len, received)) <= yielded:
-                self._gather(works, polls, received)
-            if yielded < submitted:
-                yield [reports[yielded] for reports in received]
+            failure = None
+            while failure is None and yielded < submitted and flight.complete <= yielded:
+                failure = self._gather(flight)
+            while yielded < flight.complete and (failure is not None or yielded < submitted):
+                yield [reports[yielded] for reports in flight.received]
                 yielded += 1
-        self._all(works, GRACE_S, "finishing")
+            if failure is not None:
+                raise failure
+        self._all(list(flight.works), GRACE_S, "finishing")
 
     def _submit(self, order: Order, schedules: Callable[[int], Schedule]) -> None:
         known = (order.segment.schedule_id, order.training)
@@ -146,42 +175,33 @@ class Fleet:
         for actor in self.actors:
             actor.submit.remote(order)
 
-    def _gather(self, works: list[Any], polls: dict[Any, int], received: list[list[list[StepReport]]]) -> None:
-        """Wait until some stage has news: more reports, or an end that is too early."""
-        done, _ = ray.wait([*works, *polls], num_returns=1, timeout=None)
+    def _gather(self, flight: _Flight) -> RaypipeError | None:
+        """Wait until some stage has news: more reports, or an end that is too early, which is returned."""
+        done, _ = ray.wait([*flight.polls, *flight.works], num_returns=1, timeout=None)
+        ref = done[0]
         try:
-            news = ray.get(done[0])
+            news = ray.get(ref)
         except RayError:
-            raise self._root_cause(works) from None
-        if done[0] in polls:
-            stage = polls.pop(done[0])
-            received[stage] += news
-            polls[self.actors[stage].reports.remote(len(received[stage]))] = stage
+            return self._root_cause(flight)
+        if ref in flight.polls:
+            stage = flight.polls.pop(ref)
+            flight.received[stage] += news
+            poll = self.actors[stage].reports.remote(flight.run, len(flight.received[stage]))
+            flight.polls[poll] = stage
         else:
-            works.remove(done[0])  # ended in order: all its reports are on their way
+            del flight.works[ref]  # ended in order: all its reports are on their way
+        return None
 
-    def _root_cause(self, works: Sequence[Any]) -> RaypipeError:
-        """Release everybody, then the failure that explains the others: the user's error, a death, a link."""
-        for actor in self.actors:
-            actor.abort.remote("another stage failed")
-        ray.wait(list(works), num_returns=len(works), timeout=GRACE_S)
-        found: list[tuple[int, RaypipeError]] = []
-        for stage, ref in enumerate(works):
-            try:
-                ray.get(ref, timeout=0)
-            except GetTimeoutError:
-                found.append((3, LinkError(f"Stage {stage} did not stop within {GRACE_S:g} s.")))
-            except RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, StageError):
-                    found.append((0, cause))
-                elif isinstance(cause, LinkError):
-                    found.append((2, cause))
-                else:
-                    found.append((0, StageError(f"Stage {stage} failed: {error}")))
-            except RayActorError as error:
-                found.append((1, StageError(f"Stage {stage} died: {str(error).splitlines()[0]}")))
-        return min(found, key=lambda item: item[0])[1]
+    def _root_cause(self, flight: _Flight) -> RaypipeError:
+        """Release everybody, take the reports of finished steps, and find the failure that explains the others."""
+        aborts = [actor.abort.remote(self.generation, "another stage failed") for actor in self.actors]
+        ray.wait([*aborts, *flight.works], num_returns=len(aborts) + len(flight.works), timeout=GRACE_S)
+        for stage, actor in enumerate(self.actors):
+            with contextlib.suppress(RayError):
+                last = actor.reports.remote(flight.run, len(flight.received[stage]), 0.0)
+                flight.received[stage] += ray.get(last, timeout=GRACE_S)
+        found = [_failure(ref, stage, flight.complete) for ref, stage in flight.works.items()]
+        return min(filter(None, found), key=lambda item: item[0])[1]
 
     def _all(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
         try:
@@ -237,3 +257,22 @@ def _reserve(num_workers: int, needs: Mapping[str, float]) -> list[PlacementGrou
             "ScalingConfig(resources_per_worker=...)."
         )
     return groups
+
+
+def _failure(ref: Any, stage: int, segments: int) -> tuple[int, RaypipeError] | None:
+    """How a stage's long call failed, and how far from the root it is: the user's error, a death, a link, an abort."""
+    try:
+        ray.get(ref, timeout=0)
+    except GetTimeoutError:
+        return 4, LinkError(f"Stage {stage} did not stop within {GRACE_S:g} s.")
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, LinkAbortedError):
+            return 3, cause
+        if isinstance(cause, LinkError):
+            return 2, cause
+        return 0, cause if isinstance(cause, StageError) else StageError(f"Stage {stage} failed: {error}")
+    except RayActorError as error:
+        first = str(error).splitlines()[0]
+        return 1, StageError(f"Stage {stage} died after {segments} segments of this run: {first}")
+    return None

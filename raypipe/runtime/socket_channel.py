@@ -29,7 +29,7 @@ import torch
 
 from raypipe.engine import frame, layout
 from raypipe.engine.inbox import Inbox
-from raypipe.errors import LinkError
+from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
 __all__ = ["SocketChannel"]
@@ -83,14 +83,14 @@ class SocketChannel:
     def send(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         frame.check_count(action, tensors, self.max_tensors)
         if self._send_error is not None:
-            raise LinkError(f"{self._send_error} (sending {action}, micro-batch {action.microbatch})")
+            raise type(self._send_error)(f"{self._send_error} (sending {action}, micro-batch {action.microbatch})")
         self._orders.put((action, tensors))
 
     def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
         return self._inbox.take(action, timeout_s)
 
     def abort(self, reason: str) -> None:
-        self._fail(LinkError(f"{self.name}: aborted: {reason}"), tell_peer=reason)
+        self._fail(LinkAbortedError(f"{self.name}: aborted: {reason}"), tell_peer=reason)
 
     def close(self) -> None:
         with self._close_once:
@@ -138,7 +138,7 @@ class SocketChannel:
         """The peer aborted, or takes no more messages: what it still sends belongs to the receiving thread."""
         reason = self._abort_notice()
         if reason is not None:
-            self._fail(LinkError(f"{self.name}: aborted by the peer: {reason}"))
+            self._fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"))
             return
         with self._lock:
             why = f" ({cause})" if cause is not None else ""
@@ -167,7 +167,7 @@ class SocketChannel:
             ending = "the peer closed the link or died."
         reason = self._abort_notice()
         if reason is not None:
-            self._fail(LinkError(f"{self.name}: aborted by the peer: {reason}"))
+            self._fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"))
         else:
             gone = LinkError(f"{self.name}: {ending}")
             self._inbox.fail(gone, keep=True)

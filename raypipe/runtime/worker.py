@@ -83,6 +83,8 @@ class _StageActor:
         self._spans: tuple[Span, ...] = ()
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._done: list[list[StepReport]] = []
+        self._run = -1
+        self._generation = -1
         self._grown = threading.Condition()
 
     @ray.method(concurrency_group="control")
@@ -127,7 +129,7 @@ class _StageActor:
             setup.open_timeout_s,
             {peer: f"stage {stage} <-> stage {peer}" for peer in peers},
         )
-        self._setup, self._rows, self._orders = setup, {}, SimpleQueue()
+        self._setup, self._rows, self._orders, self._generation = setup, {}, SimpleQueue(), generation
         self._executor = Executor(programs, stage, self._state, channels, setup.sources, setup.settings)
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
@@ -143,10 +145,16 @@ class _StageActor:
         """Queue a segment for ``work``; None ends it after those before."""
         self._orders.put(order)
 
-    def work(self) -> None:
-        """Carry out orders until None. Spans stay here until ``spans()`` asks for them."""
+    def work(self, run: int) -> None:
+        """Carry out orders until None. Spans stay here until ``spans()`` asks for them.
+
+        Args:
+            run: number of this call, by which ``reports`` tells it from the one before.
+        """
         assert self._executor is not None, "configure() comes first"
-        executor, self._done = self._executor, []
+        executor = self._executor
+        with self._grown:
+            self._run, self._done = run, []
         try:
             while (order := self._orders.get()) is not None:
                 row = self._rows[order.segment.schedule_id, order.training]
@@ -163,16 +171,16 @@ class _StageActor:
             raise type(error)(_with_traceback(error)) from None
 
     @ray.method(concurrency_group="control")
-    def reports(self, since: int) -> list[list[StepReport]]:
-        """Reports of the segments number ``since`` and later of this ``work``; waits a while for the first."""
+    def reports(self, run: int, since: int, wait_s: float = REPORTS_WAIT_S) -> list[list[StepReport]]:
+        """Reports of the segments number ``since`` and later of ``work(run)``; waits a while for the first."""
         with self._grown:
-            self._grown.wait_for(lambda: len(self._done) > since, timeout=REPORTS_WAIT_S)
-            return self._done[since:]
+            self._grown.wait_for(lambda: self._run == run and len(self._done) > since, timeout=wait_s)
+            return self._done[since:] if self._run == run else []
 
     @ray.method(concurrency_group="control")
-    def abort(self, reason: str) -> None:
-        """End every wait of the running segment."""
-        if self._executor is not None:
+    def abort(self, generation: int, reason: str) -> None:
+        """End every wait of the running segment, unless this stage belongs to another generation by now."""
+        if self._executor is not None and generation == self._generation:
             self._executor.abort(reason)
 
     @ray.method(concurrency_group="control")

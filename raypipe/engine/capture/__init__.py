@@ -91,8 +91,9 @@ class Capture:
                 num_sites[site.parameter] = num_sites.get(site.parameter, 0) + 1
             for name in dict.fromkeys(site.parameter for site in function.sites):
                 holders.setdefault(name, []).append(index)
-        for name in self.parameters:  # never used in training: kept, so that the state is complete
-            holders.setdefault(name, [0])
+        for name in self.parameters:  # not used in training: held by who evaluates with it, or kept by stage 0
+            evaluating = [i for i, f in enumerate(evals) if any(site.parameter == name for site in f.sites)]
+            holders.setdefault(name, evaluating or [0])
         read = {name for function in (*trains, *evals) for name in function.buffers}
         unread = [name for name in self.buffers if name not in read]  # kept too
         trainable = self.trainable
