@@ -2,7 +2,9 @@
 
 A block sleeps 10 ms forward and 20 ms backward, as a process does that waits for its accelerator, and hands on
 256 KB per micro-batch. One block per stage, so an ideal step takes (M + S - 1)(f + b), where f and b are
-medians of one lone process that only sleeps, measured just before.
+medians of one lone process that runs those blocks one after the other in plain PyTorch, just before: launching
+a block and its backward costs a millisecond of processor time here without any pipeline. The ratio to a lone
+process that only calls time.sleep, and to the nominal 30 ms, stand beside it.
 
     ours    PipelineTrainer.fit on Ray: run folder, metrics, progress line and optimizer step included
     torch   torch.distributed.pipelining, 1F1B over gloo on the loopback, optimizer step included
@@ -196,13 +198,52 @@ def _torch_stage(rank: int, num_stages: int, num_microbatches: int, num_steps: i
         dist.destroy_process_group()
 
 
+def lone_blocks_s(num_stages: int, rounds: int = 10) -> tuple[list[float], list[float]]:
+    """Forward and backward of every block in a process of its own, in plain PyTorch, with nothing else running."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="bench-runtime-") as folder:
+        alone = context.Process(target=_lone, args=(num_stages, rounds, folder))
+        alone.start()
+        alone.join(TORCH_TIMEOUT_S)
+        if alone.exitcode != 0:
+            alone.kill()
+            alone.join(10)
+            raise RuntimeError(f"The lone process ended with {alone.exitcode}")
+        forward_s, backward_s = json.loads((Path(folder) / "lone.json").read_text())
+    return forward_s, backward_s
+
+
+def _lone(num_stages: int, rounds: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    chain = blocks(num_stages)
+    forward_s: list[float] = []
+    backward_s: list[float] = []
+    for turn in range(rounds + 1):
+        widths = [1, *(block.width for block in chain[:-1])]
+        for index, (block, width) in enumerate(zip(chain, widths, strict=True)):
+            x = torch.zeros(1, width, requires_grad=index > 0)
+            begin_s = time.perf_counter()
+            y = block(x)
+            if index == num_stages - 1:
+                y = loss_of(y, y)
+            middle_s = time.perf_counter()
+            torch.autograd.backward(y, torch.ones_like(y))
+            end_s = time.perf_counter()
+            if turn:  # the first one warms up
+                forward_s.append(middle_s - begin_s)
+                backward_s.append(end_s - middle_s)
+    (Path(folder) / "lone.json").write_text(json.dumps([forward_s, backward_s]))
+
+
 class Measured(NamedTuple):
-    """All trials of one configuration by candidate, and the lone process's sleeps."""
+    """All trials of one configuration by candidate, and what a lone process took: the blocks, and bare sleeps."""
 
     shape: tuple[int, int]
     trials: dict[str, list[Trial]]
     forward_s: list[float]
     backward_s: list[float]
+    sleep_forward_s: list[float]
+    sleep_backward_s: list[float]
 
     @property
     def costs_s(self) -> tuple[float, float]:
@@ -217,18 +258,24 @@ class Measured(NamedTuple):
         """Median step over the ideal one."""
         return self.step_s(candidate) / ideal_seconds(*self.shape, *self.costs_s)
 
+    def sleep_ratio(self, candidate: str) -> float:
+        """Over the ideal of stages that only sleep."""
+        sleeps = median(self.sleep_forward_s), median(self.sleep_backward_s)
+        return self.step_s(candidate) / ideal_seconds(*self.shape, *sleeps)
+
     def nominal_ratio(self, candidate: str) -> float:
         return self.step_s(candidate) / ideal_seconds(*self.shape, FORWARD_S, BACKWARD_S)
 
 
 def measure(shape: tuple[int, int], settings: Settings, handicap_s: float) -> Measured:
     """Candidates in turn, each after the lone process has slept again."""
-    measured = Measured(shape, {}, [], [])
+    measured = Measured(shape, {}, [], [], [], [])
     candidates = [*settings.schedules[:1], *(["torch"] if shape in settings.torch_configurations else [])]
     candidates += [*(["handicapped"] if handicap_s else []), *settings.schedules[1:]]
     for candidate in candidates * settings.rounds:
-        for kept, slept in zip(measured[2:], bench_common.lone_sleeps_s((FORWARD_S, BACKWARD_S), 30), strict=True):
-            kept.extend(slept)
+        lone = (*lone_blocks_s(shape[0]), *bench_common.lone_sleeps_s((FORWARD_S, BACKWARD_S), 20))
+        for kept, took in zip(measured[2:], lone, strict=True):
+            kept.extend(took)
         begin_s = time.monotonic()
         if candidate == "torch":
             trial = run_torch(*shape, settings.num_steps)
@@ -252,6 +299,7 @@ def figures_of(measured: Measured) -> dict[str, float]:
     for candidate in measured.trials:
         name = "{}_s{}_m{}".format(names.get(candidate, f"overhead_{candidate}"), *measured.shape)
         found[name] = measured.ratio(candidate)
+        found[f"{name}_sleep"] = measured.sleep_ratio(candidate)
         found[f"{name}_nominal"] = measured.nominal_ratio(candidate)
     return found
 
@@ -262,7 +310,8 @@ def raw_of(measured: Measured) -> dict[str, Any]:
         candidate: [{**trial._asdict(), "gaps": {s: g._asdict() for s, g in trial.gaps.items()}} for trial in found]
         for candidate, found in measured.trials.items()
     }
-    return {"lone_forward_s": measured.forward_s, "lone_backward_s": measured.backward_s, "trials": trials}
+    alone = {name: getattr(measured, name) for name in Measured._fields[2:]}
+    return {"lone": alone, "trials": trials}
 
 
 def main() -> int:
@@ -279,15 +328,15 @@ def main() -> int:
         raw["s{}_m{}".format(*shape)] = raw_of(measured)
         for name in measured.trials:
             ideal_ms = ideal_seconds(*shape, *measured.costs_s) * 1e3
-            ratios = (measured.ratio(name), measured.nominal_ratio(name))
+            ratios = (measured.ratio(name), measured.sleep_ratio(name), measured.nominal_ratio(name))
             rows.append([name, *shape, ideal_ms, measured.step_s(name) * 1e3, *ratios])
         gaps = {name: [trial.gaps for trial in trials if trial.gaps] for name, trials in measured.trials.items()}
         print("\n" + bench_common.gap_table(gaps, *measured.costs_s) + "\n")
         if asked.handicap:
-            ratios = (measured.ratio("auto"), measured.ratio("handicapped"))
+            before, after = measured.ratio("auto"), measured.ratio("handicapped")
             moves_by = 2 * asked.handicap / sum(measured.costs_s)
-            seen = bench_common.handicap_seen(f"S, M = {shape}", asked.handicap, *ratios, moves_by) and seen
-    columns = ("schedule", "S", "M", "ideal ms", "step ms", "ratio", "to nominal")
+            seen = bench_common.handicap_seen(f"S, M = {shape}", asked.handicap, before, after, moves_by) and seen
+    columns = ("schedule", "S", "M", "ideal ms", "step ms", "ratio", "to sleeps", "to nominal")
     print("\n" + bench_common.table(f"measured / ideal; {machine_line()}", columns, rows))
     bench_common.finish("bench_runtime", figures, raw, asked.json)
     return 0 if seen else 1

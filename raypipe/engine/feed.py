@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +22,17 @@ class MicrobatchData(NamedTuple):
     weight: float
 
 
+class _Minibatch(NamedTuple):
+    """Columns and weight of each micro-batch."""
+
+    parts: list[dict[Any, torch.Tensor]]
+    weights: list[float]
+
+
 class Feed:
-    """Reads a mini-batch when its first micro-batch is asked for and cuts it up.
+    """Reads mini-batches and cuts them up: ahead where ``prepare`` is called, else when the first part is needed.
+
+    One thread may prepare while another takes; reading itself is done by one of them at a time.
 
     Args:
         sources: "train" and, for evaluation, "eval".
@@ -46,9 +56,20 @@ class Feed:
         self._targets = tuple(targets)
         self._weighs = weighs
         self._reduction = reduction
-        self._at: tuple[str, int, int] | None = None
-        self._parts: list[dict[Any, torch.Tensor]] = []
-        self._weights: list[float] = []
+        self._current: tuple[tuple[str, int, int], _Minibatch] | None = None
+        self._ahead: dict[tuple[str, int, int], _Minibatch | Exception] = {}
+        self._reading = threading.Lock()
+
+    def prepare(self, segment: Segment, *, training: bool) -> None:
+        """Read the segment's first mini-batch now; a failure is kept for the thread that needs the data."""
+        mode = "train" if training else "eval"
+        if not self._columns[mode] and not self._weighs:
+            return
+        key = (mode, segment.epoch, segment.offset)
+        try:
+            self._ahead[key] = self._read(key, segment)
+        except Exception as error:  # noqa: BLE001  (raised again where the data is used)
+            self._ahead[key] = error
 
     def microbatch(self, segment: Segment, microbatch: int, *, training: bool) -> MicrobatchData:
         """The data of a micro-batch, by its number in the run."""
@@ -57,25 +78,29 @@ class Feed:
         if not wanted and not self._weighs:
             return MicrobatchData({}, 0.0)
         minibatch, index = divmod(microbatch - segment.first_microbatch, len(segment.microbatch_samples))
-        begin = segment.offset + minibatch * segment.minibatch_samples
-        if self._at != (mode, segment.epoch, begin):
-            self._read(mode, segment, begin)
-        return MicrobatchData(self._parts[index], self._weights[index] if self._weighs else 0.0)
+        key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
+        if self._current is None or self._current[0] != key:
+            found = self._ahead.pop(key, None)
+            if isinstance(found, Exception):
+                raise found
+            self._current = (key, found if found is not None else self._read(key, segment))
+        parts, weights = self._current[1]
+        return MicrobatchData(parts[index], weights[index] if self._weighs else 0.0)
 
-    def _read(self, mode: str, segment: Segment, begin: int) -> None:
-        wanted = self._columns[mode]
-        sizes = segment.microbatch_samples
+    def _read(self, key: tuple[str, int, int], segment: Segment) -> _Minibatch:
+        mode, epoch, begin = key
+        wanted, sizes = self._columns[mode], segment.microbatch_samples
         whole: dict[Any, torch.Tensor] = {}
         if wanted:
-            read: Any = self._sources[mode].read(segment.epoch, begin, segment.minibatch_samples, wanted)
+            with self._reading:
+                read: Any = self._sources[mode].read(epoch, begin, segment.minibatch_samples, wanted)
             whole = read if isinstance(read, dict) else dict(zip(wanted, read, strict=True))
-        self._parts = [{} for _ in sizes]
+        parts: list[dict[Any, torch.Tensor]] = [{} for _ in sizes]
         for name, tensor in whole.items():
-            for part, piece in zip(self._parts, tensor.split(sizes), strict=True):
+            for part, piece in zip(parts, tensor.split(sizes), strict=True):
                 part[name] = piece
-        if self._weighs:
-            self._weights = loss_weights(self._reduction, sizes, self._counted(whole))
-        self._at = (mode, segment.epoch, begin)
+        weights = loss_weights(self._reduction, sizes, self._counted(whole)) if self._weighs else []
+        return _Minibatch(parts, weights)
 
     def _counted(self, whole: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
         """What loss_reduction counts."""

@@ -142,7 +142,9 @@ class _StageActor:
 
     @ray.method(concurrency_group="orders")
     def submit(self, order: Order | None) -> None:
-        """Queue a segment for ``work``; None ends it after those before."""
+        """Queue a segment for ``work`` and read its data meanwhile; None ends it after those before."""
+        if order is not None and self._executor is not None:
+            self._executor.feed.prepare(order.segment, training=order.training)
         self._orders.put(order)
 
     def work(self, run: int) -> None:
