@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
@@ -50,7 +52,8 @@ def nothing_lost() -> Iterator[None]:
     """While inside, whatever torch.export would drop in silence is refused instead.
 
     It records the forward of a custom autograd function but not its backward, and no gradient hook: the
-    traced model would train, with wrong gradients.
+    traced model would train, with wrong gradients. torch's own log and standard error are silent
+    meanwhile.
     """
     functions, hooks = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
 
@@ -71,8 +74,13 @@ def nothing_lost() -> Iterator[None]:
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    muted = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
-        yield
+        # torch logs and prints pages about what the CaptureError says in a paragraph.
+        with redirect_stderr(StringIO()):
+            yield
     finally:
+        logging.disable(muted)
         torch.autograd.Function.apply = functions  # type: ignore[method-assign]
         torch.Tensor.register_hook = hooks  # type: ignore[method-assign]
