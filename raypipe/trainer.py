@@ -29,6 +29,8 @@ from raypipe.runtime.loop import Outcome, RunSpec, run_loop
 __all__ = ["PipelineTrainer", "Result"]
 
 OPEN_TIMEOUT_S = 60.0
+DEFAULT_STORAGE = "~/ray_results"
+"""Where Ray Train puts its runs too; a run always leaves a checkpoint behind."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,14 @@ class Result:
         metrics: the last step's numbers, and eval_loss where there is eval_data.
         records: every step.
         checkpoint: folder of the final checkpoint; ``raypipe.load_state_dict`` reads it.
-        path: the run's folder.
+        path: the run's folder: plan, metrics, events, timeline.
         error: None; a run that fails raises instead.
     """
 
     metrics: dict[str, Any]
     records: tuple[StepRecord, ...] = field(repr=False)
-    checkpoint: str | None
-    path: str | None
+    checkpoint: str
+    path: str
     error: Exception | None = None
 
     @property
@@ -76,7 +78,8 @@ class PipelineTrainer:
             tuple (input, ..., target) with a loss_fn, otherwise columns that become the model's arguments.
         pipeline: see PipelineConfig.
         scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages.
-        run_config: ray.train.RunConfig; name and storage_path say where the run's folder is.
+        run_config: ray.train.RunConfig; name and storage_path say where the run's folder is, ``~/ray_results`` and the
+            time where nothing is said.
 
     Raises:
         ConfigError: an argument is missing or of the wrong kind.
@@ -188,18 +191,18 @@ class PipelineTrainer:
     def _spec(self, job: Job, num_steps: int) -> RunSpec:
         plan = job.plan
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-        storage = getattr(self._run, "storage_path", None)
+        storage = getattr(self._run, "storage_path", None) or DEFAULT_STORAGE
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
         return RunSpec(
             name=name,
-            folder=None if storage is None else str(Path(storage).expanduser() / name),
+            folder=str(Path(storage).expanduser() / name),
             plan_json=plan.to_json(),
             schedules=_schedules(job, num_samples, num_steps),
             num_samples=num_samples,
             minibatch_size=plan.minibatch_size,
             microbatch_size=plan.microbatch_size,
             num_steps=num_steps,
-            predicted=self.simulate() if storage is not None else None,
+            predicted=self.simulate(),
             trace_step=min(num_steps - 1, max(2, num_steps // 2)),
         )
 

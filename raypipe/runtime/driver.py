@@ -46,11 +46,9 @@ class _DriverActor:
         self._members = fleet.members
         try:
             fleet.configure(setups, states)
-            outcome = run_loop(fleet, spec, self._keep)
+            return run_loop(fleet, spec, self._keep)
         finally:
             fleet.stop()
-        # The records have gone out through poll().
-        return Outcome((), outcome.eval_loss, outcome.checkpoint)
 
     def _keep(self, record: StepRecord) -> None:
         with self._grown:

@@ -41,7 +41,7 @@ class RunSpec:
 
     Attributes:
         name: of the run.
-        folder: of the run, None leaves nothing behind.
+        folder: of the run.
         plan_json: saved as plan.json.
         schedules: lowered rows by (number of micro-batches, training).
         num_samples: of "train" and perhaps "eval".
@@ -50,14 +50,14 @@ class RunSpec:
     """
 
     name: str
-    folder: str | None
+    folder: str
     plan_json: str
     schedules: Mapping[tuple[int, bool], Schedule]
     num_samples: Mapping[str, int]
     minibatch_size: int
     microbatch_size: int
     num_steps: int
-    predicted: Timeline | None
+    predicted: Timeline
     trace_step: int
 
 
@@ -66,24 +66,21 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        records: every step.
         eval_loss: on eval_data after the last step, None without.
-        checkpoint: folder of the final checkpoint, None without a run folder.
+        checkpoint: folder of the final checkpoint.
     """
 
-    records: tuple[StepRecord, ...]
     eval_loss: float | None
-    checkpoint: str | None
+    checkpoint: str
 
 
 def run_loop(fleet: AnyFleet, spec: RunSpec, on_record: Callable[[StepRecord], None]) -> Outcome:
     """Train, evaluate, save. Whatever happens, the metrics so far are written."""
-    folder = RunFolder(spec.folder) if spec.folder is not None else None
+    folder = RunFolder(spec.folder)
     records: list[StepRecord] = []
     try:
-        if folder is not None:
-            folder.write_plan(spec.plan_json)
-            folder.event("start", "fit was called", num_steps=spec.num_steps)
+        folder.write_plan(spec.plan_json)
+        folder.event("start", "fit was called", num_steps=spec.num_steps)
         end_s = None
         for reports in fleet.run(_training(spec), lambda m: spec.schedules[m, True], training=True):
             for of_step in zip(*reports, strict=True):
@@ -92,23 +89,17 @@ def run_loop(fleet: AnyFleet, spec: RunSpec, on_record: Callable[[StepRecord], N
                 records.append(record)
                 on_record(record)
         eval_loss = _evaluate(fleet, spec)
-        checkpoint = None
-        if folder is not None:
-            saved = checkpoint_folder(folder.path, spec.num_steps)
-            write_manifest(saved, spec.num_steps, fleet.save(str(saved)))
-            checkpoint = str(saved)
-            spans = fleet.spans()
-            if spans:
-                measured = Timeline(tuple(spans), "measured", name=spec.name)
-                folder.write_timelines([t for t in (spec.predicted, measured) if t is not None])
-            folder.event("finish", "all steps done", num_steps=len(records), checkpoint=checkpoint)
-        return Outcome(tuple(records), eval_loss, checkpoint)
+        saved = checkpoint_folder(folder.path, spec.num_steps)
+        write_manifest(saved, spec.num_steps, fleet.save(str(saved)))
+        measured = Timeline(tuple(fleet.spans()), "measured", name=spec.name)
+        folder.write_timelines([spec.predicted, measured])
+        folder.event("finish", "all steps done", num_steps=len(records), checkpoint=str(saved))
+        return Outcome(eval_loss, str(saved))
     except BaseException as error:
-        if folder is not None:
-            folder.event("fail", f"{type(error).__name__}: {str(error).splitlines()[0]}", num_steps=len(records))
+        folder.event("fail", f"{type(error).__name__}: {str(error).splitlines()[0]}", num_steps=len(records))
         raise
     finally:
-        if folder is not None and records:
+        if records:
             folder.write_metrics(records)
 
 
