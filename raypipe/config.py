@@ -148,7 +148,7 @@ class PipelineConfig:
         num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller.
         loss_reduction: how loss_fn averages: "mean" over samples (micro-batch i weighs b_i / B),
             "sum", "valid_tokens" (targets other than -100), or a function (target) -> number of
-            items for any other average.
+            items for any other average. Evaluation weighs mini-batches by samples, and adds up sums.
         partitioner: "auto" and "parameters" give every stage about the same parameter bytes; a list
             of module names starts a new stage at each of them.
         schedule: order of forwards and backwards.

@@ -37,6 +37,7 @@ class Job:
         tensors: the user's parameters and buffers by name; read only.
         persistent: names of tensors that belong to the state_dict.
         example: one micro-batch by column.
+        aliases: further names of shared tensors in the state_dict -> the names that we use.
         sources: "train" and perhaps "eval".
     """
 
@@ -50,6 +51,7 @@ class Job:
     make_optimizer: MakeOptimizer
     make_scheduler: MakeScheduler | None
     request: Request
+    aliases: Mapping[str, str]
 
     @property
     def num_stages(self) -> int:
@@ -105,7 +107,20 @@ def prepare(
         make_optimizer=optimizer,
         make_scheduler=lr_scheduler,
         request=request,
+        aliases=_aliases(built),
     )
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    found = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    wanted = model.state_dict().keys()
+    for name, tensor in named:
+        canonical = first.setdefault(id(tensor), name)
+        if canonical != name and name in wanted:
+            found[name] = canonical
+    return found
 
 
 def _given(value: Any) -> Any:

@@ -203,6 +203,8 @@ class PipelineTrainer:
             microbatch_size=plan.microbatch_size,
             num_steps=num_steps,
             predicted=self.simulate(),
+            aliases=job.aliases,
+            sums_losses=job.settings.loss_reduction == "sum",
             trace_step=min(num_steps - 1, max(2, num_steps // 2)),
         )
 
@@ -240,7 +242,7 @@ class PipelineTrainer:
             )
             for stage in range(job.num_stages)
         ]
-        with connected(job.num_stages):
+        with connected(job.num_stages, self._resources()):
             return run_on_ray(spec, setups, job.tensors, self._resources(), on_record)
 
     def _resources(self) -> Mapping[str, float]:

@@ -38,10 +38,14 @@ def save_shard(folder: Path, stage: int, tensors: Mapping[str, torch.Tensor]) ->
     return {"file": path.name, "sha256": _digest(path), "names": list(tensors)}
 
 
-def write_manifest(folder: Path, step: int, shards: list[dict[str, Any]]) -> None:
-    """Complete a checkpoint: from now on it counts."""
+def write_manifest(folder: Path, step: int, shards: list[dict[str, Any]], aliases: Mapping[str, str]) -> None:
+    """Complete a checkpoint: from now on it counts.
+
+    Args:
+        aliases: further names of shared tensors, and the names that they are stored under.
+    """
     partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps({"format": 1, "step": step, "shards": shards}, indent=2))
+    partial.write_text(json.dumps({"format": 1, "step": step, "shards": shards, "aliases": dict(aliases)}, indent=2))
     partial.replace(folder / MANIFEST)
 
 
@@ -56,7 +60,7 @@ def load_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     """
     folder = Path(path)
     if not (folder / MANIFEST).exists():
-        complete = sorted((folder / "checkpoints").glob(f"step_*/{MANIFEST}"))
+        complete = sorted((folder / "checkpoints").glob(f"step_*/{MANIFEST}"), key=lambda file: file.stat().st_mtime_ns)
         if not complete:
             raise CheckpointError(
                 f"{folder} holds no complete checkpoint. Give a run folder or one of its checkpoints/step_* folders."
@@ -71,6 +75,7 @@ def load_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
                 raise CheckpointError(f"{file} is not what was written: its checksum differs. Use an older checkpoint.")
             for name, tensor in load_file(file).items():
                 state.setdefault(name, tensor)
+        state |= {alias: state[name] for alias, name in manifest["aliases"].items()}
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}. Use an older one.") from error
     return state

@@ -117,6 +117,7 @@ class Executor:
         first = segment.first_microbatch
         self._wait_s, self._sent, self._peak = 0.0, [0, 0], len(self._live)
         self._losses.clear()
+        self._seed_tensors.clear()
         clock = time.monotonic
         times = [start_s := clock()]
         busy_s = 0.0
@@ -161,7 +162,9 @@ class Executor:
             case Op.B:
                 self._backward(microbatch)
             case Op.SEND_F:
-                outputs = self._live[microbatch][1] if self._training else self._live.pop(microbatch)[1]
+                # Kept for the backward, where there is one: none in evaluation and below the first trainable stage.
+                kept = self._training and stage >= self.program.first_trainable
+                outputs = self._live[microbatch][1] if kept else self._live.pop(microbatch)[1]
                 self._send(stage + 1, action, outputs)
             case Op.RECV_F:
                 self._arrived[microbatch] = self._recv(stage - 1, Action(stage - 1, Op.SEND_F, microbatch))

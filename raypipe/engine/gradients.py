@@ -99,6 +99,13 @@ class GradientSink:
                     total.add_(part)  # type: ignore[union-attr]
             self._parameters[name].grad = total
 
+    def follow(self) -> None:
+        """Some optimizers assign ``parameter.data`` instead of changing it in place: the leaves go along."""
+        for leaf, site in zip(self.leaves, self._sites, strict=True):
+            parameter = self._parameters[site.parameter]
+            if leaf.data_ptr() != parameter.data_ptr():
+                leaf.data = parameter.data
+
     def reset(self) -> None:
         """Forget the sums after the optimizer's step, keeping the memory of those that no link may still be sending."""
         for position, site in enumerate(self._sites):

@@ -122,4 +122,5 @@ class Update:
             self._state.optimizer.step()
             if self._state.scheduler is not None:
                 self._state.scheduler.step()
+            self._sink.follow()
         self._sink.reset()

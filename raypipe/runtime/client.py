@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,10 +25,11 @@ POLL_S = 0.5
 
 
 @contextlib.contextmanager
-def connected(num_stages: int) -> Iterator[None]:
+def connected(num_stages: int, resources: Mapping[str, float]) -> Iterator[None]:
     """Inside, Ray runs: the caller's connection, the cluster that RAY_ADDRESS names, or one of our own.
 
-    Our own has as many logical CPUs as there are stages (the driver takes none) and ends with the context.
+    Our own has as many logical CPUs as there are stages (the driver takes none), or what they ask for, and ends
+    with the context.
     Ray protects it with a token, as it does for every cluster that it starts in a process.
     """
     if ray.is_initialized():
@@ -41,7 +43,8 @@ def connected(num_stages: int) -> Iterator[None]:
         # Ray's workers are otherwise so nice that every daemon of its own goes before a stage.
         ray.init(
             address="local",
-            num_cpus=num_stages,
+            num_cpus=max(num_stages, math.ceil(num_stages * resources.get("CPU", 1))),
+            resources={name: n * num_stages for name, n in resources.items() if name not in ("CPU", "GPU")},
             include_dashboard=False,
             _system_config={"worker_niceness": 0},
             **quiet,
@@ -77,9 +80,6 @@ def run_on_ray(
     ]
     try:
         driver = DriverActor.options(name=driver_name(spec.name), namespace=NAMESPACE).remote()
-        # States travel inside a list, so that Ray passes the references on and not the tensors.
-        finished = driver.run.remote(spec, setups, states, dict(resources))
-        on_start(driver)
     except ValueError as error:
         raise ConfigError(
             f"A run named {spec.name!r} is already on this cluster ({error}). Choose another RunConfig(name=...), "
@@ -87,6 +87,9 @@ def run_on_ray(
         ) from error
     seen = 0
     try:
+        # States travel inside a list, so that Ray passes the references on and not the tensors.
+        finished = driver.run.remote(spec, setups, states, dict(resources))
+        on_start(driver)
         while True:
             for record in ray.get(driver.poll.remote(seen, POLL_S)):
                 on_record(record)
@@ -107,4 +110,4 @@ def run_on_ray(
         with contextlib.suppress(RayError):
             ray.kill(driver, no_restart=True)
         # Handles kept alive by a traceback would speak to an actor of the next session, whose ids repeat.
-        del driver, finished
+        driver = finished = None

@@ -201,7 +201,8 @@ class Fleet:
                 last = actor.reports.remote(flight.run, len(flight.received[stage]), 0.0)
                 flight.received[stage] += ray.get(last, timeout=GRACE_S)
         found = [_failure(ref, stage, flight.complete) for ref, stage in flight.works.items()]
-        return min(filter(None, found), key=lambda item: item[0])[1]
+        gone = (5, StageError("A stage died after its last segment, before its reports were fetched."))
+        return min(filter(None, found), key=lambda item: item[0], default=gone)[1]
 
     def _all(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
         try:
@@ -271,7 +272,7 @@ def _failure(ref: Any, stage: int, segments: int) -> tuple[int, RaypipeError] | 
             return 3, cause
         if isinstance(cause, LinkError):
             return 2, cause
-        return 0, cause if isinstance(cause, StageError) else StageError(f"Stage {stage} failed: {error}")
+        return 0, cause if isinstance(cause, RaypipeError) else StageError(f"Stage {stage} failed: {error}")
     except RayActorError as error:
         first = str(error).splitlines()[0]
         return 1, StageError(f"Stage {stage} died after {segments} segments of this run: {first}")

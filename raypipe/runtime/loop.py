@@ -47,6 +47,8 @@ class RunSpec:
         num_samples: of "train" and perhaps "eval".
         predicted: the simulated timeline of one step, for the trace.
         trace_step: step whose spans are kept.
+        aliases: further names of shared tensors -> the names that they are stored under.
+        sums_losses: loss_reduction is "sum".
     """
 
     name: str
@@ -59,6 +61,8 @@ class RunSpec:
     num_steps: int
     predicted: Timeline
     trace_step: int
+    aliases: Mapping[str, str]
+    sums_losses: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +92,15 @@ def run_loop(fleet: AnyFleet, spec: RunSpec, on_record: Callable[[StepRecord], N
                 end_s = max(r.end_s for r in of_step)
                 records.append(record)
                 on_record(record)
-        eval_loss = _evaluate(fleet, spec)
         saved = checkpoint_folder(folder.path, spec.num_steps)
-        write_manifest(saved, spec.num_steps, fleet.save(str(saved)))
+        write_manifest(saved, spec.num_steps, fleet.save(str(saved)), spec.aliases)
+        eval_loss = _evaluate(fleet, spec)
         measured = Timeline(tuple(fleet.spans()), "measured", name=spec.name)
         folder.write_timelines([spec.predicted, measured])
         folder.event("finish", "all steps done", num_steps=len(records), checkpoint=str(saved))
         return Outcome(eval_loss, str(saved))
     except BaseException as error:
-        folder.event("fail", f"{type(error).__name__}: {str(error).splitlines()[0]}", num_steps=len(records))
+        folder.event("fail", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", num_steps=len(records))
         raise
     finally:
         if records:
@@ -110,7 +114,7 @@ def _training(spec: RunSpec) -> Iterator[tuple[Segment, bool]]:
 
 
 def _evaluate(fleet: AnyFleet, spec: RunSpec) -> float | None:
-    """Mean loss over the evaluation samples, each mini-batch weighted by its samples."""
+    """Loss over the evaluation samples: each mini-batch's weighs as much as its samples; sums are added up."""
     if "eval" not in spec.num_samples:
         return None
     segments = evaluation_segments(spec.num_samples["eval"], spec.minibatch_size, spec.microbatch_size)
@@ -118,6 +122,7 @@ def _evaluate(fleet: AnyFleet, spec: RunSpec) -> float | None:
     pairs = ((segment, False) for segment in segments)
     for reports in fleet.run(pairs, lambda m: spec.schedules[m, False], training=False):
         last = reports[-1][0]
-        total += (math.nan if last.loss is None else last.loss) * last.samples
+        weight = 1 if spec.sums_losses else last.samples
+        total += (math.nan if last.loss is None else last.loss) * weight
         samples += last.samples
-    return total / samples
+    return total if spec.sums_losses else total / samples

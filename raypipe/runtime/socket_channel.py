@@ -132,6 +132,8 @@ class SocketChannel:
             self._peer_left(error)
         except LinkError as error:  # a message that cannot be described
             self._fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
+        except Exception as error:  # noqa: BLE001  (a thread that ends in silence would leave both ends waiting)
+            self._fail(LinkError(f"{self.name}: sending failed: {error!r}"), tell_peer=repr(error))
         self._orders = SimpleQueue()
 
     def _peer_left(self, cause: OSError | None = None) -> None:
@@ -160,6 +162,9 @@ class SocketChannel:
                 pass
         except LinkError as error:
             self._fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
+            return
+        except (RuntimeError, MemoryError) as error:  # no memory for what was announced
+            self._fail(LinkError(f"{self.name}: receiving failed: {error!r}"), tell_peer=repr(error))
             return
         except OSError as error:
             ending = f"the link broke: {error}."

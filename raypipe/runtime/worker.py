@@ -111,7 +111,7 @@ class _StageActor:
             packed: initial parameters and buffers of this stage.
         """
         assert self._listener is not None, "listen() comes first"
-        self._close_links("reconfigured")
+        self._close_links()
         stage, programs = setup.stage, setup.programs
         program = programs[stage]
         if packed is not None:
@@ -199,12 +199,12 @@ class _StageActor:
 
     def close(self) -> None:
         """Close links and port."""
-        self._close_links("closed")
+        self._close_links()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
-    def _close_links(self, reason: str) -> None:
+    def _close_links(self) -> None:
         if self._executor is None:
             return
         for channel in self._executor.channels.values():

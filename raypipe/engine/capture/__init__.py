@@ -44,9 +44,13 @@ class _UserLoss:
 
     loss_fn: LossFn
     out_spec: pytree.TreeSpec | None
+    fixed: tuple[tuple[int, Any], ...] = ()  # leaves that are no tensors: position, value
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        output = outputs[0] if self.out_spec is None else pytree.tree_unflatten(list(outputs), self.out_spec)
+        leaves: list[Any] = list(outputs)
+        for position, value in self.fixed:
+            leaves.insert(position, value)
+        output = leaves[0] if self.out_spec is None else pytree.tree_unflatten(leaves, self.out_spec)
         return self.loss_fn(output, *targets)
 
 
@@ -182,7 +186,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         ]
         graph = model_graph(modes[0], samples)
         if loss_fn is not None:
-            loss = _UserLoss(loss_fn, modes[0].traced.out_spec)
+            loss = _UserLoss(loss_fn, modes[0].traced.out_spec, modes[0].fixed)
 
         def functions(cuts: Sequence[int]) -> tuple[list[StageFunction], list[StageFunction]]:
             return _graph_stages(modes[0], modes[1], cuts, type(model).__name__)

@@ -33,7 +33,8 @@ class Analysis:
         nodes: live operations that belong to exactly one stage, in execution order.
         rebuildable: live operations that are copied into the stages that use them.
         changing_buffers: placeholders of buffers that a forward updates.
-        outputs: the model's outputs.
+        outputs: the model's outputs that are tensors.
+        fixed: the others, by position.
         sites: (operation, parameter placeholder) -> number of this use of the parameter.
     """
 
@@ -42,6 +43,7 @@ class Analysis:
     rebuildable: set[fx.Node]
     changing_buffers: set[fx.Node]
     outputs: tuple[fx.Node, ...]
+    fixed: tuple[tuple[int, Any], ...]
     sites: dict[tuple[fx.Node, fx.Node], int]
 
 
@@ -50,7 +52,9 @@ def analyse(traced: Traced) -> Analysis:
     graph = traced.graph
     roots = storage_roots(graph)
     output = next(n for n in graph.nodes if n.op == "output")
-    outputs = tuple(n for n in output.args[0] if isinstance(n, fx.Node))
+    leaves: Any = output.args[0]
+    outputs = tuple(n for n in leaves if isinstance(n, fx.Node))
+    fixed = tuple((i, value) for i, value in enumerate(leaves) if not isinstance(value, fx.Node))
     effects = [n for n in graph.nodes if any(roots[a] in traced.buffers for a in mutated_args(n))]
     changing = {roots[a] for n in effects for a in mutated_args(n) if roots[a] in traced.buffers}
     live = _reachable([*outputs, *effects, *(n for n in graph.nodes if _pinned_effect(n, traced, roots))])
@@ -63,7 +67,7 @@ def analyse(traced: Traced) -> Analysis:
             if used in traced.parameters:
                 sites[node, used] = uses.get(used, 0)
                 uses[used] = uses.get(used, 0) + 1
-    return Analysis(traced, nodes, rebuildable, changing, outputs, sites)
+    return Analysis(traced, nodes, rebuildable, changing, outputs, fixed, sites)
 
 
 def _pinned_effect(node: fx.Node, traced: Traced, roots: dict[fx.Node, fx.Node]) -> bool:

@@ -30,11 +30,11 @@ def functional_twin(op: Any) -> Any | None:
 
 
 def mutated_args(node: fx.Node) -> list[fx.Node]:
-    """Nodes whose memory the operation changes, by its schema; batch_norm's statistics are not in its schema."""
+    """Nodes whose memory the operation changes, by its schema; the norms' statistics are not in theirs."""
     target: Any = node.target
     if node.op != "call_function" or not hasattr(target, "_schema"):
         return []
-    if target is aten.batch_norm.default:
+    if target in (aten.batch_norm.default, aten.instance_norm.default):
         training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)
         return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if training else []
     changed = []

@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture.guards import loss_only, nothing_lost
-from raypipe.engine.capture.inplace import functional_twin, work_out_of_place
+from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
 from raypipe.engine.randomness import draws_randomness, dropout, keyed_call
 from raypipe.errors import CaptureError
 
@@ -211,6 +211,8 @@ def _copy_nodes(
             raise CaptureError(f"The graph reads the attribute {node.target!r}, which raypipe cannot ship.")
         if str(node.target).startswith(_DROPPED):
             continue
+        if detached:
+            _refuse_outside_update(node, source, env, traced)
         mapped: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         args, kwargs = mapped
         if "wrap_with_" in str(node.target):
@@ -221,6 +223,20 @@ def _copy_nodes(
         if detached and isinstance(copy.meta.get("val"), torch.Tensor):
             env[node] = graph.call_function(aten.detach.default, (copy,))
             env[node].meta = dict(copy.meta)
+
+
+def _refuse_outside_update(node: fx.Node, source: fx.Graph, env: dict[fx.Node, Any], traced: Traced) -> None:
+    """Under no_grad autograd does not see an in-place change; out of place it would be differentiated."""
+    roots = storage_roots(source)
+    for changed in mutated_args(node):
+        root = roots[changed]
+        value = root.meta.get("val")
+        outside = root.op == "placeholder" and env[root] not in traced.buffers
+        if outside and isinstance(value, torch.Tensor) and value.is_floating_point():
+            raise CaptureError(
+                f"forward changes an activation in place under torch.no_grad ({node.target}), which plain PyTorch "
+                "hides from the backward. Write x = x + (new - x).detach() or the like."
+            )
 
 
 def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool) -> Any:

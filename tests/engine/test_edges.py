@@ -1,0 +1,158 @@
+"""Corners of a run that were once wrong: frozen stages, odd outputs, odd optimizers, names, and sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.engine.capture import capture
+from raypipe.errors import CaptureError
+from raypipe.testing import reference
+from tests import nets
+
+X, Y = torch.randn(16, 6), torch.randint(0, 3, (16,))
+SETTINGS = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=4)
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1)
+
+
+def linears() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def fit(model: nn.Module, folder: Path, num_steps: int = 4, **options: Any) -> Any:
+    chosen = {"loss_fn": functional.cross_entropy, "optimizer": sgd, "train_data": TensorDataset(X, Y)}
+    chosen |= {"pipeline": SETTINGS, "run_config": SimpleNamespace(name="run", storage_path=str(folder))}
+    return PipelineTrainer(model, **chosen | options).fit(num_steps=num_steps, local=True, progress=False)
+
+
+def test_frozen_stages_keep_no_activations(tmp_path: Path) -> None:
+    result = fit(nets.frozen(linears(), "0", "2"), tmp_path, num_steps=6)
+    assert max(record.peak_in_flight for record in result.records) <= 4
+
+
+class QuietChange(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            h.mul_(2)
+        return self.b(h)
+
+
+def test_a_change_that_autograd_must_not_see_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"in place under torch\.no_grad \(aten\.mul_"):
+        capture(QuietChange(), (X[:4], Y[:4]), (0, 1), functional.cross_entropy)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(6, 6), nn.InstanceNorm1d(2, track_running_stats=True), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.norm(self.a(x).view(-1, 2, 3)).view(-1, 6))
+
+
+def test_statistics_of_instance_norm_are_updated_where_evaluation_reads_them(tmp_path: Path) -> None:
+    settings = PipelineConfig(partitioner=["b"], minibatch_size=8, num_microbatches=4)
+    model = Normed()
+    result = fit(model, tmp_path, pipeline=settings, eval_data=TensorDataset(X, Y))
+    trained = Normed()
+    trained.load_state_dict(load_state_dict(result.checkpoint))
+    with torch.no_grad():
+        expected = functional.cross_entropy(trained.eval()(X), Y)
+    assert result.metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert not torch.equal(trained.norm.running_mean, model.norm.running_mean)  # type: ignore[arg-type]
+
+
+def test_a_run_of_the_same_name_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+    fit(linears(), tmp_path, num_steps=5)
+    second = fit(linears(), tmp_path, num_steps=2)
+    newest, named = load_state_dict(second.path), load_state_dict(second.checkpoint)
+    assert all(torch.equal(newest[name], named[name]) for name in named)
+
+
+class Interrupting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise KeyboardInterrupt
+
+
+def test_an_interruption_stays_one_and_is_written_down(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(linears(), tmp_path, optimizer=lambda named: Interrupting(named, lr=0.1))
+    assert '"fail"' in (tmp_path / "run" / "events.jsonl").read_text()
+
+
+class Assigning(torch.optim.SGD):
+    """As some optimizers of third parties do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+def test_an_optimizer_may_assign_its_parameters(tmp_path: Path) -> None:
+    model, make = linears(), lambda named: Assigning(named, lr=0.1)
+    plain = reference(
+        model, optimizer=make, train_data=TensorDataset(X, Y), loss_fn=functional.cross_entropy, pipeline=SETTINGS,
+        num_steps=4,
+    )  # fmt: skip
+    assert [record.loss for record in fit(model, tmp_path, optimizer=make).records] == list(plain.losses)
+
+
+class WithExtras(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"aux": None, "logits": self.b(self.a(x).relu()), "kind": 7}
+
+
+def test_outputs_that_are_no_tensors_reach_the_loss(tmp_path: Path) -> None:
+    seen = []
+
+    def loss_fn(output: dict[str, Any], target: torch.Tensor) -> torch.Tensor:
+        seen.append((output["aux"], output["kind"]))
+        return functional.cross_entropy(output["logits"], target)
+
+    settings = PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=2)
+    fit(WithExtras(), tmp_path, loss_fn=loss_fn, pipeline=settings)
+    assert set(seen) == {(None, 7)}
+
+
+def test_every_name_of_a_shared_parameter_is_in_the_checkpoint(tmp_path: Path) -> None:
+    model = linears()
+    model[2].weight = model[0].weight
+    result = fit(model, tmp_path)
+    model.load_state_dict(load_state_dict(result.checkpoint))  # strict: all names, no others
+
+
+def test_sums_are_added_up_in_evaluation(tmp_path: Path) -> None:
+    losses = []
+    for minibatch in (8, 5):
+        settings = PipelineConfig(num_stages=2, minibatch_size=minibatch, loss_reduction="sum")
+        result = fit(
+            linears().requires_grad_(True), tmp_path, num_steps=1, pipeline=settings, eval_data=TensorDataset(X, Y),
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.0), loss_fn=nn.CrossEntropyLoss(reduction="sum"),
+        )  # fmt: skip
+        trained = linears()
+        trained.load_state_dict(load_state_dict(result.checkpoint))
+        losses.append((result.metrics["eval_loss"], functional.cross_entropy(trained(X), Y, reduction="sum").item()))
+    for found, expected in losses:
+        assert found == pytest.approx(expected, rel=1e-5)
