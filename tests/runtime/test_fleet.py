@@ -168,7 +168,7 @@ def test_the_same_bits(fleet: Fleet, tmp_path: Path, name: str, stages: int, sch
     tensors = {**made.parameters, **made.buffers}
     configure(fleet, cut, tensors, recorder, found.data(SHAPES[shape].samples), settings)
     reports = list(steps(fleet, cut, SHAPES[shape], schedule))
-    write_manifest(tmp_path / "end", STEPS, fleet.save(str(tmp_path / "end")))
+    write_manifest(tmp_path / "end", STEPS, fleet.save(str(tmp_path / "end")), {})
     state = load_state_dict(tmp_path / "end")
     run = Run(
         [of_stages[-1].loss for of_stages in reports],  # type: ignore[misc]

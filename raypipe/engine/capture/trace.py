@@ -231,7 +231,8 @@ def _refuse_outside_update(node: fx.Node, source: fx.Graph, env: dict[fx.Node, A
     for changed in mutated_args(node):
         root = roots[changed]
         value = root.meta.get("val")
-        outside = root.op == "placeholder" and env[root] not in traced.buffers
+        # A parameter has an error of its own, a buffer is meant to change.
+        outside = root.op == "placeholder" and env[root] not in traced.buffers and env[root] not in traced.parameters
         if outside and isinstance(value, torch.Tensor) and value.is_floating_point():
             raise CaptureError(
                 f"forward changes an activation in place under torch.no_grad ({node.target}), which plain PyTorch "
