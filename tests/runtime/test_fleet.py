@@ -247,7 +247,7 @@ def test_a_missed_deadline_names_the_edge(fleet: Fleet) -> None:
     begin_s = time.monotonic()
     with pytest.raises(LinkError) as caught:
         list(steps(fleet, stages, SHAPES["even"], "1f1b"))
-    assert time.monotonic() - begin_s < SOON_S
+    assert time.monotonic() - begin_s < 2.0 + SOON_S  # nobody can wake the user's code from its nap
     message = str(caught.value)
     assert message.startswith("Stage 0 in 0RECV_B5: ")
     assert "stage 0 <-> stage 1: 1SEND_B5 (micro-batch 5) did not come within 0.4 s" in message
