@@ -296,8 +296,8 @@ def figures_of(measured: Measured) -> dict[str, float]:
     found = {}
     for candidate in measured.trials:
         name = "{}_s{}_m{}".format(names.get(candidate, f"overhead_{candidate}"), *measured.shape)
-        found[name] = measured.ratio(candidate)
-        found[f"{name}_sleep"] = measured.sleep_ratio(candidate)
+        found[name] = measured.sleep_ratio(candidate)
+        found[f"{name}_modules"] = measured.ratio(candidate)
         found[f"{name}_nominal"] = measured.nominal_ratio(candidate)
     return found
 

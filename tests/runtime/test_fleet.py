@@ -241,13 +241,13 @@ def test_the_fleet_goes_on_after_a_failure(fleet: Fleet) -> None:
 
 def test_a_missed_deadline_names_the_edge(fleet: Fleet) -> None:
     """Stage 1 sleeps in micro-batch 5, the second of step 1; whoever waits for it says for what."""
-    stages, tensors = faulty(2, 1, Nap(5, 2.0))
+    stages, tensors = faulty(2, 1, Nap(5, 1.0))
     settings = replace(Settings(0, "mean", None, 20.0), timeout_s=0.4)
     configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), settings)
     begin_s = time.monotonic()
     with pytest.raises(LinkError) as caught:
         list(steps(fleet, stages, SHAPES["even"], "1f1b"))
-    assert time.monotonic() - begin_s < 2.0 + SOON_S  # nobody can wake the user's code from its nap
+    assert time.monotonic() - begin_s < SOON_S
     message = str(caught.value)
     assert message.startswith("Stage 0 in 0RECV_B5: ")
     assert "stage 0 <-> stage 1: 1SEND_B5 (micro-batch 5) did not come within 0.4 s" in message
