@@ -44,5 +44,11 @@ class Channel(Protocol):
     def abort(self, reason: str) -> None:
         """End every wait on both sides now, from any thread; the channel stays unusable."""
 
+    def leave(self, reason: str) -> None:
+        """Give up in good order, from any thread: the peer gets what was handed over, then an abort with ``reason``.
+
+        A stage that fails leaves, so that the steps it took part in end on every stage before the failure is felt.
+        """
+
     def close(self) -> None:
         """Send what was handed over (within a deadline), then release threads and sockets. Safe to call twice."""

@@ -84,6 +84,11 @@ class Executor:
         for channel in self.channels.values():
             channel.abort(reason)
 
+    def leave(self, reason: str) -> None:
+        """Tell the neighbours that nothing more will come; what was sent before still reaches them."""
+        for channel in self.channels.values():
+            channel.leave(reason)
+
     def run(self, segment: Segment, row: Row, *, training: bool = True, keep_spans: bool = False) -> list[StepReport]:
         """Carry out one segment; returns one report per mini-batch.
 

@@ -52,6 +52,10 @@ class InMemoryChannel:
         for end in (self, self._peer):
             end._fail(error)
 
+    def leave(self, reason: str) -> None:
+        self._fail(LinkAbortedError(f"{self.name}: aborted: {reason}"))
+        self._peer._fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"), keep=True)
+
     def close(self) -> None:
         error = LinkError(f"{self.name}: closed.")
         self._fail(error)

@@ -24,6 +24,8 @@ __all__ = ["Fleet"]
 PLACE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 150.0
 OPEN_TIMEOUT_S = 60.0
+LEAVE_S = 0.5
+"""After a first failure, how long the other stages have to finish what was sent to them and to follow."""
 GRACE_S = 2.0
 """After a first failure, how long to wait for a better explanation from the other stages."""
 
@@ -193,7 +195,12 @@ class Fleet:
         return None
 
     def _root_cause(self, flight: _Flight) -> RaypipeError:
-        """Release everybody, take the reports of finished steps, and find the failure that explains the others."""
+        """Release everybody, take the reports of finished steps, and find the failure that explains the others.
+
+        A failed stage leaves its links in good order and its neighbours follow, so that all of them end after the
+        same step; only who has not ended by then is aborted.
+        """
+        ray.wait(list(flight.works), num_returns=len(flight.works), timeout=LEAVE_S)
         aborts = [actor.abort.remote(self.generation, "another stage failed") for actor in self.actors]
         ray.wait([*aborts, *flight.works], num_returns=len(aborts) + len(flight.works), timeout=GRACE_S)
         for stage, actor in enumerate(self.actors):

@@ -41,6 +41,7 @@ _Order = tuple[Action, Sequence[torch.Tensor | None]]
 
 CLOSE_TIMEOUT_S = 5.0
 REASON_BYTES = 1024
+_LEFT = "\0"  # marks the reason of a peer that left in good order: what it sent before may still be taken
 _BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux and macOS
 
 
@@ -92,6 +93,16 @@ class SocketChannel:
     def abort(self, reason: str) -> None:
         self._fail(LinkAbortedError(f"{self.name}: aborted: {reason}"), tell_peer=reason)
 
+    def leave(self, reason: str) -> None:
+        error = LinkAbortedError(f"{self.name}: aborted: {reason}")
+        with self._lock:
+            if self._shut or self._send_error is not None:
+                return
+            self._send_error = error
+            self._notify(_LEFT + reason)
+        self._inbox.fail(error)
+        self._orders.put(None)  # after the messages in the queue, the connection ends and the peer reads the notice
+
     def close(self) -> None:
         with self._close_once:
             self._send_error = self._send_error or LinkError(f"{self.name}: closed.")
@@ -111,13 +122,17 @@ class SocketChannel:
         self._inbox.fail(error, keep=keep)
         if not first:
             return
-        with contextlib.suppress(OSError):
-            if tell_peer is not None:
-                self._in.send(tell_peer.encode()[:REASON_BYTES] or b" ", socket.MSG_DONTWAIT)
+        if tell_peer is not None:
+            self._notify(tell_peer)
         for sock in (self._out, self._in):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         self._orders.put(None)
+
+    def _notify(self, reason: str) -> None:
+        """Leave the reason on the way back, where the peer looks when its connection ends."""
+        with contextlib.suppress(OSError):
+            self._in.send(reason.encode()[:REASON_BYTES] or b" ", socket.MSG_DONTWAIT)
 
     # The sending thread.
 
@@ -140,7 +155,7 @@ class SocketChannel:
         """The peer aborted, or takes no more messages: what it still sends belongs to the receiving thread."""
         reason = self._abort_notice()
         if reason is not None:
-            self._fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"))
+            self._fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason.removeprefix(_LEFT)}"))
             return
         with self._lock:
             why = f" ({cause})" if cause is not None else ""
@@ -172,7 +187,8 @@ class SocketChannel:
             ending = "the peer closed the link or died."
         reason = self._abort_notice()
         if reason is not None:
-            self._fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"))
+            told = LinkAbortedError(f"{self.name}: aborted by the peer: {reason.removeprefix(_LEFT)}")
+            self._fail(told, keep=reason.startswith(_LEFT))
         else:
             gone = LinkError(f"{self.name}: {ending}")
             self._inbox.fail(gone, keep=True)

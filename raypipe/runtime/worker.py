@@ -168,8 +168,8 @@ class _StageActor:
                     self._done.append(reports)
                     self._grown.notify_all()
         except RaypipeError as error:
-            # The neighbours must not wait for what will never come.
-            executor.abort(f"stage {executor.stage} failed")
+            # The neighbours must not wait for what will never come, but they may finish the steps before.
+            executor.leave(f"stage {executor.stage} failed")
             raise type(error)(_with_traceback(error)) from None
 
     @ray.method(concurrency_group="control")

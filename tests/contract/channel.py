@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raypipe.engine.channel import Channel
-from raypipe.errors import LinkError
+from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action, Op
 
 WAIT_S = 10.0
@@ -87,6 +87,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "condition not reached"
         time.sleep(0.001)
+
+
+def refused(end: Channel, action: Action) -> LinkError | None:
+    """The error of sending now, if there is one."""
+    try:
+        end.send(action, (torch.ones(1),))
+    except LinkError as error:
+        return error
+    return None
 
 
 class ChannelContract:
@@ -227,6 +236,22 @@ class ChannelContract:
             pair[1].recv(f(10), WAIT_S)
         with pytest.raises(LinkError):
             pair[0].send(f(11), (torch.ones(1),))
+
+    def test_leaving_delivers_what_was_sent_and_then_says_why(self, pair: Pair) -> None:
+        for m in range(10):
+            pair[0].send(f(m), (torch.full((100_000,), float(m)),))
+        pair[0].leave("stage 0 failed")
+        pair[0].leave("again")
+        for m in range(10):
+            (got,) = pair[1].recv(f(m), WAIT_S)
+            assert got is not None
+            assert got[-1].item() == m
+        with pytest.raises(LinkAbortedError, match="stage 0 failed"):
+            pair[1].recv(f(10), WAIT_S)
+        for end, action in ((pair[0], f(11)), (pair[1], b(11))):
+            wait_until(lambda end=end, action=action: isinstance(refused(end, action), LinkAbortedError))
+        with pytest.raises(LinkAbortedError, match="stage 0 failed"):
+            pair[0].recv(b(0), WAIT_S)
 
     def test_too_many_tensors_are_refused_by_the_sender(self, pair: Pair) -> None:
         with pytest.raises(LinkError, match="5 tensors"):
