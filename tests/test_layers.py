@@ -52,11 +52,14 @@ USE = Layer(
 
 # Inside decide: which of its parts each part knows, besides itself.
 PARTS = {
-    "partition": (),
+    "memory": (),
+    "microbatch": (),
+    "partition": ("memory",),
     "program": (),
-    "simulate": ("program",),
+    "waves": ("program",),
+    "simulate": ("program", "waves"),
     "schedule": ("program", "simulate"),
-    "tune": ("partition", "schedule", "program", "simulate"),
+    "tune": ("memory", "microbatch", "partition", "schedule", "program", "simulate"),
     "elastic": ("tune",),
     "control": ("tune", "elastic"),
 }

@@ -6,12 +6,13 @@ F blue, B green, I and W lighter; transfers and waits in grey on the thin lane b
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 
 from raypipe.ir.schedule import COMPUTE, Op
 from raypipe.ir.timeline import Span, Timeline
 
-__all__ = ["timeline_svg"]
+__all__ = ["curve_svg", "timeline_svg"]
 
 COLOURS = {Op.F: "#4c78a8", Op.B: "#54a24b", Op.I: "#88d27a", Op.W: "#b6e3ae", Op.STEP: "#e45756"}
 GREY = "#c8c8c8"
@@ -66,3 +67,39 @@ def _box(span: Span, zero_s: float, first: int, top: float, scale: float) -> lis
             f"{label}</text>"
         )
     return parts
+
+
+def curve_svg(points: Sequence[tuple[float, float]], title: str, x_label: str, y_label: str, width: int = 640) -> str:
+    """A line through ``points`` (x, y) with the ends of both axes written out; points that are not finite are left out.
+
+    Args:
+        width: of the picture in pixels; it is half as high.
+    """
+    height, margin = width / 2, 48.0
+    known = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    low_x, high_x = min((x for x, _ in known), default=0.0), max((x for x, _ in known), default=1.0)
+    low_y, high_y = min((y for _, y in known), default=0.0), max((y for _, y in known), default=1.0)
+    scale_x = (width - 2 * margin) / ((high_x - low_x) or 1.0)
+    scale_y = (height - 2 * margin) / ((high_y - low_y) or 1.0)
+    line = " ".join(
+        f"{margin + (x - low_x) * scale_x:.1f},{height - margin - (y - low_y) * scale_y:.1f}" for x, y in known
+    )
+    texts = [
+        (4, 18, "start", title),
+        (margin, height - margin + 18, "middle", f"{low_x:g}"),
+        (width - margin, height - margin + 18, "middle", f"{high_x:g}"),
+        (width / 2, height - 8, "middle", x_label),
+        (margin - 4, height - margin, "end", f"{low_y:.3g}"),
+        (margin - 4, margin + 4, "end", f"{high_y:.3g}"),
+        (margin - 4, height / 2, "end", y_label),
+    ]
+    words = "".join(
+        f'<text x="{x:.0f}" y="{y:.0f}" font-size="11" text-anchor="{anchor}">{html.escape(text)}</text>'
+        for x, y, anchor, text in texts
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}" font-family="sans-serif">'
+        f'<rect width="100%" height="100%" fill="white"/><path d="M{margin},{margin} V{height - margin} '
+        f'H{width - margin}" fill="none" stroke="{GREY}"/>'
+        f'<polyline points="{line}" fill="none" stroke="{COLOURS[Op.F]}" stroke-width="1.5"/>{words}</svg>'
+    )

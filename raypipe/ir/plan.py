@@ -16,10 +16,13 @@ class Stage:
 
     Attributes:
         index: position in the pipeline.
-        start, stop: its nodes are graph.nodes[start:stop].
+        start, stop: its nodes are graph.nodes[start:stop], in the partition's order where it has one.
         first_node, last_node: their names.
         param_bytes: bytes of the parameters that it is the first to use.
         input_bytes: bytes per sample that arrive from the stage before.
+        devices: positions in the cluster, one per replica; empty where nobody chose.
+        period_s: predicted seconds per micro-batch that passes, its replicas' work shared out; 0 where unknown.
+        memory_bytes: predicted bytes on each of its devices at the fullest moment; 0 where unknown.
     """
 
     index: int
@@ -29,14 +32,26 @@ class Stage:
     last_node: str
     param_bytes: int
     input_bytes: int
+    devices: tuple[int, ...] = ()
+    period_s: float = 0.0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The cut of a model into stages, with the reason for it."""
+    """The cut of a model into stages, with the reason for it.
+
+    Attributes:
+        stages: in the order of the pipeline.
+        reason: why this cut.
+        order: positions of the graph's nodes in an order in which every stage is a run; empty for their own order.
+        bottleneck_s: predicted seconds per micro-batch of the slowest stage or cut; 0 where unknown.
+    """
 
     stages: tuple[Stage, ...]
     reason: str
+    order: tuple[int, ...] = ()
+    bottleneck_s: float = 0.0
 
     @property
     def num_stages(self) -> int:

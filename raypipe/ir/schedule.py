@@ -1,73 +1,23 @@
 """Actions, the one dependency rule, and schedules: a pipeline step as a program.
 
-An action reads ``2F0``: stage, operation, micro-batch. The same text is the file format, the log
-format, the label in traces and the notation of the tests (torch.distributed.pipelining uses it too).
-
 For REDUCE_GRAD, REDUCE_NORM and STEP the number is the *last* micro-batch of the update, so that
 ``0STEP7`` is the optimizer step that consumes the gradients of every micro-batch up to 7.
 """
 
 from __future__ import annotations
 
-import re
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import NamedTuple
 
-from raypipe.errors import ScheduleError
+from raypipe.ir.action import COMPUTE, Action, Op, parse_action
+from raypipe.ir.packed import OP_CODE, PackedRow
 
 __all__ = ["COMPUTE", "Action", "Op", "Row", "Schedule", "Wiring", "dependencies", "parse_action"]
 
 
-class Op(StrEnum):
-    """What a worker can be told to do."""
-
-    F = "F"
-    B = "B"
-    I = "I"  # noqa: E741  (the field's letter for the input half of a backward)
-    W = "W"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-    REDUCE_GRAD = "REDUCE_GRAD"
-    REDUCE_NORM = "REDUCE_NORM"
-    STEP = "STEP"
-
-
-COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
-
-
-class Action(NamedTuple):
-    """One instruction: ``stage`` does ``op`` for ``microbatch``."""
-
-    stage: int
-    op: Op
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.op.value}{self.microbatch}"
-
-    def shifted(self, microbatches: int) -> Action:
-        """The same action, ``microbatches`` later."""
-        return Action(self.stage, self.op, self.microbatch + microbatches)
-
-
-Row = tuple[Action, ...]
-
-_ACTION = re.compile(r"(\d+)(REDUCE_GRAD|REDUCE_NORM|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")
-
-
-def parse_action(text: str) -> Action:
-    """Inverse of ``str(action)``.
-
-    Raises:
-        ScheduleError: the text is not an action.
-    """
-    match = _ACTION.fullmatch(text.strip())
-    if match is None:
-        raise ScheduleError(f"{text!r} is not an action: write stage, operation, micro-batch, as in 2F0.")
-    return Action(int(match[1]), Op(match[2]), int(match[3]))
+Row = Sequence[Action]
+"""A tuple of actions, or the same as arrays: ``raypipe.ir.packed.PackedRow``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +45,7 @@ class Wiring:
         return stage + 1 < self.num_stages and self.placement[stage] != self.placement[stage + 1]
 
 
-def dependencies(action: Action, wiring: Wiring) -> tuple[Action, ...]:
+def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
     """Actions that must have ended before ``action`` may start: the one rule of the whole project.
 
     Lowering, validation, simulation and the tests call it; nobody restates it. The order within
@@ -138,11 +88,17 @@ def dependencies(action: Action, wiring: Wiring) -> tuple[Action, ...]:
                 return ()
             last = Op.W if wiring.split_backward else Op.B
             first = microbatch - wiring.update_interval + 1
-            return tuple(Action(stage, last, m) for m in range(first, microbatch + 1))
+            return _of_all(stage, last, range(first, microbatch + 1))
         case Op.REDUCE_NORM:
             return tuple(Action(s, Op.REDUCE_GRAD, microbatch) for s in range(wiring.num_stages))
         case Op.STEP:
             return (Action(stage, Op.REDUCE_NORM, microbatch),)
+
+
+def _of_all(stage: int, op: Op, microbatches: range) -> PackedRow:
+    """One action for each micro-batch; an update may have thousands, so they are not made one by one."""
+    count = len(microbatches)
+    return PackedRow(array("i", (stage,)) * count, array("b", (OP_CODE[op],)) * count, array("i", microbatches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,19 +135,27 @@ class Schedule:
     def num_stages(self) -> int:
         return self.wiring.num_stages
 
-    def row(self, worker: int, repeats: int = 1) -> Row:
+    def row(self, worker: int, repeats: int = 1) -> tuple[Action, ...]:
         """The whole row of one worker with the body repeated: what the worker carries out."""
-        actions = list(self.prologue[worker]) if self.prologue else []
-        for i in range(repeats):
-            actions += [a.shifted(i * self.stride) for a in self.body[worker]]
-        if self.epilogue:
-            actions += [a.shifted(repeats * self.stride) for a in self.epilogue[worker]]
-        return tuple(actions)
+        parts = list(self._parts(worker, repeats))
+        if len(parts) == 1 and not parts[0][1]:
+            return tuple(parts[0][0])
+        return tuple(a.shifted(shift) if shift else a for row, shift in parts for a in row)
 
-    def rows(self, repeats: int = 1) -> tuple[Row, ...]:
+    def rows(self, repeats: int = 1) -> tuple[tuple[Action, ...], ...]:
         """Every worker's row, in worker order."""
         return tuple(self.row(w, repeats) for w in range(self.num_workers))
 
     def num_microbatches(self, repeats: int = 1) -> int:
         """Micro-batches from one flush to the next."""
-        return 1 + max((a.microbatch for row in self.rows(repeats) for a in row if a.op is Op.F), default=-1)
+        parts = (part for worker in range(self.num_workers) for part in self._parts(worker, repeats))
+        return 1 + max((a.microbatch + shift for row, shift in parts for a in row if a.op is Op.F), default=-1)
+
+    def _parts(self, worker: int, repeats: int) -> Iterator[tuple[Row, int]]:
+        """What one worker's row is put together from, each with how far its micro-batches are shifted."""
+        if self.prologue:
+            yield self.prologue[worker], 0
+        for i in range(repeats):
+            yield self.body[worker], i * self.stride
+        if self.epilogue:
+            yield self.epilogue[worker], repeats * self.stride

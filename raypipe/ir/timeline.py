@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,13 +26,13 @@ class Timeline:
     """Spans of all workers, with where they come from ("simulated" or "measured").
 
     Attributes:
-        spans: every action that took time, in any order.
+        spans: every action that took time, in any order; a tuple, or ``raypipe.ir.spans.PackedSpans``.
         source: "simulated" or "measured".
         peak_in_flight: most micro-batches whose activations each stage held at once, by stage.
         name: what was run, for the viewer's title.
     """
 
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     source: str
     peak_in_flight: tuple[int, ...] = ()
     name: str = ""

@@ -10,29 +10,28 @@ no row contains) is refused here; a deadlock when ``blocks()`` looks for an orde
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
+from raypipe.ir.packed import OP_CODE, OPS, PackedRow
 from raypipe.ir.schedule import Action, Op, Row, Schedule, Wiring, dependencies
 
-__all__ = ["BARRIER", "NO_WAIT", "OPS", "OP_CODE", "Ints", "Program", "build"]
+__all__ = ["BARRIER", "NO_WAIT", "OPS", "OP_CODE", "Ints", "Program", "build", "encode", "pack"]
 
-Ints = NDArray[np.int64]
+Ints = NDArray[np.int32]
 
 NO_WAIT = -1
 BARRIER = -2
 
-OPS = tuple(Op)
-OP_CODE = {op: code for code, op in enumerate(OPS)}
 # Members are singletons, so their ids tell them apart; hashing a member is many times slower.
-_CODES = np.array(sorted(range(len(OPS)), key=lambda code: id(OPS[code])))
+_CODES = np.array(sorted(range(len(OPS)), key=lambda code: id(OPS[code])), dtype=np.int8)
 _IDS = np.array([id(OPS[code]) for code in _CODES])
 
 
@@ -53,7 +52,7 @@ class Program:
     first: list[int]
     worker: Ints
     stage: Ints
-    op: Ints
+    op: NDArray[np.int8]
     microbatch: Ints
     source: Ints
     barriers: dict[int, tuple[int, ...]]
@@ -143,78 +142,94 @@ def build(schedule: Schedule, repeats: int = 1) -> Program:
         ScheduleError: an action sits on the wrong worker, occurs twice, or waits for an action that is
             missing or comes later in the same row.
     """
-    wiring = schedule.wiring
     flat = _flatten(schedule, repeats)
     program = Program(
-        wiring,
+        schedule.wiring,
         *flat,
-        source=np.full(len(flat[1]), NO_WAIT, dtype=np.int64),
+        source=np.full(len(flat[1]), NO_WAIT, dtype=np.int32),
         barriers={},
         needed=np.zeros(len(flat[1]), dtype=np.bool_),
     )
     _check_places(program)
     slots = _Slots(program)
     slots.check_unique()
-    for nodes, wanted in _questions(program):
-        _connect(program, nodes, wanted, slots.find(wanted))
+    unmet = []
+    for nodes, kinds, wanted in _questions(program):
+        found = slots.find(kinds, wanted)
+        foreign = program.worker[found] != program.worker[nodes, None]
+        missing = (found < 0) | (~foreign & (found >= nodes[:, None]))
+        if missing.any():
+            i, j = np.argwhere(missing)[0].tolist()
+            unmet.append((len(kinds), int(nodes[i]), int(kinds[j]), int(wanted[i, j]), int(found[i, j])))
+        else:
+            _connect(program, nodes, found, foreign)
+    if unmet:
+        raise ScheduleError(_explain_unmet(program, *min(unmet)[1:]))
     return program
 
 
-def _questions(program: Program) -> Iterator[tuple[Ints, Ints]]:
-    """Nodes and what they wait for: (stage, op, micro-batch) by node and by wait; nodes with as many waits together."""
-    kinds, kind_of = np.unique(program.stage * len(OPS) + program.op, return_inverse=True)
-    at_zero = [Action(int(kind) // len(OPS), OPS[kind % len(OPS)], 0) for kind in kinds]
-    answers = [dependencies(action, program.wiring) for action in at_zero]
-    counts = np.array([len(answer) for answer in answers], dtype=np.int64)
-    for count in np.unique(counts[counts > 0]).tolist():
-        alike = np.flatnonzero(counts == count)
-        place = np.zeros(len(kinds), dtype=np.int64)
-        place[alike] = np.arange(len(alike))
-        table = _encode(tuple(chain.from_iterable(answers[kind] for kind in alike))).reshape(3, len(alike), count)
-        nodes = np.flatnonzero(counts[kind_of] == count)
-        wanted = table[:, place[kind_of[nodes]]]
-        wanted[2] += program.microbatch[nodes, None]
-        yield nodes, wanted
+def encode(row: Row) -> tuple[Ints, NDArray[np.int8], Ints]:
+    """Stage, operation (a place in OPS) and micro-batch of every action; not to be written to.
 
-
-def _flatten(schedule: Schedule, repeats: int) -> tuple[list[int], Ints, Ints, Ints, Ints]:
-    """First node of each row, then by node: worker, stage, op, micro-batch."""
-    first, columns = [0], []
-    for worker in range(schedule.num_workers):
-        parts = [(schedule.prologue[worker], 0)] if schedule.prologue else []
-        parts += [(schedule.body[worker], i * schedule.stride) for i in range(repeats)]
-        parts += [(schedule.epilogue[worker], repeats * schedule.stride)] if schedule.epilogue else []
-        tables = {id(row): _encode(row) for row, _ in parts}  # the body is encoded once, however often it repeats
-        columns += [tables[id(row)] + np.array([[0], [0], [shift]]) for row, shift in parts]
-        first.append(first[-1] + sum(len(row) for row, _ in parts))
-    stage, op, microbatch = np.concatenate(columns, axis=1)
-    worker_of = np.repeat(np.arange(schedule.num_workers), np.diff(first))
-    return first, worker_of, stage, op, microbatch
-
-
-def _encode(row: Row) -> Ints:
-    """The row as three lines of numbers: stage, op, micro-batch."""
-    ids = np.fromiter(map(id, map(itemgetter(1), row)), np.int64, len(row))
+    Raises:
+        ScheduleError: an operation is no member of Op.
+    """
+    if isinstance(row, PackedRow):
+        return (
+            np.frombuffer(row.stage, np.int32),
+            np.frombuffer(row.op, np.int8),
+            np.frombuffer(row.microbatch, np.int32),
+        )
+    stage, ops, microbatch = zip(*row, strict=True) if row else ((), (), ())
+    ids = np.fromiter(map(id, ops), np.int64, len(row))
     place = np.minimum(np.searchsorted(_IDS, ids), len(OPS) - 1)
     if (_IDS[place] != ids).any():
         odd = row[int(np.argmax(_IDS[place] != ids))]
         raise ScheduleError(
             f"{odd!r} has an operation that is no member of Op: write Op.F, or let parse_action() read it."
         )
-    stage, microbatch = (np.fromiter(map(itemgetter(i), row), np.int64, len(row)) for i in (0, 2))
-    return np.stack([stage, _CODES[place], microbatch])
+    return np.array(stage, dtype=np.int32), _CODES[place], np.array(microbatch, dtype=np.int32)
 
 
-def _connect(program: Program, nodes: Ints, wanted: Ints, found: Ints) -> None:
+def pack(stage: NDArray[np.integer], op: NDArray[np.integer], microbatch: NDArray[np.integer]) -> PackedRow:
+    """Inverse of ``encode``."""
+    columns = (("i", np.int32, stage), ("b", np.int8, op), ("i", np.int32, microbatch))
+    return PackedRow(*(array(code, column.astype(kind).tobytes()) for code, kind, column in columns))
+
+
+def _questions(program: Program) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Nodes of one stage and operation, and what they wait for: stage * len(OPS) + op by wait, micro-batch by both."""
+    for first, stop in pairwise(program.first):
+        kind_of = program.stage[first:stop] * len(OPS) + program.op[first:stop]
+        for kind in np.flatnonzero(np.bincount(kind_of)).tolist():
+            answer = dependencies(Action(kind // len(OPS), OPS[kind % len(OPS)], 0), program.wiring)
+            if answer:
+                stage, op, distance = encode(answer)
+                nodes = (np.flatnonzero(kind_of == kind) + first).astype(np.int32)
+                yield nodes, stage * len(OPS) + op, program.microbatch[nodes, None] + distance
+
+
+def _flatten(schedule: Schedule, repeats: int) -> tuple[list[int], Ints, Ints, NDArray[np.int8], Ints]:
+    """First node of each row, then by node: worker, stage, op, micro-batch."""
+    first = [0]
+    stages, ops, microbatches = [], [], []
+    for worker in range(schedule.num_workers):
+        parts = [(schedule.prologue[worker], 0)] if schedule.prologue else []
+        parts += [(schedule.body[worker], i * schedule.stride) for i in range(repeats)]
+        parts += [(schedule.epilogue[worker], repeats * schedule.stride)] if schedule.epilogue else []
+        tables = {id(row): encode(row) for row, _ in parts}  # the body is encoded once, however often it repeats
+        for row, shift in parts:
+            stage, op, microbatch = tables[id(row)]
+            stages.append(stage)
+            ops.append(op)
+            microbatches.append(microbatch + shift if shift else microbatch)
+        first.append(first[-1] + sum(len(row) for row, _ in parts))
+    worker_of = np.repeat(np.arange(schedule.num_workers, dtype=np.int32), np.diff(first))
+    return first, worker_of, np.concatenate(stages), np.concatenate(ops), np.concatenate(microbatches)
+
+
+def _connect(program: Program, nodes: Ints, found: Ints, foreign: NDArray[np.bool_]) -> None:
     """Note what ``nodes`` wait for: ``found`` has a line per node and a column per wait."""
-    foreign = program.worker[found] != program.worker[nodes, None]
-    unmet = (found < 0) | (~foreign & (found >= nodes[:, None]))
-    if unmet.any():
-        i, j = np.argwhere(unmet)[0].tolist()
-        stage, op, microbatch = wanted[:, i, j].tolist()
-        raise ScheduleError(
-            _explain_unmet(program, int(nodes[i]), Action(stage, OPS[op], microbatch), int(found[i, j]))
-        )
     program.needed[found] = True
     # What the own row did earlier has ended; only other workers can make this one wait.
     number = foreign.sum(axis=1)
@@ -231,24 +246,22 @@ class _Slots:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._width = int(program.microbatch.max(initial=-1)) + 1
-        self._key = (program.stage * len(OPS) + program.op) * self._width + program.microbatch
-        self._node = np.full(program.wiring.num_stages * len(OPS) * self._width, -1, dtype=np.int64)
-        self._node[self._key] = np.arange(len(self._key))
+        self._node = np.full((program.wiring.num_stages * len(OPS), self._width), -1, dtype=np.int32)
+        self._node[program.stage * len(OPS) + program.op, program.microbatch] = np.arange(len(program.op))
 
     def check_unique(self) -> None:
-        hidden = np.flatnonzero(self._node[self._key] != np.arange(len(self._key)))
+        program = self._program
+        seen = self._node[program.stage * len(OPS) + program.op, program.microbatch]
+        hidden = np.flatnonzero(seen != np.arange(len(program.op)))
         if len(hidden):
-            one, other = int(hidden[0]), int(self._node[self._key[hidden[0]]])
-            raise ScheduleError(
-                f"{self._program.where(other)} is there twice, also as {self._program.where(one)}: drop one."
-            )
+            one, other = int(hidden[0]), int(seen[hidden[0]])
+            raise ScheduleError(f"{program.where(other)} is there twice, also as {program.where(one)}: drop one.")
 
-    def find(self, wanted: Ints) -> Ints:
-        """The node of each (stage, op, micro-batch); -1 where there is none."""
-        stage, op, microbatch = wanted
+    def find(self, kinds: Ints, microbatch: Ints) -> Ints:
+        """The node of each stage and operation (by column) and micro-batch; -1 where there is none."""
         inside = (microbatch >= 0) & (microbatch < self._width)
-        key = (stage * len(OPS) + op) * self._width + microbatch
-        return np.where(inside, self._node[np.where(inside, key, 0)], -1)
+        found: Ints = np.where(inside, self._node[kinds, np.where(inside, microbatch, 0)], np.int32(-1))
+        return found
 
 
 def _check_places(program: Program) -> None:
@@ -273,8 +286,8 @@ def _check_places(program: Program) -> None:
         )
 
 
-def _explain_unmet(program: Program, node: int, wanted: Action, found: int) -> str:
-    action = program.action(node)
+def _explain_unmet(program: Program, node: int, kind: int, microbatch: int, found: int) -> str:
+    action, wanted = program.action(node), Action(kind // len(OPS), OPS[kind % len(OPS)], microbatch)
     if found < 0:
         return f"{program.where(node)} waits for {wanted}, which no row contains: add {wanted} or remove {action}."
     return (

@@ -12,26 +12,28 @@ that share one wire, and the time of REDUCE_GRAD and REDUCE_NORM (the latter is 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, fields
-from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
-from raypipe.ir.schedule import COMPUTE, Action, Op, Schedule
-from raypipe.ir.timeline import Span, Timeline
-from raypipe.planner.program import BARRIER, OP_CODE, OPS, Program, build
+from raypipe.ir.schedule import COMPUTE, Op, Schedule
+from raypipe.ir.spans import PackedSpans
+from raypipe.ir.timeline import Timeline
+from raypipe.planner import waves
+from raypipe.planner.program import BARRIER, OP_CODE, OPS, Ints, Program, build, pack
+from raypipe.planner.waves import SEND, WAIT, WORK, Tables
 
 __all__ = ["Costs", "makespan_s", "simulate"]
 
-_WORK, _WAIT, _SEND = range(3)
-_ROLE = np.full(len(OPS), _WORK)
-_ROLE[[OP_CODE[op] for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE_NORM)]] = _WAIT
-_ROLE[[OP_CODE[op] for op in (Op.SEND_F, Op.SEND_B)]] = _SEND
+_ROLE = np.full(len(OPS), WORK, dtype=np.int8)
+_ROLE[[OP_CODE[op] for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE_NORM)]] = WAIT
+_ROLE[[OP_CODE[op] for op in (Op.SEND_F, Op.SEND_B)]] = SEND
 
-# What _make does, without a Python frame for each of a million tuples.
-_ACTION = partial(tuple.__new__, Action)
-_SPAN = partial(tuple.__new__, Span)
+WIDE = 16
+"""Workers from which on all of them together are quicker than one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,38 +114,44 @@ def simulate(lowered: Schedule, costs: Costs, repeats: int = 1) -> Timeline:
         ScheduleError: the schedule is malformed or deadlocks.
     """
     program = build(lowered, repeats)
-    start_s, end_s = map(np.array, _run(program, costs))
+    tables = _tables(program, costs)
+    times = waves.times_s(program, tables) if program.num_workers >= WIDE else None
+    # The loop also says who is stuck where the waves only found that somebody is.
+    start_s, end_s = times or _loop(program, tables)
     keep = np.isin(program.op, [OP_CODE[op] for op in COMPUTE]) | (end_s > start_s)
-    columns = (program.worker, program.stage, program.op, program.microbatch, start_s, end_s)
-    worker, stage, op, microbatch, start, end = (column[keep].tolist() for column in columns)
-    actions = map(_ACTION, zip(stage, map(OPS.__getitem__, op), microbatch, strict=True))
-    spans = tuple(map(_SPAN, zip(worker, actions, start, end, strict=True)))
+    actions = pack(program.stage[keep], program.op[keep], program.microbatch[keep])
+    worker = array("i", program.worker[keep].tobytes())
+    start, end = (array("d", seconds[keep].tobytes()) for seconds in (start_s, end_s))
+    spans = PackedSpans(worker, actions, start, end)
     return Timeline(spans, "simulated", program.peak_in_flight(), lowered.kind)
 
 
 def makespan_s(lowered: Schedule, costs: Costs, repeats: int = 1) -> float:
     """Seconds from the first start to the last end: ``simulate(...).makespan_s`` without making the spans."""
-    _, end_s = _run(build(lowered, repeats), costs)
-    return max(end_s, default=0.0)
+    program = build(lowered, repeats)
+    tables = _tables(program, costs)
+    if program.num_workers >= WIDE and (last_s := waves.last_end_s(program, tables)) is not None:
+        return last_s
+    return float(_loop(program, tables)[1].max(initial=0.0))
 
 
-def _run(program: Program, costs: Costs) -> tuple[list[float], list[float]]:
-    """Start and end of every node, in seconds; the end of a SEND is the arrival of its message."""
-    work, occupancy, latency = _tables(program, costs)
-    roles, source, link = _ROLE[program.op].tolist(), program.source.tolist(), _links(program)
+def _loop(program: Program, tables: Tables) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Start and end of every node, in seconds, worker by worker; the end of a SEND is the arrival of its message."""
+    roles, work, occupancy, latency, link = (column.tolist() for column in tables[:5])
+    source = program.source.tolist()
     start, end = [0.0] * len(roles), [0.0] * len(roles)
     clock = [0.0] * program.num_workers
-    free = [0.0] * program.num_workers**2
-    newest = [0.0] * program.num_workers**2
+    free = [0.0] * tables.num_links
+    newest = [0.0] * tables.num_links
     for worker, first, stop in program.blocks():
         now = clock[worker]
         for node in range(first, stop):
             role = roles[node]
-            if role == _WORK:
+            if role == WORK:
                 start[node] = now
                 now += work[node]
                 end[node] = now
-            elif role == _WAIT:
+            elif role == WAIT:
                 start[node] = now
                 if (awaited := source[node]) >= 0:
                     if end[awaited] > now:
@@ -160,11 +168,11 @@ def _run(program: Program, costs: Costs) -> tuple[list[float], list[float]]:
                 # Hops of different latency may share a link; nothing overtakes on it.
                 newest[wire] = end[node] = arrival if arrival > newest[wire] else newest[wire]
         clock[worker] = now
-    return start, end
+    return np.array(start), np.array(end)
 
 
-def _tables(program: Program, costs: Costs) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of work, of link occupancy and of latency, by node."""
+def _tables(program: Program, costs: Costs) -> Tables:
+    """Roles, seconds and links by node."""
     stages = program.wiring.num_stages
     if costs.num_stages != stages:
         raise PlanError(f"Costs of {costs.num_stages} stages for a schedule of {stages}: give one number per stage.")
@@ -186,22 +194,23 @@ def _tables(program: Program, costs: Costs) -> tuple[list[float], list[float], l
         Op.SEND_F: (*(costs.forward_latency_s or free), 0.0),
         Op.SEND_B: (0.0, *(costs.backward_latency_s or free)),
     }
-    return _spread(program, work), _spread(program, occupancy), _spread(program, latency)
+    work_s, occupancy_s, latency_s = (_spread(program, by_stage) for by_stage in (work, occupancy, latency))
+    return Tables(_ROLE[program.op], work_s, occupancy_s, latency_s, _links(program), program.num_workers**2)
 
 
-def _spread(program: Program, by_stage: dict[Op, tuple[float, ...]]) -> list[float]:
+def _spread(program: Program, by_stage: dict[Op, tuple[float, ...]]) -> NDArray[np.float64]:
     table = np.zeros((len(OPS), program.wiring.num_stages))
     for op, seconds in by_stage.items():
         if seconds:
             table[OP_CODE[op]] = seconds
-    by_node: list[float] = table[program.op, program.stage].tolist()
+    by_node: NDArray[np.float64] = table[program.op, program.stage]
     return by_node
 
 
-def _links(program: Program) -> list[int]:
+def _links(program: Program) -> Ints:
     """By node, the one-way link that a SEND uses: there is one for each ordered pair of workers."""
-    placement = np.asarray(program.wiring.placement)
-    step = np.where(program.op == OP_CODE[Op.SEND_F], 1, -1)
+    placement = np.asarray(program.wiring.placement, dtype=np.int32)
+    step = np.where(program.op == OP_CODE[Op.SEND_F], np.int32(1), np.int32(-1))
     peer = placement[np.clip(program.stage + step, 0, len(placement) - 1)]
-    links: list[int] = (program.worker * program.num_workers + peer).tolist()
+    links: Ints = program.worker * np.int32(program.num_workers) + peer
     return links

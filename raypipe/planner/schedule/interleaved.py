@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
+
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Action, Op, Schedule, Wiring
-from raypipe.planner.schedule.sync import check_counts
+from raypipe.ir.schedule import Op, Schedule, Wiring
+from raypipe.planner.program import OP_CODE, pack
+from raypipe.planner.schedule.sync import check_counts, take_turns
 
 __all__ = ["interleaved"]
 
@@ -42,17 +45,16 @@ def interleaved(num_workers: int, num_microbatches: int, chunks: int, first_trai
     num_stages = num_workers * chunks
     check_counts(num_stages, num_microbatches, first_trainable)
     rounds = _rounds(num_microbatches, num_workers)
-    forward = [(c, m) for part in rounds for c in range(chunks) for m in part]
-    backward = [(c, m) for part in rounds for c in reversed(range(chunks)) for m in part]
+    forward = np.array([(c, m) for part in rounds for c in range(chunks) for m in part])
+    backward = np.array([(c, m) for part in rounds for c in reversed(range(chunks)) for m in part])
     rows = []
     for worker in range(num_workers):
-        warmup = min((chunks - 1) * len(rounds[0]) + 2 * (num_workers - 1 - worker), len(forward))
-        order = [(Op.F, *item) for item in forward[:warmup]]
-        for j, item in enumerate(backward):
-            order += [(Op.F, *item) for item in forward[warmup + j : warmup + j + 1]]
-            order.append((Op.B, *item))
-        actions = (Action(c * num_workers + worker, op, m) for op, c, m in order)
-        rows.append(tuple(a for a in actions if a.op is Op.F or a.stage >= first_trainable))
+        warmup = (chunks - 1) * len(rounds[0]) + 2 * (num_workers - 1 - worker)
+        row = np.empty((2 * len(forward), 3), dtype=np.int32)
+        for op, order, at in zip((Op.F, Op.B), (forward, backward), take_turns(len(forward), warmup), strict=True):
+            row[at, 0], row[at, 1], row[at, 2] = order[:, 0] * num_workers + worker, OP_CODE[op], order[:, 1]
+        row = row[(row[:, 1] == OP_CODE[Op.F]) | (row[:, 0] >= first_trainable)]
+        rows.append(pack(*row.T))
     placement = tuple(stage % num_workers for stage in range(num_stages))
     wiring = Wiring(placement, update_interval=num_microbatches, first_trainable=first_trainable)
     return Schedule(f"interleaved(v={chunks})", wiring, tuple(rows), stride=num_microbatches)

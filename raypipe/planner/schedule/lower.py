@@ -14,14 +14,39 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row, Schedule, Wiring, dependencies
+from raypipe.planner.program import OP_CODE, OPS, Ints, encode, pack
 
 __all__ = ["expected_sends", "lower"]
 
+Kind = tuple[int, Op]
+"""Stage and operation: all that decides which messages an action has."""
+
+_IS_COMPUTE = np.array([op in COMPUTE for op in OPS])
+
 Progress = Counter[tuple[int, int]]
 """By (stage, update): micro-batches of the update that the stage has finished, while not all are."""
+
+
+class _Rules(NamedTuple):
+    """What becomes of a compute action; operations are places in OPS, -1 for none.
+
+    Attributes:
+        receive, send: by stage and operation, what stands before and behind the action.
+        finishing: by stage, the operation after which nothing is left to do for a micro-batch.
+        wiring: of the schedule.
+    """
+
+    receive: NDArray[np.int8]
+    send: NDArray[np.int8]
+    finishing: NDArray[np.int8]
+    wiring: Wiring
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -37,29 +62,24 @@ def lower(schedule: Schedule) -> Schedule:
         ScheduleError: the schedule has other than compute actions, or its body does not return to the
             same point of an update.
     """
-    parts = [part for part in (schedule.prologue, schedule.body, schedule.epilogue) if part]
-    for worker, action in ((w, a) for part in parts for w, row in enumerate(part) for a in row):
-        if action.op not in COMPUTE:
-            raise ScheduleError(
-                f"{action} in row {worker} is no compute action: lower() adds those itself, give it F, B, I and W only."
-            )
+    _check_compute_only(schedule)
     interval = schedule.wiring.update_interval
     if interval < 1 or schedule.stride % interval:
         raise ScheduleError(
             f"The body advances by {schedule.stride} micro-batches, the optimizer steps every {interval}: "
             "make the first a multiple of the second."
         )
-    receive, send = _transfers(schedule)
+    rules = _rules(schedule)
     lowered: list[tuple[Row, Row, Row]] = []
     for worker, body in enumerate(schedule.body):
         before: Progress = Counter()
-        prologue = _lower_row(schedule.prologue[worker] if schedule.prologue else (), schedule, receive, send, before)
+        prologue = _lower_row(schedule.prologue[worker] if schedule.prologue else (), rules, before)
         after = before.copy()
-        middle = _lower_row(body, schedule, receive, send, after)
+        middle = _lower_row(body, rules, after)
         shift = schedule.stride // interval
         _check_periodic(worker, {(s, u + shift): n for (s, u), n in before.items()}, after, interval)
         # The epilogue counts from the end of the body as the body counts from its own beginning.
-        epilogue = _lower_row(schedule.epilogue[worker] if schedule.epilogue else (), schedule, receive, send, before)
+        epilogue = _lower_row(schedule.epilogue[worker] if schedule.epilogue else (), rules, before)
         lowered.append((prologue, middle, epilogue))
     return Schedule(
         schedule.kind,
@@ -88,45 +108,91 @@ def expected_sends(schedule: Schedule, sender: int, receiver: int, repeats: int 
     )
 
 
-Kind = tuple[int, Op]
-"""Stage and operation: all that decides which messages an action has."""
+def _check_compute_only(schedule: Schedule) -> None:
+    for part in (schedule.prologue, schedule.body, schedule.epilogue):
+        for worker, row in enumerate(part):
+            odd = np.flatnonzero(~_IS_COMPUTE[encode(row)[1]])
+            if len(odd):
+                raise ScheduleError(
+                    f"{row[int(odd[0])]} in row {worker} is no compute action: lower() adds those itself, "
+                    "give it F, B, I and W only."
+                )
 
 
-def _transfers(schedule: Schedule) -> tuple[dict[Kind, Op], dict[Kind, Op]]:
-    """The receive that each kind of compute action wants before it, and the send that it wants behind it."""
-    kinds = {action[:2] for part in (schedule.prologue, schedule.body, schedule.epilogue) for action in chain(*part)}
-    receive: dict[Kind, Op] = {}
-    send: dict[Kind, Op] = {}
-    for stage, op in kinds:
+def _kinds(schedule: Schedule) -> set[Kind]:
+    """All of the schedule's."""
+    found: set[Kind] = set()
+    for row in chain(schedule.prologue, schedule.body, schedule.epilogue):
+        stage, op, _ = encode(row)
+        present = np.flatnonzero(np.bincount(stage * len(OPS) + op))
+        found.update((kind // len(OPS), OPS[kind % len(OPS)]) for kind in present.tolist())
+    return found
+
+
+def _rules(schedule: Schedule) -> _Rules:
+    """The receive that each kind of compute action wants before it, the send that it wants behind it, and its end."""
+    receive, send = (np.full((schedule.num_stages, len(OPS)), -1, dtype=np.int8) for _ in range(2))
+    for stage, op in _kinds(schedule):
         for wanted in dependencies(Action(stage, op, 0), schedule.wiring):
             if wanted.op in (Op.RECV_F, Op.RECV_B):
-                receive[stage, op] = wanted.op
+                receive[stage, OP_CODE[op]] = OP_CODE[wanted.op]
                 (message,) = dependencies(wanted, schedule.wiring)
                 (maker,) = dependencies(message, schedule.wiring)
-                send[maker.stage, maker.op] = message.op
-    return receive, send
-
-
-def _lower_row(row: Row, schedule: Schedule, receive: dict[Kind, Op], send: dict[Kind, Op], progress: Progress) -> Row:
-    """One part of one worker's row; ``progress`` is brought up to its end."""
+                send[maker.stage, OP_CODE[maker.op]] = OP_CODE[message.op]
     wiring = schedule.wiring
+    finishing = [OP_CODE[_finishing_op(wiring, s)] for s in range(wiring.num_stages)]
+    return _Rules(receive, send, np.array(finishing, dtype=np.int8), wiring)
+
+
+def _lower_row(row: Row, rules: _Rules, progress: Progress) -> Row:
+    """One part of one worker's row; ``progress`` is brought up to its end."""
+    stage, op, microbatch = encode(row)
+    before, behind = rules.receive[stage, op], rules.send[stage, op]
+    places = np.flatnonzero(op == rules.finishing[stage])
+    closing = _closings(places, stage[places], microbatch[places], rules.wiring, progress)
+    width = 1 + (before >= 0) + (behind >= 0)
+    own_end = np.cumsum(width)
+    added = [len(actions) for _, actions in closing]
+    ending = np.repeat(np.array([place for place, _ in closing], dtype=np.int64), added)
+    np.add.at(width, ending, 1)
+    at = np.cumsum(width) - width + (before >= 0)
+    total = int(width.sum())
+    columns: list[NDArray[Any]] = [np.empty(total, dtype=np.int32) for _ in range(3)]
+    for shift, codes in ((-1, before), (0, op), (1, behind)):
+        there = np.flatnonzero(codes >= 0)
+        for column, own in zip(columns, (stage, codes, microbatch), strict=True):
+            column[at[there] + shift] = np.asarray(own)[there]
+    # Each action of an update's end stands behind its place's own, and behind those added before it.
+    added_columns = encode(tuple(a for _, actions in closing for a in actions))
+    for column, added_column in zip(columns, added_columns, strict=True):
+        column[own_end[ending] + np.arange(len(ending))] = added_column
+    return pack(*columns)
+
+
+def _closings(
+    places: NDArray[np.intp], stage: Ints, microbatch: Ints, wiring: Wiring, progress: Progress
+) -> list[tuple[int, list[Action]]]:
+    """What ends an update, behind which of ``places``; ``progress`` is brought up to the end of the row.
+
+    Args:
+        places: of the actions in the row that finish a micro-batch on a stage.
+        stage, microbatch: of those.
+    """
     interval = wiring.update_interval
-    finishing = [_finishing_op(wiring, stage) for stage in range(wiring.num_stages)]
-    out: list[Action] = []
-    for action in row:
-        stage, op, microbatch = action
-        kind = (stage, op)
-        if kind in receive:
-            out.append(Action(stage, receive[kind], microbatch))
-        out.append(action)
-        if kind in send:
-            out.append(Action(stage, send[kind], microbatch))
-        if op is finishing[stage]:
-            update = microbatch // interval
-            progress[stage, update] += 1
-            if progress[stage, update] == interval:
-                out += _close(wiring, stage, update, progress)
-    return tuple(out)
+    update = microbatch // interval
+    # Of one stage and update, all but the last place are counted at once: only there can the update be complete.
+    key = (update * wiring.num_stages + stage)[::-1]
+    keys, last, counts = np.unique(key, return_index=True, return_counts=True)
+    columns = (len(places) - 1 - last, keys % wiring.num_stages, keys // wiring.num_stages, counts)
+    events = sorted(zip(*(column.tolist() for column in columns), strict=True))
+    if any(progress[s, u] + n > interval for _, s, u, n in events):  # twice the same action: one by one
+        events = [(i, s, u, 1) for i, (s, u) in enumerate(zip(stage.tolist(), update.tolist(), strict=True))]
+    found = []
+    for i, s, u, number in events:
+        progress[s, u] += number
+        if progress[s, u] == interval:
+            found.append((int(places[i]), _close(wiring, s, u, progress)))
+    return found
 
 
 def _finishing_op(wiring: Wiring, stage: int) -> Op:

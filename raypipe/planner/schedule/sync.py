@@ -12,11 +12,16 @@ Left out: the time of anything. What a schedule costs is the business of ``raypi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Action, Op, Row, Schedule, Wiring
+from raypipe.ir.schedule import Op, Row, Schedule, Wiring
+from raypipe.planner.program import OP_CODE, pack
 
-__all__ = ["check_counts", "gpipe", "k_f_k_b", "one_f_one_b", "slack"]
+__all__ = ["check_counts", "gpipe", "k_f_k_b", "one_f_one_b", "slack", "take_turns"]
 
 
 def k_f_k_b(num_stages: int, num_microbatches: int, k: int, first_trainable: int = 0) -> Schedule:
@@ -124,7 +129,7 @@ def slack(num_stages: int, num_microbatches: int, slack: Sequence[int] | int, fi
     if any(r < 1 for r in (by_hop if hops or not isinstance(slack, int) else (slack,))):
         raise ScheduleError(f"slack is {by_hop or slack}: every hop needs at least 1, which is 1F1B.")
     groups = [range(m, m + 1) for m in range(num_microbatches)]
-    warmups = [sum(by_hop[s:]) for s in range(num_stages)]
+    warmups = [*accumulate(reversed(by_hop), initial=0)][::-1]
     shown = (slack,) if isinstance(slack, int) else by_hop
     return _schedule(f"slack(r={','.join(map(str, shown))})", groups, warmups, num_microbatches, first_trainable)
 
@@ -149,21 +154,35 @@ def check_counts(num_stages: int, num_microbatches: int, first_trainable: int) -
 def _schedule(
     kind: str, groups: Sequence[range], warmups: Sequence[int], num_microbatches: int, first_trainable: int
 ) -> Schedule:
-    rows = [_row(s, groups, warmup, s >= first_trainable) for s, warmup in enumerate(warmups)]
+    sizes = np.array([len(group) for group in groups])
+    rows = tuple(_row(s, sizes, warmup, s >= first_trainable) for s, warmup in enumerate(warmups))
     wiring = Wiring(tuple(range(len(rows))), update_interval=num_microbatches, first_trainable=first_trainable)
-    return Schedule(kind, wiring, tuple(rows), stride=num_microbatches)
+    return Schedule(kind, wiring, rows, stride=num_microbatches)
 
 
-def _row(stage: int, groups: Sequence[range], warmup: int, trains: bool) -> Row:
+def _row(stage: int, sizes: NDArray[np.int64], warmup: int, trains: bool) -> Row:
     """``warmup`` groups forward; then one group forward, one backward; then the rest backward."""
-    forwards = [[Action(stage, Op.F, m) for m in group] for group in groups]
     if not trains:
-        return tuple(action for group in forwards for action in group)
-    backwards = [[Action(stage, Op.B, m) for m in group] for group in groups]
-    warmup = min(warmup, len(groups))
-    row = [action for group in forwards[:warmup] for action in group]
-    for j, group in enumerate(backwards):
-        if warmup + j < len(groups):
-            row += forwards[warmup + j]
-        row += group
-    return tuple(row)
+        count = int(sizes.sum())
+        return pack(np.full(count, stage), np.full(count, OP_CODE[Op.F]), np.arange(count))
+    forward, backward = take_turns(len(sizes), warmup)
+    size = np.empty(2 * len(sizes), dtype=np.int64)
+    size[forward] = size[backward] = sizes
+    place = np.cumsum(size) - size
+    microbatch = np.arange(sizes.sum())
+    within = microbatch - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    ops, microbatches = np.empty(2 * len(microbatch), dtype=np.int8), np.empty(2 * len(microbatch), dtype=np.int32)
+    for op, turn in ((Op.F, forward), (Op.B, backward)):
+        at = np.repeat(place[turn], sizes) + within
+        ops[at], microbatches[at] = OP_CODE[op], microbatch
+    return pack(np.full(len(ops), stage), ops, microbatches)
+
+
+def take_turns(count: int, warmup: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Places of ``count`` forwards and as many backwards in one row.
+
+    First ``warmup`` forwards, then one forward and one backward in turn, then the backwards that are left.
+    """
+    number = np.arange(count)
+    warmup = min(warmup, count)
+    return number + np.maximum(number - warmup, 0), number + np.minimum(count, number + warmup + 1)

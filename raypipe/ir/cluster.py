@@ -1,0 +1,159 @@
+"""What the stages may be placed on: devices, and the links between them.
+
+    rack0/host0   rack0/host1      rack1/host2      Device.host
+      0  1          2  3              4  5          devices
+      ----          ----              ----          links[0], inside a host
+      -----------------                             links[1], between hosts
+      -----------------------------------           links[2], between racks
+
+Of two devices, the link is the one for the first part of the host path in which they differ; where the paths
+are deeper than ``links``, its last entry stands for everything further out.
+
+The model leaves out that several pairs of devices share one wire.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raypipe.errors import PlanError
+
+__all__ = ["Cluster", "Device", "Link"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One place for a worker.
+
+    Attributes:
+        name: for people.
+        speed: work per second, relative to the device that the model was profiled on.
+        memory_bytes: what a stage may use, None for no limit.
+        host: path of the machine that it is in.
+    """
+
+    name: str = "device"
+    speed: float = 1.0
+    memory_bytes: int | None = None
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise PlanError(f"Device {self.name!r} has speed={self.speed}: give a number above 0.")
+        if self.memory_bytes is not None and self.memory_bytes <= 0:
+            raise PlanError(f"Device {self.name!r} has memory_bytes={self.memory_bytes}: give bytes above 0, or None.")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message meets on its way.
+
+    Attributes:
+        bandwidth_bytes_s: bytes per second.
+        latency_s: seconds from leaving to arrival.
+    """
+
+    bandwidth_bytes_s: float = math.inf
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.bandwidth_bytes_s > 0 and 0 <= self.latency_s < math.inf):
+            raise PlanError(f"{self}: give a bandwidth above 0 and a latency from 0 up.")
+
+    def transfer_s(self, nbytes: float) -> float:
+        """Seconds until all bytes have arrived."""
+        return self.latency_s + nbytes / self.bandwidth_bytes_s
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices in the order in which a pipeline would run through them, and the links that join them.
+
+    Attributes:
+        devices: at least one.
+        links: inside a host, between hosts, and so on outwards.
+    """
+
+    devices: tuple[Device, ...]
+    links: tuple[Link, ...] = (Link(),)
+
+    def __post_init__(self) -> None:
+        if not self.devices or not self.links:
+            raise PlanError("A cluster needs at least one device and one link: list them.")
+
+    @classmethod
+    def uniform(
+        cls, num_devices: int, *, memory_bytes: int | None = None, bandwidth_bytes_s: float = math.inf
+    ) -> Cluster:
+        """Equal devices with equal links between all of them."""
+        devices = tuple(Device(f"device{i}", memory_bytes=memory_bytes) for i in range(num_devices))
+        return cls(devices, (Link(bandwidth_bytes_s),))
+
+    @classmethod
+    def hosts(
+        cls, num_hosts: int, per_host: int, *, inside: Link, between: Link, device: Device | None = None
+    ) -> Cluster:
+        """Equal hosts of equal devices: 16 GPUs on 4 hosts are ``hosts(4, 4, ...)``."""
+        like = device or Device()
+        devices = (
+            Device(f"host{h}/device{i}", like.speed, like.memory_bytes, f"host{h}")
+            for h in range(num_hosts)
+            for i in range(per_host)
+        )
+        return cls(tuple(devices), (inside, between))
+
+    def link(self, a: int, b: int) -> Link:
+        """The link between two devices, by their positions."""
+        return self.links[min(self.distance(a, b), len(self.links) - 1)]
+
+    def distance(self, a: int, b: int) -> int:
+        """0 inside a host; else how many parts of the host path are left from the first that differs."""
+        first, second = self.devices[a].host.split("/"), self.devices[b].host.split("/")
+        same = next(
+            (i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(first), len(second))
+        )
+        return max(len(first), len(second)) - same
+
+    def to_json(self) -> str:
+        """The cluster as text; an infinite bandwidth is written as null."""
+        links = [
+            {
+                "bandwidth_bytes_s": None if math.isinf(x.bandwidth_bytes_s) else x.bandwidth_bytes_s,
+                "latency_s": x.latency_s,
+            }
+            for x in self.links
+        ]
+        return json.dumps({"devices": [asdict(device) for device in self.devices], "links": links}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Cluster:
+        """Inverse of ``to_json``.
+
+        Raises:
+            PlanError: the text is not such a cluster; names what is wrong.
+        """
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise PlanError(f"This is not a cluster ({error}): write devices and links as JSON.") from None
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Cluster:
+        """From what a YAML or JSON file holds: ``devices`` and ``links``, each a list of mappings by field name.
+
+        Raises:
+            PlanError: a field is missing or unknown; names it.
+        """
+        try:
+            devices = tuple(Device(**row) for row in found["devices"])
+            rows = [{k: v for k, v in row.items() if v is not None} for row in found.get("links", [{}])]
+            return cls(devices, tuple(Link(**row) for row in rows))
+        except (KeyError, TypeError) as error:
+            raise PlanError(
+                f"The cluster cannot be read ({error!r}). Give devices, each with name, speed, memory_bytes and host, "
+                "and links from the innermost out, each with bandwidth_bytes_s and latency_s."
+            ) from None

@@ -1,0 +1,25 @@
+"""An order to all stages: one segment, and what else is wanted of it. Orders and reports are all the driver moves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from raypipe.ir.plan import Segment
+
+__all__ = ["Order"]
+
+
+class Order(NamedTuple):
+    """A segment to carry out.
+
+    Attributes:
+        training: False evaluates.
+        keep_spans: note when every action began and ended.
+        save_to: folder of a checkpoint, below the run's; every stage takes a snapshot after the segment and writes
+            it there while training goes on. Empty for none.
+    """
+
+    segment: Segment
+    training: bool = True
+    keep_spans: bool = False
+    save_to: str = ""

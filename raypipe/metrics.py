@@ -1,0 +1,108 @@
+"""The numbers that a run shows to Prometheus: one table, from which publisher, dashboards and documents are made.
+
+Ray puts ``ray_`` in front of every name. A number that nobody measured is not published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["METRICS", "Kind", "Metric", "exported_name", "link_name", "metric"]
+
+
+class Kind(StrEnum):
+    """What Prometheus makes of it."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+RUN = ("run",)
+STAGE = ("run", "stage")
+LINK = ("run", "link")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One line of the table.
+
+    Attributes:
+        name: as in the code; counters end in ``_total``.
+        kind: gauge, counter or histogram.
+        unit: of the value; "1" for a count or a ratio.
+        tags: "run", and "stage" or "link" where there is one series for each of them.
+        meaning: for people.
+        source: field of StepRecord or StepReport that feeds it; "" for what is told when it happens.
+        boundaries: of a histogram's buckets, in its unit.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    tags: tuple[str, ...]
+    meaning: str
+    source: str = ""
+    boundaries: tuple[float, ...] = ()
+
+
+def _gauge(name: str, unit: str, tags: tuple[str, ...], meaning: str, source: str = "") -> Metric:
+    return Metric(f"raypipe_{name}", Kind.GAUGE, unit, tags, meaning, source)
+
+
+def _counter(name: str, meaning: str) -> Metric:
+    return Metric(f"raypipe_{name}_total", Kind.COUNTER, "1", RUN, meaning)
+
+
+_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+
+METRICS: tuple[Metric, ...] = (
+    _gauge("step_seconds", "s", RUN, "From the end of the step before to its own end.", "StepRecord.seconds"),
+    _gauge("samples_per_second", "1/s", RUN, "Samples of the last step over its seconds.", "StepRecord.samples_per_s"),
+    _gauge("loss", "1", RUN, "Loss of the last mini-batch, after loss_reduction.", "StepRecord.loss"),
+    _gauge("grad_norm", "1", RUN, "Gradient norm of the whole model, before clipping.", "StepRecord.grad_norm"),
+    _gauge("bubble_fraction", "1", RUN, "Share of worker time without computation.", "StepRecord.bubble_fraction"),
+    _gauge("stage_busy_seconds", "s", STAGE, "Seconds of the last step in F, B, I and W.", "StepReport.busy_s"),
+    _gauge("link_bytes_per_second", "B/s", LINK, "Boundary tensors of the last step, one way, over its seconds.",
+           "StepReport.sent_bytes"),
+    _gauge("link_wait_seconds", "s", STAGE, "Seconds of the last step that the stage stood still for messages.",
+           "StepReport.wait_s"),
+    _gauge("codec_ratio", "1", LINK, "Bytes before the codec over bytes on the link."),
+    _gauge("group_size", "1", RUN, "k of kFkB in the plan that runs."),
+    _gauge("num_microbatches", "1", RUN, "Micro-batches per optimizer step."),
+    _gauge("weight_versions", "1", STAGE, "Weight versions that the stage holds."),
+    _gauge("peak_memory_bytes", "B", STAGE, "Most memory that the stage has used."),
+    _gauge("predicted_step_seconds", "s", RUN, "The step that the plan predicts."),
+    _counter("retunes", "Times the controller changed the plan of the run."),
+    _counter("failures", "Failures of stages, links and nodes that the run noticed."),
+    Metric("raypipe_recovery_seconds", Kind.HISTOGRAM, "s", RUN,
+           "From a failure to the end of the first step after it.", boundaries=_SECONDS),
+    _counter("lost_steps", "Optimizer steps that had to be done again after a failure."),
+    _gauge("generation", "1", RUN, "Generation of the plan; it counts re-plans."),
+)  # fmt: skip
+"""All of them, in the order of the documents."""
+
+_BY_NAME = {found.name: found for found in METRICS}
+
+
+def metric(name: str) -> Metric:
+    """The metric of that name, with or without ``raypipe_`` in front and ``_total`` behind.
+
+    Raises:
+        KeyError: there is none; the message lists them.
+    """
+    for full in (name, f"raypipe_{name}", f"raypipe_{name}_total"):
+        if full in _BY_NAME:
+            return _BY_NAME[full]
+    raise KeyError(f"There is no metric {name!r}: raypipe.metrics.METRICS has {', '.join(_BY_NAME)}.")
+
+
+def exported_name(found: Metric) -> str:
+    """What Prometheus calls it; a histogram's series have ``_bucket``, ``_sum`` or ``_count`` behind that."""
+    return f"ray_{found.name}"
+
+
+def link_name(sender: int, receiver: int) -> str:
+    """Value of the tag "link": one direction between two stages."""
+    return f"{sender}->{receiver}"

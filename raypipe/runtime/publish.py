@@ -1,0 +1,109 @@
+"""What a run shows to Prometheus, by way of Ray: the table of ``raypipe.metrics``, filled from reports and events.
+
+It runs in the driver, once per step, never in a stage. Ray collects the values every few seconds on each node's
+metrics port, so what there is one series of for every stage or link is set at most once a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+from raypipe.ir.report import StepRecord, StepReport
+from raypipe.metrics import METRICS, Kind, Metric, link_name, metric
+
+__all__ = ["DETAILS_EVERY_S", "Publisher"]
+
+DETAILS_EVERY_S = 1.0
+"""Seconds, on the stages' clock, between two updates of the series by stage and by link."""
+
+
+class Publisher:
+    """Publishes the metrics of one run.
+
+    Args:
+        run: value of the tag "run".
+        num_stages: of the first plan; ``resized`` tells of another number.
+    """
+
+    def __init__(self, run: str, num_stages: int) -> None:
+        self._metrics = {found.name: _make(found) for found in METRICS}
+        self._run = {"run": run}
+        self._detailed_s = -math.inf
+        self.resized(num_stages)
+
+    def resized(self, num_stages: int) -> None:
+        """The pipeline has another number of stages from now on."""
+        stages = range(num_stages)
+        self._stages = [{**self._run, "stage": str(stage)} for stage in stages]
+        # By stage: the link to the next one and the link to the one before, as in StepReport.sent_bytes.
+        self._links = [
+            tuple(
+                {**self._run, "link": link_name(stage, peer)} if peer in stages else None
+                for peer in (stage + 1, stage - 1)
+            )
+            for stage in stages
+        ]
+
+    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
+        """A step has ended on all stages."""
+        self._set("raypipe_step_seconds", record.seconds, self._run)
+        self._set("raypipe_samples_per_second", record.samples_per_s, self._run)
+        self._set("raypipe_loss", record.loss, self._run)
+        self._set("raypipe_grad_norm", record.grad_norm, self._run)
+        self._set("raypipe_bubble_fraction", record.bubble_fraction, self._run)
+        now_s = max((report.end_s for report in reports), default=-math.inf)
+        if now_s - self._detailed_s >= DETAILS_EVERY_S:
+            self._detailed_s = now_s
+            for report in reports:
+                self._stage(report, record.seconds)
+
+    def event(self, name: str, value: float = 1.0, **tags: object) -> None:
+        """Something else has happened, or is known now: count it, set it, or observe it, whichever the table says.
+
+        Args:
+            name: as in the table; ``raypipe_`` and ``_total`` may be left out.
+            value: by how much a counter grows; the value of a gauge; one observation of a histogram.
+            tags: all that the table lists, but for "run".
+
+        Raises:
+            KeyError: the table has no such metric.
+            ValueError: a tag is missing, or the metric does not have it.
+        """
+        found = metric(name)
+        if {"run", *tags} != set(found.tags):
+            wanted = ", ".join(tag for tag in found.tags if tag != "run") or "none"
+            raise ValueError(f"{found.name} was given the tags {', '.join(tags) or 'none'}: give {wanted}.")
+        self._set(found.name, value, {**self._run, **{tag: str(content) for tag, content in tags.items()}})
+
+    def _stage(self, report: StepReport, seconds: float) -> None:
+        tags = self._stages[report.stage]
+        self._set("raypipe_stage_busy_seconds", report.busy_s, tags)
+        self._set("raypipe_link_wait_seconds", report.wait_s, tags)
+        for link, sent in zip(self._links[report.stage], report.sent_bytes, strict=True):
+            if link is not None and seconds > 0:
+                self._set("raypipe_link_bytes_per_second", sent / seconds, link)
+
+    def _set(self, name: str, value: float, tags: dict[str, str]) -> None:
+        if not math.isfinite(value):  # merge_reports says NaN for what no stage has told
+            return
+        found = self._metrics[name]
+        if isinstance(found, Gauge):
+            found.set(value, tags=tags)
+        elif isinstance(found, Histogram):
+            found.observe(value, tags=tags)
+        elif value > 0:
+            found.inc(value, tags=tags)
+
+
+def _make(found: Metric) -> Gauge | Counter | Histogram:
+    described = f"{found.meaning} Unit: {found.unit}."
+    match found.kind:
+        case Kind.GAUGE:
+            return Gauge(found.name, described, tag_keys=found.tags)
+        case Kind.COUNTER:
+            return Counter(found.name, described, tag_keys=found.tags)
+        case Kind.HISTOGRAM:
+            return Histogram(found.name, described, list(found.boundaries), tag_keys=found.tags)
