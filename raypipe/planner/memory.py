@@ -1,0 +1,216 @@
+"""What a stage holds at its fullest moment: the memory model of every plan.
+
+    weights x versions | gradients | optimizer state | module buffers      for the whole run
+    activations x micro-batches in flight | messages on their way          most at the last forward of the warm-up
+
+How many micro-batches a stage has in flight follows from its *depth*: the micro-batches that the workers from
+it to the end can hold, per replica of its own; without replicas stage s of S has depth S - s.
+
+    gpipe  M        1f1b  d        kfkb  k d        slack  1 + the sum of r over the hops after it
+
+each at most M. ``pipedream`` is the asynchronous 1F1B, which keeps a weight version per micro-batch in flight;
+``2bw`` keeps two. The numbers per node add up, so a part of a stage never needs more than the stage: the
+partition solvers rest on that. Messages are the exception, they depend on the cut; ``partition.fit`` finds how
+much room the solvers must leave for them.
+
+The model leaves out: temporary memory inside one operation and in the optimizer step (put it into
+``reserve_bytes``), fragmentation, and the second copy of a parameter that two stages share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.errors import PlanError
+from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.plan import human_bytes
+
+__all__ = ["SCHEDULES", "MemoryModel", "StageMemory", "check_memory", "stage_memory"]
+
+SCHEDULES = ("gpipe", "1f1b", "kfkb", "slack", "pipedream", "2bw")
+"""Schedules whose micro-batches in flight this module knows by formula."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """What decides a stage's memory, besides its nodes and its place.
+
+    Attributes:
+        schedule: one of ``SCHEDULES``.
+        num_microbatches: M, per optimizer step.
+        microbatch_size: b, samples.
+        group_size: k of kfkb.
+        slack: r of slack, by hop from the first or one for all.
+        weight_versions: copies of the weights; None follows the schedule.
+        gradient_factor: bytes of gradients per byte of trainable parameters.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
+        reserve_bytes: kept free on every device, for temporaries and the runtime.
+
+    Raises:
+        PlanError: an unknown schedule, or a number out of range.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int = 1
+    microbatch_size: int = 1
+    group_size: int = 1
+    slack: int | tuple[int, ...] = 1
+    weight_versions: int | None = None
+    gradient_factor: float = 1.0
+    optimizer_factor: float = 2.0
+    reserve_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PlanError(
+                f"No memory model for the schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}."
+            )
+        hops = (self.slack,) if isinstance(self.slack, int) else self.slack
+        counts = (self.num_microbatches, self.microbatch_size, self.group_size, self.weight_versions or 1, *hops)
+        if min(counts) < 1 or not min(self.gradient_factor, self.optimizer_factor, self.reserve_bytes) >= 0:
+            raise PlanError(f"{self}: counts must be at least 1, factors and reserve_bytes at least 0.")
+
+    def in_flight(self, depth: int) -> int:
+        """Most micro-batches between their F and their B on a stage of this depth."""
+        match self.schedule:
+            case "gpipe":
+                wanted = self.num_microbatches
+            case "kfkb":
+                wanted = self.group_size * depth
+            case "slack":
+                wanted = 1 + self._slack_after(depth - 1)
+            case _:
+                wanted = depth
+        # Asynchronous schedules never flush: the mini-batch does not bound them.
+        return wanted if self.schedule in ("pipedream", "2bw") else min(self.num_microbatches, wanted)
+
+    def _slack_after(self, hops: int) -> int:
+        if isinstance(self.slack, int):
+            return self.slack * hops
+        return sum(self.slack[max(0, len(self.slack) - hops) :])
+
+    def versions(self, depth: int) -> int:
+        """Copies of the weights that a stage of this depth holds."""
+        if self.weight_versions is not None:
+            return self.weight_versions
+        return {"pipedream": depth, "2bw": 2}.get(self.schedule, 1)
+
+    @property
+    def message_slots(self) -> int:
+        """Boundary messages that wait at a stage, per direction."""
+        if self.schedule == "kfkb":
+            return self.group_size
+        if self.schedule == "slack":
+            return self.slack if isinstance(self.slack, int) else max(self.slack, default=1)
+        return 1
+
+    def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
+        """What each node adds once per weight version, once, and once per micro-batch in flight; shape (3, nodes)."""
+        rows = [
+            (n.param_bytes, n.param_bytes - n.frozen_bytes, n.buffer_bytes, n.activation_bytes) for n in graph.nodes
+        ]
+        params, trainable, buffers, activations = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+        state = np.ceil(trainable * (self.gradient_factor + self.optimizer_factor)).astype(np.int64)
+        return np.stack([params, state + buffers, activations * self.microbatch_size])
+
+    def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
+        """Bytes on a stage of this depth, from ``node_parts`` or sums of them."""
+        total: NDArray[np.int64] = self.versions(depth) * parts[0] + parts[1] + self.in_flight(depth) * parts[2]
+        return total
+
+    def node_bytes(self, graph: ModelGraph, depth: int) -> NDArray[np.int64]:
+        """Bytes that each node adds to a stage of this depth, shape (nodes,)."""
+        return self.at_depth(self.node_parts(graph), depth)
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes on one device of a stage at its fullest moment, by what they are for.
+
+    Attributes:
+        action: the forward at which the most micro-batches are in flight, as ``0F3``.
+    """
+
+    stage: int
+    action: str
+    in_flight: int
+    versions: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    buffer_bytes: int
+    activation_bytes: int
+    message_bytes: int
+    reserve_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        held = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+        return held + self.activation_bytes + self.message_bytes + self.reserve_bytes
+
+    def __str__(self) -> str:
+        parts = {
+            f"weights x {self.versions}": self.weight_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "buffers": self.buffer_bytes,
+            f"activations of {self.in_flight} micro-batches": self.activation_bytes,
+            "messages": self.message_bytes,
+            "reserve": self.reserve_bytes,
+        }
+        return ", ".join(f"{name} {human_bytes(count)}" for name, count in parts.items() if count)
+
+
+def stage_memory(
+    model: MemoryModel, nodes: Sequence[Node], stage: int, depth: int, *, receive_bytes: int = 0, send_bytes: int = 0
+) -> StageMemory:
+    """The memory of one stage.
+
+    Args:
+        nodes: of the stage.
+        stage: its position, for the action.
+        depth: see the module; ``S - stage`` without replicas.
+        receive_bytes, send_bytes: per sample, of the cuts before and after it.
+    """
+    in_flight, versions = model.in_flight(depth), model.versions(depth)
+    trainable = sum(node.param_bytes - node.frozen_bytes for node in nodes)
+    return StageMemory(
+        stage=stage,
+        action=f"{stage}F{in_flight - 1}",
+        in_flight=in_flight,
+        versions=versions,
+        weight_bytes=versions * sum(node.param_bytes for node in nodes),
+        gradient_bytes=math.ceil(trainable * model.gradient_factor),
+        optimizer_bytes=math.ceil(trainable * model.optimizer_factor),
+        buffer_bytes=sum(node.buffer_bytes for node in nodes),
+        activation_bytes=in_flight * model.microbatch_size * sum(node.activation_bytes for node in nodes),
+        message_bytes=model.message_slots * model.microbatch_size * (receive_bytes + send_bytes),
+        reserve_bytes=model.reserve_bytes,
+    )
+
+
+def check_memory(found: Sequence[StageMemory], limits: Sequence[int | None], advice: str = "") -> None:
+    """Refuse a plan that does not fit.
+
+    Args:
+        found: by stage.
+        limits: bytes by stage, None for no limit.
+        advice: the nearest plan that fits, as a sentence.
+
+    Raises:
+        PlanError: names the stage that is over its limit by most, the action, and what its bytes are for.
+    """
+    over = [(m.total_bytes - cap, m, cap) for m, cap in zip(found, limits, strict=True) if cap is not None]
+    excess, worst, cap = max(over, key=lambda row: row[0], default=(0, None, 0))
+    if worst is None or excess <= 0:
+        return
+    raise PlanError(
+        f"Stage {worst.stage} needs {human_bytes(worst.total_bytes)} at {worst.action}, {human_bytes(excess)} more "
+        f"than its limit of {human_bytes(cap)}: {worst}. "
+        + (advice or "Use smaller micro-batches, more stages, or a schedule with fewer micro-batches in flight.")
+    )

@@ -1,0 +1,298 @@
+"""How many micro-batches: the number decides, not the size of the mini-batch (after Hu, 2024).
+
+The slowest stage takes t(b) = sigma (b + b0) for a micro-batch of b samples: b0 is the size at which half of the
+time is overhead. N micro-batches of a mini-batch of B samples through S stages take
+
+    T(N) = (N + S - 1) sigma (B/N + b0) + 2 (S - 1) c(B/N)  =  A + p N + q / N        c: one hop, one way
+
+     T |\\                          /      N* = sqrt(q / p); without transfers sqrt(B (S - 1) / b0)
+       | \\                     _-'        x = N / N*:  T = A + sqrt(p q) (x + 1/x)
+       |  \\_                _-'           T <= (1 + epsilon) T*  for  1/x+ <= x <= x+
+       |     '-._______..-'                x+ = 1 + d/2 + sqrt(d + d^2/4),  d = epsilon T* / sqrt(p q)
+       +-----[----N*--------]---- N
+     bubbles               overhead
+
+N* grows only with the root of B, and the range is wide. What the model leaves out: transfers that the schedule
+does not hide (give ``exposed``), kernels that speed up in steps, and batch normalisation, whose results depend
+on b. The paper is known by its abstract only; this model is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from raypipe.errors import PlanError
+
+__all__ = ["Candidate", "Hop", "MicrobatchChoice", "StageTime", "choose_microbatches", "fit_stage_time"]
+
+STRAIGHT = 0.1
+"""Largest relative error of the line; beyond it the measured points themselves are used."""
+EVEN = 0.005
+"""Predicted times this near to each other count as equal: then fewer, larger micro-batches are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds of the slowest stage, forward and backward, by micro-batch size.
+
+    Attributes:
+        sigma_s: seconds per sample in the limit of large micro-batches.
+        overhead_samples: b0.
+        worst_error: largest relative distance of the line from a measured point.
+        points: (samples, seconds) as measured, by size.
+    """
+
+    sigma_s: float
+    overhead_samples: float
+    worst_error: float
+    points: tuple[tuple[int, float], ...]
+
+    @property
+    def is_straight(self) -> bool:
+        return self.worst_error <= STRAIGHT
+
+    def seconds(self, samples: float) -> float:
+        """t(b): the line, or between the points and along the line outside of them where it does not fit."""
+        line = self.sigma_s * (samples + self.overhead_samples)
+        if self.is_straight:
+            return line
+        sizes, times = zip(*self.points, strict=True)
+        if samples > sizes[-1]:
+            return float(times[-1] + self.sigma_s * (samples - sizes[-1]))
+        return float(np.interp(samples, sizes, times))
+
+
+def fit_stage_time(measured: Mapping[int, float]) -> StageTime:
+    """The line through the measured seconds that is best in relative error, with neither part below zero.
+
+    Args:
+        measured: samples per micro-batch -> seconds; b0 shows only at small sizes.
+
+    Raises:
+        PlanError: fewer than two sizes, or seconds that are no positive numbers.
+    """
+    points = tuple(sorted(measured.items()))
+    if len(points) < 2 or not all(b >= 1 and 0 < t < math.inf for b, t in points):
+        raise PlanError(f"Seconds by micro-batch size {dict(points)}: measure two sizes or more, each above 0 s.")
+    sizes, times = np.array(points, dtype=np.float64).T
+    rows = np.stack([sizes / times, 1 / times], axis=1)
+    slope, constant = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)[0]
+    if constant < 0:  # through the origin
+        slope, constant = float(rows[:, 0].sum() / (rows[:, 0] ** 2).sum()), 0.0
+    if slope <= 0:
+        # Every size takes as long: no sample costs anything that can be seen. A thousandth keeps b0 finite.
+        slope = float(times.mean() / sizes.max()) / 1000
+        constant = float(times.mean())
+    error = float(np.abs((slope * sizes + constant) / times - 1).max())
+    return StageTime(float(slope), float(constant / slope), error, points)
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """The slowest transfer between two stages, one way.
+
+    Attributes:
+        latency_s: per message.
+        seconds_per_sample: bytes per sample over the bandwidth.
+        exposed: the schedule does not hide transfers (1F1B): each micro-batch waits for them too.
+    """
+
+    latency_s: float = 0.0
+    seconds_per_sample: float = 0.0
+    exposed: bool = False
+
+    def seconds(self, samples: float) -> float:
+        return self.latency_s + self.seconds_per_sample * samples
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One point of the curve: N micro-batches of b samples, and why it cannot be taken ("" where it can)."""
+
+    num_microbatches: int
+    microbatch_size: int
+    predicted_s: float
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchChoice:
+    """The answer, its reason and the curve.
+
+    Attributes:
+        optimum: N*, not rounded, from 1 to B.
+        low, high: ends of the range in which the model stays within ``epsilon`` of its optimum, from 1 to B.
+        decided_by: "optimum", "divisors", "schedule" or "memory": the last bound that moved the answer.
+        curve: every candidate, by N.
+    """
+
+    num_microbatches: int
+    microbatch_size: int
+    predicted_s: float
+    optimum: float
+    low: float
+    high: float
+    epsilon: float
+    decided_by: str
+    reason: str
+    curve: tuple[Candidate, ...]
+
+    def __str__(self) -> str:
+        """The reason, then the curve as a table."""
+        best = min(c.predicted_s for c in self.curve)
+        lines = [self.reason, f"{'N':>6}  {'samples':>7}  {'predicted':>10}  {'over best':>9}"]
+        for c in self.curve:
+            mark = "<- chosen" if c.num_microbatches == self.num_microbatches else c.refused
+            text = f"{c.num_microbatches:>6}  {c.microbatch_size:>7}  {c.predicted_s * 1e3:>7.4g} ms"
+            lines.append(f"{text}  {c.predicted_s / best - 1:>9.1%}  {mark}".rstrip())
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """T(N) of one pipeline, and its coefficients."""
+
+    time: StageTime
+    minibatch_size: int
+    bubble: float  # stages that fill and drain: S - 1, over the chunks of an interleaved schedule
+    hops: int  # there is nothing to hide on one worker
+    hop: Hop
+
+    def step_s(self, count: int, samples: float) -> float:
+        waits = 2 * self.hops / (self.hops + 1) * count if self.hop.exposed else 0.0
+        fill = 2 * self.hops + waits
+        return (count + self.bubble) * self.time.seconds(samples) + fill * self.hop.seconds(samples)
+
+    def coefficients(self) -> tuple[float, float, float]:
+        """A, p and q of A + p N + q / N."""
+        sigma, overhead = self.time.sigma_s, self.time.overhead_samples
+        waits = 2 * self.hops / (self.hops + 1) if self.hop.exposed else 0.0
+        per_sample = self.minibatch_size * self.hop.seconds_per_sample
+        constant = sigma * (self.minibatch_size + self.bubble * overhead)
+        constant += 2 * self.hops * self.hop.latency_s + waits * per_sample
+        slope = sigma * overhead + waits * self.hop.latency_s
+        return constant, slope, self.minibatch_size * self.bubble * sigma + 2 * self.hops * per_sample
+
+    def range(self, epsilon: float) -> tuple[float, float, float]:
+        """N* and the two ends of the range, all between 1 and B, where there is no other N.
+
+        T(N) <= (1 + epsilon) T(N*) is p N^2 - r N + q <= 0 with r = (1 + epsilon) T(N*) - A.
+        """
+        constant, p, q = self.coefficients()
+        most = float(self.minibatch_size)
+        optimum = min(max(1.0, math.sqrt(q / p)), most) if p else (most if q else 1.0)
+        right = (1 + epsilon) * (constant + p * optimum + q / optimum) - constant
+        root = math.sqrt(max(0.0, right * right - 4 * p * q))
+        # q / (the larger root) is the smaller one, and stays exact where p is next to nothing.
+        low = 2 * q / (right + root)
+        high = (right + root) / (2 * p) if p else most
+        return optimum, min(max(1.0, low), optimum), max(min(most, high), optimum)
+
+
+def choose_microbatches(
+    time: StageTime,
+    minibatch_size: int,
+    num_stages: int,
+    *,
+    hop: Hop | None = None,
+    chunks: int = 1,
+    epsilon: float = 0.05,
+    fits: Callable[[int, int], bool] | None = None,
+) -> MicrobatchChoice:
+    """The number of micro-batches with the least predicted step time, among those that can be taken.
+
+    Candidates divide the mini-batch; where none of those within memory and schedule is in the range, numbers that
+    leave a smaller last micro-batch count too.
+
+    Args:
+        time: of the slowest stage.
+        hop: the slowest transfer; None where transfers cost nothing.
+        chunks: stages per worker of an interleaved schedule, which wants a multiple of the number of workers.
+        fits: (micro-batches, samples) -> whether memory holds them.
+
+    Raises:
+        PlanError: a number out of range, or memory holds no micro-batch of even one sample.
+    """
+    if min(minibatch_size, num_stages, chunks) < 1 or num_stages % chunks or not 0 < epsilon < 1:
+        raise PlanError(
+            f"minibatch_size={minibatch_size}, {num_stages} stages, {chunks} per worker, epsilon={epsilon}: give "
+            "numbers of at least 1, stages that divide evenly, and an epsilon between 0 and 1."
+        )
+    workers = num_stages // chunks
+    hops = 0 if workers == 1 else num_stages - 1
+    model = _Model(time, minibatch_size, (workers - 1) / chunks, hops, hop or Hop())
+    ideal, low, high = model.range(epsilon)
+    curve = [_candidate(model, n, minibatch_size // n, workers, chunks, fits) for n in _divisors(minibatch_size)]
+    open_ones = [c for c in curve if not c.refused]
+    if not any(low <= c.num_microbatches <= high for c in open_ones):
+        curve = _ragged(model, workers, chunks, fits)
+        open_ones = [c for c in curve if not c.refused]
+    if not open_ones:
+        smallest = curve[-1]
+        raise PlanError(
+            f"No number of micro-batches of {minibatch_size} samples can be taken: {smallest.num_microbatches} of "
+            f"{smallest.microbatch_size} fail for {smallest.refused}. Use more stages, or a schedule that holds fewer."
+        )
+    chosen = _best(open_ones)
+    decided_by = _decided_by(model, ideal, curve, chosen)
+    reason = (
+        f"{chosen.num_microbatches} micro-batches of {chosen.microbatch_size}: best {ideal:.3g}, within {epsilon:.0%} "
+        f"from {low:.3g} to {high:.3g}; decided by {decided_by}; t(b) = {time.sigma_s * 1e3:.4g} ms x (b + "
+        f"{time.overhead_samples:.3g})" + ("" if time.is_straight else ", a poor line, so measured points are used")
+    )
+    return MicrobatchChoice(
+        chosen.num_microbatches,
+        chosen.microbatch_size,
+        chosen.predicted_s,
+        ideal,
+        low,
+        high,
+        epsilon,
+        decided_by,
+        reason,
+        tuple(curve),
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _ragged(model: _Model, workers: int, chunks: int, fits: Callable[[int, int], bool] | None) -> list[Candidate]:
+    """Every size, the last micro-batch being what is left."""
+    sizes = {math.ceil(model.minibatch_size / b): b for b in range(model.minibatch_size, 0, -1)}
+    return [_candidate(model, n, b, workers, chunks, fits) for n, b in sorted(sizes.items())]
+
+
+def _candidate(
+    model: _Model, count: int, samples: int, workers: int, chunks: int, fits: Callable[[int, int], bool] | None
+) -> Candidate:
+    refused = ""
+    if chunks > 1 and count % workers:
+        refused = "schedule"
+    elif fits is not None and not fits(count, samples):
+        refused = "memory"
+    return Candidate(count, samples, model.step_s(count, samples), refused)
+
+
+def _best(found: list[Candidate]) -> Candidate:
+    """The fastest; of those that are as good, the one with the fewest micro-batches."""
+    least = min(c.predicted_s for c in found)
+    return min((c for c in found if c.predicted_s <= least * (1 + EVEN)), key=lambda c: c.num_microbatches)
+
+
+def _decided_by(model: _Model, ideal: float, curve: list[Candidate], chosen: Candidate) -> str:
+    """The last bound that moved the answer: none, divisibility, the schedule's multiples, or memory."""
+    without_memory = _best([c for c in curve if c.refused != "schedule"])
+    if chosen.num_microbatches != without_memory.num_microbatches:
+        return "memory"
+    if chosen.num_microbatches != _best(curve).num_microbatches:
+        return "schedule"
+    nearest = round(ideal)
+    at_optimum = model.step_s(nearest, model.minibatch_size / nearest)
+    return "optimum" if chosen.predicted_s <= at_optimum * (1 + EVEN) else "divisors"

@@ -1,0 +1,121 @@
+"""The answer that every solver gives: stages with their predictions, a reason in words, or a refusal with numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.plan import Partition, Stage, human_bytes
+from raypipe.planner.memory import stage_memory
+from raypipe.planner.partition.limits import Limits
+
+__all__ = ["Piece", "make_answer", "no_cut_fits"]
+
+
+class Piece(NamedTuple):
+    """One stage of an answer.
+
+    Attributes:
+        nodes: positions in the graph, in execution order.
+        devices: positions in the cluster, one per replica.
+        period_s: seconds per micro-batch that passes, replicas and their all-reduce included.
+        input_bytes: per sample, over the cut before it.
+    """
+
+    nodes: Sequence[int]
+    devices: tuple[int, ...]
+    period_s: float
+    input_bytes: int
+
+
+def make_answer(
+    graph: ModelGraph, cluster: Cluster, limits: Limits, pieces: Sequence[Piece], bottleneck_s: float, name: str
+) -> Partition:
+    """Stages with their predictions, and the reason in words."""
+    order = tuple(position for piece in pieces for position in piece.nodes)
+    stages, start = [], 0
+    behind = sum(len(piece.devices) for piece in pieces)
+    for index, piece in enumerate(pieces):
+        nodes = [graph.nodes[i] for i in piece.nodes]
+        after = pieces[index + 1].input_bytes if index + 1 < len(pieces) else 0
+        memory = stage_memory(
+            limits.memory,
+            nodes,
+            index,
+            -(-behind // len(piece.devices)),
+            receive_bytes=piece.input_bytes,
+            send_bytes=after,
+        )
+        stages.append(_stage(index, start, nodes, piece, memory.total_bytes))
+        start += len(nodes)
+        behind -= len(piece.devices)
+    contiguous = order == tuple(range(len(graph.nodes)))
+    reason = f"{name}: {_reason(graph, cluster, stages, bottleneck_s)}"
+    return Partition(tuple(stages), reason, () if contiguous else order, bottleneck_s)
+
+
+def _stage(index: int, start: int, nodes: Sequence[Node], piece: Piece, memory_bytes: int) -> Stage:
+    return Stage(
+        index=index,
+        start=start,
+        stop=start + len(nodes),
+        first_node=nodes[0].name,
+        last_node=nodes[-1].name,
+        param_bytes=sum(node.param_bytes for node in nodes),
+        input_bytes=piece.input_bytes,
+        devices=piece.devices,
+        period_s=piece.period_s,
+        memory_bytes=memory_bytes,
+    )
+
+
+def _reason(graph: ModelGraph, cluster: Cluster, stages: Sequence[Stage], bottleneck_s: float) -> str:
+    worst = max(stages, key=lambda stage: stage.period_s)
+    used = [cluster.devices[i] for stage in stages for i in stage.devices]
+    ideal_s = graph.busy_s / math.fsum(device.speed for device in used)
+    text = (
+        f"{bottleneck_s * 1e3:.4g} ms per micro-batch, {max(0.0, bottleneck_s / ideal_s - 1):.1%} above an even share"
+    )
+    if worst.period_s < bottleneck_s * (1 - 1e-9):
+        text += ", decided by the traffic of a cut"
+    elif len(stages) > 1:
+        text += f", decided by stage {worst.index} ({worst.first_node} ... {worst.last_node})"
+    replicas = [len(stage.devices) for stage in stages]
+    if max(replicas) > 1:
+        text += f"; {'-'.join(map(str, replicas))} replicas"
+        if len(stages) == 1:
+            text += ", which is plain data parallelism"
+    left = len(cluster.devices) - len(used)
+    return text + (f"; {left} of {len(cluster.devices)} devices would not help" if left else "")
+
+
+def no_cut_fits(graph: ModelGraph, cluster: Cluster, limits: Limits, nearest: Partition | None) -> PlanError:
+    """The error for limits that cannot be kept, with the cut that comes nearest."""
+    wanted = f"{limits.num_stages} stages" if limits.num_stages else f"at most {len(cluster.devices)} stages"
+    if nearest is None:
+        places, devices = len(graph.cut_positions()), len(cluster.devices)
+        return PlanError(
+            f"There is no cut of {len(graph.nodes)} nodes into {wanted}: the model has {places} places to cut, and the "
+            f"cluster {devices} devices. Set num_stages to at most {min(places + 1, devices)}."
+        )
+    behind = sum(len(stage.devices) for stage in nearest.stages)
+    rows = []
+    for stage in nearest.stages:
+        nodes = [graph.nodes[i] for i in (nearest.order or range(len(graph.nodes)))[stage.start : stage.stop]]
+        memory = stage_memory(limits.memory, nodes, stage.index, -(-behind // len(stage.devices)))
+        device = cluster.devices[stage.devices[0]]
+        cap = limits.capacity_bytes(device)
+        if cap is not None:
+            needed = memory.total_bytes - memory.reserve_bytes
+            rows.append((needed / max(cap, 1), memory, needed, cap, device))
+        behind -= len(stage.devices)
+    _, memory, needed, cap, device = max(rows, key=lambda row: row[0])
+    return PlanError(
+        f"No cut into {wanted} keeps the memory limits. In the nearest one, stage {memory.stage} needs "
+        f"{human_bytes(needed)} at {memory.action}, and {device.name} offers {human_bytes(max(cap, 0))}: {memory}. Use "
+        "smaller micro-batches, more or larger devices, or a schedule with fewer micro-batches in flight."
+    )

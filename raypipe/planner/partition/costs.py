@@ -1,0 +1,119 @@
+"""Prefix sums of a chain in whole picoseconds, and the search for the least bottleneck.
+
+Whole numbers make sums exact in any order, and a bottleneck can be halved in on until nothing is left between
+two numbers: the answer is exact to the picosecond.
+
+    node        0    1    2    3    4
+    place    0         1         2    3        positions where the chain may be cut, and its two ends
+    time_ps  0         t01       ..   total    picoseconds of all nodes before the place
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.errors import PlanError
+from raypipe.ir.graph import ModelGraph
+from raypipe.planner.partition.limits import Limits
+
+__all__ = [
+    "EXCHANGE",
+    "PICO",
+    "Chain",
+    "Ints",
+    "chain_costs",
+    "exchange_ps",
+    "least_feasible",
+    "node_picoseconds",
+    "prefix",
+]
+
+Ints = NDArray[np.int64]
+PICO = 1e12
+EXCHANGE = 2
+"""A micro-batch crosses a cut twice: its activations forward, their gradients backward (PipeDream's 2 a / B)."""
+
+_T = TypeVar("_T")
+
+
+class Chain(NamedTuple):
+    """A chain by its places; every array has shape (places,).
+
+    Attributes:
+        positions: of the places in ``graph.nodes``, from 0 to their number.
+        time_ps: of the nodes before.
+        sync_bytes: of the trainable parameters before.
+        cut_bytes: that cross there per micro-batch, one way; 0 at the ends.
+    """
+
+    positions: Ints
+    time_ps: Ints
+    sync_bytes: Ints
+    cut_bytes: Ints
+
+
+def node_picoseconds(graph: ModelGraph) -> Ints:
+    """Forward and backward of each node, per micro-batch.
+
+    Raises:
+        PlanError: nothing has been profiled.
+    """
+    seconds = np.array([node.busy_s for node in graph.nodes])
+    if not seconds.any():
+        raise PlanError("No node of the graph has seconds: profile the model first, or cut it by parameters.")
+    if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
+        bad = graph.nodes[int(np.argmin(np.isfinite(seconds) & (seconds >= 0)))]
+        raise PlanError(f"Node {bad.name!r} takes {bad.busy_s} s: seconds must be numbers from 0 up.")
+    return np.rint(seconds * PICO).astype(np.int64)
+
+
+def chain_costs(graph: ModelGraph, limits: Limits) -> Chain:
+    """The graph's nodes in their own order, cut only where ``cut_bytes`` allows it."""
+    positions = np.array([0, *graph.cut_positions(), len(graph.nodes)], dtype=np.int64)
+    trainable = np.array([node.param_bytes - node.frozen_bytes for node in graph.nodes], dtype=np.int64)
+    cuts = [0, *(graph.nodes[p - 1].cut_bytes or 0 for p in graph.cut_positions()), 0]
+    return Chain(
+        positions,
+        prefix(node_picoseconds(graph))[positions],
+        prefix(trainable)[positions],
+        np.array(cuts, dtype=np.int64) * limits.memory.microbatch_size,
+    )
+
+
+def prefix(values: Ints) -> Ints:
+    """Sums of the first 0, 1, ... all values."""
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(values)))
+
+
+def exchange_ps(cut_bytes: Ints, bandwidth_bytes_s: float) -> Ints:
+    """Picoseconds that a micro-batch keeps a link busy, there and back."""
+    if math.isinf(bandwidth_bytes_s):
+        return np.zeros_like(cut_bytes)
+    busy: Ints = np.ceil(cut_bytes * (EXCHANGE * PICO / bandwidth_bytes_s)).astype(np.int64)
+    return busy
+
+
+def least_feasible(probe: Callable[[int], _T | None], lowest: int, highest: int) -> tuple[int, _T] | None:
+    """The smallest number from ``lowest`` to ``highest`` that ``probe`` has an answer for, with the answer.
+
+    Where a number has an answer, all larger ones must. The lower bound is usually close, so strides from it
+    grow before halving begins.
+    """
+    below, stride, at = lowest - 1, max(1, lowest >> 8), lowest
+    while (found := probe(at)) is None:
+        if at >= highest:
+            return None
+        below, at, stride = at, min(highest, at + stride), 4 * stride
+    while at - below > 1:
+        middle = (at + below) // 2
+        answer = probe(middle)
+        if answer is None:
+            below = middle
+        else:
+            at, found = middle, answer
+    return at, found

@@ -1,0 +1,45 @@
+"""What a partition has to keep: the second half of every solver's input, beside graph and cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Device
+from raypipe.planner.memory import MemoryModel
+
+__all__ = ["Limits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a partition.
+
+    Attributes:
+        num_stages: exactly so many; None takes as many as are worth it, at most one per device.
+        memory: schedule and sizes that decide a stage's bytes.
+        memory_limit_bytes: per device, on top of the device's own; None for none.
+        message_room_bytes: kept free on every device for boundary messages; ``fit`` sets it.
+        update_interval: micro-batches per optimizer step, over which replicas spread their all-reduce;
+            1 is PipeDream's update after every micro-batch.
+        max_replicas: devices per stage at most, None for no bound; only ``hierarchical`` replicates.
+        max_states: ``antichain`` refuses a graph with more sets of executed nodes than this.
+    """
+
+    num_stages: int | None = None
+    memory: MemoryModel = field(default_factory=MemoryModel)
+    memory_limit_bytes: int | None = None
+    message_room_bytes: int = 0
+    update_interval: int = 1
+    max_replicas: int | None = None
+    max_states: int = 100_000
+
+    def __post_init__(self) -> None:
+        optional = (self.num_stages, self.memory_limit_bytes, self.max_replicas)
+        if min(1 if x is None else x for x in (*optional, self.update_interval, self.max_states)) < 1:
+            raise PlanError(f"{self}: each bound must be at least 1, or None where that is allowed.")
+
+    def capacity_bytes(self, device: Device) -> int | None:
+        """Bytes that the nodes of one stage may use on this device, None for no limit."""
+        caps = [cap for cap in (device.memory_bytes, self.memory_limit_bytes) if cap is not None]
+        return min(caps) - self.memory.reserve_bytes - self.message_room_bytes if caps else None

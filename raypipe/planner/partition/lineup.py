@@ -1,0 +1,153 @@
+"""In which orders unequal devices may stand in a pipeline: a small automaton, walked from the last stage to the first.
+
+    2 fast, 1 slow, equal links          state = (fast, slow) in use, one stage per step
+
+        (0,0) --fast--> (1,0) --fast--> (2,0)
+          |               |               |          A stage's depth is the number of steps taken.
+         slow            slow            slow        Equal devices are not told apart, so that four and four
+          v               v               v          of two kinds are 25 states and not 8! orders.
+        (0,1) --fast--> (1,1) --fast--> (2,1)
+
+Walking from the end makes the depth, and with it the micro-batches in flight, known before the number of stages
+is. Where links differ, the host counts as part of the kind, and a state knows the last device. Where that makes
+too many states, kinds stay in the order of the cluster, and a pipeline may only leave devices out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from raypipe.ir.cluster import Cluster
+from raypipe.planner.partition.limits import Limits
+
+__all__ = ["Kind", "Lineup", "Step", "line_up"]
+
+MAX_STATES = 128
+"""States of free order; with more of them, kinds stay in the order of the cluster."""
+
+
+class Kind(NamedTuple):
+    """Devices that nobody can tell apart.
+
+    Attributes:
+        speed: relative to the profiled device.
+        capacity_bytes: for the nodes of one stage, None for no limit.
+        devices: positions in the cluster.
+    """
+
+    speed: float
+    capacity_bytes: int | None
+    devices: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """One more stage in front.
+
+    Attributes:
+        before, after: states; 0 is the start.
+        kind: of the device that the stage is on.
+        bandwidth_bytes_s: to the stage behind it; infinite for the last stage.
+    """
+
+    before: int
+    after: int
+    kind: int
+    bandwidth_bytes_s: float
+
+
+class Lineup(NamedTuple):
+    """The automaton.
+
+    Attributes:
+        kinds: of devices.
+        depths: stages so far, by state.
+        used_speed, free_speed: of the devices in use and of those that may still come, at most, by state.
+        steps: in order of depth.
+    """
+
+    kinds: tuple[Kind, ...]
+    depths: tuple[int, ...]
+    used_speed: tuple[float, ...]
+    free_speed: tuple[float, ...]
+    steps: tuple[Step, ...]
+
+    def goals(self, num_stages: int | None) -> list[int]:
+        """States in which a pipeline may be complete, fewest stages first."""
+        ends = [s for s, depth in enumerate(self.depths) if depth and num_stages in (None, depth)]
+        return sorted(ends, key=lambda s: self.depths[s])
+
+    def assign(self, kinds: list[int]) -> list[int]:
+        """Devices for stages of these kinds, in the order of the cluster within a kind."""
+        left = [list(kind.devices) for kind in self.kinds]
+        return [left[kind].pop(0) for kind in kinds]
+
+
+class _Place(NamedTuple):
+    """What tells two states apart."""
+
+    counts: tuple[int, ...]
+    last: int
+
+
+def line_up(cluster: Cluster, limits: Limits) -> Lineup:
+    """The automaton of a cluster."""
+    alike = len({link.bandwidth_bytes_s for link in cluster.links}) == 1 or len({d.host for d in cluster.devices}) == 1
+    found: dict[tuple[float, int | None, str], list[int]] = {}
+    for i, device in enumerate(cluster.devices):
+        key = (device.speed, limits.capacity_bytes(device), "" if alike else device.host)
+        found.setdefault(key, []).append(i)
+    kinds = tuple(Kind(speed, cap, tuple(devices)) for (speed, cap, _), devices in found.items())
+    states = math.prod(len(kind.devices) + 1 for kind in kinds) * (1 if alike else len(kinds))
+    return _walk(cluster, limits, kinds, alike, free=states <= MAX_STATES)
+
+
+def _walk(cluster: Cluster, limits: Limits, kinds: tuple[Kind, ...], alike: bool, free: bool) -> Lineup:
+    """Breadth first, so that steps are in order of depth."""
+    most = min(limits.num_stages or len(cluster.devices), len(cluster.devices))
+    start = _Place((0,) * len(kinds), -1)
+    places, keys, depths, steps = [start], {_key(start, alike, free): 0}, [0], []
+    for before, place in enumerate(places):  # grows while it is walked
+        if depths[before] == most:
+            continue
+        for kind in _next_kinds(place, kinds, free):
+            counts = tuple(n + (k == kind) for k, n in enumerate(place.counts))
+            following = _Place(counts, kind)
+            key = _key(following, alike, free)
+            if key not in keys:
+                keys[key] = len(places)
+                places.append(following)
+                depths.append(depths[before] + 1)
+            bandwidth = math.inf if place.last < 0 else _bandwidth(cluster, kinds, kind, place.last)
+            steps.append(Step(before, keys[key], kind, bandwidth))
+    used = [0.0] * len(places)
+    for step in steps:  # states of the fixed order stand for several sets of devices: the fastest counts
+        used[step.after] = max(used[step.after], used[step.before] + kinds[step.kind].speed)
+    ahead = [_free_speed(p, kinds, most - depth) for p, depth in zip(places, depths, strict=True)]
+    return Lineup(kinds, tuple(depths), tuple(used), tuple(ahead), tuple(steps))
+
+
+def _key(place: _Place, alike: bool, free: bool) -> tuple[object, ...]:
+    if free:
+        return (place.counts, None if alike else place.last)
+    # In a fixed order only the last kind can have devices left, besides those further ahead.
+    return (sum(place.counts), place.last, place.counts[place.last])
+
+
+def _next_kinds(place: _Place, kinds: tuple[Kind, ...], free: bool) -> Iterator[int]:
+    for kind in range(len(kinds)):
+        if place.counts[kind] < len(kinds[kind].devices) and (free or place.last < 0 or kind <= place.last):
+            yield kind
+
+
+def _bandwidth(cluster: Cluster, kinds: tuple[Kind, ...], kind: int, behind: int) -> float:
+    """Between a device of one kind and the one behind it, of the same host or of another."""
+    first, second = kinds[kind].devices, kinds[behind].devices
+    return cluster.link(first[0], second[-1]).bandwidth_bytes_s
+
+
+def _free_speed(place: _Place, kinds: tuple[Kind, ...], stages: int) -> float:
+    """An upper bound of what the stages still to come can compute, in any order."""
+    speeds = [kind.speed for kind, n in zip(kinds, place.counts, strict=True) for _ in range(len(kind.devices) - n)]
+    return math.fsum(sorted(speeds, reverse=True)[: max(0, stages)])

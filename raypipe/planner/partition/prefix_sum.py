@@ -1,0 +1,181 @@
+"""The least slow stage of a chain, found by probing prefix sums (after Lv et al., CCGrid'23).
+
+A probe asks whether every stage can stay within a period. It walks from the last stage to the first, because a
+stage's depth, and with it its weight versions and micro-batches in flight, counts from the end:
+
+    place     0   1   2   3   4   5   6   7   8
+    reached                               x   x      x: some stages can cover all from here to the end
+    lo(e)     .   .   .   .   .   .   .   3   5      smallest place that a stage which ends at e may begin at
+    reached               x   x   x   x              one stage more: p with lo(e) <= p for the nearest e after p
+
+``lo`` only grows with e, for time and for memory, so the nearest reached place after p decides, and a probe
+costs O(places) per step of the lineup. The least period is then searched for in whole picoseconds, which makes
+the result exact. A cut whose traffic takes longer than the period is closed in that probe.
+
+The paper is known by its abstract only; this construction is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Partition
+from raypipe.planner.partition.answer import Piece, make_answer, no_cut_fits
+from raypipe.planner.partition.costs import PICO, Chain, Ints, chain_costs, exchange_ps, least_feasible, prefix
+from raypipe.planner.partition.limits import Limits
+from raypipe.planner.partition.lineup import Lineup, Step, line_up
+
+__all__ = ["nearest_cut", "prefix_sum"]
+
+Bools = NDArray[np.bool_]
+
+
+class _Problem(NamedTuple):
+    """All that probes share.
+
+    Attributes:
+        memory: prefix sums of a stage's bytes at the places, by depth.
+        traffic_ps: of the cut at each place, by bandwidth.
+    """
+
+    chain: Chain
+    lineup: Lineup
+    limits: Limits
+    memory: dict[int, Ints]
+    traffic_ps: dict[float, Ints]
+
+
+class _Cut(NamedTuple):
+    """One stage on the way back from a successful probe: nodes between two places, on a kind of device."""
+
+    first: int
+    last: int
+    step: Step
+
+
+def prefix_sum(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
+    """Cut the nodes, in their own order, so that the slowest stage or cut is as fast as possible.
+
+    Exact for any costs, memory limits and numbers of devices of few kinds; see ``lineup`` for many kinds.
+
+    Raises:
+        PlanError: nothing profiled, too few places to cut, or the memory limits cannot be kept; names the stage.
+    """
+    problem = _problem(graph, cluster, limits)
+    lowest, highest = _bounds(problem)
+    found = least_feasible(lambda period_ps: _probe(problem, period_ps), lowest, highest)
+    if found is None:
+        raise no_cut_fits(graph, cluster, limits, nearest_cut(graph, cluster, limits))
+    return _answer(graph, cluster, problem, found[1], "prefix_sum")
+
+
+def nearest_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition | None:
+    """The cut that needs the least more bytes per device than there are, whatever it costs.
+
+    None if no memory would do, because there are too few places to cut.
+    """
+    problem = _problem(graph, cluster, limits)
+    if all(kind.capacity_bytes is None for kind in problem.lineup.kinds):
+        return None
+    _, highest = _bounds(problem)
+    lacking = sum(int(memory[-1]) for memory in problem.memory.values())
+    lacking += max(0, *(-(kind.capacity_bytes or 0) for kind in problem.lineup.kinds))
+    found = least_feasible(lambda extra: _probe(problem, highest, extra), 1, lacking)
+    return None if found is None else _answer(graph, cluster, problem, found[1], "nearest")
+
+
+def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
+    chain, lineup = chain_costs(graph, limits), line_up(cluster, limits)
+    parts = np.stack([prefix(part)[chain.positions] for part in limits.memory.node_parts(graph)])
+    bandwidths = {step.bandwidth_bytes_s for step in lineup.steps}
+    return _Problem(
+        chain,
+        lineup,
+        limits,
+        {depth: limits.memory.at_depth(parts, depth) for depth in sorted(set(lineup.depths) - {0})},
+        {bandwidth: exchange_ps(chain.cut_bytes, bandwidth) for bandwidth in bandwidths},
+    )
+
+
+def _bounds(problem: _Problem) -> tuple[int, int]:
+    """Periods that no cut can beat, and that every cut keeps."""
+    chain, kinds = problem.chain, problem.lineup.kinds
+    total = int(chain.time_ps[-1])
+    largest = int(np.diff(chain.time_ps).max())
+    fastest = max(kind.speed for kind in kinds)
+    lowest = max(total / problem.lineup.free_speed[0], largest / fastest)
+    traffic = max(int(x.max()) for x in problem.traffic_ps.values())
+    return int(lowest * (1 - 1e-9)), math.ceil(total / min(kind.speed for kind in kinds)) + traffic + 1
+
+
+def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
+    """lo(e) by (kind, depth): the smallest place where a stage that ends at e may begin."""
+    chain, found = problem.chain, {}
+    for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
+        by_time = np.searchsorted(chain.time_ps, chain.time_ps - math.floor(period_ps * speed))
+        for depth, memory in problem.memory.items():
+            found[kind, depth] = by_time
+            if capacity is not None:
+                by_memory = np.searchsorted(memory, memory - (capacity + extra_bytes))
+                found[kind, depth] = np.maximum(by_time, by_memory)
+    return found
+
+
+def _probe(problem: _Problem, period_ps: int, extra_bytes: int = 0) -> list[_Cut] | None:
+    """The stages of a partition that keeps the period, or None.
+
+    Args:
+        extra_bytes: on top of every memory limit.
+    """
+    lineup, places = problem.lineup, len(problem.chain.positions)
+    earliest = _earliest(problem, period_ps, extra_bytes)
+    numbers = np.arange(places)
+    reached = np.zeros((len(lineup.depths), places), dtype=np.bool_)
+    reached[0, -1] = True
+    nearest: dict[tuple[int, float], Ints] = {}  # by state and bandwidth, the first reached place after each place
+    for before, after, kind, bandwidth in lineup.steps:
+        if (before, bandwidth) not in nearest:
+            ends = reached[before] & (problem.traffic_ps[bandwidth] <= period_ps)
+            first = np.minimum.accumulate(np.where(ends, numbers, places)[::-1])[::-1]
+            nearest[before, bandwidth] = first[1:]  # a stage has at least one node
+        lo = np.append(earliest[kind, lineup.depths[after]], places)
+        reached[after, :-1] |= lo[nearest[before, bandwidth]] <= numbers[:-1]
+    goal = next((g for g in lineup.goals(problem.limits.num_stages) if reached[g, 0]), None)
+    return None if goal is None else _walk_back(problem, reached, earliest, period_ps, goal)
+
+
+def _walk_back(
+    problem: _Problem, reached: Bools, earliest: dict[tuple[int, int], Ints], period_ps: int, state: int
+) -> list[_Cut]:
+    """From the first stage on, always through the cut with the least traffic that still leads to the end."""
+    lineup, chain = problem.lineup, problem.chain
+    numbers, place, cuts = np.arange(len(chain.positions)), 0, []
+    while state:
+        options = []
+        for step in (step for step in lineup.steps if step.after == state):
+            ends = reached[step.before] & (problem.traffic_ps[step.bandwidth_bytes_s] <= period_ps) & (numbers > place)
+            ends &= earliest[step.kind, lineup.depths[state]] <= place
+            options += [(int(chain.cut_bytes[e]), int(e), step) for e in np.flatnonzero(ends)]
+        _, end, step = min(options, key=lambda option: option[:2])
+        cuts.append(_Cut(place, end, step))
+        place, state = end, step.before
+    return cuts
+
+
+def _answer(graph: ModelGraph, cluster: Cluster, problem: _Problem, cuts: list[_Cut], name: str) -> Partition:
+    chain, lineup = problem.chain, problem.lineup
+    devices = lineup.assign([cut.step.kind for cut in cuts])
+    pieces, slowest_ps = [], 0.0
+    for (first, last, step), device in zip(cuts, devices, strict=True):
+        busy_ps = int(chain.time_ps[last] - chain.time_ps[first]) / lineup.kinds[step.kind].speed
+        slowest_ps = max(slowest_ps, busy_ps, int(problem.traffic_ps[step.bandwidth_bytes_s][last]))
+        nodes = range(int(chain.positions[first]), int(chain.positions[last]))
+        crossing = int(chain.cut_bytes[first]) // problem.limits.memory.microbatch_size
+        pieces.append(Piece(nodes, (device,), busy_ps / PICO, crossing))
+    return make_answer(graph, cluster, problem.limits, pieces, slowest_ps / PICO, name)

@@ -1,0 +1,153 @@
+"""The memory model: in-flight formulas against the schedules themselves, sums, and refusals with numbers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.plan import peak_in_flight
+from raypipe.planner.memory import SCHEDULES, MemoryModel, check_memory, stage_memory
+from raypipe.planner.partition.antichain import antichain
+from raypipe.planner.partition.fit import fitting_partition, memory_of
+from raypipe.planner.partition.hierarchical import hierarchical
+from raypipe.planner.partition.limits import Limits
+from raypipe.planner.partition.prefix_sum import prefix_sum
+from raypipe.planner.schedule import make_schedule
+from tests.planner.partition_cases import chain_of, clusters, graphs, limits
+
+SOLVERS = [prefix_sum, antichain, hierarchical]
+
+
+@pytest.mark.slow
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.data())
+def test_formulas_are_what_the_schedules_do(stages, count, k, data):
+    r = data.draw(st.integers(1, 3) | st.lists(st.integers(1, 3), min_size=stages - 1, max_size=stages - 1).map(tuple))
+    options = {"gpipe": {}, "1f1b": {}, "kfkb": {"group_size": k}, "slack": {"slack": r}}
+    for kind, option in options.items():
+        model = MemoryModel(kind, num_microbatches=count, **option)
+        found = tuple(model.in_flight(stages - s) for s in range(stages))
+        assert found == peak_in_flight(make_schedule(kind, stages, count, **option)), kind
+
+
+@pytest.mark.slow
+@given(graphs(most=8), limits(), st.integers(1, 5), st.data())
+def test_nodes_add_up_to_the_stage(graph, bounds, depth, data):
+    cut = data.draw(st.integers(0, len(graph.nodes)))
+    by_node = bounds.memory.node_bytes(graph, depth)
+    parts = [stage_memory(bounds.memory, half, 0, depth) for half in (graph.nodes[:cut], graph.nodes[cut:])]
+    assert sum(part.total_bytes for part in parts) == by_node.sum()
+    assert parts[0].total_bytes == by_node[:cut].sum()
+
+
+@pytest.mark.slow
+@given(graphs(most=6), limits(), st.integers(1, 5))
+def test_deeper_stages_never_need_less(graph, bounds, depth):
+    assert (bounds.memory.node_bytes(graph, depth) <= bounds.memory.node_bytes(graph, depth + 1)).all()
+
+
+def test_what_a_stage_holds_by_name() -> None:
+    node = Node("op", "", ("w",), 100, 0, 1.0, activation_bytes=7, frozen_bytes=40, buffer_bytes=5)
+    model = MemoryModel("pipedream", microbatch_size=2, optimizer_factor=2.0, reserve_bytes=11)
+    found = stage_memory(model, [node], 1, 3, receive_bytes=4, send_bytes=6)
+    assert (found.in_flight, found.versions, found.action) == (3, 3, "1F2")
+    assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (300, 60, 120)
+    assert (found.buffer_bytes, found.activation_bytes, found.message_bytes) == (5, 42, 20)
+    assert found.total_bytes == 300 + 60 + 120 + 5 + 42 + 20 + 11
+
+
+@pytest.mark.parametrize(("kind", "versions"), [("1f1b", 1), ("2bw", 2), ("pipedream", 4)])
+def test_weight_versions_follow_the_schedule_unless_given(kind: str, versions: int) -> None:
+    assert MemoryModel(kind, num_microbatches=8).versions(4) == versions
+    assert MemoryModel(kind, num_microbatches=8, weight_versions=3).versions(4) == 3
+
+
+def test_a_refusal_names_stage_action_numbers_and_the_cure() -> None:
+    node = Node("op", "", ("w",), 1 << 20, 0, 1.0, activation_bytes=1 << 19)
+    model = MemoryModel("1f1b", num_microbatches=8, microbatch_size=2)
+    found = [stage_memory(model, [node], s, 2 - s) for s in range(2)]
+    check_memory(found, [found[0].total_bytes, None])
+    with pytest.raises(PlanError) as caught:
+        check_memory(found, [5 << 20, 5 << 20])
+    text = str(caught.value)
+    assert text.startswith(
+        "Stage 0 needs 6.0 MiB at 0F1, 1.0 MiB more than its limit of 5.0 MiB: weights x 1 1.0 MiB, "
+    )
+    assert "activations of 2 micro-batches 2.0 MiB" in text
+    assert text.endswith("Use smaller micro-batches, more stages, or a schedule with fewer micro-batches in flight.")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: MemoryModel("interleaved"), "No memory model for the schedule 'interleaved'"),
+        (lambda: MemoryModel(num_microbatches=0), "at least 1"),
+        (lambda: MemoryModel(optimizer_factor=-1.0), "at least 0"),
+        (lambda: Limits(num_stages=0), "at least 1"),
+    ],
+)
+def test_impossible_models_are_refused(make, text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        make()
+
+
+def test_every_schedule_has_a_formula() -> None:
+    assert {MemoryModel(kind, num_microbatches=4).in_flight(2) for kind in SCHEDULES} == {4, 2}
+
+
+# Plans that fit.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", SOLVERS)
+@settings(max_examples=25, deadline=None)
+@given(graphs(most=8), clusters(), limits(exact=False))
+def test_a_fitting_partition_fits_with_its_messages(solver, graph, cluster, bounds):
+    try:
+        found = fitting_partition(solver, graph, cluster, bounds)
+    except PlanError:
+        return
+    for stage, memory in zip(found.stages, memory_of(graph, found, bounds.memory), strict=True):
+        assert memory.total_bytes == stage.memory_bytes
+        for device in stage.devices:
+            limit = cluster.devices[device].memory_bytes
+            assert limit is None or memory.total_bytes <= limit
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_room_is_made_for_messages(solver) -> None:
+    """Without messages the even cut fits into 21 bytes; with its 9 it does not, and the cut of 1 byte does."""
+    nodes = [Node(f"op{i}", "", (), 0, cut, 1.0, activation_bytes=10) for i, cut in enumerate([1, 9, 9, 0])]
+    graph = ModelGraph(tuple(nodes))
+    memory = MemoryModel("gpipe", reserve_bytes=0)
+    cluster = Cluster.uniform(2, memory_bytes=28)
+    free = solver(graph, cluster, Limits(memory=memory, max_replicas=1))
+    assert free.cuts == (2,)
+    assert free.stages[0].memory_bytes == 29
+    with pytest.raises(PlanError):  # three nodes behind the cheap cut take 30
+        fitting_partition(solver, graph, cluster, Limits(memory=memory, max_replicas=1))
+    wider = Cluster.uniform(3, memory_bytes=28)
+    found = fitting_partition(solver, ModelGraph(tuple(nodes[:3])), wider, Limits(memory=memory, max_replicas=1))
+    assert max(stage.memory_bytes for stage in found.stages) <= 28
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_plan_that_does_not_fit_names_the_nearest_one_that_does(solver) -> None:
+    graph = chain_of([4, 4, 4, 4], params=10, kept=100)
+    memory = MemoryModel("gpipe", num_microbatches=8, microbatch_size=4)
+    with pytest.raises(PlanError) as caught:
+        fitting_partition(solver, graph, Cluster.uniform(2, memory_bytes=1000), Limits(memory=memory))
+    text = str(caught.value)
+    assert "In the nearest one, stage 0 needs 6.3 KiB at 0F7, and device0 offers 1000 B" in text
+    assert "The nearest plan that fits: schedule 1f1b, 16 micro-batches of 2, " in text
+
+
+def test_nothing_fits_says_so_and_promises_nothing() -> None:
+    graph = chain_of([4, 4], params=10_000, kept=100)
+    with pytest.raises(PlanError) as caught:
+        fitting_partition(prefix_sum, graph, Cluster.uniform(2, memory_bytes=1000), Limits())
+    assert "nearest plan that fits" not in str(caught.value)
+    assert "stage 0 needs 39.2 KiB at 0F0" in str(caught.value)

@@ -1,0 +1,201 @@
+"""The straight solvers against every assignment, against each other, and against a recurrence written anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph, link_nodes
+from raypipe.ir.plan import Partition
+from raypipe.planner.memory import MemoryModel
+from raypipe.planner.partition.antichain import antichain
+from raypipe.planner.partition.hierarchical import hierarchical
+from raypipe.planner.partition.limits import Limits
+from raypipe.planner.partition.prefix_sum import prefix_sum
+from tests.planner.partition_cases import (
+    NEAR,
+    brute_force,
+    chain_of,
+    clusters,
+    devices,
+    graphs,
+    limits,
+    node,
+    period_of,
+    reference_dag,
+)
+
+
+def solve(solver, graph: ModelGraph, cluster: Cluster, bounds: Limits) -> tuple[float, Partition | None]:
+    """(period, partition), infinite where the solver refuses."""
+    try:
+        found = solver(graph, cluster, bounds)
+    except PlanError:
+        return math.inf, None
+    return found.bottleneck_s, found
+
+
+def check_valid(graph: ModelGraph, cluster: Cluster, bounds: Limits, found: Partition) -> None:
+    """Every node in one stage, edges forward, limits kept, and the period is what it says."""
+    order = found.order or tuple(range(len(graph.nodes)))
+    assert sorted(order) == list(range(len(graph.nodes)))
+    assert [s.start for s in found.stages] == [0, *(s.stop for s in found.stages[:-1])]
+    assert found.stages[-1].stop == len(graph.nodes)
+    assert all(s.start < s.stop for s in found.stages)
+    stage_of = [0] * len(order)
+    for stage in found.stages:
+        for i in order[stage.start : stage.stop]:
+            stage_of[i] = stage.index
+    assert all(stage_of[a] <= stage_of[b] for a, b in graph.edges or ())
+    assert all(stage_of[a] == stage_of[b] for a, b in graph.together)
+    places = tuple(stage.devices[0] for stage in found.stages)
+    assert len(set(places)) == len(places)
+    assert found.bottleneck_s == pytest.approx(period_of(graph, cluster, bounds, tuple(stage_of), places), rel=NEAR)
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None)
+@given(graphs(chain=True), clusters(), limits())
+def test_prefix_sum_is_the_best_of_all_cuts_of_a_chain(graph, cluster, bounds):
+    period, found = solve(prefix_sum, graph, cluster, bounds)
+    assert period == pytest.approx(brute_force(graph, cluster, bounds, in_order=True), rel=NEAR)
+    if found:
+        check_valid(graph, cluster, bounds, found)
+
+
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None)
+@given(graphs(together=True), clusters(), limits())
+def test_antichain_is_the_best_of_all_assignments_of_a_dag(graph, cluster, bounds):
+    period, found = solve(antichain, graph, cluster, bounds)
+    assert period == pytest.approx(brute_force(graph, cluster, bounds, in_order=False), rel=NEAR)
+    if found:
+        check_valid(graph, cluster, bounds, found)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(graphs(together=True), clusters(), limits())
+def test_prefix_sum_is_the_best_of_a_dag_in_its_own_order(graph, cluster, bounds):
+    period, found = solve(prefix_sum, graph, cluster, bounds)
+    assert period == pytest.approx(brute_force(graph, cluster, bounds, in_order=True), rel=NEAR)
+    if found:
+        check_valid(graph, cluster, bounds, found)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(graphs(most=24, chain=True), clusters(), limits())
+def test_both_agree_on_chains(graph, cluster, bounds):
+    assert solve(antichain, graph, cluster, bounds)[0] == pytest.approx(
+        solve(prefix_sum, graph, cluster, bounds)[0], rel=NEAR
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(graphs(most=10), st.integers(1, 5), st.sampled_from([math.inf, 2048.0]))
+def test_antichain_equals_the_recurrence_over_all_down_sets(graph, num_devices, bandwidth):
+    cluster = Cluster.uniform(num_devices, bandwidth_bytes_s=bandwidth)
+    found = antichain(graph, cluster, Limits())
+    assert found.bottleneck_s == pytest.approx(reference_dag(graph, num_devices, bandwidth), rel=NEAR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", [prefix_sum, antichain])
+@settings(max_examples=30, deadline=None)
+@given(graphs(most=12), clusters(), devices(), st.integers(0, 3), limits())
+def test_one_more_device_never_makes_it_worse(solver, graph, cluster, extra, where, bounds):
+    rows = list(cluster.devices)
+    rows.insert(min(where, len(rows)), extra)
+    larger = dataclasses.replace(cluster, devices=tuple(rows))
+    assert solve(solver, graph, larger, bounds)[0] <= solve(solver, graph, cluster, bounds)[0] * (1 + NEAR)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
+@given(graphs(most=12), clusters(), limits())
+def test_a_dag_is_never_cut_worse_than_its_own_order(graph, cluster, bounds):
+    assert solve(antichain, graph, cluster, bounds)[0] <= solve(prefix_sum, graph, cluster, bounds)[0] * (1 + NEAR)
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None)
+@given(graphs(most=16, chain=True), st.integers(1, 4))
+def test_never_worse_than_cuts_by_hand(graph, num_stages):
+    """Equal numbers of nodes, and equal shares of the seconds one stage after the other."""
+    bounds = Limits(num_stages)
+    cluster = Cluster.uniform(num_stages)
+    period, _ = solve(prefix_sum, graph, cluster, bounds)
+    spent = list(itertools.accumulate((node.busy_s for node in graph.nodes), initial=0.0))
+    total = spent[-1]
+    for cuts in (
+        [len(graph.nodes) * s // num_stages for s in range(1, num_stages)],
+        [next(i for i, t in enumerate(spent) if t >= total * s / num_stages) for s in range(1, num_stages)],
+    ):
+        if len({0, *cuts, len(graph.nodes)}) == num_stages + 1 and set(cuts) <= set(graph.cut_positions()):
+            ends = [0, *cuts, len(graph.nodes)]
+            assert period <= max(spent[b] - spent[a] for a, b in itertools.pairwise(ends)) + NEAR
+
+
+@pytest.mark.parametrize("solver", [prefix_sum, antichain, hierarchical])
+@pytest.mark.parametrize(("schedule", "cuts"), [("1f1b", (3,)), ("pipedream", (2,)), ("gpipe", None)])
+def test_weight_versions_and_micro_batches_in_flight_decide(solver, schedule: str, cuts: tuple[int, ...] | None):
+    """Seven equal nodes with 2 bytes of weights and 1 of activations, two devices of 15 bytes.
+
+    Bytes per node on the first and the last stage: 1f1b 2 + 2 and 2 + 1, so 3 nodes and 5 at most;
+    pipedream 2 x 2 + 2 and 2 + 1, so 2 and 5; gpipe 2 + 2 and 2 + 2, so 3 and 3, one node too few.
+    """
+    memory = MemoryModel(schedule, num_microbatches=2, gradient_factor=0.0, optimizer_factor=0.0)
+    graph, cluster = chain_of([4] * 7, params=2, kept=1), Cluster.uniform(2, memory_bytes=15)
+    if cuts is None:
+        with pytest.raises(PlanError, match="stage 1 needs 16 B at 1F1, and device1 offers 15 B"):
+            solver(graph, cluster, Limits(memory=memory))
+        return
+    assert solver(graph, cluster, Limits(memory=memory)).cuts == cuts
+
+
+def test_a_graph_that_branches_too_much_is_refused_with_the_way_out() -> None:
+    graph = link_nodes([node(i, 1) for i in range(14)], [])
+    with pytest.raises(PlanError, match=r"more than 1000 states.*prefix_sum"):
+        antichain(graph, Cluster.uniform(2), Limits(max_states=1000))
+
+
+def test_a_graph_without_seconds_is_refused() -> None:
+    with pytest.raises(PlanError, match="profile the model first"):
+        prefix_sum(chain_of([0, 0]), Cluster.uniform(2), Limits())
+
+
+def test_too_many_stages_are_refused_with_the_most_there_can_be() -> None:
+    with pytest.raises(PlanError, match=r"1 places to cut, and the cluster 4 devices. Set num_stages to at most 2"):
+        prefix_sum(chain_of([1, 1]), Cluster.uniform(4), Limits(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "most_s"), [(1_000, 0.1), (10_000, 2.0)])
+def test_long_chains_are_planned_in_time(size: int, most_s: float) -> None:
+    """The bound of the requirement, in processor seconds, so that other work on the machine does not count."""
+    ticks = [1 + (i * 7919) % 97 for i in range(size)]
+    graph, cluster = chain_of(ticks, params=8, kept=8, cut=64), Cluster.uniform(8, memory_bytes=10**9)
+    spent = []
+    for _ in range(3):
+        begin_s = time.process_time()
+        prefix_sum(graph, cluster, Limits(8))
+        spent.append(time.process_time() - begin_s)
+    assert min(spent) < most_s
+
+
+def test_stages_may_interleave_in_execution_order() -> None:
+    """Two independent branches, written alternately: only the DAG's cut puts each on one device."""
+    graph = link_nodes([node(i, 5, output=100) for i in range(6)], [(0, 2), (2, 4), (1, 3), (3, 5)])
+    found = antichain(graph, Cluster.uniform(2, bandwidth_bytes_s=1.0), Limits(2))
+    assert found.bottleneck_s == pytest.approx(graph.busy_s / 2)
+    assert sorted(map(sorted, (found.order[:3], found.order[3:]))) == [[0, 2, 4], [1, 3, 5]]
