@@ -1,0 +1,32 @@
+"""State by parameter name, never by rank: each stage writes what it owns, a manifest says that all is there.
+
+<run>/checkpoints/step_0000100/   stage_0.safetensors             parameters and persistent buffers by name
+                                  stage_0.optimizer.safetensors   "exp_avg/transformer.h.0.weight"
+                                  stage_1...
+                                  manifest.json                   last: complete or absent
+
+save      take_snapshot -> write_snapshot (on every stage) -> make_manifest -> commit -> prune
+restore   find_checkpoint -> check_position -> load_stage (on every stage, of any number)
+"""
+
+from __future__ import annotations
+
+from raypipe.engine.checkpoint.find import Checkpoint, Refusal, find_checkpoint, open_checkpoint
+from raypipe.engine.checkpoint.manifest import MANIFEST, Manifest, check_position, make_manifest
+from raypipe.engine.checkpoint.prune import prune
+from raypipe.engine.checkpoint.restore import load_stage
+from raypipe.engine.checkpoint.snapshot import (
+    StageSnapshot,
+    checkpoint_name,
+    clear,
+    commit,
+    take_snapshot,
+    write_snapshot,
+)
+from raypipe.engine.checkpoint.state_dict import load_state_dict
+
+__all__ = [
+    "MANIFEST", "Checkpoint", "Manifest", "Refusal", "StageSnapshot", "check_position", "checkpoint_name", "clear", "commit",
+    "find_checkpoint", "load_stage", "load_state_dict", "make_manifest", "open_checkpoint", "prune", "take_snapshot",
+    "write_snapshot",
+]  # fmt: skip

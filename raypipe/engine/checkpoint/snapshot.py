@@ -1,0 +1,210 @@
+"""A stage between two steps, copied and written: by name, without what other stages own.
+
+take_snapshot    copies in host memory; all that a step waits for
+write_snapshot   files with checksums, in the background; returns the stage's entry
+commit           the manifest, once every stage has written: from now on it counts
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from raypipe.engine.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    OptionGroup,
+    Shard,
+    StageEntry,
+    file_name,
+    from_json,
+    to_json,
+)
+from raypipe.engine.checkpoint.tensor_file import check_storable, write_tensors
+from raypipe.engine.checkpoint.values import encode
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import StageState, owned_tensors
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError
+
+__all__ = [
+    "FOLDER",
+    "REFUSED",
+    "StageSnapshot",
+    "checkpoint_name",
+    "clear",
+    "commit",
+    "step_folders",
+    "take_snapshot",
+    "write_snapshot",
+]
+
+FOLDER = "checkpoints"
+REFUSED = f"{MANIFEST}.refused"
+_STEP = re.compile(r"step_([0-9]{7,18})")
+
+
+@dataclass(frozen=True, slots=True)
+class StageSnapshot:
+    """Copies of all that a stage owns.
+
+    Attributes:
+        tensors: parameters that this stage is the first to hold, and persistent buffers, by name.
+        optimizer: tensors by "key/parameter"; None where the stage trains nothing.
+        groups, scalars: see StageEntry.
+    """
+
+    stage: int
+    tensors: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor] | None
+    groups: tuple[OptionGroup, ...]
+    scalars: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the copies."""
+        held = (*self.tensors.values(), *(self.optimizer or {}).values())
+        return sum(tensor.numel() * tensor.dtype.itemsize for tensor in held)
+
+
+def checkpoint_name(step: int) -> str:
+    """Where below the run's folder the checkpoint after ``step`` steps lies."""
+    return f"{FOLDER}/step_{step:07d}"
+
+
+def step_folders(run: Place) -> list[tuple[int, str]]:
+    """(step, name below the run's folder) of everything that may be a checkpoint, oldest first."""
+    matches = [(_STEP.fullmatch(entry.name), entry) for entry in run.list(FOLDER)]
+    return sorted((int(match[1]), f"{FOLDER}/{entry.name}") for match, entry in matches if match and entry.is_folder)
+
+
+def take_snapshot(program: StageProgram, state: StageState, persistent: frozenset[str]) -> StageSnapshot:
+    """Copy what this stage owns, between two steps.
+
+    Args:
+        persistent: names of parameters and buffers that belong to a checkpoint.
+
+    Raises:
+        CheckpointError: something of the optimizer's can be neither a tensor nor JSON; names its key.
+    """
+    owned = owned_tensors(program, state, persistent)
+    tensors = {name: _copy(name, tensor) for name, tensor in owned.items()}
+    if state.optimizer is None:
+        return StageSnapshot(program.index, tensors, None, (), {})
+    names = {id(parameter): name for name, parameter in state.parameters.items()}
+    kept, groups, scalars = _optimizer_parts(state.optimizer, names, owned)
+    return StageSnapshot(program.index, tensors, kept, groups, scalars)
+
+
+def write_snapshot(place: Place, folder: str, snapshot: StageSnapshot) -> dict[str, Any]:
+    """Write one stage's files; returns its entry for ``make_manifest``, which is JSON.
+
+    Args:
+        place: the run's folder.
+        folder: of the checkpoint, below it; see ``checkpoint_name``.
+
+    Raises:
+        CheckpointError: the place is full, forbidden or unreachable.
+    """
+    stage, target = snapshot.stage, place / folder
+    tensors = _write(target, file_name(stage, "tensors"), snapshot.tensors)
+    optimizer = None
+    if snapshot.optimizer is not None:
+        optimizer = _write(target, file_name(stage, "optimizer"), snapshot.optimizer)
+    return asdict(StageEntry(stage, tensors, optimizer, snapshot.groups, snapshot.scalars), dict_factory=_jsonable)
+
+
+def commit(place: Place, folder: str, manifest: Manifest) -> None:
+    """Complete a checkpoint. Every stage's ``write_snapshot`` has returned.
+
+    Checkpoints of later steps are set aside by renaming their manifests: the run did not go on from them, because
+    they were refused, so neither ``find_checkpoint`` nor ``prune`` may take one of them for the newest.
+
+    Raises:
+        CheckpointError: the place is full, forbidden or unreachable; the checkpoint is absent then.
+    """
+    data = to_json(manifest)
+    from_json(data, f"The manifest of {place / folder}")
+    (place / folder).write_bytes(MANIFEST, data)
+    for step, name in step_folders(place):
+        if step > manifest.step and (place / name).exists(MANIFEST):
+            (place / name).rename(MANIFEST, REFUSED)
+
+
+def clear(place: Place, folder: str) -> None:
+    """Remove a checkpoint, or what an earlier attempt left of it; the manifest first, so it is never half."""
+    target = place / folder
+    target.delete(MANIFEST)
+    target.delete()
+
+
+def _write(target: Place, file: str, tensors: Mapping[str, torch.Tensor]) -> Shard:
+    with target.writer(file) as write:
+        size_bytes, digest = write_tensors(write, tensors)
+    return Shard(file, size_bytes, digest, tuple(tensors))
+
+
+def _jsonable(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
+
+
+def _copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    check_storable(name, tensor)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _optimizer_parts(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], tuple[OptionGroup, ...], dict[str, dict[str, Any]]]:
+    """Tensors by "key/parameter", options, and scalars of the owned parameters."""
+    title = type(optimizer).__name__
+    found = optimizer.state_dict()
+    if found.keys() != {"state", "param_groups"}:
+        extra = sorted(map(str, found.keys() ^ {"state", "param_groups"}))
+        raise CheckpointError(f"{title}.state_dict() has or lacks {extra[0]!r}, which no parameter's name can carry.")
+    by_number: dict[Any, str] = {}
+    groups = []
+    for group, packed in zip(optimizer.param_groups, found["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], packed["params"], strict=True):
+            if id(parameter) not in names:
+                raise CheckpointError(f"{title} holds a tensor that is no parameter of the model; leave it out.")
+            by_number[number] = names[id(parameter)]
+        mine = tuple(by_number[number] for number in packed["params"] if by_number[number] in owned)
+        options = {
+            key: encode(value, f"The option {key!r} of {title}")
+            for key, value in packed.items()
+            if key not in ("params", "param_names")
+        }
+        if mine:
+            groups.append(OptionGroup(title, options, mine))
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for number, entries in found["state"].items():
+        if number not in by_number:
+            raise CheckpointError(f"{title} keeps {number!r} for no parameter, so no stage can own it. Use another.")
+        name = by_number[number]
+        for key, value in entries.items() if name in owned else ():
+            _keep(title, name, key, value, tensors, scalars)
+    return tensors, tuple(groups), scalars
+
+
+def _keep(
+    title: str, name: str, key: Any, value: Any,
+    tensors: dict[str, torch.Tensor], scalars: dict[str, dict[str, Any]],
+) -> None:  # fmt: skip
+    """Put one entry of the optimizer's state where it belongs."""
+    if not isinstance(key, str) or "/" in key:
+        raise CheckpointError(f"{title} keeps {key!r} for {name!r}: a key must be a text without a slash.")
+    if isinstance(value, torch.Tensor):
+        tensors[f"{key}/{name}"] = _copy(f"{key}/{name}", value)
+    elif isinstance(value, (list, tuple)):
+        raise CheckpointError(
+            f"{title} keeps a {type(value).__name__} under {key!r} for {name!r}, which a checkpoint cannot hold: only "
+            "tensors and numbers. Use an optimizer that keeps its state in tensors and numbers."
+        )
+    else:
+        scalars.setdefault(name, {})[key] = encode(value, f"{key!r}, which {title} keeps for {name!r},")

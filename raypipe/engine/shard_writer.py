@@ -1,0 +1,72 @@
+"""One stage's part in a checkpoint: the snapshot between two steps, the writing behind its back.
+
+    compute   step 99 | snapshot | step 100 | step 101 | ...
+    writer              [---- stage_0.safetensors ----]  entry for the manifest
+
+Only the copy is on the critical path. A snapshot waits until the one before is written, so that
+at most one copy of the stage's state is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from typing import Any
+
+from raypipe.engine.checkpoint import StageSnapshot, write_snapshot
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError
+
+__all__ = ["ShardWriter"]
+
+
+class ShardWriter:
+    """Writes snapshots of one stage in the background.
+
+    Args:
+        run: the run's folder.
+        snapshot: copies what the stage owns, called between two steps.
+    """
+
+    def __init__(self, run: Place, snapshot: Callable[[], StageSnapshot]) -> None:
+        self._run = run
+        self._snapshot = snapshot
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="raypipe-save")
+        self._entries: dict[str, Future[dict[str, Any]]] = {}
+        self._last: Future[dict[str, Any]] | None = None
+
+    def begin(self, folder: str) -> None:
+        """Copy the state now, write it to ``folder`` (below the run's) meanwhile. Errors are told by ``entry``."""
+        if self._last is not None:
+            self._last.exception()  # waits for the one before; its error is for whoever asks for its entry
+        snapshot = self._snapshot()
+        self._last = self._entries[folder] = self._pool.submit(self._write, folder, snapshot)
+
+    def entry(self, folder: str, wait_s: float) -> dict[str, Any] | None:
+        """This stage's entry in the manifest of ``folder``; None while it is not begun or not written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        future = self._entries.get(folder)
+        if future is None:
+            return None
+        try:
+            entry = future.result(wait_s)
+        except NotYet:
+            return None
+        self._entries.pop(folder, None)
+        return entry
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _write(self, folder: str, snapshot: StageSnapshot) -> dict[str, Any]:
+        try:
+            return write_snapshot(self._run, folder, snapshot)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{folder} could not be written: {type(error).__name__}: {error}") from error
