@@ -41,8 +41,13 @@ class InMemoryChannel:
     def send(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         self._raise_if_failed()
         message = frame.encode(action, tensors, generation=self.generation, max_tensors=self.max_tensors)
-        head = frame.parse(message.header, generation=self.generation, max_tensors=self.max_tensors)
-        self._peer._inbox.deliver(head.action, frame.decode(head, frame.gather(message)))
+        try:
+            head = frame.parse(message.header, generation=self._peer.generation, max_tensors=self.max_tensors)
+        except LinkError as error:  # what the receiving end of a network would find
+            self.abort(str(error))
+            return
+        if head.generation == self._peer.generation:
+            self._peer._inbox.deliver(head.action, frame.decode(head, frame.gather(message)))
 
     def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
         return self._inbox.take(action, timeout_s)

@@ -1,4 +1,4 @@
-"""SocketChannel: one worker's end of a link over TCP, with one connection per direction.
+"""SocketChannel: one worker's end of a link over TCP or a Unix socket, with one connection per direction.
 
     send() --> [orders] --> sending thread ==out==>             peer's receiving thread --> inbox --> recv()
                                     ^-------out-------  abort notice
@@ -23,14 +23,14 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import torch
 
-from raypipe.engine import frame, layout
+from raypipe.engine import frame
 from raypipe.engine.inbox import Inbox
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
+from raypipe.runtime.landing import Landing, Memory
 
 __all__ = ["SocketChannel"]
 
@@ -53,6 +53,9 @@ class SocketChannel:
         generation: of the plan; older messages are dropped, a newer one is an error.
         max_tensors: most tensors that a message of this channel has; equal on both ends.
         outgoing, incoming: connected blocking sockets, which the channel owns from now on.
+
+    Attributes:
+        kinds: "tcp" or "unix", of the way out and the way in.
     """
 
     def __init__(
@@ -67,13 +70,15 @@ class SocketChannel:
         self.generation = generation
         self.max_tensors = max_tensors
         self._out, self._in = outgoing, incoming
+        self.kinds = (_kind(outgoing), _kind(incoming))
         self._inbox = Inbox(name)
         self._lock = threading.Lock()  # guards the first failure
         # A queue of C code: putting something in wakes the sending thread without giving it the interpreter
         # lock, as a system call would. It describes and copies once the caller computes or waits.
         self._orders: SimpleQueue[_Order | None] = SimpleQueue()
         self._send_error: LinkError | None = None
-        self._landing: _Landing | None = None  # the receiving thread's
+        self._landing: Landing | None = None  # these two are the receiving thread's
+        self._memory = Memory()
         self._shut = False
         self._close_once = threading.Lock()
         self._sender = threading.Thread(target=self._send_loop, name=f"raypipe-send {name}", daemon=True)
@@ -202,28 +207,19 @@ class SocketChannel:
         head = frame.parse(header, generation=self.generation, max_tensors=self.max_tensors)
         landing, self._landing = self._landing, None
         if landing is None or landing.records != head.records:
-            landing = _Landing.prepare(head)
+            landing = Landing.prepare(head, self._memory)
         if head.payload_bytes and not _receive_exactly(self._in, landing.memory):
             raise ConnectionError(f"it ended inside {head.action}")
         if head.generation == self.generation:
             self._inbox.deliver(head.action, landing.tensors)
         if head.payload_bytes <= LANDING_BYTES:
             # The next message is likely of the same shape: make room for it now, while nobody waits.
-            self._landing = _Landing.prepare(head)
+            self._landing = Landing.prepare(head, self._memory)
         return True
 
 
-class _Landing(NamedTuple):
-    """Tensors made before their contents arrive, and the memory to receive it into."""
-
-    records: tuple[frame.TensorRecord | None, ...]
-    memory: memoryview
-    tensors: tuple[torch.Tensor | None, ...]
-
-    @classmethod
-    def prepare(cls, head: frame.Head) -> _Landing:
-        payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
-        return cls(head.records, layout.raw_bytes(payload, head.payload_bytes), frame.decode(head, payload))
+def _kind(sock: socket.socket) -> str:
+    return "unix" if sock.family == getattr(socket, "AF_UNIX", None) else "tcp"
 
 
 def _send_all(sock: socket.socket, buffers: deque[memoryview]) -> None:

@@ -5,10 +5,12 @@ A subclass provides ``open_pair``; nothing here knows how the two ends are joine
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -288,3 +290,31 @@ class ChannelContract:
             (got,) = pair[1].recv(f(m), WAIT_S)
             assert got is not None
             assert torch.equal(got, x)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(300)
+    def test_one_gib(self, pair: Pair) -> None:
+        x = torch.arange(1 << 27, dtype=torch.int64)
+        pair[0].send(f(0), (x,))
+        (got,) = pair[1].recv(f(0), 240.0)
+        assert got is not None
+        assert torch.equal(got, x)
+
+    def test_messages_of_an_older_generation_are_dropped(self, pair: Pair) -> None:
+        end, current = cast("Any", pair[0]), cast("Any", pair[0]).generation
+        end.generation = current - 1
+        end.send(f(0), (torch.ones(2),))
+        with pytest.raises(LinkError, match="did not come"):
+            pair[1].recv(f(0), 0.2)
+        end.generation = current
+        end.send(f(0), (torch.full((2,), 5.0),))
+        assert pair[1].recv(f(0), WAIT_S)[0].tolist() == [5.0, 5.0]  # type: ignore[union-attr]
+
+    def test_a_newer_generation_is_an_error_on_both_sides(self, pair: Pair) -> None:
+        end = cast("Any", pair[0])
+        end.generation += 1
+        wait = Failing(partial(pair[1].recv, f(0), WAIT_S))
+        end.send(f(0), (torch.ones(2),))
+        assert re.search(rf"generation {end.generation}.*generation {end.generation - 1}", str(wait.result()))
+        wait_until(lambda: refused(pair[0], f(1)) is not None)
+        wait_until(lambda: refused(pair[1], b(1)) is not None)

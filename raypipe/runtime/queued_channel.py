@@ -1,0 +1,164 @@
+"""QueuedChannel: what channels have in common whose messages leave through one sending thread.
+
+    send() --> [orders] --> sending thread --> transmit(message) ... goodbye(reason)   the medium,
+    recv() <-- inbox    <-- whoever receives, in the medium's own way                  a subclass
+    abort() --> first failure --> inbox, interrupt(reason)
+
+``send`` only queues: describing, copying and waiting for the medium is the thread's work, and the caller computes on.
+A subclass says how a message leaves, how the last word is said, and how every wait in the medium is ended from
+another thread. What it receives goes into ``inbox``, and what it learns of the peer's end into ``peer_ended``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import torch
+
+from raypipe.engine import frame
+from raypipe.engine.inbox import Inbox
+from raypipe.errors import LinkAbortedError, LinkError
+from raypipe.ir.schedule import Action
+
+__all__ = ["CLOSE_TIMEOUT_S", "QueuedChannel"]
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long ``close`` waits for the peer to take what was handed over."""
+END_TIMEOUT_S = 1.0
+"""How long ``close`` waits for a thread whose waits were interrupted: a medium may have lost one of them."""
+
+
+class QueuedChannel:
+    """See the Channel protocol.
+
+    Args:
+        name: for messages to people.
+        generation: of the plan; older messages are dropped, a newer one is an error.
+        max_tensors: most tensors that a message of this channel has; equal on both ends.
+    """
+
+    linger_s = 0.0
+    """How long ``close`` waits for the peer's goodbye, for a medium that does not bear an end on one side only."""
+
+    def __init__(self, name: str, generation: int, max_tensors: int) -> None:
+        self.name = name
+        self.generation = generation
+        self.max_tensors = max_tensors
+        self.inbox = Inbox(name)
+        self.shut = False
+        """Nothing more goes out or is waited for."""
+        self.peer_gone = threading.Event()
+        """The peer takes no more messages, and no goodbye."""
+        self._lock = threading.Lock()  # guards the first failure; nobody calls the medium while holding it
+        self._send_error: LinkError | None = None
+        self._leaving: str | None = None
+        self._orders: SimpleQueue[tuple[Action, Sequence[torch.Tensor | None]] | None] = SimpleQueue()
+        self._close_once = threading.Lock()
+        self._sender = threading.Thread(target=self._send_loop, name=f"raypipe-send {name}", daemon=True)
+
+    # What a medium does.
+
+    def transmit(self, message: frame.Frame) -> None:
+        """Send one message; returns when the tensors' memory is no longer needed. ConnectionError where it breaks."""
+        raise NotImplementedError
+
+    def goodbye(self, reason: str | None) -> None:
+        """Tell the peer, after all messages, that no more will come, and why where there is a reason."""
+        raise NotImplementedError
+
+    def interrupt(self, reason: str | None) -> None:
+        """End every wait in the medium now, from any thread; the peer is told the reason where there is one."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give back threads and sockets after the sending thread's end."""
+        raise NotImplementedError
+
+    def broke(self, cause: ConnectionError) -> None:
+        """The medium broke under the sending thread. What the peer still sent belongs to whoever receives."""
+        self.refuse(LinkError(f"{self.name}: the peer closed the link or died ({cause})."))
+
+    # What a worker calls.
+
+    def start(self) -> None:
+        self._sender.start()
+
+    def send(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
+        frame.check_count(action, tensors, self.max_tensors)
+        if self._send_error is not None:
+            raise type(self._send_error)(f"{self._send_error} (sending {action}, micro-batch {action.microbatch})")
+        self._orders.put((action, tensors))
+
+    def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
+        return self.inbox.take(action, timeout_s)
+
+    def abort(self, reason: str) -> None:
+        self.fail(LinkAbortedError(f"{self.name}: aborted: {reason}"), tell_peer=reason)
+
+    def leave(self, reason: str) -> None:
+        error = LinkAbortedError(f"{self.name}: aborted: {reason}")
+        with self._lock:
+            if self._send_error is not None:
+                return
+            self._send_error, self._leaving = error, reason
+        self.inbox.fail(error)
+        self._orders.put(None)
+
+    def close(self) -> None:
+        with self._close_once:
+            self.refuse(LinkError(f"{self.name}: closed."))
+            self._orders.put(None)
+            if not self.peer_gone.is_set():
+                self._sender.join(CLOSE_TIMEOUT_S)
+                self.peer_gone.wait(self.linger_s)
+            self.fail(LinkError(f"{self.name}: closed."))
+            self._sender.join(END_TIMEOUT_S)
+            self.release()
+
+    # What a medium reports.
+
+    def refuse(self, error: LinkError) -> None:
+        """Take no more messages; what was received may still be taken."""
+        with self._lock:
+            self._send_error = self._send_error or error
+
+    def fail(self, error: LinkError, *, keep: bool = False, tell_peer: str | None = None) -> None:
+        """End both directions now; the first error is the one told."""
+        with self._lock:
+            self._send_error = self._send_error or error
+            first, self.shut = not self.shut, True
+        self.peer_gone.set()
+        self.inbox.fail(error, keep=keep)
+        if first:
+            self.interrupt(tell_peer)
+            self._orders.put(None)
+
+    def peer_ended(self, reason: str | None) -> None:
+        """The peer's goodbye came, and every message before it is in the inbox."""
+        if reason is not None:
+            self.fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason}"), keep=True)
+            return
+        self.lost(LinkError(f"{self.name}: the peer closed the link."))
+
+    def lost(self, error: LinkError) -> None:
+        """Nothing more comes or goes, and nobody is there to be told; what came may still be taken."""
+        self.peer_gone.set()
+        self.inbox.fail(error, keep=True)
+        self.refuse(error)
+
+    def _send_loop(self) -> None:
+        try:
+            while (order := self._orders.get()) is not None and not self.shut:
+                self.transmit(frame.encode(*order, generation=self.generation, max_tensors=self.max_tensors))
+                del order  # the tensors' memory may go
+            if not self.peer_gone.is_set():
+                self.goodbye(self._leaving)
+        except ConnectionError as error:
+            self.broke(error)
+        except LinkError as error:  # a message that cannot be described
+            self.fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
+        except Exception as error:  # noqa: BLE001  (a thread that ends in silence would leave both ends waiting)
+            self.fail(LinkError(f"{self.name}: sending failed: {error!r}"), tell_peer=repr(error))
+        self._orders = SimpleQueue()

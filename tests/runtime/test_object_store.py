@@ -1,0 +1,290 @@
+"""Links through the object store: the contract with both ends in one actor, and two actors where it takes two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+from raypipe.errors import LinkAbortedError, LinkError
+from raypipe.runtime.object_store import LINK_GROUPS, LinkedActor, ObjectStoreEndpoint
+from raypipe.runtime.object_store_channel import Letter
+from raypipe.runtime.transport import Opening
+from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Pair, b, f
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
+
+STORE_BYTES = 1536 << 20
+GROUPS = {**LINK_GROUPS, "waiting": 2}
+
+
+def opening(
+    me: int, peer: int, address: Any, generation: int = 3, capacity: int = 4, timeout_s: float = WAIT_S
+) -> Opening:
+    name = f"stage {me} <-> stage {peer}"
+    return Opening(me, {peer: address}, generation, "run", {peer: capacity}, timeout_s, {peer: name})
+
+
+def own_threads() -> int:
+    """Threads that links have started here. Ray's own, one per member of a concurrency group, come on first use."""
+    return sum(thread.name.startswith("raypipe-") for thread in threading.enumerate())
+
+
+class _BothEnds(ChannelContract):
+    """Runs the contract inside an actor, so that it sees the tensors themselves: real calls, of an actor to itself."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, ObjectStoreEndpoint] = {}
+        self.generations = count(3)
+
+    def open_pair(self, max_tensors: int = 4) -> Pair:
+        first, second = ObjectStoreEndpoint(), ObjectStoreEndpoint()
+        self.ends, generation = {0: first, 1: second}, next(self.generations)
+        with ThreadPoolExecutor(2) as pool:
+            me = first.address
+            a = pool.submit(first.open, opening(0, 1, me, generation, max_tensors))
+            z = pool.submit(second.open, opening(1, 0, me, generation, max_tensors))
+            return a.result()[1], z.result()[0]
+
+    def check(self, name: str, values: dict[str, Any]) -> int:
+        pair = self.open_pair()
+        try:
+            getattr(self, name)(pair=pair, **values)
+        finally:
+            for end in pair:
+                end.close()
+        return own_threads()
+
+    @ray.method(concurrency_group="links")
+    def link_deliver(self, letter: Letter) -> str:
+        return self.ends[letter.link.receiver].deliver(letter)
+
+    @ray.method(concurrency_group="notices")
+    def link_notify(self, letter: Letter) -> str:
+        return self.ends[letter.link.receiver].notify(letter)
+
+    @ray.method(concurrency_group="watch")
+    def link_watch(self, link: Any) -> None:
+        self.ends[link.receiver].watch(link)
+
+
+class _End(LinkedActor):
+    """One end of a link, for a test that holds the other end's actor too."""
+
+    channel: Any = None
+
+    def listen(self) -> tuple[Any, int]:
+        if self.channel is not None:
+            self.channel.close()
+        self._endpoint = ObjectStoreEndpoint()
+        return self._endpoint.address, os.getpid()
+
+    def open(self, order: Opening) -> int:
+        """Open the link; how many threads it has."""
+        (self.channel,) = self._endpoint.open(order).values()
+        return own_threads()
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        return getattr(self.channel, name)(*arguments)
+
+    def close(self) -> int:
+        self.channel.close()
+        return own_threads()
+
+    def deliver(self, letter: Letter) -> str:
+        return self._endpoint.deliver(letter)
+
+    def link(self) -> Any:
+        return self.channel.link
+
+    def send_many(self, count: int, nbytes: int) -> None:
+        for m in range(count):
+            self.channel.send(f(m), (torch.full((nbytes // 4,), float(m)),))
+
+    def take_many(self, count: int) -> list[float]:
+        return [float(self.channel.recv(f(m), 60.0)[0][-1]) for m in range(count)]
+
+    @ray.method(concurrency_group="waiting")
+    def fail_at(self, action: Any) -> tuple[str, str, float]:
+        """How and when a wait for a message ended that never comes."""
+        try:
+            self.channel.recv(action, WAIT_S)
+        except LinkError as error:
+            return type(error).__name__, str(error), time.monotonic()
+        raise AssertionError("it came")
+
+
+BothEnds = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(_BothEnds)
+End = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(_End)
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            address="local", num_cpus=2, object_store_memory=STORE_BYTES, include_dashboard=False,
+            log_to_driver=False, logging_level="ERROR",
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def both(local_ray: None) -> Iterator[Any]:
+    actor = BothEnds.remote()
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture(scope="module")
+def actors(local_ray: None) -> Iterator[list[Any]]:
+    """Two processes for all tests below; the last of them kills one."""
+    made = [End.remote(), End.remote()]
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+@pytest.fixture
+def ends(actors: list[Any]) -> tuple[list[Any], list[Any], list[int]]:
+    """Two actors that listen anew, with their addresses and process ids."""
+    known = get(*(actor.listen.remote() for actor in actors))
+    return actors, [address for address, _ in known], [pid for _, pid in known]
+
+
+@pytest.fixture
+def linked(ends: tuple[list[Any], list[Any], list[int]]) -> tuple[Any, Any, list[int]]:
+    (first, second), addresses, pids = ends
+    gained = get(first.open.remote(opening(0, 1, addresses[1])), second.open.remote(opening(1, 0, addresses[0])))
+    assert gained == [1, 1], "one waiting thread at each end"
+    return first, second, pids
+
+
+def get(*refs: Any) -> list[Any]:
+    return ray.get(list(refs), timeout=60)
+
+
+def contract() -> Iterator[Any]:
+    """Every test of the contract, with the values that pytest would give it."""
+    for name in dir(ChannelContract):
+        if name.startswith("test_"):
+            marks = [m for m in getattr(getattr(ChannelContract, name), "pytestmark", ()) if m.name == "parametrize"]
+            argument, values = marks[0].args if marks else ("", [None])
+            for value in values:
+                given = {argument: value} if marks else {}
+                yield pytest.param(name, given, id="-".join([name.removeprefix("test_"), *map(str, given.values())]))
+
+
+def store() -> tuple[int, int, int]:
+    """Bytes used, objects, and bytes spilled so far, as the node tells."""
+    stats = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
+    return stats.object_store_bytes_used, stats.num_local_objects, stats.spilled_bytes_total
+
+
+@pytest.mark.parametrize(("name", "values"), list(contract()))
+def test_contract(both: Any, name: str, values: dict[str, Any]) -> None:
+    get(both.check.remote(name, values))
+
+
+def test_links_leave_no_thread_behind(both: Any) -> None:
+    assert get(*(both.check.remote("test_a_message_may_hold_nothing", {}) for _ in range(5))) == [0] * 5
+
+
+def test_an_abort_is_felt_in_the_other_process(linked: tuple[Any, Any, list[int]]) -> None:
+    first, second, _ = linked
+    waits = [first.fail_at.remote(b(0)), second.fail_at.remote(f(0))]
+    time.sleep(0.2)
+    start_s = time.monotonic()
+    get(first.call.remote("abort", "stage 7 died"))
+    for kind, text, ended_s in get(*waits):
+        print(f"woke after {(ended_s - start_s) * 1e3:.1f} ms")
+        assert kind == LinkAbortedError.__name__
+        assert "stage 7 died" in text
+        assert ended_s - start_s < WAKE_S
+    assert get(first.close.remote(), second.close.remote()) == [0, 0]
+
+
+def test_the_store_does_not_grow(linked: tuple[Any, Any, list[int]]) -> None:
+    """Twice its size goes through; what was taken is gone when Ray's next batches of deletions are done."""
+    first, second, _ = linked
+    before = store()
+    count, nbytes = 96, 32 << 20
+    took = second.take_many.remote(count)
+    get(first.send_many.remote(count, nbytes))
+    assert get(took) == [[float(m) for m in range(count)]]
+    deadline_s = time.monotonic() + WAIT_S
+    while store()[0] > before[0] + (1 << 20) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    after = store()
+    print(f"{count} messages of {nbytes} bytes: store (bytes, objects, spilled) {before} -> {after}")
+    assert after[0] <= before[0] + (1 << 20)
+
+
+def test_a_letter_of_another_generation_is_not_taken(ends: tuple[list[Any], list[Any], list[int]]) -> None:
+    (first, second), addresses, _ = ends
+    get(first.open.remote(opening(0, 1, addresses[1])), second.open.remote(opening(1, 0, addresses[0])))
+    old = get(first.link.remote())[0]
+    get(first.close.remote(), second.close.remote())
+    get(first.open.remote(opening(0, 1, addresses[1], 4)), second.open.remote(opening(1, 0, addresses[0], 4)))
+    assert get(second.deliver.remote(Letter("goodbye", old, (), "late", 0))) == ["gone"]
+    get(first.call.remote("send", f(0), (torch.ones(2),)))
+    assert get(second.call.remote("recv", f(0), WAIT_S))[0][0].tolist() == [1.0, 1.0]
+
+
+def test_an_opening_that_is_obsolete_ends(ends: tuple[list[Any], list[Any], list[int]]) -> None:
+    (first, second), addresses, _ = ends
+    newer = second.open.remote(opening(1, 0, addresses[0], 4))
+    with pytest.raises(LinkError, match=r"generation 3 while worker 1 has generation 4.*obsolete"):
+        get(first.open.remote(opening(0, 1, addresses[1], 3)))
+    get(first.open.remote(opening(0, 1, addresses[1], 4)), newer)
+
+
+def test_another_plan_is_an_error_on_both_sides(ends: tuple[list[Any], list[Any], list[int]]) -> None:
+    (first, second), addresses, _ = ends
+    both = [
+        first.open.remote(opening(0, 1, addresses[1], capacity=4)),
+        second.open.remote(opening(1, 0, addresses[0], capacity=5)),
+    ]
+    for ref in both:
+        with pytest.raises(LinkError, match=r"up to \d tensors.*the same plan"):
+            get(ref)
+
+
+def test_an_absent_peer_is_named(ends: tuple[list[Any], list[Any], list[int]]) -> None:
+    (first, _), addresses, _ = ends
+    with pytest.raises(LinkError, match=r"0.1 s: no welcome from worker 1"):
+        get(first.open.remote(opening(0, 1, addresses[1], timeout_s=0.1)))
+
+
+def test_a_killed_peer_is_noticed_by_who_only_waits(ends: tuple[list[Any], list[Any], list[int]]) -> None:
+    (first, second), addresses, pids = ends
+    get(first.open.remote(opening(0, 1, addresses[1])), second.open.remote(opening(1, 0, addresses[0])))
+    get(first.send_many.remote(2, 1 << 20))
+    assert get(second.take_many.remote(2)) == [[0.0, 1.0]]
+    wait = second.fail_at.remote(f(9))
+    time.sleep(0.2)
+    start_s = time.monotonic()
+    os.kill(pids[0], signal.SIGKILL)
+    kind, text, ended_s = get(wait)[0]
+    print(f"SIGKILL noticed after {(ended_s - start_s) * 1e3:.1f} ms: {text}")
+    assert kind == LinkError.__name__
+    assert "stage 1 <-> stage 0: the peer died" in text
+    assert "0SEND_F9" in text
+    assert ended_s - start_s < WAKE_S
+    with pytest.raises(LinkError, match="the peer died"):
+        get(second.call.remote("send", b(0), ()))
+    with pytest.raises(LinkError, match="cannot reach worker 0"):
+        get(second.open.remote(opening(1, 0, addresses[0], 4)))

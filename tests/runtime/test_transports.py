@@ -1,0 +1,86 @@
+"""Stages joined by each transport but "tcp", which test_fleet.py has: the same bits, and the same ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raypipe.engine.state import Settings
+from raypipe.engine.storage import Place
+from raypipe.errors import StageError
+from raypipe.runtime.fleet import Fleet
+from tests.exactness import SHAPES, captured, programs, same_bits, train
+from tests.mishaps import Fuse, Nap
+from tests.models import CASES, case
+from tests.runtime.test_fleet import SOON_S, alive, configure, faulty, local_ray, pids, saved_state, sgd, steps
+
+__all__ = ["local_ray"]
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
+
+TRANSPORTS = ("object_store", "collective")
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def fleet(request: pytest.FixtureRequest, local_ray: None) -> Iterator[Fleet]:
+    """The last test of each transport kills a stage."""
+    made = Fleet(3, {"CPU": 1}, request.param)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize(("name", "stages", "schedule"), [("mlp", 2, "1f1b"), ("unet", 3, "slack")])
+def test_the_same_bits(fleet: Fleet, tmp_path: Path, name: str, stages: int, schedule: str) -> None:
+    made, cut, shape = captured(name)[1], programs(name, stages), SHAPES["even"]
+    tensors = {**made.parameters, **made.buffers}
+    data = case(name).data(shape.samples)
+    configure(fleet, cut, tensors, adamw, data, Settings(0, "mean", 0.5, 20.0), place=Place.of(tmp_path))
+    losses = [of_stages[-1].loss for of_stages in steps(fleet, cut, shape, schedule)]
+    state = saved_state(fleet, tmp_path)
+    local = train(name, stages, shape, schedule, "adamw", max_grad_norm=0.5)
+    assert losses == local.losses
+    for trained in (local.parameters, local.buffers):
+        assert [n for n, tensor in trained.items() if not same_bits(tensor, state[n])] == []
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)
+
+
+def test_a_stage_that_raises(fleet: Fleet) -> None:
+    stages, tensors = faulty(3, 1, Fuse("F", 9))
+    data = CASES["mlp"].data(SHAPES["even"].samples)
+    configure(fleet, stages, tensors, sgd, data, Settings(0, "mean", None, 20.0))
+    finished = []
+    begin_s = time.monotonic()
+    with pytest.raises(StageError, match=r"^Stage 1 failed in 1F9: ValueError: the user's own mistake"):
+        finished.extend(steps(fleet, stages, SHAPES["even"], "1f1b"))
+    assert time.monotonic() - begin_s < SOON_S
+    assert len(finished) == 2
+    assert all(map(alive, pids(fleet)))
+
+
+def test_a_killed_stage_is_named(fleet: Fleet) -> None:
+    stages, tensors = faulty(3, 1, Nap(9, 1.0))
+    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
+    running = steps(fleet, stages, SHAPES["even"], "1f1b", count=100_000)
+    next(running)
+    killed_s: list[float] = []
+
+    def kill() -> None:
+        killed_s.append(time.monotonic())
+        os.kill(pids(fleet)[1], signal.SIGKILL)
+
+    threading.Timer(0.3, kill).start()
+    with pytest.raises(StageError, match=r"^Stage 1 died"):
+        list(running)
+    assert time.monotonic() - killed_s[0] < SOON_S
+    assert [alive(pid) for pid in pids(fleet)] == [True, False, True]
