@@ -3,6 +3,8 @@
     python jobs/train_lm.py                       Ray embedded, two stage actors
     python jobs/train_lm.py --local               the same plan in threads, without Ray
     python jobs/train_lm.py --stages 4 --schedule kfkb --steps 100
+    python jobs/train_lm.py --name lm             again under the same name: goes on where it was stopped
+    ray job submit --working-dir . -- python jobs/train_lm.py --name lm --storage /shared/runs --data /shared/data
 
 The text is the Python standard library's own source. The yardstick is the corpus's bigram entropy: a model
 that ends below it has learned more than which byte follows which.
@@ -138,7 +140,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", default="data/stdlib", help="where the Parquet files go")
     parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
     parser.add_argument("--storage", default="runs", help="where run folders go")
-    parser.add_argument("--name", default="train_lm")
+    parser.add_argument("--name", default=time.strftime("train_lm-%Y%m%d-%H%M%S"), help="a name goes on where it was")
     parser.add_argument("--local", action="store_true", help="threads of this process instead of Ray actors")
     return parser.parse_args()
 

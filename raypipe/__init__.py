@@ -13,11 +13,13 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "PipelineConfig": "raypipe.config",
     "PipelineTrainer": "raypipe.trainer",
-    "Result": "raypipe.trainer",
+    "Result": "raypipe.handle",
+    "RunHandle": "raypipe.handle",
+    "attach": "raypipe.handle",
     "load_state_dict": "raypipe.engine.checkpoint",
 }
 
-__all__ = ["PipelineConfig", "PipelineTrainer", "Result", "__version__", "load_state_dict"]
+__all__ = ["PipelineConfig", "PipelineTrainer", "Result", "RunHandle", "__version__", "attach", "load_state_dict"]
 
 
 def __getattr__(name: str) -> Any:

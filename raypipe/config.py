@@ -31,7 +31,7 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "weight_versions": (1,),
     "update_interval": (),
     "vertical_sync": (False,),
-    "transport": ("tcp",),
+    "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none",),
     "codec_backward": ("none",),
     "memory_limit_bytes": (),
@@ -87,6 +87,11 @@ _NONE = _Rule(lambda v: v is None, "None")
 _CODEC = _one_of("auto", "none", "bf16", "fp16", "int8", "fp8", "int4")
 _RECOMPUTE = _one_of("auto", "never", "always")
 _MODULE = _Rule(lambda v: isinstance(v, str) and v != "", "a module name")
+_PORT = _Rule(lambda v: type(v) is int and 1024 <= v <= 65535, "a port from 1024 to 65535")
+_PORTS = _Rule(
+    lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(_PORT.accepts, v)) and v[0] <= v[1],
+    "a pair of ports from 1024 to 65535, the lower one first",
+)
 _CSV = _Rule(lambda v: isinstance(v, str) and v.endswith(".csv"), "the path of a schedule .csv file")
 
 _ALLOWED: Mapping[str, _Rule] = {
@@ -105,6 +110,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "update_interval": _AUTO | _integer(1),
     "vertical_sync": _AUTO | _FLAG,
     "transport": _one_of("auto", "object_store", "collective", "tcp"),
+    "link_ports": _AUTO | _PORTS,
     "codec_forward": _CODEC,
     "codec_backward": _CODEC,
     "memory_limit_bytes": _AUTO | _integer(1),
@@ -115,6 +121,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "link_drift_threshold": _AUTO | _number(0),
     "min_gain": _AUTO | _number(0),
     "retune_microbatches": _FLAG,
+    "checkpoint_interval_steps": _AUTO | _integer(1),
     "seed": _integer(0),
 }
 
@@ -157,6 +164,8 @@ class PipelineConfig:
         update_interval: micro-batches per optimizer step, in asynchronous schedules.
         vertical_sync: a micro-batch uses the same weight version on every stage.
         transport: how boundary tensors travel.
+        link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each
+            worker on a host takes one of its own. "auto" leaves the choice to the system.
         codec_forward, codec_backward: compression of boundary tensors and of their gradients.
         memory_limit_bytes: per worker.
         recompute: run forwards again instead of keeping activations; a list gives one word per stage.
@@ -165,6 +174,8 @@ class PipelineConfig:
         retune_interval_steps, link_drift_threshold, min_gain: patience of the controller: steps
             between looks, relative change of a link, relative gain in step time worth a change.
         retune_microbatches: the controller may change the number of micro-batches too.
+        checkpoint_interval_steps: steps between two checkpoints; "auto" saves every ten minutes. A run
+            saves at its end and when it is stopped in any case.
         seed: keys all randomness, together with step and micro-batch.
 
     Raises:
@@ -184,6 +195,7 @@ class PipelineConfig:
     update_interval: int | Auto = "auto"
     vertical_sync: bool | Auto = "auto"
     transport: str = "auto"
+    link_ports: tuple[int, int] | Auto = "auto"
     codec_forward: str = "auto"
     codec_backward: str = "auto"
     memory_limit_bytes: int | Auto = "auto"
@@ -194,6 +206,7 @@ class PipelineConfig:
     link_drift_threshold: float | Auto = "auto"
     min_gain: float | Auto = "auto"
     retune_microbatches: bool = False
+    checkpoint_interval_steps: int | Auto = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -206,6 +219,7 @@ class PipelineConfig:
         _check_split_points(self.partitioner, self.num_stages)
         _check_per_stage("num_replicas", self.num_replicas, self.num_stages)
         _check_per_stage("recompute", self.recompute, self.num_stages)
+        _check_link_ports(self.link_ports, self.transport)
         _check_group_size(self.group_size, self.schedule, self.num_microbatches)
 
 
@@ -280,6 +294,14 @@ def _check_per_stage(name: str, value: object, num_stages: int | Auto) -> None:
         raise ConfigError(
             f"{name}={value!r} speaks of {len(value)} stages, but num_stages={num_stages}. "
             "Give one item per stage, or a single value for all."
+        )
+
+
+def _check_link_ports(link_ports: tuple[int, int] | Auto, transport: str) -> None:
+    if link_ports != "auto" and transport not in ("auto", "tcp"):
+        raise ConfigError(
+            f"link_ports={link_ports!r} means nothing to transport={transport!r}: only 'tcp' links listen on these "
+            "ports. Set transport='tcp', or leave link_ports out."
         )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TextIO
 
 from raypipe.ir.report import StepRecord
+from raypipe.runtime.journal import News
 
-__all__ = ["ProgressLine"]
+__all__ = ["ProgressLine", "RunProgress"]
 
 
 class ProgressLine:
@@ -51,3 +53,26 @@ class ProgressLine:
             f"{record.samples / self._smooth_s:.0f} samples/s  bubble {record.bubble_fraction:.0%}  "
             f"links {record.link_bytes_per_s / 1e6:.1f} MB/s  left {minutes}:{seconds:02d}"
         )
+
+
+class RunProgress:
+    """Feeds the line from a run's news: notes first, then what it resumed from, then every new step."""
+
+    def __init__(self, notes: Sequence[str], stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._line: ProgressLine | None = None
+        for note in notes:
+            self._stream.write(f"note: {note}\n")
+
+    def __call__(self, news: News) -> None:
+        if not news.records:
+            return
+        if self._line is None:
+            self._line = ProgressLine(news.status.num_steps, self._stream)
+            if news.status.first_step:
+                self._stream.write(
+                    f"{news.status.name} goes on after step {news.status.first_step}, from {news.status.checkpoint}\n"
+                )
+        for record in news.records:
+            if record.step >= news.status.first_step:
+                self._line.update(record)

@@ -2,61 +2,40 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 
 from raypipe.config import PipelineConfig
+from raypipe.describe import describe
 from raypipe.engine.local import LocalFleet
-from raypipe.engine.profile import measure_stages
+from raypipe.engine.profile import measure_stages, measure_steps
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError
+from raypipe.handle import Result, RunHandle
 from raypipe.ir.plan import Plan
-from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.segments import num_steps_of, train_segments
 from raypipe.planner.simulate import Costs, simulate
 from raypipe.prepare import Job, prepare
-from raypipe.progress import ProgressLine
-from raypipe.runtime.loop import Outcome, RunSpec, run_loop
+from raypipe.progress import RunProgress
+from raypipe.runtime.checkpoints import CheckpointPolicy
+from raypipe.runtime.loop import RunSpec
+from raypipe.runtime.threads import ThreadLine
+from raypipe.signals import stopping_on_signals
 
-__all__ = ["PipelineTrainer", "Result"]
+__all__ = ["PipelineTrainer"]
 
 OPEN_TIMEOUT_S = 60.0
 DEFAULT_STORAGE = "~/ray_results"
 """Where Ray Train puts its runs too; a run always leaves a checkpoint behind."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a finished run leaves in your hands.
-
-    Attributes:
-        metrics: the last step's numbers, and eval_loss where there is eval_data.
-        records: every step.
-        checkpoint: folder of the final checkpoint; ``raypipe.load_state_dict`` reads it.
-        path: the run's folder: plan, metrics, events, timeline.
-        error: None; a run that fails raises instead.
-    """
-
-    metrics: dict[str, Any]
-    records: tuple[StepRecord, ...] = field(repr=False)
-    checkpoint: str
-    path: str
-    error: Exception | None = None
-
-    @property
-    def metrics_dataframe(self) -> Any:
-        """A pandas DataFrame with one row per step."""
-        import pandas
-
-        return pandas.DataFrame([{name: getattr(r, name) for name in StepRecord.__slots__} for r in self.records])
 
 
 class PipelineTrainer:
@@ -109,6 +88,8 @@ class PipelineTrainer:
         self._run = run_config
         self._job: Job | None = None
         self._predicted: Timeline | None = None
+        self.config_yaml = ""
+        """What the run's config.yaml says; where it is empty, a description of the arguments."""
 
     def plan(self) -> Plan:
         """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows a table.
@@ -123,7 +104,8 @@ class PipelineTrainer:
         if self._predicted is None:
             job = self._prepared()
             seconds = measure_stages(job.programs, job.tensors, job.example)
-            costs = Costs(forward_s=seconds.forward_s, backward_s=seconds.backward_s)
+            step_s = measure_steps(job.programs, job.tensors, job.make_optimizer)
+            costs = Costs(forward_s=seconds.forward_s, backward_s=seconds.backward_s, step_s=step_s)
             self._predicted = simulate(job.schedule(job.plan.num_microbatches), costs)
         return self._predicted
 
@@ -135,36 +117,42 @@ class PipelineTrainer:
         local: bool = False,
         progress: bool = True,
     ) -> Result:
-        """Train to the end.
+        """Train to the end; a run of this name that was stopped or failed goes on from its newest checkpoint.
+
+        Ctrl-C and SIGTERM stop it after the step that is running, with a checkpoint.
 
         Args:
-            num_steps, num_epochs: how long; exactly one of them.
+            num_steps, num_epochs: how long, steps of earlier submissions included; exactly one of them.
             local: run the same plan in threads of this process, without Ray.
             progress: show the plan's notes and a live line on standard error.
 
         Raises:
             RaypipeError: the root cause of a failure; nothing is left running.
         """
-        job = self._prepared()
-        steps = self._num_steps(job, num_steps, num_epochs)
-        spec = self._spec(job, steps)
-        line = ProgressLine(steps) if progress else None
-        if progress:
-            for note in job.plan.notes:
-                sys.stderr.write(f"note: {note}\n")
-        records: list[StepRecord] = []
+        handle = self._start(num_steps, num_epochs, local=local, detached=False)
+        watch = RunProgress(self._prepared().plan.notes) if progress else None
+        with stopping_on_signals(handle):
+            return handle.wait(on_news=watch or (lambda news: None))
 
-        def on_record(record: StepRecord) -> None:
-            records.append(record)
-            if line is not None:
-                line.update(record)
+    def start(
+        self,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+        *,
+        local: bool = False,
+        detached: bool = False,
+    ) -> RunHandle:
+        """Like ``fit``, without waiting for the end.
 
-        outcome = self._fit_local(job, spec, on_record) if local else self._fit_ray(job, spec, on_record)
-        last = records[-1]
-        metrics: dict[str, Any] = {name: getattr(last, name) for name in StepRecord.__slots__}
-        if outcome.eval_loss is not None:
-            metrics["eval_loss"] = outcome.eval_loss
-        return Result(metrics, tuple(records), outcome.checkpoint, spec.folder)
+        Args:
+            num_steps, num_epochs, local: as in ``fit``.
+            detached: the run outlives this process, on the cluster that RAY_ADDRESS names; ``raypipe.attach(name)``
+                finds it again. Otherwise it ends with this process and leaves nothing behind.
+
+        Raises:
+            ConfigError: detached without a cluster that would outlive this process, or the name is taken.
+        """
+        return self._start(num_steps, num_epochs, local=local, detached=detached)
 
     def _prepared(self) -> Job:
         if self._job is None:
@@ -188,6 +176,24 @@ class PipelineTrainer:
             return given
         return num_steps_of(given, job.sources["train"].num_samples, job.plan.minibatch_size)
 
+    def _start(self, num_steps: int | None, num_epochs: int | None, *, local: bool, detached: bool) -> RunHandle:
+        job = self._prepared()
+        spec = self._spec(job, self._num_steps(job, num_steps, num_epochs))
+        if local:
+            if detached:
+                raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
+            return RunHandle(spec.name, ThreadLine(spec, partial(_local_fleet, job, spec.place)))
+        return self._start_on_ray(job, spec, detached)
+
+    def _start_on_ray(self, job: Job, spec: RunSpec, detached: bool) -> RunHandle:
+        from raypipe.runtime.client import connected, start_run
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connected(job.num_stages, self._resources(), detached=detached))
+            line = start_run(spec, self._setups(job, spec.place), job.tensors, self._resources(), detached=detached)
+            return RunHandle(spec.name, line, stack.pop_all().close)
+        raise AssertionError("unreachable: an ExitStack swallows nothing")
+
     def _spec(self, job: Job, num_steps: int) -> RunSpec:
         plan = job.plan
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
@@ -195,40 +201,31 @@ class PipelineTrainer:
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
         return RunSpec(
             name=name,
-            folder=str(Path(storage).expanduser() / name),
+            place=Place.of(storage, getattr(self._run, "storage_filesystem", None)) / name,
             plan_json=plan.to_json(),
+            config_yaml=self.config_yaml or self._described(num_steps),
             schedules=_schedules(job, num_samples, num_steps),
             num_samples=num_samples,
             minibatch_size=plan.minibatch_size,
             microbatch_size=plan.microbatch_size,
             num_steps=num_steps,
+            seed=job.settings.seed,
             predicted=self.simulate(),
             aliases=job.aliases,
             sums_losses=job.settings.loss_reduction == "sum",
-            trace_step=min(num_steps - 1, max(2, num_steps // 2)),
+            checkpoints=_policy(self._pipeline, getattr(self._run, "checkpoint_config", None)),
         )
 
-    def _fit_local(self, job: Job, spec: RunSpec, on_record: Callable[[StepRecord], None]) -> Outcome:
-        fleet = LocalFleet(
-            job.programs,
-            job.tensors,
-            job.make_optimizer,
-            job.make_scheduler,
-            job.sources,
-            job.settings,
-            job.persistent,
-        )
-        try:
-            return run_loop(fleet, spec, on_record)
-        finally:
-            fleet.stop()
+    def _described(self, num_steps: int) -> str:
+        names = ("model", "loss_fn", "optimizer", "lr_scheduler", "train_data", "eval_data")
+        given = dict(zip(names, self._arguments, strict=True))
+        return describe(self._pipeline, self._scaling, self._run, given, num_steps)
 
-    def _fit_ray(self, job: Job, spec: RunSpec, on_record: Callable[[StepRecord], None]) -> Outcome:
-        from raypipe.runtime.client import connected, run_on_ray
+    def _setups(self, job: Job, place: Place) -> list[Any]:
         from raypipe.runtime.worker import StageSetup
 
-        run_id = uuid.uuid4().hex
-        setups = [
+        run_id, secret = uuid.uuid4().hex, secrets.token_bytes(32)
+        return [
             StageSetup(
                 programs=job.programs,
                 stage=stage,
@@ -237,17 +234,43 @@ class PipelineTrainer:
                 sources=job.sources,
                 settings=job.settings,
                 persistent=job.persistent,
+                place=place,
                 run_id=run_id,
                 open_timeout_s=OPEN_TIMEOUT_S,
+                transport=self._pipeline.transport,
+                secret=secret,
+                link_ports=None if self._pipeline.link_ports == "auto" else self._pipeline.link_ports,
             )
             for stage in range(job.num_stages)
         ]
-        with connected(job.num_stages, self._resources()):
-            return run_on_ray(spec, setups, job.tensors, self._resources(), on_record)
 
     def _resources(self) -> Mapping[str, float]:
         given = getattr(self._scaling, "resources_per_worker", None) or {}
         return {"CPU": 1, **({"GPU": 1} if getattr(self._scaling, "use_gpu", False) else {}), **given}
+
+
+def _local_fleet(job: Job, place: Place) -> LocalFleet:
+    return LocalFleet(
+        job.programs,
+        job.tensors,
+        job.make_optimizer,
+        job.make_scheduler,
+        job.sources,
+        job.settings,
+        job.persistent,
+        place,
+    )
+
+
+def _policy(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
+    """From PipelineConfig's interval and ray.train.CheckpointConfig."""
+    interval = pipeline.checkpoint_interval_steps
+    return CheckpointPolicy(
+        None if interval == "auto" else interval,
+        getattr(config, "num_to_keep", None),
+        getattr(config, "checkpoint_score_attribute", None),
+        getattr(config, "checkpoint_score_order", None) or "max",
+    )
 
 
 def _schedules(job: Job, num_samples: Mapping[str, int], num_steps: int) -> dict[tuple[int, bool], Any]:

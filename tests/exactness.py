@@ -18,6 +18,7 @@ from raypipe.engine.local import LocalFleet
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
+from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.schedule.lower import lower
@@ -185,15 +186,15 @@ def train_stages(
     minibatch, size, _ = microbatches(request, len(stages))
 
     @cache
-    def rows(count: int) -> Any:
+    def rows(count: int, training: bool) -> Any:
         lowered = lower(build_schedule(request, len(stages), count, stages[0].first_trainable))
         validate(lowered)
         return lowered
 
     fleet = LocalFleet(stages, tensors, recorder, None, {"train": source}, settings)
     try:
-        segments = ((segment, False) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
-        reports = [[r[0] for r in of_stages] for of_stages in fleet.run(segments, rows, training=True)]
+        orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
+        reports = [[r[0] for r in of_stages] for of_stages in fleet.run(orders, rows)]
         states = [executor.state for executor in fleet.executors]
         parameters = {name: p.detach() for state in states for name, p in state.parameters.items()}
         for state in states:

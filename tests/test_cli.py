@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,19 +35,98 @@ def test_latency_costs_what_the_law_says() -> None:
     assert "slack(r=2): 160.0 ms" in CliRunner().invoke(app, [*arguments, "--schedule=slack", "--slack=2"]).output
 
 
-def test_an_error_is_one_paragraph_on_standard_error() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "raypipe.cli", "simulate", "--schedule", "kfbk"],
+def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "raypipe.cli", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
+        env={**os.environ, **environment},
     )
+
+
+def test_an_error_is_one_paragraph_on_standard_error() -> None:
+    run = command("simulate", "--schedule", "kfbk")
     assert run.returncode == 1
     assert run.stdout == ""
     assert run.stderr.startswith("raypipe: There is no schedule 'kfbk'")
     assert "Did you mean 'kfkb'?" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_an_error_shows_where_it_comes_from_when_asked_to() -> None:
+    run = command("simulate", "--schedule", "kfbk", RAYPIPE_DEBUG="1")
+    assert run.returncode == 1
+    assert "Traceback" in run.stderr
+    assert "There is no schedule 'kfbk'" in run.stderr
+
+
+def test_a_mistake_in_a_run_file_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {target: 'm:f'}\npipeline: {shedule: 1f1b}\n")
+    for verb in ("train", "plan", "simulate"):
+        run = command(verb, path)
+        assert run.returncode == 1
+        assert f"{path}, line 2: pipeline.shedule: unknown; did you mean schedule?" in run.stderr
+        assert "Traceback" not in run.stderr
+
+
+def test_mistakes_in_the_command_end_with_2(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for arguments in (
+        ["trian"],
+        ["train"],
+        ["train", path, "--local", "--detach"],
+        ["simulate", path, "--stages=3"],
+        ["simulate", "--set", "a=b"],
+        ["export", tmp_path, "-o", tmp_path / "x", "--to", "pickle"],
+        ["export", tmp_path, "-o", tmp_path / "x", "--config", tmp_path],
+        ["doctor", "--ports", "9-3"],
+        ["doctor", "--ports", "some"],
+    ):
+        result = CliRunner().invoke(app, list(map(str, arguments)))
+        assert result.exit_code == 2, (arguments, result.output)
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    heavy = ("torch", "ray", "numpy", "pyarrow", "pandas", "yaml")
+    for arguments in (["version"], ["--help"], ["train", "--help"]):
+        check = (
+            "import sys; from raypipe.cli import main; sys.argv[1:] = " + repr(arguments) + "\n"
+            "try: main()\nexcept SystemExit: pass\n"
+            f"print('heavy:', *sorted(set({heavy!r}) & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.rstrip().endswith("heavy:")
+
+
+def folder_of_a_run(tmp_path: Path, *decisions: str) -> Path:
+    folder = tmp_path / "lm"
+    folder.mkdir(exist_ok=True)
+    events = [{"time": 1.0, "decision": d, "reason": f"because of {d}", "step": 7} for d in decisions]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def test_a_run_that_is_over_answers_from_its_folder(tmp_path: Path) -> None:
+    for decision, state in (("finish", "finished"), ("fail", "failed"), ("stop", "stopped")):
+        folder = folder_of_a_run(tmp_path, "start", "fail", "start", "checkpoint", decision)
+        result = CliRunner().invoke(app, ["status", str(folder)])
+        assert result.exit_code == 0, result.output
+        assert result.output == f"lm: {state}; because of {decision}; step 7\n"
+        found = json.loads(CliRunner().invoke(app, ["status", str(folder), "--json"]).output)
+        assert (found["name"], found["state"], found["step"]) == ("lm", state, 7)
+
+
+def test_a_trace_is_copied(tmp_path: Path) -> None:
+    folder = folder_of_a_run(tmp_path, "start", "finish")
+    (folder / "timeline").mkdir()
+    (folder / "timeline/trace.json").write_text('{"traceEvents": []}')
+    written = tmp_path / "new/trace.json"
+    result = CliRunner().invoke(app, ["trace", str(folder), "-o", str(written)])
+    assert result.exit_code == 0, result.output
+    assert written.read_text() == '{"traceEvents": []}'
 
 
 def test_version() -> None:

@@ -56,6 +56,13 @@ def test_unknown_field_is_refused_with_the_nearest_name() -> None:
         ({"loss_reduction": "avg"}, ["loss_reduction='avg'", "'valid_tokens'", "(target)"]),
         ({"max_grad_norm": -1.0}, ["max_grad_norm=-1.0", "a number above 0"]),
         ({"max_grad_norm": float("nan")}, ["max_grad_norm=nan"]),
+        ({"link_ports": 5000}, ["link_ports=5000", "'auto' or a pair of ports from 1024 to 65535"]),
+        ({"link_ports": [5000]}, ["link_ports=(5000,)"]),
+        ({"link_ports": [1023, 5000]}, ["link_ports=(1023, 5000)"]),
+        ({"link_ports": [5000, 65536]}, ["link_ports=(5000, 65536)"]),
+        ({"link_ports": [5001, 5000]}, ["link_ports=(5001, 5000)", "lower one first"]),
+        ({"link_ports": [5000, True]}, ["link_ports=(5000, True)"]),
+        ({"link_ports": [5000.0, 5001.0]}, ["link_ports=(5000.0, 5001.0)"]),
         ({"seed": -1}, ["seed=-1", "at least 0"]),
         ({"retune_microbatches": 1}, ["retune_microbatches=1", "True or False"]),
     ],
@@ -77,7 +84,6 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
         ("num_replicas", [1, 2]),
         ("codec_forward", "int8"),
         ("codec_backward", "bf16"),
-        ("transport", "collective"),
         ("partitioner", "antichain"),
         ("update_interval", 4),
         ("vertical_sync", True),
@@ -102,6 +108,7 @@ def test_values_of_later_releases_are_refused_by_name(name: str, value: object) 
         ({"partitioner": ["b"], "num_stages": 3}, ["num_stages=3", "2 stages"]),
         ({"partitioner": ["b", "b"]}, ["'b' twice"]),
         ({"num_replicas": [1, 1], "num_stages": 3}, ["num_replicas=(1, 1)", "num_stages=3"]),
+        ({"link_ports": [5000, 5009], "transport": "object_store"}, ["link_ports=(5000, 5009)", "'object_store'"]),
         ({"group_size": 2, "schedule": "1f1b"}, ["group_size=2", "'1f1b'"]),
         ({"group_size": 2}, ["group_size=2", "'auto'"]),
         ({"group_size": 5, "num_microbatches": 4, "schedule": "kfkb"}, ["group_size=5", "num_microbatches=4"]),
@@ -134,6 +141,11 @@ def test_configs_are_values() -> None:
         config.seed = 1
     with pytest.raises(ConfigError, match="seed=-2"):
         dataclasses.replace(config, seed=-2)
+
+
+def test_ports_of_links_are_a_pair() -> None:
+    assert PipelineConfig(link_ports=[1024, 65535]).link_ports == (1024, 65535)
+    assert PipelineConfig(link_ports=(5000, 5000), transport="tcp").link_ports == (5000, 5000)
 
 
 def test_a_function_may_count_the_items_of_the_loss() -> None:

@@ -10,25 +10,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from queue import Empty, Queue
 from typing import Any
 
 import torch
 
-from raypipe.engine.checkpoint import save_shard
+from raypipe.engine.checkpoint import load_stage, take_snapshot
 from raypipe.engine.data import Source
 from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.shard_writer import ShardWriter
 from raypipe.engine.stage import StageProgram, message_capacity, neighbours
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState, owned_tensors
-from raypipe.errors import StageError
-from raypipe.ir.plan import Segment
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError, StageError
+from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.timeline import Span
 
 __all__ = ["LocalFleet"]
+
+SAVE_TIMEOUT_S = 3600.0
 
 
 class LocalFleet:
@@ -37,6 +41,7 @@ class LocalFleet:
     Args:
         tensors: initial parameters and buffers by canonical name; they are copied.
         persistent: names that belong to a checkpoint.
+        place: the run's folder, where checkpoints go; None for a run that saves nothing.
     """
 
     def __init__(
@@ -48,9 +53,12 @@ class LocalFleet:
         sources: Mapping[str, Source],
         settings: Settings,
         persistent: frozenset[str] = frozenset(),
+        place: Place | None = None,
     ) -> None:
         self.programs = programs
+        self._place = place
         self._persistent = persistent
+        self._halted = False
         self._spans: list[Span] = []
         channels: list[dict[int, InMemoryChannel]] = [{} for _ in programs]
         for one in range(len(programs)):
@@ -64,52 +72,75 @@ class LocalFleet:
             own = {name: tensors[name].detach().clone() for name in (*program.parameters, *program.buffers)}
             state = StageState(program, own, make_optimizer, make_scheduler)
             self.executors.append(Executor(programs, index, state, channels[index], sources, settings))
+        self._writers = [
+            ShardWriter(place, partial(take_snapshot, e.program, e.state, persistent))
+            for e in self.executors
+            if place is not None
+        ]
 
     def run(
-        self, segments: Iterator[tuple[Segment, bool]], schedules: Callable[[int], Schedule], *, training: bool
+        self, orders: Iterator[Order], schedules: Callable[[int, bool], Schedule]
     ) -> Iterator[list[list[StepReport]]]:
-        """Carry out segments one by one; yields the reports of each, by stage.
+        """Carry out orders one by one; yields the reports of each, by stage. Ends early after ``halt``.
 
         Args:
-            segments: with whether to keep the spans of each.
-            schedules: number of micro-batches -> lowered schedule.
+            schedules: (number of micro-batches, training) -> lowered schedule.
 
         Raises:
             StageError, LinkError: the first failure; the other stages are released at once.
         """
-        for segment, keep_spans in segments:
-            reports = self._run_segment(segment, schedules(segment.schedule_id), training, keep_spans)
-            if keep_spans:
+        while not self._halted and (order := next(orders, None)) is not None:
+            reports = self._run_segment(order, schedules(order.segment.schedule_id, order.training))
+            if order.keep_spans:
                 self._spans = [span for stage in reports for report in stage for span in report.spans]
+            if order.save_to:
+                self.save(order.save_to)
             yield reports
+
+    def halt(self) -> None:
+        """From another thread: end after the segment that is running; runs that begin later are empty."""
+        self._halted = True
 
     def spans(self) -> list[Span]:
         """Spans of the last segment run with keep_spans, of all stages."""
         return self._spans
 
-    def save(self, folder: str) -> list[dict[str, Any]]:
-        """Write every stage's shard; the manifest's entries."""
-        entries = []
+    def save(self, folder: str) -> None:
+        """Take a snapshot of every stage, to be written to ``folder`` below the run's; see ``entries``."""
+        for writer in self._writers:
+            writer.begin(folder)
+
+    def entries(self, folder: str) -> list[dict[str, Any]]:
+        """Wait until every stage has written its part of checkpoint ``folder``; the manifest's entries."""
+        entries = [writer.entry(folder, SAVE_TIMEOUT_S) for writer in self._writers]
+        found = [entry for entry in entries if entry is not None]
+        if len(found) < len(entries):
+            raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
+        return found
+
+    def restore(self, folder: str) -> None:
+        """Go back to the state of checkpoint ``folder`` on every stage."""
+        assert self._place is not None
         for executor in self.executors:
-            program, state = executor.program, executor.state
-            entries.append(save_shard(Path(folder), program.index, owned_tensors(program, state, self._persistent)))
-        return entries
+            load_stage(self._place / folder, executor.program, executor.state, self._persistent)
 
     def stop(self) -> None:
         """Close the channels; safe to call twice."""
+        for writer in self._writers:
+            writer.close()
         for executor in self.executors:
             for channel in executor.channels.values():
                 channel.close()
 
-    def _run_segment(
-        self, segment: Segment, schedule: Schedule, training: bool, keep_spans: bool
-    ) -> list[list[StepReport]]:
+    def _run_segment(self, order: Order, schedule: Schedule) -> list[list[StepReport]]:
         outcomes: Queue[tuple[int, list[StepReport] | BaseException]] = Queue()
 
         def work(index: int) -> None:
             try:
-                row = schedule.row(index, segment.repeats)
-                reports = self.executors[index].run(segment, row, training=training, keep_spans=keep_spans)
+                row = schedule.row(index, order.segment.repeats)
+                reports = self.executors[index].run(
+                    order.segment, row, training=order.training, keep_spans=order.keep_spans
+                )
                 outcomes.put((index, reports))
             except BaseException as error:  # noqa: BLE001  (handed to the caller's thread, not swallowed)
                 outcomes.put((index, error))

@@ -1,4 +1,4 @@
-"""What a run leaves behind: ``<storage_path>/<name>/`` with plan, metrics, events, timeline and checkpoints."""
+"""What a run leaves behind: ``<storage_path>/<name>/`` with plan, config, metrics, events, timeline and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raypipe.engine.storage import Place
 from raypipe.ir.picture import timeline_svg
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline, chrome_trace_json
@@ -20,36 +20,48 @@ __all__ = ["RunFolder"]
 
 
 class RunFolder:
-    """Writes the files of one run.
+    """Writes the files of one run, each whole or not at all.
 
     Args:
-        path: made if missing; files of an earlier run of the same name are replaced, events are appended.
+        place: anywhere that pyarrow.fs reaches. A run that goes on under the same name replaces plan, config and
+            timeline, and adds to metrics and events.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
+    def __init__(self, place: Place) -> None:
+        self.place = place
 
     def write_plan(self, plan_json: str) -> None:
-        (self.path / "plan.json").write_text(plan_json)
+        self.place.write_bytes("plan.json", plan_json.encode())
+
+    def write_config(self, config_yaml: str) -> None:
+        self.place.write_bytes("config.yaml", config_yaml.encode())
 
     def event(self, decision: str, reason: str, **numbers: Any) -> None:
         """One line of events.jsonl: what was decided or happened, why, and the numbers."""
         line = {"time": round(time.time(), 3), "decision": decision, "reason": reason, **numbers}
-        with (self.path / "events.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.place.append_bytes("events.jsonl", (json.dumps(line) + "\n").encode())
 
     def write_metrics(self, records: Sequence[StepRecord]) -> None:
         """metrics.parquet: one row per step, a column per field of StepRecord."""
+        if not records:
+            return
         columns = {f.name: [getattr(record, f.name) for record in records] for f in fields(StepRecord)}
-        pq.write_table(pa.table(columns), self.path / "metrics.parquet")
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(columns), sink)
+        self.place.write_bytes("metrics.parquet", sink.getvalue())
+
+    def read_metrics(self, before: int) -> list[StepRecord]:
+        """Records of the steps below ``before`` that an earlier submission of this run wrote."""
+        if not self.place.exists("metrics.parquet"):
+            return []
+        names = [f.name for f in fields(StepRecord)]
+        rows = pq.read_table(pa.BufferReader(self.place.read_bytes("metrics.parquet"))).to_pylist()
+        return [StepRecord(**{name: row[name] for name in names}) for row in rows if row["step"] < before]
 
     def write_timelines(self, timelines: Sequence[Timeline]) -> None:
         """timeline/trace.json for Perfetto, timeline.svg for any browser, and the spans as Parquet."""
-        folder = self.path / "timeline"
-        folder.mkdir(exist_ok=True)
-        (folder / "trace.json").write_text(chrome_trace_json(timelines))
-        (folder / "timeline.svg").write_text(timeline_svg(timelines))
+        self.place.write_bytes("timeline/trace.json", chrome_trace_json(timelines).encode())
+        self.place.write_bytes("timeline/timeline.svg", timeline_svg(timelines).encode())
         rows = [
             {
                 "source": timeline.source,
@@ -61,4 +73,6 @@ class RunFolder:
             for timeline in timelines
             for span in timeline.spans
         ]
-        pq.write_table(pa.Table.from_pylist(rows), folder / "spans.parquet")
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows), sink)
+        self.place.write_bytes("timeline/spans.parquet", sink.getvalue())

@@ -1,33 +1,41 @@
-"""The trainer's side of a run on Ray: connect or start, hand over, follow, and leave nothing behind."""
+"""The trainer's side of a run on Ray: connect or start, hand over, and a line to the driver."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from raypipe.errors import ConfigError, RaypipeError, StageError
-from raypipe.ir.report import StepRecord
+from raypipe.errors import ConfigError, StageError
+from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver import DriverActor, driver_name
-from raypipe.runtime.loop import Outcome, RunSpec
+from raypipe.runtime.journal import News
+from raypipe.runtime.loop import RunSpec
 from raypipe.runtime.packing import pack
 from raypipe.runtime.worker import StageSetup
 
-__all__ = ["NAMESPACE", "connected", "run_on_ray"]
+__all__ = ["NAMESPACE", "RayLine", "connected", "find_run", "start_run"]
 
 NAMESPACE = "raypipe"
-POLL_S = 0.5
+CONTROL_TIMEOUT_S = 30.0
+
+# Standard error stays free for the progress line; Ray writes its logs into its session folder.
+_QUIET: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR", "log_to_driver": False}
 
 
 @contextlib.contextmanager
-def connected(num_stages: int, resources: Mapping[str, float]) -> Iterator[None]:
+def connected(num_stages: int, resources: Mapping[str, float], *, detached: bool = False) -> Iterator[None]:
     """Inside, Ray runs: the caller's connection, the cluster that RAY_ADDRESS names, or one of our own.
 
+    A detached run needs one that outlives this process, so none of our own.
+
+    Raises:
+        ConfigError: there is none.
     Our own has as many logical CPUs as there are stages (the driver takes none), or what they ask for, and ends
     with the context.
     Ray protects it with a token, as it does for every cluster that it starts in a process.
@@ -35,10 +43,13 @@ def connected(num_stages: int, resources: Mapping[str, float]) -> Iterator[None]
     if ray.is_initialized():
         yield
         return
-    # Standard error stays free for the progress line; Ray writes its logs into its session folder.
-    quiet: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR", "log_to_driver": False}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
+        ray.init(**_QUIET)
+    elif detached:
+        raise ConfigError(
+            "detached=True needs a cluster that outlives this process, and RAY_ADDRESS names none. Start one with "
+            "`ray start --head` and set RAY_ADDRESS=auto, or leave detached out."
+        )
     else:
         # Ray's workers are otherwise so nice that every daemon of its own goes before a stage.
         ray.init(
@@ -47,7 +58,7 @@ def connected(num_stages: int, resources: Mapping[str, float]) -> Iterator[None]
             resources={name: n * num_stages for name, n in resources.items() if name not in ("CPU", "GPU")},
             include_dashboard=False,
             _system_config={"worker_niceness": 0},
-            **quiet,
+            **_QUIET,
         )
     try:
         yield
@@ -55,59 +66,128 @@ def connected(num_stages: int, resources: Mapping[str, float]) -> Iterator[None]
         ray.shutdown()
 
 
-def run_on_ray(
+class RayLine:
+    """A line to the driver actor of one run.
+
+    Args:
+        owner: this process started the run and ends the driver with ``hang_up``; others only listen.
+        call: the owner's reference to the driver's long call.
+    """
+
+    def __init__(self, driver: Any, name: str, *, owner: bool, call: Any = None) -> None:
+        self._driver: Any = driver
+        self._call: Any = call
+        self._name = name
+        self._owner = owner
+
+    def news(self, since: int, wait_s: float) -> News:
+        """See Journal.
+
+        Raises:
+            StageError: the driver is gone.
+        """
+        try:
+            news: News = ray.get(self._driver.news.remote(since, wait_s), timeout=wait_s + CONTROL_TIMEOUT_S)
+            if not news.ended:
+                self.check()
+            return news
+        except RayActorError as error:
+            raise StageError(
+                f"The driver of run {self._name!r} is gone, and its stages with it: {str(error).splitlines()[0]} "
+                "Start the run again under the same name; it goes on from its newest checkpoint."
+            ) from None
+
+    def check(self) -> None:
+        """Raise what kept the driver from running at all: a function of the user's that it cannot import, say."""
+        if self._call is not None and ray.wait([self._call], timeout=0)[0]:
+            call, self._call = self._call, None
+            try:
+                ray.get(call)
+            except RayTaskError as error:
+                raise StageError(f"The driver of run {self._name!r} could not begin: {error}") from None
+
+    def stop(self, reason: str) -> None:
+        self._ask(self._driver.stop.remote(reason))
+
+    def checkpoint(self) -> None:
+        self._ask(self._driver.checkpoint.remote())
+
+    def predicted(self) -> Timeline | None:
+        return self._ask(self._driver.predicted.remote())
+
+    def hang_up(self) -> None:
+        """Let go of the driver; its owner ends it, and with it whatever of the run is left."""
+        if self._owner and self._driver is not None:
+            with contextlib.suppress(RayError):
+                ray.kill(self._driver, no_restart=True)
+        # Handles kept alive by a traceback would speak to an actor of the next session, whose ids repeat.
+        self._driver = self._call = None
+
+    def _ask(self, ref: Any) -> Any:
+        try:
+            return ray.get(ref, timeout=CONTROL_TIMEOUT_S)
+        except RayActorError as error:
+            raise StageError(f"The driver of run {self._name!r} is gone: {str(error).splitlines()[0]}") from None
+
+
+def start_run(
     spec: RunSpec,
     setups: Sequence[StageSetup],
     tensors: Mapping[str, Any],
     resources: Mapping[str, float],
-    on_record: Callable[[StepRecord], None],
-    on_start: Callable[[Any], None] = lambda driver: None,
-) -> Outcome:
-    """Start the driver, follow it to the end.
+    *,
+    detached: bool,
+) -> RayLine:
+    """Start the driver, which starts the stages. A detached one is returned when it needs nothing more from here.
 
     Args:
         tensors: the user's parameters and buffers by name; each stage gets its own through the object store.
         resources: of one worker.
-        on_record: called with every step's record, in order.
-        on_start: called with the driver's handle before training starts.
 
     Raises:
-        RaypipeError: the root cause of a failure.
+        ConfigError: a run of this name is on the cluster.
     """
+    options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
+    if detached:
+        options["lifetime"] = "detached"
+    try:
+        driver = DriverActor.options(**options).remote(spec.name, str(spec.place), detached)
+    except ValueError as error:
+        raise ConfigError(
+            f"A run named {spec.name!r} is on this cluster ({error}). Choose another RunConfig(name=...), follow it "
+            f"with raypipe.attach({spec.name!r}), or wait for it."
+        ) from error
     states = [
         ray.put(pack(tensors, (*setup.programs[i].parameters, *setup.programs[i].buffers)))
         for i, setup in enumerate(setups)
     ]
+    # States travel inside a list, so that Ray passes the references on and not the tensors.
+    call = driver.run.remote(spec, setups, states, dict(resources))
+    line = RayLine(driver, spec.name, owner=not detached, call=call)
+    while detached and not ray.get(driver.wait_started.remote(1.0)):
+        line.check()
+    return line
+
+
+def find_run(name: str) -> RayLine:
+    """A line to a run that is on the cluster; connects to the one that RAY_ADDRESS names where nobody has.
+
+    Raises:
+        ConfigError: no cluster, or no run of this name on it; says which there are.
+    """
+    if not ray.is_initialized():
+        try:
+            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **_QUIET)
+        except ConnectionError as error:
+            raise ConfigError(f"No Ray cluster to look for the run {name!r} on: {error} Set RAY_ADDRESS.") from None
     try:
-        driver = DriverActor.options(name=driver_name(spec.name), namespace=NAMESPACE).remote()
-    except ValueError as error:
+        driver = ray.get_actor(driver_name(name), namespace=NAMESPACE)
+    except ValueError:
+        prefix = driver_name("")
+        named = ray.util.list_named_actors(all_namespaces=True)
+        runs = sorted(a["name"][len(prefix) :] for a in named if a["name"].startswith(prefix))
         raise ConfigError(
-            f"A run named {spec.name!r} is already on this cluster ({error}). Choose another RunConfig(name=...), "
-            "or wait for it."
-        ) from error
-    seen = 0
-    try:
-        # States travel inside a list, so that Ray passes the references on and not the tensors.
-        finished = driver.run.remote(spec, setups, states, dict(resources))
-        on_start(driver)
-        while True:
-            for record in ray.get(driver.poll.remote(seen, POLL_S)):
-                on_record(record)
-                seen += 1
-            done, _ = ray.wait([finished], timeout=0)
-            if done:
-                for record in ray.get(driver.poll.remote(seen, 0.0)):
-                    on_record(record)
-                    seen += 1
-                return ray.get(finished)
-    except RayTaskError as error:
-        if isinstance(error.cause, RaypipeError):
-            raise error.cause from None
-        raise StageError(f"The driver failed: {error}") from None
-    except RayActorError as error:
-        raise StageError(f"The driver of run {spec.name!r} died, and its stages with it: {error}") from None
-    finally:
-        with contextlib.suppress(RayError):
-            ray.kill(driver, no_restart=True)
-        # Handles kept alive by a traceback would speak to an actor of the next session, whose ids repeat.
-        driver = finished = None
+            f"No run named {name!r} is on this cluster. Running: {', '.join(runs) or 'none'}. How a finished run ended "
+            "is in events.jsonl of its folder."
+        ) from None
+    return RayLine(driver, name, owner=False)

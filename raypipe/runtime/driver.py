@@ -1,26 +1,37 @@
-"""DriverActor: owns the stages of one run and feeds them plans and segments. No tensor ever passes through it.
+"""DriverActor: owns the stages of one run and feeds them orders. No tensor ever passes through it.
 
-    trainer --run(spec, setups, states)--> DriverActor --segments--> StageActors
-            --poll(since) --------------->     |       <--reports---
-            <-- records, outcome ---------     |        (under 10 KB per step)
+    trainer --run(spec, setups, states)--> DriverActor --orders--> StageActors
+            --news(since) --------------->     |       <--reports---
+            --stop(), checkpoint() ------>     |
+            <-- records, status, outcome -     |        (under 10 KB per step)
 
-It is named ``raypipe/<run>``. The stages belong to it and die with it; it belongs to the trainer.
+It is named ``raypipe/<run>``. The stages belong to it and die with it; it belongs to whoever started it, or to
+nobody when it is detached.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
-from raypipe.ir.report import StepRecord
+from raypipe.engine.rundir import RunFolder
+from raypipe.ir.report import StepRecord, StepReport
+from raypipe.ir.timeline import Timeline
 from raypipe.runtime.fleet import Fleet
-from raypipe.runtime.loop import Outcome, RunSpec, run_loop
+from raypipe.runtime.journal import Journal, News
+from raypipe.runtime.loop import RunSpec, run_loop
+from raypipe.runtime.publish import Publisher
+from raypipe.runtime.requests import Requests
 from raypipe.runtime.worker import StageSetup
 
 __all__ = ["DriverActor", "driver_name"]
+
+LINGER_S = 60.0
+"""How long a detached driver answers after its run has ended."""
 
 
 def driver_name(run: str) -> str:
@@ -29,43 +40,90 @@ def driver_name(run: str) -> str:
 
 
 class _DriverActor:
-    def __init__(self) -> None:
-        self._records: list[StepRecord] = []
-        self._grown = threading.Condition()
-        self._members: list[dict[str, Any]] = []
+    def __init__(self, run: str, path: str, detached: bool) -> None:
+        self._journal = Journal(run, path)
+        self._requests = Requests()
+        self._detached = detached
+        self._predicted: Timeline | None = None
 
     def run(
-        self, spec: RunSpec, setups: Sequence[StageSetup], states: Sequence[Any], resources: Mapping[str, float]
-    ) -> Outcome:
-        """The whole run in one call. ``states`` are references, which only the stages resolve.
+        self, spec: RunSpec, setups: Sequence[StageSetup], states: list[Any], resources: Mapping[str, float]
+    ) -> None:
+        """The whole run in one call; ``news`` tells how it goes and how it ended, and no stage is left after it.
 
-        Raises:
-            RaypipeError: the root cause; no stage is left.
+        Args:
+            states: references to the stages' packed tensors, which only the stages resolve.
         """
-        fleet = Fleet(len(setups), resources)
-        self._members = fleet.members
+        self._predicted = spec.predicted
         try:
-            fleet.configure(setups, states)
-            return run_loop(fleet, spec, self._keep)
-        finally:
-            fleet.stop()
-
-    def _keep(self, record: StepRecord) -> None:
-        with self._grown:
-            self._records.append(record)
-            self._grown.notify_all()
+            fleet = Fleet(len(setups), resources, setups[0].transport, setups[0].link_ports)
+            journal = _Published(self._journal, Publisher(spec.name, len(setups)), spec.predicted.makespan_s)
+            for note in fleet.notes:
+                RunFolder(spec.place).event("warning", note)
+            try:
+                self._journal.tell(stages=tuple(fleet.members), num_steps=spec.num_steps)
+                fleet.configure(setups, states)
+                states.clear()  # the stages have them now
+                self._journal.tell(state="running")
+                outcome = run_loop(fleet, spec, journal, self._requests)
+            finally:
+                fleet.stop()
+            self._journal.end(outcome, None)
+        except Exception as error:  # noqa: BLE001  (told to everybody who asks)
+            self._journal.end(None, error)
+        if self._detached:
+            me = ray.get_runtime_context().current_actor
+            threading.Thread(target=_leave, args=(me,), daemon=True).start()
 
     @ray.method(concurrency_group="control")
-    def poll(self, since: int, wait_s: float) -> list[StepRecord]:
-        """Records number ``since`` and later; waits up to ``wait_s`` for the first of them."""
-        with self._grown:
-            self._grown.wait_for(lambda: len(self._records) > since, timeout=wait_s)
-            return self._records[since:]
+    def news(self, since: int, wait_s: float) -> News:
+        """Records number ``since`` and later, and where the run stands; see Journal."""
+        return self._journal.news(since, wait_s)
 
     @ray.method(concurrency_group="control")
-    def members(self) -> list[dict[str, Any]]:
-        """Host and process id of every stage."""
-        return self._members
+    def wait_started(self, wait_s: float) -> bool:
+        """Whether the stages have what they need from the caller, so that it may leave."""
+        return self._journal.wait_started(wait_s)
+
+    @ray.method(concurrency_group="control")
+    def stop(self, reason: str) -> None:
+        """End after the segment that is running, with a checkpoint."""
+        self._journal.stopping(reason)
+        self._requests.stop(reason)
+
+    @ray.method(concurrency_group="control")
+    def checkpoint(self) -> None:
+        """Save a checkpoint soon; the status tells when it is there."""
+        self._requests.checkpoint()
+
+    @ray.method(concurrency_group="control")
+    def predicted(self) -> Timeline | None:
+        """The simulated timeline of one step."""
+        return self._predicted
 
 
-DriverActor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 4})(_DriverActor)
+class _Published:
+    """A journal whose steps Prometheus sees too.
+
+    Args:
+        predicted_s: of one step.
+    """
+
+    def __init__(self, journal: Journal, publisher: Publisher, predicted_s: float) -> None:
+        self._journal = journal
+        self._publisher = publisher
+        publisher.event("predicted_step_seconds", predicted_s)
+        self.resumed, self.tell = journal.resumed, journal.tell
+
+    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
+        self._journal.step(record, reports)
+        self._publisher.step(record, reports)
+
+
+def _leave(me: Any) -> None:
+    """A detached driver belongs to nobody, so it ends itself."""
+    time.sleep(LINGER_S)
+    ray.kill(me, no_restart=True)
+
+
+DriverActor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 8})(_DriverActor)

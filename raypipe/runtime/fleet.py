@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +15,28 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypipe.errors import ConfigError, LinkAbortedError, LinkError, PlanError, RaypipeError, StageError
-from raypipe.ir.plan import Segment
+from raypipe.errors import (
+    CheckpointError,
+    ConfigError,
+    LinkAbortedError,
+    LinkError,
+    PlanError,
+    RaypipeError,
+    StageError,
+)
+from raypipe.ir.order import Order
+from raypipe.ir.plan import human_bytes
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
-from raypipe.runtime.worker import Order, StageActor, StageSetup
+from raypipe.runtime.worker import StageActor, StageSetup
 
 __all__ = ["Fleet"]
 
 PLACE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 150.0
 OPEN_TIMEOUT_S = 60.0
+SAVE_TIMEOUT_S = 3600.0
+LEAST_SHM_BYTES = 256 << 20
 LEAVE_S = 0.5
 """After a first failure, how long the other stages have to finish what was sent to them and to follow."""
 GRACE_S = 2.0
@@ -38,6 +51,8 @@ class _Flight:
     works: dict[Any, int]
     polls: dict[Any, int]
     received: list[list[list[StepReport]]]
+    limit: float = math.inf
+    """Segments after which the stages end: a number once the run was halted."""
 
     @property
     def complete(self) -> int:
@@ -51,12 +66,21 @@ class Fleet:
     Args:
         num_workers: actors to start; a pipeline may use fewer.
         resources: of each, as in ScalingConfig (``{"CPU": 1}``).
+        transport: how boundary tensors travel between them; see runtime/transport.py.
+        link_ports: lowest and highest port that their links may use; None leaves it to the system.
 
     Raises:
+        ConfigError: the transport cannot keep to ``link_ports``.
         PlanError: a worker found no place in time, or versions differ between nodes.
     """
 
-    def __init__(self, num_workers: int, resources: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        resources: Mapping[str, float],
+        transport: str = "tcp",
+        link_ports: tuple[int, int] | None = None,
+    ) -> None:
         needs = {name: amount for name, amount in resources.items() if amount}
         if not needs:
             raise ConfigError(
@@ -70,12 +94,16 @@ class Fleet:
         self.actors: list[Any] = []
         self._rows: set[tuple[int, bool]] = set()
         self._run = 0
+        self._halting = threading.Lock()
+        self._halted = False
+        self._flight: _Flight | None = None
         try:
             for place in self._places:
                 options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
                 strategy = PlacementGroupSchedulingStrategy(placement_group=place)
                 self.workers.append(StageActor.options(scheduling_strategy=strategy, **options).remote())
-            self.members = self._start()
+            self.members = self._start(transport, link_ports)
+            self.notes = _shared_memory_notes(self.members)
         except BaseException:
             self.stop()
             raise
@@ -103,16 +131,16 @@ class Fleet:
             "configuring",
         )
 
-    def _start(self) -> list[dict[str, Any]]:
+    def _start(self, transport: str, link_ports: tuple[int, int] | None) -> list[dict[str, Any]]:
         """Start an actor in each place; its process imports torch, which takes a while on a busy machine."""
-        refs = [worker.listen.remote() for worker in self.workers]
+        refs = [worker.listen.remote(transport, link_ports) for worker in self.workers]
         _, waiting = ray.wait(refs, num_returns=len(refs), timeout=START_TIMEOUT_S)
         if waiting:
             raise PlanError(
                 f"Stage {refs.index(waiting[0])} has its place, but its process did not start within "
                 f"{START_TIMEOUT_S:g} s. Look at that node's load and at Ray's worker logs."
             )
-        members = [ray.get(ref) for ref in refs]
+        members = self._all(refs, GRACE_S, "starting")
         for stage, member in enumerate(members):
             if member["versions"] != members[0]["versions"]:
                 raise PlanError(
@@ -123,17 +151,17 @@ class Fleet:
 
     def run(
         self,
-        segments: Iterator[tuple[Segment, bool]],
-        schedules: Callable[[int], Schedule],
+        orders: Iterator[Order],
+        schedules: Callable[[int, bool], Schedule],
         *,
-        training: bool,
         ahead: int = 3,
     ) -> Iterator[list[list[StepReport]]]:
-        """Feed segments to all stages, ``ahead`` of them at a time; yields the reports of each, by stage.
+        """Feed orders to all stages, ``ahead`` of them at a time; yields the reports of each, by stage.
+
+        Ends early, after a segment that every stage has carried out, when ``halt`` is called from another thread.
 
         Args:
-            segments: with whether to keep the spans of each.
-            schedules: number of micro-batches -> lowered schedule.
+            schedules: (number of micro-batches, training) -> lowered schedule.
 
         Raises:
             StageError, LinkError: the root cause of the first failure; every stage has been released.
@@ -145,37 +173,52 @@ class Fleet:
             {actor.reports.remote(self._run, 0): stage for stage, actor in enumerate(self.actors)},
             [[] for _ in self.actors],
         )
+        with self._halting:
+            self._flight = flight
         submitted = yielded = 0
         more = True
-        while more or yielded < submitted:
+        while more or yielded < min(submitted, flight.limit):
             while more and submitted < yielded + ahead:
-                following = next(segments, None)
+                following = None if self._halted else next(orders, None)
                 more = following is not None
                 if following is not None:
-                    self._submit(Order(following[0], training, following[1]), schedules)
+                    self._submit(flight.run, following, schedules)
                     submitted += 1
                 else:
                     for actor in self.actors:
-                        actor.submit.remote(None)
+                        actor.submit.remote(flight.run, None)
             failure = None
-            while failure is None and yielded < submitted and flight.complete <= yielded:
+            while failure is None and yielded < min(submitted, flight.limit) and flight.complete <= yielded:
                 failure = self._gather(flight)
             while yielded < flight.complete and (failure is not None or yielded < submitted):
                 yield [reports[yielded] for reports in flight.received]
                 yielded += 1
             if failure is not None:
                 raise failure
+        with self._halting:
+            self._flight = None
         self._all(list(flight.works), GRACE_S, "finishing")
 
-    def _submit(self, order: Order, schedules: Callable[[int], Schedule]) -> None:
+    def halt(self) -> None:
+        """From another thread: end after the segments that some stage has begun; runs that begin later are empty."""
+        with self._halting:
+            self._halted, flight = True, self._flight
+            if flight is None or flight.limit < math.inf:
+                return
+            with contextlib.suppress(RayError):  # a stage that failed meanwhile is run()'s affair
+                begun = ray.get([actor.halt.remote(flight.run) for actor in self.actors], timeout=GRACE_S)
+                flight.limit = max(begun)
+                ray.get([a.finish_after.remote(flight.run, max(begun)) for a in self.actors], timeout=GRACE_S)
+
+    def _submit(self, run: int, order: Order, schedules: Callable[[int, bool], Schedule]) -> None:
         known = (order.segment.schedule_id, order.training)
         if known not in self._rows:
-            schedule = schedules(order.segment.schedule_id)
+            schedule = schedules(*known)
             for stage, actor in enumerate(self.actors):
                 actor.set_row.remote(*known, schedule.row(stage, order.segment.repeats))
             self._rows.add(known)
         for actor in self.actors:
-            actor.submit.remote(order)
+            actor.submit.remote(run, order)
 
     def _gather(self, flight: _Flight) -> RaypipeError | None:
         """Wait until some stage has news: more reports, or an end that is too early, which is returned."""
@@ -223,9 +266,33 @@ class Fleet:
         except RayActorError as error:
             raise StageError(f"A stage died while {doing}: {error}") from None
 
-    def save(self, folder: str) -> list[dict[str, Any]]:
-        """Every stage writes its shard; the manifest's entries."""
-        return self._all([actor.save.remote(folder) for actor in self.actors], 3600.0, "saving")
+    def save(self, folder: str) -> None:
+        """Every stage takes a snapshot, between two runs, and writes it to ``folder``; see ``entries``."""
+        self._all([actor.save.remote(folder) for actor in self.actors], SAVE_TIMEOUT_S, "taking a snapshot")
+
+    def entries(self, folder: str) -> list[dict[str, Any]]:
+        """Wait until every stage has written its part of checkpoint ``folder``; the manifest's entries.
+
+        Raises:
+            CheckpointError: one of them could not.
+        """
+        deadline_s = time.monotonic() + SAVE_TIMEOUT_S
+        found: dict[int, dict[str, Any]] = {}
+        while len(found) < len(self.actors) and time.monotonic() < deadline_s:
+            asked = {stage: a.entry.remote(folder) for stage, a in enumerate(self.actors) if stage not in found}
+            answers = self._all(list(asked.values()), SAVE_TIMEOUT_S, "writing a checkpoint")
+            found |= {stage: entry for stage, entry in zip(asked, answers, strict=True) if entry is not None}
+        if len(found) < len(self.actors):
+            raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
+        return [found[stage] for stage in range(len(self.actors))]
+
+    def restore(self, folder: str) -> None:
+        """Every stage goes back to the state of checkpoint ``folder``.
+
+        Raises:
+            CheckpointError: it does not fit this model, or cannot be read.
+        """
+        self._all([actor.restore.remote(folder) for actor in self.actors], SAVE_TIMEOUT_S, "reading a checkpoint")
 
     def spans(self) -> list[Any]:
         """Spans of the last segment run with keep_spans, of all stages."""
@@ -245,6 +312,16 @@ class Fleet:
         for place in self._places:
             with contextlib.suppress(RayError):
                 remove_placement_group(place)
+
+
+def _shared_memory_notes(members: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A warning for every host whose /dev/shm is too small for Ray's object store; a container's default is 64 MiB."""
+    small = {m["host"]: m["shm_bytes"] for m in members if 0 < m["shm_bytes"] < LEAST_SHM_BYTES}
+    return [
+        f"/dev/shm on {host} has {human_bytes(size)}, so Ray's object store spills to disk: give it more "
+        "(docker run --shm-size=8g)."
+        for host, size in small.items()
+    ]
 
 
 def _reserve(num_workers: int, needs: Mapping[str, float]) -> list[PlacementGroup]:

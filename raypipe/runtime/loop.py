@@ -1,36 +1,62 @@
-"""The run as a loop over segments: the same for actors and for threads, so it imports no Ray.
+"""The run as a loop over orders: the same for actors and for threads, so it imports no Ray.
 
-segments --> fleet --> reports of all stages --> one StepRecord per step --> progress, metrics, run folder
+newest checkpoint --> where to begin
+orders --> fleet --> reports of all stages --> one StepRecord per step --> progress, metrics, run folder
+now and then, and at the end: a checkpoint
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from raypipe.engine.checkpoint import checkpoint_folder, write_manifest
+from raypipe.engine.checkpoint import MANIFEST, Manifest, check_position, find_checkpoint, make_manifest
 from raypipe.engine.rundir import RunFolder
-from raypipe.ir.plan import Segment
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError
+from raypipe.ir.order import Order
 from raypipe.ir.report import StepRecord, StepReport, merge_reports
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.timeline import Span, Timeline
-from raypipe.planner.segments import evaluation_segments, train_segments
+from raypipe.planner.segments import Position, evaluation_segments, train_segments
+from raypipe.runtime.checkpoints import CheckpointPolicy, Checkpoints
+from raypipe.runtime.requests import Requests
 
 __all__ = ["AnyFleet", "Outcome", "RunSpec", "run_loop"]
 
+METRICS_EVERY_S = 30.0
+"""metrics.parquet is written anew this often: what a crash costs, against a file that grows with the run."""
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes; see runtime.journal.Journal."""
+
+    def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str) -> None: ...
+
+    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None: ...
+
+    def tell(self, **changes: Any) -> None: ...
+
 
 class AnyFleet(Protocol):
-    """Stages that carry out segments: actors or threads."""
+    """Stages that carry out orders: actors or threads."""
 
     def run(
-        self, segments: Iterator[tuple[Segment, bool]], schedules: Callable[[int], Schedule], *, training: bool
+        self, orders: Iterator[Order], schedules: Callable[[int, bool], Schedule]
     ) -> Iterator[list[list[StepReport]]]: ...
+
+    def halt(self) -> None: ...
 
     def spans(self) -> Sequence[Span]: ...
 
-    def save(self, folder: str) -> list[dict[str, Any]]: ...
+    def save(self, folder: str) -> None: ...
+
+    def entries(self, folder: str) -> list[dict[str, Any]]: ...
+
+    def restore(self, folder: str) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -41,28 +67,33 @@ class RunSpec:
 
     Attributes:
         name: of the run.
-        folder: of the run.
+        place: the run's folder.
         plan_json: saved as plan.json.
+        config_yaml: saved as config.yaml.
         schedules: lowered rows by (number of micro-batches, training).
         num_samples: of "train" and perhaps "eval".
+        num_steps: of the whole run, those of earlier submissions included.
+        seed: of randomness and of the data's order.
         predicted: the simulated timeline of one step, for the trace.
-        trace_step: step whose spans are kept.
         aliases: further names of shared tensors -> the names that they are stored under.
         sums_losses: loss_reduction is "sum".
+        checkpoints: when to save, what to keep.
     """
 
     name: str
-    folder: str
+    place: Place
     plan_json: str
+    config_yaml: str
     schedules: Mapping[tuple[int, bool], Schedule]
     num_samples: Mapping[str, int]
     minibatch_size: int
     microbatch_size: int
     num_steps: int
+    seed: int
     predicted: Timeline
-    trace_step: int
     aliases: Mapping[str, str]
     sums_losses: bool
+    checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,59 +101,201 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        eval_loss: on eval_data after the last step, None without.
-        checkpoint: folder of the final checkpoint.
+        eval_loss: on eval_data after the last step, None without, or when the run was stopped.
+        checkpoint: the last one, empty when a run was stopped before its first step.
+        step: optimizer steps done.
+        stopped: why the run ended early; empty when it did not.
     """
 
     eval_loss: float | None
     checkpoint: str
+    step: int
+    stopped: str = ""
 
 
-def run_loop(fleet: AnyFleet, spec: RunSpec, on_record: Callable[[StepRecord], None]) -> Outcome:
-    """Train, evaluate, save. Whatever happens, the metrics so far are written."""
-    folder = RunFolder(spec.folder)
-    records: list[StepRecord] = []
+def run_loop(fleet: AnyFleet, spec: RunSpec, watcher: Watcher, requests: Requests) -> Outcome:
+    """Begin where the newest checkpoint ends, train, evaluate, save. Metrics are written whatever happens."""
+    loop = _Loop(fleet, spec, watcher, requests)
     try:
-        folder.write_plan(spec.plan_json)
-        folder.event("start", "fit was called", num_steps=spec.num_steps)
-        end_s = None
-        for reports in fleet.run(_training(spec), lambda m: spec.schedules[m, True], training=True):
-            for of_step in zip(*reports, strict=True):
-                record = merge_reports(of_step, end_s)
-                end_s = max(r.end_s for r in of_step)
-                records.append(record)
-                on_record(record)
-        saved = checkpoint_folder(folder.path, spec.num_steps)
-        write_manifest(saved, spec.num_steps, fleet.save(str(saved)), spec.aliases)
-        eval_loss = _evaluate(fleet, spec)
-        measured = Timeline(tuple(fleet.spans()), "measured", name=spec.name)
-        folder.write_timelines([spec.predicted, measured])
-        folder.event("finish", "all steps done", num_steps=len(records), checkpoint=str(saved))
-        return Outcome(eval_loss, str(saved))
+        return loop.run()
     except BaseException as error:
-        folder.event("fail", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", num_steps=len(records))
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        loop.folder.event("fail", reason, step=loop.at.step)
         raise
     finally:
-        if records:
-            folder.write_metrics(records)
+        loop.checkpoints.close()
+        loop.folder.write_metrics(loop.records)
 
 
-def _training(spec: RunSpec) -> Iterator[tuple[Segment, bool]]:
-    steps = train_segments(spec.num_samples["train"], spec.minibatch_size, spec.microbatch_size, spec.num_steps)
-    for segment, _ in steps:
-        yield segment, segment.first_step == spec.trace_step
+class _Loop:
+    """One call of run_loop.
 
+    Attributes:
+        at: position after the last step that every stage has finished.
+        records: of all steps of the run, those of earlier submissions included.
+    """
 
-def _evaluate(fleet: AnyFleet, spec: RunSpec) -> float | None:
-    """Loss over the evaluation samples: each mini-batch's weighs as much as its samples; sums are added up."""
-    if "eval" not in spec.num_samples:
-        return None
-    segments = evaluation_segments(spec.num_samples["eval"], spec.minibatch_size, spec.microbatch_size)
-    total = samples = 0.0
-    pairs = ((segment, False) for segment in segments)
-    for reports in fleet.run(pairs, lambda m: spec.schedules[m, False], training=False):
-        last = reports[-1][0]
-        weight = 1 if spec.sums_losses else last.samples
-        total += (math.nan if last.loss is None else last.loss) * weight
-        samples += last.samples
-    return total if spec.sums_losses else total / samples
+    def __init__(self, fleet: AnyFleet, spec: RunSpec, watcher: Watcher, requests: Requests) -> None:
+        self.fleet, self.spec, self.watcher, self.requests = fleet, spec, watcher, requests
+        self.folder = RunFolder(spec.place)
+        self.records: list[StepRecord] = []
+        self.at = Position()
+        self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, self._manifest, self._tell)
+        self._positions: dict[int, Position] = {}  # after each step that was ordered and has not ended
+        self._ends: dict[int, Position] = {}  # where the steps ended after which there is a checkpoint
+        self._saving: set[int] = set()
+        self._saved = self._completed = 0  # steps after which a snapshot was taken last, and given a manifest
+        self._trace_step = 0
+        self._end_s: float | None = None
+        self._written_s = time.monotonic()
+        self._evaluated = 0
+
+    def run(self) -> Outcome:
+        spec, requests = self.spec, self.requests
+        self._resume()
+        began_at = self._saved = self._completed = self.at.step
+        self._trace_step = min(spec.num_steps - 1, began_at + max(2, (spec.num_steps - began_at) // 2))
+        self.folder.write_plan(spec.plan_json)
+        self.folder.write_config(spec.config_yaml)
+        self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps)
+        requests.serve(self.fleet)
+        eval_loss: float | None = None
+        if began_at >= spec.num_steps:  # nothing is left to do but to say how good it is
+            eval_loss = self._evaluate() if self._evaluates_after(began_at) else None
+        while self.at.step < spec.num_steps and not requests.stop_reason:
+            self._train()
+            if self._evaluates_after(self.at.step):
+                eval_loss = self._evaluate()
+                self._complete(eval_loss)
+        if self._saved < self.at.step:  # stopped between two checkpoints
+            self.fleet.save(self.checkpoints.begin(self.at.step))
+        if self._completed < self.at.step:
+            self._complete(None)
+        if self.at.step > began_at:
+            measured = Timeline(tuple(self.fleet.spans()), "measured", name=spec.name)
+            self.folder.write_timelines([spec.predicted, measured])
+        self.checkpoints.finish(self.at.step)
+        stopped = requests.stop_reason if self.at.step < spec.num_steps else ""
+        decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")
+        self.folder.event(decision, reason, step=self.at.step, checkpoint=self.checkpoints.latest)
+        return Outcome(eval_loss, self.checkpoints.latest, self.at.step, stopped)
+
+    def _resume(self) -> None:
+        """Go back to the newest good checkpoint of this run, if it has one."""
+        spec = self.spec
+        found, refused = find_checkpoint(spec.place)
+        for name, reason in refused:
+            self.folder.event("refuse checkpoint", reason, name=name)
+        if found is None:
+            # A save that was cut short left nothing to go back to; damage is for somebody to look at.
+            damaged = [(name, reason) for name, reason in refused if spec.place.exists(f"{name}/{MANIFEST}")]
+            if damaged:
+                raise CheckpointError(
+                    f"No checkpoint of run {spec.name!r} can be used: {damaged[0][1]} To begin anew, give the run "
+                    "another name or delete its checkpoints."
+                )
+            return
+        check_position(
+            found.manifest,
+            seed=spec.seed,
+            minibatch_size=spec.minibatch_size,
+            microbatch_size=spec.microbatch_size,
+            num_samples=spec.num_samples["train"],
+        )
+        self.fleet.restore(found.folder)
+        position = found.manifest.position
+        self.at = Position(position["step"], position["microbatch"], position["epoch"], position["offset"])
+        self.records = self.folder.read_metrics(before=self.at.step)
+        self.checkpoints.latest = str(spec.place / found.folder)
+        self.watcher.resumed(self.records, self.at.step, self.checkpoints.latest)
+        self.folder.event("resume", f"from {found.folder}", step=self.at.step)
+
+    def _train(self) -> None:
+        """Train to the end, to a stop, or to a checkpoint whose score is an evaluation."""
+        for reports in self.fleet.run(self._orders(), self._schedule):
+            for of_step in zip(*reports, strict=True):
+                record = merge_reports(of_step, self._end_s)
+                self._end_s = max(r.end_s for r in of_step)
+                self.at = self._positions.pop(record.step)
+                self.records.append(record)
+                self.watcher.step(record, of_step)
+            if self.at.step in self._saving:
+                self._saved = self.at.step
+                if not self._evaluates_after(self.at.step):
+                    self._complete(None)
+            if time.monotonic() - self._written_s > METRICS_EVERY_S:
+                self._written_s = time.monotonic()
+                self.folder.write_metrics(self.records)
+
+    def _orders(self) -> Iterator[Order]:
+        spec = self.spec
+        steps = train_segments(
+            spec.num_samples["train"], spec.minibatch_size, spec.microbatch_size, spec.num_steps, self.at
+        )
+        for segment, after in steps:
+            self._positions[segment.first_step] = after
+            due = after.step == spec.num_steps or self.checkpoints.due(after.step) or self.requests.take_checkpoint()
+            if due:
+                self._saving.add(after.step)
+            save_to = self.checkpoints.begin(after.step) if due else ""
+            yield Order(segment, keep_spans=segment.first_step == self._trace_step, save_to=save_to)
+            if due and self._evaluates_after(after.step):
+                return
+
+    def _evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation belongs to the checkpoint of ``step``: at the end, and where it is the score."""
+        if "eval" not in self.spec.num_samples or self.requests.stop_reason:
+            return False
+        return step >= self.spec.num_steps or self.spec.checkpoints.score_attribute == "eval_loss"
+
+    def _complete(self, eval_loss: float | None) -> None:
+        self._completed = self.at.step
+        self._ends[self.at.step] = self.at
+        self.checkpoints.complete(self.at.step, self._metrics(eval_loss))
+
+    def _evaluate(self) -> float | None:
+        """Loss over the evaluation samples: each mini-batch's weighs as much as its samples; sums are added up.
+
+        None when the run was stopped meanwhile.
+        """
+        spec = self.spec
+        segments = evaluation_segments(
+            spec.num_samples["eval"], spec.minibatch_size, spec.microbatch_size, self._evaluated
+        )
+        orders = [Order(segment, training=False) for segment in segments]
+        self._evaluated += sum(len(order.segment.microbatch_samples) for order in orders)
+        total = samples = 0.0
+        for reports in self.fleet.run(iter(orders), self._schedule):
+            last = reports[-1][0]
+            weight = 1 if spec.sums_losses else last.samples
+            total += (math.nan if last.loss is None else last.loss) * weight
+            samples += last.samples
+        if self.requests.stop_reason:
+            return None
+        return total if spec.sums_losses else total / samples
+
+    def _schedule(self, num_microbatches: int, training: bool) -> Schedule:
+        return self.spec.schedules[num_microbatches, training]
+
+    def _metrics(self, eval_loss: float | None) -> dict[str, float]:
+        last = self.records[-1]
+        found = {"loss": last.loss, "grad_norm": last.grad_norm}
+        return found if eval_loss is None else {**found, "eval_loss": eval_loss}
+
+    def _tell(self, decision: str, reason: str, **numbers: Any) -> None:
+        self.folder.event(decision, reason, **numbers)
+        self.watcher.tell(checkpoint=self.checkpoints.latest)
+
+    def _manifest(self, step: int, entries: list[dict[str, Any]], metrics: Mapping[str, float]) -> Manifest:
+        spec = self.spec
+        return make_manifest(
+            step,
+            entries,
+            position=asdict(self._ends[step]),
+            seed=spec.seed,
+            minibatch_size=spec.minibatch_size,
+            microbatch_size=spec.microbatch_size,
+            num_samples=spec.num_samples["train"],
+            aliases=spec.aliases,
+            metrics=metrics,
+        )

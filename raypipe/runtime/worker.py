@@ -12,31 +12,35 @@ import contextlib
 import gc
 import os
 import platform
+import shutil
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import torch
 
-from raypipe.engine.checkpoint import save_shard
+from raypipe.engine.checkpoint import StageSnapshot, load_stage, take_snapshot
 from raypipe.engine.data import Source
 from raypipe.engine.executor import Executor
+from raypipe.engine.shard_writer import ShardWriter
 from raypipe.engine.stage import StageProgram, message_capacity, neighbours
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState, owned_tensors
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
+from raypipe.engine.storage import Place
 from raypipe.errors import LinkError, RaypipeError, StageError
-from raypipe.ir.plan import Segment
+from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
 from raypipe.ir.timeline import Span
+from raypipe.runtime.object_store import LINK_GROUPS, LinkedActor
+from raypipe.runtime.order_gate import OrderGate
 from raypipe.runtime.packing import PackedTensor, unpack
-from raypipe.runtime.sockets import SocketListener, open_channels
+from raypipe.runtime.transport import Endpoint, Opening, make_endpoint
 
-__all__ = ["Order", "StageActor", "StageSetup"]
+__all__ = ["StageActor", "StageSetup"]
 
 REPORTS_WAIT_S = 10.0
 
@@ -49,8 +53,12 @@ class StageSetup:
         programs: of all stages.
         stage: which one this actor plays.
         persistent: names of tensors that belong to a checkpoint.
+        place: the run's folder, where checkpoints go.
         run_id: known to the stages of this run only; links check it.
         open_timeout_s: deadline for opening all links.
+        transport: how boundary tensors travel; the fleet is started with it.
+        secret: known to the stages of this run only; links of "tcp" prove that they know it.
+        link_ports: lowest and highest port that links may use; the fleet is started with it.
     """
 
     programs: Sequence[StageProgram]
@@ -60,57 +68,60 @@ class StageSetup:
     sources: Mapping[str, Source]
     settings: Settings
     persistent: frozenset[str]
+    place: Place
     run_id: str
     open_timeout_s: float
+    transport: str = "tcp"
+    secret: bytes = b""
+    link_ports: tuple[int, int] | None = None
 
 
-class Order(NamedTuple):
-    """A segment, in which mode, and whether to keep its spans."""
-
-    segment: Segment
-    training: bool
-    keep_spans: bool
-
-
-class _StageActor:
+class _StageActor(LinkedActor):
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._listener: SocketListener | None = None
+        self._endpoint: Endpoint | None = None
         self._setup: StageSetup | None = None
         self._state: StageState | None = None
         self._executor: Executor | None = None
         self._rows: dict[tuple[int, bool], Row] = {}
         self._spans: tuple[Span, ...] = ()
-        self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        self._inflow = OrderGate()
+        self._writer: ShardWriter | None = None
         self._done: list[list[StepReport]] = []
         self._run = -1
         self._generation = -1
         self._grown = threading.Condition()
 
     @ray.method(concurrency_group="control")
-    def listen(self) -> dict[str, Any]:
-        """Open the port for the links; who and where this actor is."""
-        if self._listener is None:
-            self._listener = SocketListener(ray.util.get_node_ip_address())
+    def listen(self, transport: str = "tcp", ports: tuple[int, int] | None = None) -> dict[str, Any]:
+        """Be there for the peers; who and where this actor is.
+
+        Args:
+            transport: how its links travel, as long as it lives.
+            ports: lowest and highest port that they may use.
+        """
+        if self._endpoint is None:
+            self._endpoint = make_endpoint(transport, ray.util.get_node_ip_address(), ports)
         return {
-            "address": self._listener.address,
+            "address": self._endpoint.address,
             "host": platform.node(),
             "process": os.getpid(),
+            "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
             "versions": {"raypipe": _version(), "torch": torch.__version__, "ray": ray.__version__},
         }
 
     def configure(
-        self, setup: StageSetup, addresses: Sequence[tuple[str, int]], generation: int,
+        self, setup: StageSetup, addresses: Sequence[Any], generation: int,
         packed: Mapping[str, PackedTensor] | None,
     ) -> None:  # fmt: skip
         """Become a stage, or the same stage with new links; the state stays when ``packed`` is None.
 
         Args:
-            addresses: of the listeners of all stages.
+            addresses: of the endpoints of all stages.
             generation: of the plan; messages of other generations are dropped.
             packed: initial parameters and buffers of this stage.
         """
-        assert self._listener is not None, "listen() comes first"
+        assert self._endpoint is not None, "listen() comes first"
         self._close_links()
         stage, programs = setup.stage, setup.programs
         program = programs[stage]
@@ -118,18 +129,22 @@ class _StageActor:
             self._state = StageState(program, unpack(packed), setup.make_optimizer, setup.make_scheduler)
         if self._state is None:
             raise StageError(f"Stage {stage} has no parameters yet; configure it with its initial state first.")
-        peers = {peer: addresses[peer] for peer in neighbours(programs, stage)}
-        channels = open_channels(
-            self._listener,
-            stage,
-            peers,
-            generation,
-            setup.run_id,
-            {peer: message_capacity(programs, stage, peer) for peer in peers},
-            setup.open_timeout_s,
-            {peer: f"stage {stage} <-> stage {peer}" for peer in peers},
+        peers = neighbours(programs, stage)
+        opening = Opening(
+            me=stage,
+            addresses={peer: addresses[peer] for peer in peers},
+            generation=generation,
+            run_id=setup.run_id,
+            capacity={peer: message_capacity(programs, stage, peer) for peer in peers},
+            timeout_s=setup.open_timeout_s,
+            names={peer: f"stage {stage} <-> stage {peer}" for peer in peers},
+            secret=setup.secret,
         )
-        self._setup, self._rows, self._orders, self._generation = setup, {}, SimpleQueue(), generation
+        channels = self._endpoint.open(opening)
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        self._setup, self._rows, self._inflow, self._generation = setup, {}, OrderGate(), generation
         self._executor = Executor(programs, stage, self._state, channels, setup.sources, setup.settings)
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
@@ -141,11 +156,21 @@ class _StageActor:
         self._rows[schedule_id, training] = row
 
     @ray.method(concurrency_group="orders")
-    def submit(self, order: Order | None) -> None:
-        """Queue a segment for ``work`` and read its data meanwhile; None ends it after those before."""
+    def submit(self, run: int, order: Order | None) -> None:
+        """Queue a segment for ``work(run)`` and read its data meanwhile; None ends it after those before."""
         if order is not None and self._executor is not None:
             self._executor.feed.prepare(order.segment, training=order.training)
-        self._orders.put(order)
+        self._inflow.put(run, order)
+
+    @ray.method(concurrency_group="control")
+    def halt(self, run: int) -> int:
+        """Begin no further segment of ``work(run)`` until ``finish_after``; how many have begun."""
+        return self._inflow.halt(run)
+
+    @ray.method(concurrency_group="control")
+    def finish_after(self, run: int, count: int) -> None:
+        """End ``work(run)`` after so many segments: no fewer than have begun on any stage."""
+        self._inflow.finish_after(run, count)
 
     def work(self, run: int) -> None:
         """Carry out orders until None. Spans stay here until ``spans()`` asks for them.
@@ -158,12 +183,14 @@ class _StageActor:
         with self._grown:
             self._run, self._done = run, []
         try:
-            while (order := self._orders.get()) is not None:
+            while (order := self._inflow.next(run)) is not None:
                 row = self._rows[order.segment.schedule_id, order.training]
                 reports = executor.run(order.segment, row, training=order.training, keep_spans=order.keep_spans)
                 if order.keep_spans:
                     self._spans = tuple(span for report in reports for span in report.spans)
                     reports = [replace(report, spans=()) for report in reports]
+                if order.save_to:
+                    self._shards().begin(order.save_to)
                 with self._grown:
                     self._done.append(reports)
                     self._grown.notify_all()
@@ -190,19 +217,39 @@ class _StageActor:
         """Actions of the last segment that was run with keep_spans."""
         return self._spans
 
-    def save(self, folder: str) -> dict[str, Any]:
-        """Write the tensors that this stage is the first to hold; the manifest's entry for them."""
-        assert self._state is not None
+    @ray.method(concurrency_group="control")
+    def entry(self, folder: str, wait_s: float = REPORTS_WAIT_S) -> dict[str, Any] | None:
+        """What the manifest of checkpoint ``folder`` says of this stage; None while it is being written."""
+        return self._shards().entry(folder, wait_s)
+
+    def save(self, folder: str) -> None:
+        """Take a snapshot now, between two runs; ``entry`` tells when it is written."""
+        self._shards().begin(folder)
+
+    def restore(self, folder: str) -> None:
+        """Go back to the state of a checkpoint, written at any number of stages."""
         assert self._setup is not None
+        assert self._state is not None
         program = self._setup.programs[self._setup.stage]
-        return save_shard(Path(folder), program.index, owned_tensors(program, self._state, self._setup.persistent))
+        load_stage(self._setup.place / folder, program, self._state, self._setup.persistent)
+
+    def _shards(self) -> ShardWriter:
+        assert self._setup is not None
+        if self._writer is None:
+            self._writer = ShardWriter(self._setup.place, self._snapshot)
+        return self._writer
+
+    def _snapshot(self) -> StageSnapshot:
+        assert self._setup is not None
+        assert self._state is not None
+        return take_snapshot(self._setup.programs[self._setup.stage], self._state, self._setup.persistent)
 
     def close(self) -> None:
-        """Close links and port."""
+        """Close links and endpoint."""
         self._close_links()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
 
     def _close_links(self) -> None:
         if self._executor is None:
@@ -226,5 +273,7 @@ def _with_traceback(error: RaypipeError) -> str:
     return f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}"
 
 
-StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"control": 4, "orders": 1})(_StageActor)
+StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"control": 4, "orders": 1, **LINK_GROUPS})(
+    _StageActor
+)
 """The actor class. It is never restarted by Ray: an empty stage of an unknown generation helps nobody."""

@@ -23,11 +23,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from raypipe.engine.capture import capture
-from raypipe.engine.checkpoint import load_state_dict, write_manifest
+from raypipe.engine.checkpoint import checkpoint_name, commit, load_state_dict, make_manifest
 from raypipe.engine.data import open_data
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
+from raypipe.engine.storage import Place
 from raypipe.errors import LinkError, StageError
+from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
@@ -59,6 +61,7 @@ SOON_S = 5.0
 MODELS = ("unet", "tied-lm", "frozen-below", "gpt2-untied")
 ORDERS = ("gpipe", "1f1b", "kfkb2", "kfkb3", "kfkb4", "slack")
 SIZES = ("even", "ragged-epoch")
+NOWHERE = Place.of("/nowhere")
 MANNER: dict[str, Any] = {"max_grad_norm": 0.5}
 PAIRWISE = [
     (model, 1 + (m + o) % 4, order, SIZES[(m // 2 + o // 2 + o // 4) % 2])
@@ -133,15 +136,28 @@ def gone_within(pid: int, seconds: float) -> bool:
 
 def configure(
     fleet: Fleet, stages: Sequence[StageProgram], tensors: dict[str, torch.Tensor], optimizer: Any, data: Any,
-    settings: Settings,
+    settings: Settings, place: Place = NOWHERE,
 ) -> None:  # fmt: skip
     run_id, sources = uuid.uuid4().hex, {"train": open_data(data, seed=settings.seed)}
     names = frozenset(tensors)
     setups = [
-        StageSetup(stages, stage, optimizer, None, sources, settings, names, run_id, 30.0)
+        StageSetup(stages, stage, optimizer, None, sources, settings, names, place, run_id, 30.0)
         for stage in range(len(stages))
     ]
     fleet.configure(setups, [ray.put(pack(tensors, (*s.parameters, *s.buffers))) for s in stages])
+
+
+def saved_state(fleet: Fleet, folder: Path) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by way of a checkpoint."""
+    name = checkpoint_name(STEPS)
+    fleet.save(name)
+    position = {"step": STEPS, "microbatch": 0, "epoch": 0, "offset": 0}
+    manifest = make_manifest(
+        STEPS, fleet.entries(name), position=position, seed=0, minibatch_size=1, microbatch_size=1, num_samples=1,
+        aliases={},
+    )  # fmt: skip
+    commit(Place.of(folder), name, manifest)
+    return load_state_dict(folder)
 
 
 def steps(
@@ -152,11 +168,11 @@ def steps(
     minibatch, size, _ = microbatches(request, len(stages))
 
     @cache
-    def rows(number: int) -> Any:
+    def rows(number: int, training: bool) -> Any:
         return lower(build_schedule(request, len(stages), number, stages[0].first_trainable))
 
-    segments = ((segment, False) for segment, _ in train_segments(shape.samples, minibatch, size, count))
-    for reports in fleet.run(segments, rows, training=True):
+    orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, count))
+    for reports in fleet.run(orders, rows):
         yield [of_stage[0] for of_stage in reports]
 
 
@@ -166,10 +182,10 @@ def test_the_same_bits(fleet: Fleet, tmp_path: Path, name: str, stages: int, sch
     recorder = FileRecorder(str(tmp_path))
     settings = Settings(0, "mean", MANNER["max_grad_norm"], 20.0)
     tensors = {**made.parameters, **made.buffers}
-    configure(fleet, cut, tensors, recorder, found.data(SHAPES[shape].samples), settings)
+    data = found.data(SHAPES[shape].samples)
+    configure(fleet, cut, tensors, recorder, data, settings, place=Place.of(tmp_path))
     reports = list(steps(fleet, cut, SHAPES[shape], schedule))
-    write_manifest(tmp_path / "end", STEPS, fleet.save(str(tmp_path / "end")), {})
-    state = load_state_dict(tmp_path / "end")
+    state = saved_state(fleet, tmp_path)
     run = Run(
         [of_stages[-1].loss for of_stages in reports],  # type: ignore[misc]
         [of_stages[0].grad_norm for of_stages in reports],  # type: ignore[misc]

@@ -99,12 +99,14 @@ def test_a_run_on_ray_is_the_run_in_threads(tmp_path: Path, no_ray_before: None)
 def check_folder(folder: Path, result: Any) -> None:
     assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} >= {
         "plan.json",
+        "config.yaml",
         "events.jsonl",
         "metrics.parquet",
         "timeline/trace.json",
         "timeline/spans.parquet",
         f"checkpoints/step_{STEPS:07d}/manifest.json",
         f"checkpoints/step_{STEPS:07d}/stage_0.safetensors",
+        f"checkpoints/step_{STEPS:07d}/stage_0.optimizer.safetensors",
         f"checkpoints/step_{STEPS:07d}/stage_1.safetensors",
     }
     assert (result.path, result.checkpoint) == (str(folder), str(folder / f"checkpoints/step_{STEPS:07d}"))
@@ -113,7 +115,7 @@ def check_folder(folder: Path, result: Any) -> None:
     assert [row["samples"] for row in rows] == [8, 8, 3, 8, 8, 3]
     assert all(row["seconds"] > 0 and 0 <= row["bubble_fraction"] < 1 and row["link_bytes_per_s"] > 0 for row in rows)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [event["decision"] for event in events] == ["start", "finish"]
+    assert [event["decision"] for event in events] == ["start", "checkpoint", "finish"]
     assert json.loads((folder / "plan.json").read_text())["schedule"]["kind"].startswith("slack")
     trace = json.loads((folder / "timeline/trace.json").read_text())
     spans = trace["traceEvents"] if isinstance(trace, dict) else trace

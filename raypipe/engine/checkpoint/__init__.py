@@ -26,7 +26,7 @@ from raypipe.engine.checkpoint.snapshot import (
 from raypipe.engine.checkpoint.state_dict import load_state_dict
 
 __all__ = [
-    "MANIFEST", "Checkpoint", "Manifest", "Refusal", "StageSnapshot", "check_position", "checkpoint_name", "clear", "commit",
-    "find_checkpoint", "load_stage", "load_state_dict", "make_manifest", "open_checkpoint", "prune", "take_snapshot",
-    "write_snapshot",
+    "MANIFEST", "Checkpoint", "Manifest", "Refusal", "StageSnapshot", "check_position", "checkpoint_name", "clear",
+    "commit", "find_checkpoint", "load_stage", "load_state_dict", "make_manifest", "open_checkpoint", "prune",
+    "take_snapshot", "write_snapshot",
 ]  # fmt: skip

@@ -1,0 +1,61 @@
+"""The command line: one thin function per verb, one file per group of verbs.
+
+    cli/train.py     train, plan              from a YAML file
+    cli/simulate.py  simulate                 a YAML file, or a schedule on paper
+    cli/runs.py      status, stop, trace      of a run, by its name or folder
+    cli/export.py    export                   a checkpoint for others
+    cli/doctor.py    doctor                   this machine and cluster
+
+Exit status: 0 all is well, 1 an error of raypipe (one paragraph on standard error; RAYPIPE_DEBUG=1 shows where it
+comes from), 2 a mistake in the command itself. torch, Ray and numpy are imported by the verbs that need them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from raypipe import __version__
+from raypipe.cli.doctor import doctor
+from raypipe.cli.export import export
+from raypipe.cli.runs import status, stop, trace
+from raypipe.cli.simulate import simulate
+from raypipe.cli.train import plan, train
+from raypipe.errors import RaypipeError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Pipelines of Ray actors that adapt and survive.",
+)
+
+
+@app.callback()
+def root() -> None:
+    """Pipelines of Ray actors that adapt and survive."""
+
+
+for _verb in (train, plan, simulate, status, stop, trace, export, doctor):
+    app.command()(_verb)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+def main() -> None:
+    """Entry point: an error of ours is one paragraph on standard error, not a traceback."""
+    try:
+        app()
+    except RaypipeError as error:
+        if os.environ.get("RAYPIPE_DEBUG") == "1":
+            raise
+        sys.stderr.write(f"raypipe: {error}\n")
+        sys.exit(1)

@@ -1,0 +1,37 @@
+"""What several verbs share: their arguments, and the way from a YAML file to a trainer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from raypipe.runfile import RunFile
+
+__all__ = ["ConfigFile", "Overrides", "Run", "open_runfile", "trainer_of"]
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="a run's settings")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="changes a setting; C is YAML; may be repeated")
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="name or folder of a run")]
+
+
+def open_runfile(config: Path, overrides: list[str] | None) -> RunFile:
+    """The settings of a file; from now on its targets may lie in the working directory, as with ``python -m``."""
+    from raypipe.runfile import read_runfile
+
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return read_runfile(config, overrides or ())
+
+
+def trainer_of(run: RunFile) -> Any:
+    """The trainer of these settings; this is where torch is imported."""
+    from raypipe.build import make_trainer
+
+    return make_trainer(run)

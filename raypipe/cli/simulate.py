@@ -1,0 +1,127 @@
+"""``raypipe simulate``: a step on paper, of a run's plan or of any schedule.
+
+raypipe simulate CONFIG.yaml                                   stage times measured here, free links
+raypipe simulate --stages 4 --schedule kfkb --latency-ms 5     stage times and links as given
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raypipe.cli.common import Overrides, open_runfile, trainer_of
+from raypipe.ir.picture import timeline_svg
+from raypipe.ir.timeline import Timeline, chrome_trace_json
+
+if TYPE_CHECKING:
+    from raypipe.ir.schedule import Schedule
+
+__all__ = ["simulate"]
+
+WIDEST_PICTURE = 160
+_ON_PAPER = (
+    "stages", "microbatches", "schedule", "group_size", "slack", "chunks",
+    "forward_ms", "backward_ms", "latency_ms", "occupancy_ms", "csv",
+)  # fmt: skip
+
+
+def simulate(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a run's settings")] = None,
+    overrides: Overrides = None,
+    stages: Annotated[int, typer.Option(help="S")] = 4,
+    microbatches: Annotated[int, typer.Option(help="M, per optimizer step")] = 8,
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, kfkb, slack or interleaved")] = "1f1b",
+    group_size: Annotated[int | None, typer.Option(help="k of kfkb")] = None,
+    slack: Annotated[int | None, typer.Option(help="r of slack, for every hop")] = None,
+    chunks: Annotated[int | None, typer.Option(help="stages per worker of interleaved")] = None,
+    forward_ms: Annotated[float, typer.Option(help="of one micro-batch on one stage")] = 10.0,
+    backward_ms: Annotated[float, typer.Option(help="likewise")] = 20.0,
+    latency_ms: Annotated[float, typer.Option(help="one way, of every hop")] = 0.0,
+    occupancy_ms: Annotated[float, typer.Option(help="how long a message keeps a link busy")] = 0.0,
+    csv: Annotated[Path | None, typer.Option(help="write the rows in torch's compute-only form")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto")] = None,
+    svg: Annotated[Path | None, typer.Option(help="write a picture")] = None,
+) -> None:
+    """Run a schedule on paper: step time, bubble, memory, picture.
+
+    With CONFIG.yaml the schedule and the stage times are those of that run, measured here; without, they are
+    given by options and need neither model nor cluster.
+    """
+    if config is not None:
+        _refuse_options(context)
+        timeline = trainer_of(open_runfile(config, overrides)).simulate()
+        typer.echo(
+            f"predicted: {timeline.makespan_s * 1e3:.1f} ms per step, bubble {timeline.bubble_fraction:.1%} "
+            "(stage times measured here, free links)"
+        )
+    else:
+        if overrides:
+            raise typer.BadParameter("--set changes the settings of a CONFIG.yaml: name one, or leave --set out.")
+        made = _made(schedule, stages, microbatches, group_size, slack, chunks)
+        timeline = _on_paper(made, forward_ms / 1e3, backward_ms / 1e3, latency_ms / 1e3, occupancy_ms / 1e3)
+        _say(made, timeline, (microbatches + stages - 1) * (forward_ms + backward_ms))
+        if csv is not None:
+            from raypipe.planner.schedule.text import to_csv
+
+            _write(csv, to_csv(made))
+    typer.echo(f"micro-batches held at once, by stage: {' '.join(map(str, timeline.peak_in_flight))}")
+    if trace is not None:
+        _write(trace, chrome_trace_json([timeline]))
+    if svg is not None:
+        _write(svg, timeline_svg([timeline]))
+
+
+def _refuse_options(context: typer.Context) -> None:
+    for name in _ON_PAPER:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option} is for a schedule on paper; a CONFIG.yaml is changed with --set.")
+
+
+def _made(
+    schedule: str, stages: int, microbatches: int, group_size: int | None, slack: int | None, chunks: int | None
+) -> Schedule:
+    from raypipe.planner.schedule import make_schedule
+
+    return make_schedule(schedule, stages, microbatches, group_size=group_size, slack=slack, chunks=chunks)
+
+
+def _on_paper(made: Schedule, forward_s: float, backward_s: float, latency_s: float, occupancy_s: float) -> Timeline:
+    from raypipe.planner.schedule.lower import lower
+    from raypipe.planner.schedule.validate import validate
+    from raypipe.planner.simulate import Costs
+    from raypipe.planner.simulate import simulate as run_on_paper
+
+    stages, hops = made.num_stages, made.num_stages - 1
+    costs = Costs(
+        forward_s=(forward_s,) * stages,
+        backward_s=(backward_s,) * stages,
+        forward_latency_s=(latency_s,) * hops,
+        backward_latency_s=(latency_s,) * hops,
+        forward_occupancy_s=(occupancy_s,) * hops,
+        backward_occupancy_s=(occupancy_s,) * hops,
+    )
+    lowered = lower(made)
+    validate(lowered)
+    return run_on_paper(lowered, costs)
+
+
+def _say(made: Schedule, timeline: Timeline, ideal_ms: float) -> None:
+    from raypipe.planner.schedule.text import draw
+
+    picture = draw(made)
+    if max(map(len, picture.splitlines())) <= WIDEST_PICTURE:
+        typer.echo(picture)
+    typer.echo(
+        f"{made.kind}: {timeline.makespan_s * 1e3:.1f} ms per step, bubble {timeline.bubble_fraction:.1%}; "
+        f"1f1b with free links takes {ideal_ms:.1f} ms"
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    typer.echo(f"wrote {path}")

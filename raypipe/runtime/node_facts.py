@@ -1,0 +1,139 @@
+"""What one machine has, as plain values. This file stands alone: it is sent to every node as text and run there.
+
+A node may have another raypipe, or none, and that is one of the things to find out; so nothing here is imported
+from raypipe, and every function takes and gives what JSON can say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+__all__ = ["listen", "machine_facts", "reach", "storage_facts", "versions"]
+
+_LISTENERS: list[socket.socket] = []
+_TORCH_SAYS = """
+import json, torch
+print(json.dumps([torch.version.cuda or "", torch.cuda.device_count() if torch.cuda.is_available() else 0]))
+"""
+
+
+def machine_facts(devices: str, under_ray: bool) -> dict[str, Any]:
+    """Versions, CPUs, GPUs and shared memory.
+
+    Args:
+        devices: folder of the device files, /dev.
+        under_ray: this process is a worker of Ray. Ray hides all GPUs from a worker that asked for none, so the
+            environment that counts is that of the raylet, which started it.
+    """
+    environment = _environment_of(os.getppid()) if under_ray else dict(os.environ)
+    shm = shutil.disk_usage("/dev/shm")
+    return {
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "shm_bytes": shm.total,
+        "shm_free_bytes": shm.free,
+    } | _gpu_facts(Path(devices), environment)
+
+
+def versions() -> dict[str, str]:
+    """Of Python, torch, Ray and raypipe, as a stage on this machine would import them; "" for what is not there."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "ray", "raypipe")}
+
+
+def storage_facts(storage: str, marker: str) -> dict[str, Any]:
+    """Whether a folder can be written to, and whether it is the one that somebody put the file ``marker`` into."""
+    folder = Path(storage)
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".raypipe-doctor-", dir=folder):
+            pass
+        error = ""
+    except OSError as failure:
+        error = f"{failure.strerror or failure}: {folder}"
+    return {"storage_error": error, "storage_shared": not marker or Path(marker).exists()}
+
+
+def listen(host: str, low: int, high: int, word: str) -> dict[str, Any]:
+    """Listen on the first free port of a range (0 to 0: any port) and answer everybody with a word."""
+    error = ""
+    for port in range(low, high + 1):
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listener.bind((host, port))
+            listener.listen(64)
+        except OSError as failure:
+            listener.close()
+            error = failure.strerror or str(failure)
+            continue
+        _LISTENERS.append(listener)
+        threading.Thread(target=_answer, args=(listener, word.encode()), daemon=True).start()
+        return {"port": listener.getsockname()[1], "port_error": ""}
+    return {"port": 0, "port_error": error}
+
+
+def reach(peers: dict[str, tuple[str, int, str]], timeout_s: float) -> dict[str, str]:
+    """Connect to listeners; why it failed, by name, "" where it did not."""
+
+    def attempt(peer: tuple[str, int, str]) -> str:
+        host, port, word = peer
+        try:
+            with socket.create_connection((host, port), timeout_s) as connection:
+                heard = connection.recv(len(word) + 1).decode(errors="replace")
+        except OSError as failure:
+            return "timed out" if isinstance(failure, TimeoutError) else failure.strerror or str(failure)
+        return "" if heard == word else "something else answered"
+
+    with ThreadPoolExecutor(16) as pool:
+        return dict(zip(peers, pool.map(attempt, peers.values()), strict=True))
+
+
+def _answer(listener: socket.socket, word: bytes) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(word)
+
+
+def _version(module: str) -> str:
+    try:
+        return str(getattr(importlib.import_module(module), "__version__", "unknown"))
+    except ImportError:
+        return ""
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return dict(os.environ)
+    return dict(os.fsdecode(pair).split("=", 1) for pair in pairs if b"=" in pair)
+
+
+def _gpu_facts(devices: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """GPUs that the machine has, and what torch sees of them in the environment that counts."""
+    files = sum(1 for _ in devices.glob("nvidia[0-9]*"))
+    facts = {"gpus": files, "visible": environment.get("CUDA_VISIBLE_DEVICES"), "cuda_build": "", "cuda_gpus": 0}
+    if files:
+        keep = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        if facts["visible"] is not None:
+            keep["CUDA_VISIBLE_DEVICES"] = str(facts["visible"])
+        with contextlib.suppress(subprocess.SubprocessError, OSError, ValueError):
+            said = subprocess.run([sys.executable, "-c", _TORCH_SAYS], env=keep, capture_output=True, timeout=60)
+            facts["cuda_build"], facts["cuda_gpus"] = json.loads(said.stdout)
+    return facts

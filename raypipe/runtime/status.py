@@ -1,0 +1,71 @@
+"""Where a run stands, in numbers that a person reads at a glance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from raypipe.ir.report import StepRecord
+
+__all__ = ["RunStatus", "State"]
+
+State = Literal["starting", "running", "stopping", "stopped", "finished", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """Where a run stands.
+
+    Attributes:
+        name, path: of the run and its folder.
+        step, num_steps: optimizer steps done, and wanted.
+        first_step: steps that earlier submissions of this run had done.
+        loss, samples_per_s, bubble_fraction: of the last step.
+        step_s, seconds_left: smoothed over the last steps.
+        checkpoint: the newest one that is complete.
+        message: why it stopped or failed.
+        stages: host, process id and versions of each.
+    """
+
+    name: str
+    path: str
+    state: State
+    step: int = 0
+    num_steps: int = 0
+    first_step: int = 0
+    loss: float | None = None
+    samples_per_s: float = 0.0
+    bubble_fraction: float = 0.0
+    step_s: float = 0.0
+    checkpoint: str = ""
+    message: str = ""
+    stages: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def seconds_left(self) -> float:
+        return max(self.num_steps - self.step, 0) * self.step_s
+
+    def after(self, record: StepRecord) -> RunStatus:
+        """The status after one more step."""
+        step_s = 0.9 * self.step_s + 0.1 * record.seconds if self.step_s else record.seconds
+        return replace(
+            self,
+            step=record.step + 1,
+            loss=record.loss,
+            samples_per_s=record.samples / step_s if step_s else 0.0,
+            bubble_fraction=record.bubble_fraction,
+            step_s=step_s,
+        )
+
+    def __str__(self) -> str:
+        parts = [f"{self.name}: {self.state}, step {self.step}/{self.num_steps}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}, {self.samples_per_s:.0f} samples/s, bubble {self.bubble_fraction:.0%}")
+        if self.state == "running" and self.step_s:
+            minutes, seconds = divmod(round(self.seconds_left), 60)
+            parts.append(f"left {minutes}:{seconds:02d}")
+        if self.checkpoint:
+            parts.append(f"checkpoint {self.checkpoint}")
+        if self.message:
+            parts.append(self.message.splitlines()[0])
+        return "; ".join(parts)

@@ -1,0 +1,123 @@
+"""Facts in, findings out: each fault is named with its node and its cure, and nothing else is complained about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raypipe.doctor import Facts, Finding, Node, Wishes, examine
+
+HERE = {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0", "raypipe": "0.1.0"}
+GOOD = Node(
+    "10.0.0.1", host="one", node_id="1", versions=HERE, cpus=4, ray_cpus=4, object_store_bytes=1 << 30,
+    shm_bytes=2 << 30, shm_free_bytes=2 << 30, port=20000,
+)  # fmt: skip
+CLUSTER = Facts(
+    "10.0.0.1:6379", (GOOD, replace(GOOD, address="10.0.0.2", host="two", node_id="2")), HERE, auth_mode="token",
+    token="~/.ray/auth_token",
+)  # fmt: skip
+WISHES = Wishes(ports=(20000, 20010), storage="runs", num_workers=4, resources={"CPU": 1})
+
+
+def wrong(facts: Facts, wishes: Wishes = WISHES) -> list[Finding]:
+    """Findings that are not ok; every one has a cure, every ok one has none."""
+    found = examine(facts, wishes)
+    for finding in found:
+        assert (finding.level == "ok") == (finding.cure == ""), finding
+        assert "\n" not in finding.text + finding.cure
+    return [finding for finding in found if finding.level != "ok"]
+
+
+def second(**values: Any) -> Facts:
+    """The cluster with another second node."""
+    return replace(CLUSTER, nodes=(CLUSTER.nodes[0], replace(CLUSTER.nodes[1], **values)))
+
+
+def test_a_good_cluster_and_a_good_machine_have_no_complaint() -> None:
+    assert wrong(CLUSTER) == []
+    alone = replace(GOOD, address="this machine", ray_cpus=0.0, object_store_bytes=0)
+    assert wrong(Facts("", (alone,), HERE)) == []
+    assert [finding.subject for finding in examine(CLUSTER, WISHES)] == [
+        "cluster", "token", "versions", "ports", "gpus", "shm", "storage", "cpus",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "level", "subject", "words", "cure"),
+    [
+        ({"versions": {**HERE, "torch": "2.12.0"}}, "problem", "versions", ["10.0.0.2 (two)", "torch 2.12.0"], "2.13"),
+        ({"versions": {**HERE, "raypipe": ""}}, "problem", "versions", ["10.0.0.2", "no raypipe"], "raypipe 0.1.0"),
+        ({"versions": {**HERE, "python": "3.12.1"}}, "problem", "versions", ["python 3.12.1"], "3.11.7"),
+        ({"versions": {**HERE, "python": "3.11.9"}}, "warning", "versions", ["python 3.11.9"], "3.11.7"),
+        ({"versions": {**HERE, "torch": "2.13.0+cu130"}}, "warning", "versions", ["+cu130"], "2.13.0+cpu"),
+        ({"port": 0, "port_error": "Address in use"}, "problem", "ports", ["20000-20010", "in use"], "another range"),
+        ({"unreachable": {"10.0.0.1:20000": "timed out"}}, "problem", "ports", ["10.0.0.1:20000"], "firewalls"),
+        ({"gpus": 2, "visible": ""}, "problem", "gpus", ["hidden GPU", "has 2", "sees 0"], "unset CUDA_VISIBLE_DEVIC"),
+        ({"gpus": 2}, "problem", "gpus", ["hidden GPU"], "without CUDA"),
+        ({"gpus": 2, "cuda_build": "13.0"}, "problem", "gpus", ["hidden GPU"], "driver"),
+        (
+            {"gpus": 2, "cuda_build": "13.0", "cuda_gpus": 1, "visible": "0", "ray_gpus": 1.0},
+            "warning", "gpus", ["hidden GPU", "CUDA_VISIBLE_DEVICES='0'"], "name all GPUs",
+        ),
+        ({"gpus": 2, "cuda_build": "13.0", "cuda_gpus": 2}, "problem", "gpus", ["Ray hands out 0"], "--num-gpus=2"),
+        ({"shm_bytes": 64 << 20}, "problem", "shm", ["10.0.0.2 (two)", "64.0 MiB"], "--shm-size"),
+        ({"object_store_bytes": 3 << 30}, "warning", "shm", ["2.0 GiB", "3.0 GiB", "disk"], "--object-store-memory"),
+        ({"storage_error": "Read-only file system: runs"}, "problem", "storage", ["Read-only"], "storage_path"),
+        ({"storage_shared": False}, "problem", "storage", ["another folder", "10.0.0.2"], "s3://"),
+        ({"ray_cpus": 0.0}, "ok", "", [], ""),
+        ({"error": "no answer within 60 s", "ray_cpus": 4}, "problem", "node", ["10.0.0.2", "no answer"], "log"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_one_node_is_named_alone(
+    values: dict[str, Any], level: str, subject: str, words: list[str], cure: str
+) -> None:
+    found = wrong(second(**values))
+    if level == "ok":
+        assert found == []
+        return
+    assert [(finding.level, finding.subject) for finding in found] == [(level, subject)]
+    for word in words:
+        assert word in found[0].text
+    assert cure in found[0].cure
+
+
+@pytest.mark.parametrize(
+    ("facts", "wishes", "level", "subject", "words"),
+    [
+        (replace(CLUSTER, auth_mode="disabled"), WISHES, "warning", "token", ["10.0.0.1", "can run anything"]),
+        (replace(CLUSTER, error="InvalidAuthToken", kind="authentication"), WISHES, "problem", "token", ["not the"]),
+        (
+            replace(CLUSTER, error="no token was found", kind="authentication", token=""),
+            WISHES, "problem", "token", ["gives no token"],
+        ),
+        (replace(CLUSTER, error="refused", kind="ConnectionError"), WISHES, "problem", "cluster", ["refused"]),
+        (Facts("", (GOOD,), HERE, auth_mode="token"), WISHES, "problem", "token", ["there is no token"]),
+        (CLUSTER, replace(WISHES, num_workers=9), "problem", "cpus", ["9 workers want 9 CPUs", "8", "for ever"]),
+        (Facts("", (GOOD,), HERE), replace(WISHES, num_workers=9), "warning", "cpus", ["share 4"]),
+        (CLUSTER, replace(WISHES, resources={"CPU": 1, "GPU": 1}), "problem", "gpus", ["wants 4 GPUs, there are 0"]),
+    ],
+)  # fmt: skip
+def test_a_fault_of_the_whole_is_named_alone(
+    facts: Facts, wishes: Wishes, level: str, subject: str, words: list[str]
+) -> None:
+    found = wrong(facts, wishes)
+    assert [(finding.level, finding.subject) for finding in found] == [(level, subject)]
+    for word in words:
+        assert word in found[0].text
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+def test_a_cluster_on_loopback_needs_no_token(address: str) -> None:
+    assert wrong(Facts(f"{address}:6379", (replace(GOOD, address=address),), HERE)) == []
+
+
+def test_every_fault_is_named_when_there_are_several() -> None:
+    facts = replace(second(shm_bytes=1, storage_shared=False, port=0, port_error="in use"), auth_mode="disabled")
+    assert [finding.subject for finding in wrong(facts)] == ["token", "ports", "shm", "storage"]
+
+
+def test_a_finding_prints_as_one_line_and_its_cure() -> None:
+    assert str(Finding("ok", "shm", "enough")) == "ok       shm       enough"
+    assert str(Finding("problem", "shm", "little", "more")).split("\n")[1].strip() == "cure: more"
