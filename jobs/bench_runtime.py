@@ -47,12 +47,13 @@ class Settings(NamedTuple):
 
     configurations: tuple[tuple[int, int], ...] = _ALL
     torch_configurations: tuple[tuple[int, int], ...] = _ALL
-    candidates: tuple[str, ...] = ("auto", "1f1b", "gpipe", *TRANSPORTS)
+    candidates: tuple[str, ...] = ("auto", "1f1b")
+    transport_configurations: tuple[tuple[int, int], ...] = _ALL[-1:]
     num_steps: int = WARM_UP_STEPS + 20
     rounds: int = 2
 
 
-QUICK = Settings(_ALL[:2], _ALL[:1], ("auto",), WARM_UP_STEPS + 6, rounds=1)
+QUICK = Settings(_ALL[:2], _ALL[:1], ("auto",), (), WARM_UP_STEPS + 6, rounds=1)
 """Under a minute, for CI."""
 
 
@@ -273,6 +274,7 @@ def measure(shape: tuple[int, int], settings: Settings, handicap_s: float) -> Me
     measured = Measured(shape, {}, [], [], [], [])
     candidates = [*settings.candidates[:1], *(["torch"] if shape in settings.torch_configurations else [])]
     candidates += [*(["handicapped"] if handicap_s else []), *settings.candidates[1:]]
+    candidates += TRANSPORTS if shape in settings.transport_configurations else ()
     for candidate in candidates * settings.rounds:
         lone = (*lone_blocks_s(shape[0]), *bench_common.lone_sleeps_s((FORWARD_S, BACKWARD_S), 20))
         for kept, took in zip(measured[2:], lone, strict=True):

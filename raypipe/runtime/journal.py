@@ -80,7 +80,7 @@ class Journal:
             changes = {"state": state, "message": outcome.stopped, "step": outcome.step}
             changes["checkpoint"] = outcome.checkpoint or self._status.checkpoint
         else:
-            if not isinstance(error, RaypipeError):
+            if isinstance(error, Exception) and not isinstance(error, RaypipeError):
                 error = StageError(f"The run {self._status.name!r} failed: {type(error).__name__}: {error}")
             changes = {"state": "failed", "message": str(error)}
         with self._changed:

@@ -86,14 +86,16 @@ def test_a_run_of_the_same_name_is_the_one_that_is_loaded(tmp_path: Path) -> Non
     assert all(torch.equal(newest[name], named[name]) for name in named)
 
 
-class Interrupting(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise KeyboardInterrupt
+class Interrupting(torch.optim.lr_scheduler.ExponentialLR):
+    def step(self, epoch: Any = None) -> None:
+        if self.last_epoch >= 0:  # torch takes a step of its own when it makes one
+            raise KeyboardInterrupt
+        super().step(epoch)
 
 
 def test_an_interruption_stays_one_and_is_written_down(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        fit(linears(), tmp_path, optimizer=lambda named: Interrupting(named, lr=0.1))
+        fit(linears(), tmp_path, lr_scheduler=lambda optimizer: Interrupting(optimizer, gamma=0.5))
     assert '"fail"' in (tmp_path / "run" / "events.jsonl").read_text()
 
 
@@ -148,7 +150,8 @@ def test_sums_are_added_up_in_evaluation(tmp_path: Path) -> None:
     for minibatch in (8, 5):
         settings = PipelineConfig(num_stages=2, minibatch_size=minibatch, loss_reduction="sum")
         result = fit(
-            linears().requires_grad_(True), tmp_path, num_steps=1, pipeline=settings, eval_data=TensorDataset(X, Y),
+            linears().requires_grad_(True), tmp_path / str(minibatch), num_steps=1, pipeline=settings,
+            eval_data=TensorDataset(X, Y),
             optimizer=lambda named: torch.optim.SGD(named, lr=0.0), loss_fn=nn.CrossEntropyLoss(reduction="sum"),
         )  # fmt: skip
         trained = linears()
