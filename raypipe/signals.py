@@ -12,7 +12,7 @@ from typing import Any
 
 from raypipe.handle import RunHandle
 
-__all__ = ["GRACE_S", "stopping_on_signals"]
+__all__ = ["GRACE_S", "Stop", "stopping_on_signals"]
 
 GRACE_S = 3.0
 """What ``ray job stop`` leaves between SIGTERM and SIGKILL by default."""
@@ -20,12 +20,29 @@ GRACE_S = 3.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class _Stop:
-    """Turns the first signal into a request, outside the signal handler's frame."""
+class Stop:
+    """Turns the first signal into a request to the run, outside the signal handler's frame.
 
-    def __init__(self, handle: RunHandle) -> None:
+    Attributes:
+        received: the first signal that came.
+    """
+
+    def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._handle: RunHandle | None = None
+
+    def install(self) -> None:
+        """Take the signals; once more after ray.init, which takes SIGTERM for itself."""
+        for number in _SIGNALS:
+            signal.signal(number, self)
+
+    def watch(self, handle: RunHandle) -> None:
+        """From now on there is a run to stop; at once, if a signal came while it was being started."""
         self._handle = handle
+        if threading.current_thread() is threading.main_thread():
+            self.install()
+        if self.received is not None:
+            self._ask(self.received.name)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         again, self.received = self.received is not None, signal.Signals(number)
@@ -36,9 +53,12 @@ class _Stop:
         threading.Thread(target=self._ask, args=(signal.Signals(number).name,), daemon=True).start()
 
     def _ask(self, name: str) -> None:
+        handle = self._handle
+        if handle is None:
+            return  # still starting; ``watch`` asks
         with contextlib.suppress(Exception):  # whoever waits for the run learns what is wrong with it
-            self._handle.request_stop(name)
-        status = self._handle.last_status
+            handle.request_stop(name)
+        status = handle.last_status
         step_s = status.step_s if status else 0.0
         sys.stderr.write(f"\n{name}: stopping after the step that is running, with a checkpoint\n")
         if step_s > GRACE_S / 2:
@@ -49,20 +69,21 @@ class _Stop:
 
 
 @contextlib.contextmanager
-def stopping_on_signals(handle: RunHandle) -> Iterator[None]:
+def stopping_on_signals() -> Iterator[Stop]:
     """Inside, a signal asks the run to stop; at the end the process goes on to die of it, as its sender expects.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came, and the run has stopped.
         SystemExit: SIGTERM came (code 143), and the run has stopped.
     """
+    stop = Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals
+        yield stop  # only the main thread may handle signals
         return
-    stop = _Stop(handle)
-    before: dict[signal.Signals, Any] = {number: signal.signal(number, stop) for number in _SIGNALS}
+    before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
+    stop.install()
     try:
-        yield
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

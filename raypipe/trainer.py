@@ -129,9 +129,11 @@ class PipelineTrainer:
         Raises:
             RaypipeError: the root cause of a failure; nothing is left running.
         """
-        handle = self._start(num_steps, num_epochs, local=local, detached=False)
         watch = RunProgress(self._prepared().plan.notes) if progress else None
-        with stopping_on_signals(handle):
+        self.simulate()  # until here a signal does what it does to any program
+        with stopping_on_signals() as stop:
+            handle = self._start(num_steps, num_epochs, local=local, detached=False)
+            stop.watch(handle)
             return handle.wait(on_news=watch or (lambda news: None))
 
     def start(

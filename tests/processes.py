@@ -12,7 +12,7 @@ import signal
 import time
 from pathlib import Path
 
-__all__ = ["adopt_orphans", "descendants", "end", "survivors"]
+__all__ = ["adopt_orphans", "alive", "descendants", "end", "survivors"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 # The standard library's own helper: it lives as long as its parent, by design.
@@ -58,6 +58,12 @@ def survivors(root: int, known: set[int], patience_s: float) -> dict[int, str]:
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether this process runs: one that has ended and waits for its parent does not."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 def end(pids: dict[int, str]) -> None:

