@@ -2,9 +2,8 @@
 
 A block sleeps 10 ms forward and 20 ms backward, as a process does that waits for its accelerator, and hands on
 256 KB per micro-batch. One block per stage, so an ideal step takes (M + S - 1)(f + b), where f and b are
-medians of one lone process that sleeps in those blocks one after the other in plain PyTorch, just before: what
-a user's module costs without any pipeline is not the pipeline's doing. The ratio to a lone process that only
-calls time.sleep (``_to_sleeps``), and to the nominal 30 ms (``_nominal``), stand beside it.
+medians of one lone process that calls time.sleep, just before. The ratio to a lone process that runs those blocks
+one after the other in plain PyTorch (``_modules``), and to the nominal 30 ms (``_nominal``), stand beside it.
 
     ours    PipelineTrainer.fit on Ray: run folder, metrics, progress line and optimizer step included
     torch   torch.distributed.pipelining, 1F1B over gloo on the loopback, optimizer step included
@@ -301,8 +300,8 @@ def figures_of(measured: Measured) -> dict[str, float]:
     found = {}
     for candidate in measured.trials:
         name = "{}_s{}_m{}".format(names.get(candidate, f"overhead_{candidate}"), *measured.shape)
-        found[name] = measured.ratio(candidate)
-        found[f"{name}_to_sleeps"] = measured.sleep_ratio(candidate)
+        found[name] = measured.sleep_ratio(candidate)
+        found[f"{name}_modules"] = measured.ratio(candidate)
         found[f"{name}_nominal"] = measured.nominal_ratio(candidate)
     return found
 

@@ -57,7 +57,7 @@ def nothing_is_left() -> bool:
     return not actors and not groups and ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
 
 
-@pytest.mark.parametrize(("first", "then"), [(1, 3), (2, 4), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("first", "then"), [(2, 4), (3, 1)])
 def test_a_run_goes_on_at_another_number_of_stages(cluster: None, tmp_path: Path, first: int, then: int) -> None:
     trainer("cnn", tmp_path, "whole", 2).fit(num_steps=STEPS, local=True, progress=False)
     trainer("cnn", tmp_path, "run", first).fit(num_steps=SAVED, progress=False)
@@ -154,12 +154,12 @@ def leftovers() -> Iterator[None]:
     assert processes.survivors(os.getpid(), known, 20.0) == {}
 
 
-SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "4"))
+SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "3"))
 """How often a run is interrupted here; the figures in jobs/README.md come from 20."""
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("where", "longest_s"), [("local", 5.0), ("ray", 14.0)])
+@pytest.mark.parametrize(("where", "longest_s"), [("local", 5.0), ("ray", 9.0)])
 def test_signals_at_any_moment(tmp_path: Path, leftovers: None, where: str, longest_s: float) -> None:
     """Interrupted again and again, a run loses no checkpoint and does every step once, like one without a break."""
     steps, chance = 20_000, random.Random(where)
