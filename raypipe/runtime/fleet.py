@@ -231,8 +231,9 @@ class Fleet:
         if ref in flight.polls:
             stage = flight.polls.pop(ref)
             flight.received[stage] += news
-            poll = self.actors[stage].reports.remote(flight.run, len(flight.received[stage]))
-            flight.polls[poll] = stage
+            if news or stage in flight.works.values():  # one that has ended and told everything says nothing more
+                poll = self.actors[stage].reports.remote(flight.run, len(flight.received[stage]))
+                flight.polls[poll] = stage
         else:
             del flight.works[ref]  # ended in order: all its reports are on their way
         return None

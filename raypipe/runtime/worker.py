@@ -88,7 +88,7 @@ class _StageActor(LinkedActor):
         self._inflow = OrderGate()
         self._writer: ShardWriter | None = None
         self._done: list[list[StepReport]] = []
-        self._run = -1
+        self._run = self._over = -1  # numbers of the run that began last, and that ended last
         self._generation = -1
         self._grown = threading.Condition()
 
@@ -198,12 +198,19 @@ class _StageActor(LinkedActor):
             # The neighbours must not wait for what will never come, but they may finish the steps before.
             executor.leave(f"stage {executor.stage} failed")
             raise type(error)(_with_traceback(error)) from None
+        finally:
+            with self._grown:
+                self._over = run
+                self._grown.notify_all()
 
     @ray.method(concurrency_group="control")
     def reports(self, run: int, since: int, wait_s: float = REPORTS_WAIT_S) -> list[list[StepReport]]:
         """Reports of the segments number ``since`` and later of ``work(run)``; waits a while for the first."""
         with self._grown:
-            self._grown.wait_for(lambda: self._run == run and len(self._done) > since, timeout=wait_s)
+            # A question about a run that is over is answered at once: waiting ones would fill the control group.
+            self._grown.wait_for(
+                lambda: self._over >= run or (self._run == run and len(self._done) > since), timeout=wait_s
+            )
             return self._done[since:] if self._run == run else []
 
     @ray.method(concurrency_group="control")
