@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.timeline import Timeline
@@ -17,6 +17,7 @@ from raypipe.runtime.driver import DriverActor, driver_name
 from raypipe.runtime.journal import News
 from raypipe.runtime.loop import RunSpec
 from raypipe.runtime.packing import pack
+from raypipe.runtime.places import release_orphans
 from raypipe.runtime.worker import StageSetup
 
 __all__ = ["NAMESPACE", "RayLine", "connected", "find_run", "start_run"]
@@ -92,6 +93,8 @@ class RayLine:
                 self.check()
             return news
         except RayActorError as error:
+            if isinstance(error, ActorDiedError):
+                release_orphans(driver_name(self._name))
             raise StageError(
                 f"The driver of run {self._name!r} is gone, and its stages with it: {str(error).splitlines()[0]} "
                 "Start the run again under the same name; it goes on from its newest checkpoint."
@@ -120,7 +123,7 @@ class RayLine:
         if self._owner and self._driver is not None:
             with contextlib.suppress(RayError):
                 ray.kill(self._driver, no_restart=True)
-        # Handles kept alive by a traceback would speak to an actor of the next session, whose ids repeat.
+                release_orphans(driver_name(self._name))
         self._driver = self._call = None
 
     def _ask(self, ref: Any) -> Any:
@@ -157,6 +160,7 @@ def start_run(
             f"A run named {spec.name!r} is on this cluster ({error}). Choose another RunConfig(name=...), follow it "
             f"with raypipe.attach({spec.name!r}), or wait for it."
         ) from error
+    release_orphans(driver_name(spec.name))  # of a driver that died while nobody looked
     states = [
         ray.put(pack(tensors, (*setup.programs[i].parameters, *setup.programs[i].buffers)))
         for i, setup in enumerate(setups)

@@ -56,12 +56,14 @@ class _DriverActor:
         """
         self._predicted = spec.predicted
         try:
-            fleet = Fleet(len(setups), resources, setups[0].transport, setups[0].link_ports)
+            fleet = Fleet(
+                len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name)
+            )
             journal = _Published(self._journal, Publisher(spec.name, len(setups)), spec.predicted.makespan_s)
             for note in fleet.notes:
                 RunFolder(spec.place).event("warning", note)
             try:
-                self._journal.tell(stages=tuple(fleet.members), num_steps=spec.num_steps)
+                self._journal.tell(stages=tuple(map(_public, fleet.members)), num_steps=spec.num_steps)
                 fleet.configure(setups, states)
                 states.clear()  # the stages have them now
                 self._journal.tell(state="running")
@@ -118,6 +120,11 @@ class _Published:
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
         self._journal.step(record, reports)
         self._publisher.step(record, reports)
+
+
+def _public(member: Mapping[str, Any]) -> dict[str, Any]:
+    """What people are told of a stage; the address of its links may hold a handle, which would keep it alive."""
+    return {name: value for name, value in member.items() if name != "address"}
 
 
 def _leave(me: Any) -> None:

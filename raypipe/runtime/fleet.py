@@ -12,27 +12,19 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypipe.errors import (
-    CheckpointError,
-    ConfigError,
-    LinkAbortedError,
-    LinkError,
-    PlanError,
-    RaypipeError,
-    StageError,
-)
+from raypipe.errors import CheckpointError, ConfigError, PlanError, RaypipeError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.plan import human_bytes
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
+from raypipe.runtime.places import PLACE_TIMEOUT_S, release, reserve
+from raypipe.runtime.root_cause import root_cause
 from raypipe.runtime.worker import StageActor, StageSetup
 
 __all__ = ["Fleet"]
 
-PLACE_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 150.0
 OPEN_TIMEOUT_S = 60.0
 SAVE_TIMEOUT_S = 3600.0
@@ -68,6 +60,7 @@ class Fleet:
         resources: of each, as in ScalingConfig (``{"CPU": 1}``).
         transport: how boundary tensors travel between them; see runtime/transport.py.
         link_ports: lowest and highest port that their links may use; None leaves it to the system.
+        owner: the driver's name, by which their places can be found after its death.
 
     Raises:
         ConfigError: the transport cannot keep to ``link_ports``.
@@ -80,6 +73,7 @@ class Fleet:
         resources: Mapping[str, float],
         transport: str = "tcp",
         link_ports: tuple[int, int] | None = None,
+        owner: str = "",
     ) -> None:
         needs = {name: amount for name, amount in resources.items() if amount}
         if not needs:
@@ -90,7 +84,7 @@ class Fleet:
         extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         self.generation = -1
         self.workers: list[Any] = []
-        self._places = _reserve(num_workers, needs)
+        self._places = reserve(owner, num_workers, needs)
         self.actors: list[Any] = []
         self._rows: set[tuple[int, bool]] = set()
         self._run = 0
@@ -227,7 +221,7 @@ class Fleet:
         try:
             news = ray.get(ref)
         except RayError:
-            return self._root_cause(flight)
+            return self._release(flight)
         if ref in flight.polls:
             stage = flight.polls.pop(ref)
             flight.received[stage] += news
@@ -238,7 +232,7 @@ class Fleet:
             del flight.works[ref]  # ended in order: all its reports are on their way
         return None
 
-    def _root_cause(self, flight: _Flight) -> RaypipeError:
+    def _release(self, flight: _Flight) -> RaypipeError:
         """Release everybody, take the reports of finished steps, and find the failure that explains the others.
 
         A failed stage leaves its links in good order and its neighbours follow, so that all of them end after the
@@ -251,9 +245,7 @@ class Fleet:
             with contextlib.suppress(RayError):
                 last = actor.reports.remote(flight.run, len(flight.received[stage]), 0.0)
                 flight.received[stage] += ray.get(last, timeout=GRACE_S)
-        found = [_failure(ref, stage, flight.complete) for ref, stage in flight.works.items()]
-        gone = (5, StageError("A stage died after its last segment, before its reports were fetched."))
-        return min(filter(None, found), key=lambda item: item[0], default=gone)[1]
+        return root_cause(flight.works, flight.complete)
 
     def _all(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
         try:
@@ -310,9 +302,7 @@ class Fleet:
         for actor in self.workers:
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
-        for place in self._places:
-            with contextlib.suppress(RayError):
-                remove_placement_group(place)
+        release(self._places)
 
 
 def _shared_memory_notes(members: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -323,42 +313,3 @@ def _shared_memory_notes(members: Sequence[Mapping[str, Any]]) -> list[str]:
         "(docker run --shm-size=8g)."
         for host, size in small.items()
     ]
-
-
-def _reserve(num_workers: int, needs: Mapping[str, float]) -> list[PlacementGroup]:
-    """A place for every worker, each on its own, so that one can move later without the others."""
-    groups = [placement_group([dict(needs)], strategy="PACK") for _ in range(num_workers)]
-    deadline_s = time.monotonic() + PLACE_TIMEOUT_S
-    for stage, group in enumerate(groups):
-        if group.wait(max(deadline_s - time.monotonic(), 0.01)):
-            continue
-        total, free = ray.cluster_resources(), ray.available_resources()
-        for each in groups:
-            remove_placement_group(each)
-        has = ", ".join(f"{free.get(k, 0):g} of {total.get(k, 0):g} {k} free" for k in needs)
-        wanted = ", ".join(f"{v:g} {k}" for k, v in needs.items())
-        raise PlanError(
-            f"Stage {stage} found no place within {PLACE_TIMEOUT_S:g} s: each of the {num_workers} stages needs "
-            f"{wanted}, {stage} got it, and the cluster has {has}. Add workers, lower num_stages, or ask for less in "
-            "ScalingConfig(resources_per_worker=...)."
-        )
-    return groups
-
-
-def _failure(ref: Any, stage: int, segments: int) -> tuple[int, RaypipeError] | None:
-    """How a stage's long call failed, and how far from the root it is: the user's error, a death, a link, an abort."""
-    try:
-        ray.get(ref, timeout=0)
-    except GetTimeoutError:
-        return 4, LinkError(f"Stage {stage} did not stop within {GRACE_S:g} s.")
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, LinkAbortedError):
-            return 3, cause
-        if isinstance(cause, LinkError):
-            return 2, cause
-        return 0, cause if isinstance(cause, RaypipeError) else StageError(f"Stage {stage} failed: {error}")
-    except RayActorError as error:
-        first = str(error).splitlines()[0]
-        return 1, StageError(f"Stage {stage} died after {segments} segments of this run: {first}")
-    return None

@@ -117,14 +117,16 @@ def run_loop(fleet: AnyFleet, spec: RunSpec, watcher: Watcher, requests: Request
     """Begin where the newest checkpoint ends, train, evaluate, save. Metrics are written whatever happens."""
     loop = _Loop(fleet, spec, watcher, requests)
     try:
-        return loop.run()
+        outcome = loop.run()
     except BaseException as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        loop.folder.event("fail", reason, step=loop.at.step)
+        loop.try_to(lambda: loop.folder.event("fail", reason, step=loop.at.step))
+        loop.try_to(lambda: loop.folder.write_metrics(loop.records))
         raise
     finally:
         loop.checkpoints.close()
-        loop.folder.write_metrics(loop.records)
+    loop.folder.write_metrics(loop.records)
+    return outcome
 
 
 class _Loop:
@@ -225,7 +227,7 @@ class _Loop:
                     self._complete(None)
             if time.monotonic() - self._written_s > METRICS_EVERY_S:
                 self._written_s = time.monotonic()
-                self.folder.write_metrics(self.records)
+                self.try_to(lambda: self.folder.write_metrics(self.records))
 
     def _orders(self) -> Iterator[Order]:
         spec = self.spec
@@ -282,8 +284,15 @@ class _Loop:
         found = {"loss": last.loss, "grad_norm": last.grad_norm}
         return found if eval_loss is None else {**found, "eval_loss": eval_loss}
 
+    def try_to(self, write: Callable[[], None]) -> None:
+        """Write what training does not need: a full disk is told and ends neither the run nor hides why it ended."""
+        try:
+            write()
+        except CheckpointError as error:
+            self.watcher.tell(message=str(error))
+
     def _tell(self, decision: str, reason: str, **numbers: Any) -> None:
-        self.folder.event(decision, reason, **numbers)
+        self.try_to(lambda: self.folder.event(decision, reason, **numbers))
         self.watcher.tell(checkpoint=self.checkpoints.latest)
 
     def _manifest(self, step: int, entries: list[dict[str, Any]], metrics: Mapping[str, float]) -> Manifest:
