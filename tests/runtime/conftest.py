@@ -1,13 +1,11 @@
-"""Every file begins without handles of an earlier session of Ray."""
+"""Every Ray that these tests start asks for the same throw-away token."""
 
 from __future__ import annotations
 
-import gc
+import os
+import secrets
 
-import pytest
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_handles_of_an_earlier_session() -> None:
-    """Ray's actor ids repeat from session to session: a handle collected late would end another's actor."""
-    gc.collect()
+# Ray keeps the mode of the first session for the life of a process, and sets RAY_AUTH_MODE itself where nobody has:
+# a session with a token before one without would leave its own actors unable to report to their owner.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

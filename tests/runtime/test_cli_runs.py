@@ -86,7 +86,7 @@ def program(folder: Path, *arguments: object, **environment: str) -> str:
     run = subprocess.run(
         [sys.executable, "-m", "raypipe.cli", *map(str, arguments)],
         cwd=folder, capture_output=True, text=True, timeout=200, check=False,
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", **environment},
+        env={**os.environ, **environment},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -140,14 +140,13 @@ def test_plan_and_simulate_start_nothing(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def a_cluster() -> Iterator[Home]:
     with private_cluster() as home:
-        home.start(cpus=4, RAY_AUTH_MODE="disabled")
+        home.start(cpus=4)
         yield home
 
 
 @pytest.fixture
 def cluster(a_cluster: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
     """The one that RAY_ADDRESS names."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_ADDRESS", a_cluster.address)
     try:
         yield a_cluster

@@ -102,16 +102,14 @@ class FileRecorder:
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(
-            address="local", num_cpus=4, resources={"spare": 3}, include_dashboard=False, log_to_driver=False,
-            logging_level="ERROR",
-        )  # fmt: skip
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    ray.init(
+        address="local", num_cpus=4, resources={"spare": 3}, include_dashboard=False, log_to_driver=False,
+        logging_level="ERROR",
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

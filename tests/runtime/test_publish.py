@@ -81,22 +81,20 @@ class _Driver:
 @pytest.fixture(scope="module")
 def published() -> Iterator[tuple[Any, float]]:
     """A node of its own that reports every second, a driver that has published, and the seconds per step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(
-            address="local",
-            num_cpus=1,
-            include_dashboard=True,  # it writes the file in which Prometheus finds the nodes
-            dashboard_port=0,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _system_config={"metrics_report_interval_ms": 1000},
-        )
-        try:
-            driver = ray.remote(num_cpus=0)(_Driver).remote()
-            yield driver, ray.get(driver.publish.remote(), timeout=60)
-        finally:
-            ray.shutdown()
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=True,  # it writes the file in which Prometheus finds the nodes
+        dashboard_port=0,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _system_config={"metrics_report_interval_ms": 1000},
+    )
+    try:
+        driver = ray.remote(num_cpus=0)(_Driver).remote()
+        yield driver, ray.get(driver.publish.remote(), timeout=60)
+    finally:
+        ray.shutdown()
 
 
 def until(found: Callable[[], Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 from collections.abc import Iterator
@@ -15,9 +14,10 @@ import pytest
 import ray
 import torch
 
-import raypipe.runtime.fleet
+import raypipe.runtime.places
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.errors import PlanError, StageError
+from raypipe.runtime.fleet import Fleet
 from tests import processes
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.mishaps import Fuse, chain
@@ -52,12 +52,6 @@ def trainer(name: str, folder: Path, run: str, **more: Any) -> PipelineTrainer:
     return PipelineTrainer(arguments.pop("model"), **arguments)
 
 
-@pytest.fixture(autouse=True)
-def _no_handles_of_an_earlier_session() -> None:
-    """Ray's actor ids repeat from session to session: a handle collected late would end another's actor."""
-    gc.collect()
-
-
 @pytest.fixture
 def no_ray_before() -> Iterator[None]:
     """fit() starts a Ray of its own and ends it, with every process."""
@@ -70,13 +64,12 @@ def no_ray_before() -> Iterator[None]:
 
 def test_a_stage_without_a_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages of one CPU each in a cluster that has one, which somebody else's actor does not make two."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         # The driver runs in a worker process, where a patch of this process would not be seen; so no driver here.
-        monkeypatch.setattr(raypipe.runtime.fleet, "PLACE_TIMEOUT_S", 6.0)
+        monkeypatch.setattr(raypipe.runtime.places, "PLACE_TIMEOUT_S", 6.0)
         with pytest.raises(PlanError) as caught:
-            raypipe.runtime.fleet.Fleet(2, {"CPU": 1})
+            Fleet(2, {"CPU": 1})
         message = str(caught.value)
         assert "found no place within 6 s: each of the 2 stages needs 1 CPU, 1 got it" in message
         assert "0 of 1 CPU free" in message
