@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,6 +20,7 @@ settings.register_profile("raypipe", deadline=None, derandomize=True, max_exampl
 settings.load_profile("raypipe")
 
 _KNOWN: set[int] = set()
+_OF_WORKERS: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,10 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(tier)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist says what its session complained of."""
+    _OF_WORKERS.extend(getattr(node, "workeroutput", {}).get("complaints", ()))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session that leaves processes behind or imported what it must not, and clean up."""
-    complaints = []
+    complaints = list(_OF_WORKERS)
     left = processes.survivors(os.getpid(), _KNOWN, _PATIENCE_S)
     for pid, command in left.items():
         complaints.append(f"process {pid} was left behind and ended: {command[:200]}")
@@ -51,10 +59,14 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for module in filter(None, session.config.getoption("--forbid").split(",")):
         if module in sys.modules:
             complaints.append(f"{module} was imported in a session that forbids it")
-    if complaints:
-        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        for complaint in complaints:
-            if reporter is not None:
-                reporter.ensure_newline()
-                reporter.write_line(f"ERROR {complaint}", red=True)
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if not complaints:
+        return
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["complaints"] = complaints
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    for complaint in complaints:
+        if reporter is not None:
+            reporter.ensure_newline()
+            reporter.write_line(f"ERROR {complaint}", red=True)
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED

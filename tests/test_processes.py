@@ -28,7 +28,8 @@ def test_descendants_are_seen_until_they_end() -> None:
 
 
 @pytest.mark.slow
-def test_a_session_that_leaves_an_orphan_fails_and_ends_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [[], ["-p", "xdist.plugin", "-n", "1"]])
+def test_a_session_that_leaves_an_orphan_fails_and_ends_it(tmp_path: Path, workers: list[str]) -> None:
     """The child of a child that is already gone, in a session of its own: as a raylet would be."""
     test = f"""
         import subprocess, sys
@@ -41,7 +42,18 @@ def test_a_session_that_leaves_an_orphan_fails_and_ends_it(tmp_path: Path) -> No
     (tmp_path / "conftest.py").write_text("from tests import conftest as guard\nguard._PATIENCE_S = 0.2\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_orphan.py").write_text(textwrap.dedent(test))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.conftest",
+        "-p",
+        "no:cacheprovider",
+        *workers,
+        str(tmp_path),
+    ]
     bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half the time of the test otherwise
     done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=60)
     pid = int((tmp_path / "pid").read_text())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -27,14 +27,20 @@ RAY = str(Path(sys.executable).with_name("ray"))
 SMALL = ["--stages", "2", "--minibatch-size", "8", "--microbatches", "4", "--context", "32", "--width", "32"]
 
 LEFT = """
-import json, ray
+import json, time, ray
 ray.init(log_to_driver=False, logging_level="ERROR")
-actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
-groups = [g["state"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
-free, total = ray.available_resources(), ray.cluster_resources()
-print(json.dumps({"actors": [a for a in actors if a.startswith("raypipe/")], "groups": groups,
-                  "busy_cpus": total["CPU"] - free.get("CPU", 0),
-                  "store_bytes": total["object_store_memory"] - free.get("object_store_memory", 0)}))
+deadline_s = time.monotonic() + 30
+while True:
+    actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+    groups = [g["state"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+    free, total = ray.available_resources(), ray.cluster_resources()
+    left = {"actors": [a for a in actors if a.startswith("raypipe/")], "groups": groups,
+            "busy_cpus": total["CPU"] - free.get("CPU", 0),
+            "store_bytes": total["object_store_memory"] - free.get("object_store_memory", 0)}
+    if not any(left.values()) or time.monotonic() > deadline_s:
+        break
+    time.sleep(0.1)
+print(json.dumps(left))
 """
 
 
@@ -60,13 +66,18 @@ class Head(NamedTuple):
         command = [RAY, "job", "submit", *waiting, "--submission-id", name, "--working-dir", ".", "--"]
         return self.run(*command, sys.executable, *entrypoint)
 
-    def status(self, name: str) -> str:
-        """ "succeeded", "failed", "was stopped" ..., as the command says it."""
-        text = self.run(RAY, "job", "status", name).stdout
-        found = re.search(rf"Job '{name}' ([a-z ]+)", text)
-        return found[1] if found else text
+    def job(self, path: str) -> dict[str, str]:
+        """What the head answers about a job: ``NAME``, or ``NAME/logs``."""
+        request = urllib.request.Request(
+            f"{self.environment['RAY_API_SERVER_ADDRESS']}/api/jobs/{path}",
+            headers={"Authorization": f"Bearer {self.environment['RAY_AUTH_TOKEN']}"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            found: dict[str, str] = json.load(answer)
+        return found
 
     def left(self) -> dict[str, object]:
+        """What is left of jobs, after the while that it may take them to go."""
         found: dict[str, object] = json.loads(self.run(sys.executable, "-c", LEFT).stdout.splitlines()[-1])
         return found
 
@@ -110,14 +121,6 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         subprocess.run(["rm", "-rf", f"/tmp/rp{port}"], check=True)
 
 
-def nothing_left(head: Head) -> dict[str, object]:
-    deadline_s = time.monotonic() + 30
-    while True:
-        left = head.left()
-        if left == {"actors": [], "groups": [], "busy_cpus": 0, "store_bytes": 0} or time.monotonic() > deadline_s:
-            return left
-
-
 NOTHING = {"actors": [], "groups": [], "busy_cpus": 0, "store_bytes": 0}
 
 
@@ -130,29 +133,30 @@ def test_a_submitted_job_succeeds(head: Head, tmp_path: Path) -> None:
     done = head.submit("good", *train(tmp_path, 20))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out loss of this model" in done.stdout
-    assert head.status("good") == "succeeded"
+    assert head.job("good")["status"] == "SUCCEEDED"
     assert pq.read_table(tmp_path / "lm/metrics.parquet").num_rows == 20
-    assert nothing_left(head) == NOTHING
+    assert head.left() == NOTHING
 
 
 def test_a_job_whose_stage_raises_fails(head: Head, tmp_path: Path) -> None:
     done = head.submit("bad", "tests/runtime/failing_job.py", str(tmp_path))
     assert done.returncode == 1
     assert "the user's own mistake" in done.stdout + done.stderr
-    assert head.status("bad") == "failed"
-    assert nothing_left(head) == NOTHING
+    assert head.job("bad")["status"] == "FAILED"
+    assert head.left() == NOTHING
 
 
 def test_a_stopped_job_goes_on_when_it_is_submitted_again(head: Head, tmp_path: Path) -> None:
     steps = 4000
     assert head.submit("first", *train(tmp_path, steps), wait=False).returncode == 0
     deadline_s = time.monotonic() + 120
-    while "grad norm" not in head.run(RAY, "job", "logs", "first").stdout:
+    while "grad norm" not in head.job("first/logs")["logs"]:
         assert time.monotonic() < deadline_s
+        time.sleep(0.2)
     assert head.run(RAY, "job", "stop", "first").returncode == 0
-    assert head.status("first") == "was stopped"
-    assert nothing_left(head) == NOTHING
-    said = head.run(RAY, "job", "logs", "first").stdout
+    assert head.job("first")["status"] == "STOPPED"
+    assert head.left() == NOTHING
+    said = head.job("first/logs")["logs"]
     assert "SIGTERM: stopping after the step that is running" in said, said
     (saved,) = (tmp_path / "lm/checkpoints").glob("step_*/manifest.json")
     done = json.loads(saved.read_text())["step"]
@@ -162,4 +166,4 @@ def test_a_stopped_job_goes_on_when_it_is_submitted_again(head: Head, tmp_path: 
     assert f"lm goes on after step {done}" in again.stdout + again.stderr
     rows = pq.read_table(tmp_path / "lm/metrics.parquet").to_pylist()
     assert [row["step"] for row in rows] == list(range(done + 10))
-    assert nothing_left(head) == NOTHING
+    assert head.left() == NOTHING
