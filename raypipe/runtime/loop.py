@@ -151,6 +151,7 @@ class _Loop:
         self._end_s: float | None = None
         self._written_s = time.monotonic()
         self._evaluated = 0
+        self._complaint = ""  # of the last write that training does not need, where it failed
 
     def run(self) -> Outcome:
         spec, requests = self.spec, self.requests
@@ -173,13 +174,13 @@ class _Loop:
             self.fleet.save(self.checkpoints.begin(self.at.step))
         if self._completed < self.at.step:
             self._complete(None)
+        self.checkpoints.finish(self.at.step)
         if self.at.step > began_at:
             measured = Timeline(tuple(self.fleet.spans()), "measured", name=spec.name)
-            self.folder.write_timelines([spec.predicted, measured])
-        self.checkpoints.finish(self.at.step)
+            self.try_to(lambda: self.folder.write_timelines([spec.predicted, measured]))
         stopped = requests.stop_reason if self.at.step < spec.num_steps else ""
         decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")
-        self.folder.event(decision, reason, step=self.at.step, checkpoint=self.checkpoints.latest)
+        self._tell(decision, reason, step=self.at.step, checkpoint=self.checkpoints.latest)
         return Outcome(eval_loss, self.checkpoints.latest, self.at.step, stopped)
 
     def _resume(self) -> None:
@@ -289,7 +290,12 @@ class _Loop:
         try:
             write()
         except CheckpointError as error:
-            self.watcher.tell(message=str(error))
+            self._complaint = str(error)
+            self.watcher.tell(message=self._complaint)
+        else:
+            if self._complaint:
+                self._complaint = ""
+                self.watcher.tell(message="")
 
     def _tell(self, decision: str, reason: str, **numbers: Any) -> None:
         self.try_to(lambda: self.folder.event(decision, reason, **numbers))

@@ -23,7 +23,7 @@ class RunStatus:
         loss, samples_per_s, bubble_fraction: of the last step.
         step_s, seconds_left: smoothed over the last steps.
         checkpoint: the newest one that is complete.
-        message: why it stopped or failed.
+        message: why it stopped or failed, or what it cannot write at the moment.
         stages: host, process id and versions of each.
     """
 

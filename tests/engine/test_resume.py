@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,3 +162,53 @@ def test_a_full_disk_does_not_harm_training(tmp_path: Path) -> None:
         trainer("mlp", tmp_path, "run", 2).fit(num_steps=SAVED, local=True, progress=False)
     rows = pq.read_table(folder / "metrics.parquet").to_pylist()
     assert [row["step"] for row in rows] == list(range(SAVED))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True, timeout=10)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, timeout=10)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
+@pytest.mark.parametrize("freed", [True, False])
+def test_a_full_disk_ends_no_training(
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: bool
+) -> None:
+    """Events, metrics and checkpoints cannot be written for a while: steps go on. At the end there must be room."""
+    monkeypatch.setattr("raypipe.runtime.loop.METRICS_EVERY_S", 0.05)
+    steps = 400
+    pipeline = config_of(SHAPES["ragged-epoch"], 2, "slack", max_grad_norm=0.5, checkpoint_interval_steps=20)
+    made = partial(trainer, "mlp", stages=2, pipeline=pipeline)
+    made(folder=tmp_path, run="whole").fit(num_steps=steps, local=True, progress=False)
+    handle = made(folder=small_disk, run="run").start(num_steps=steps, local=True)
+    wait_for(lambda: handle.status().step >= 10)
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    full_at = handle.status().step
+    wait_for(lambda: "No space left" in handle.status().message)
+    wait_for(lambda: handle.status().step >= min(full_at + 40, steps))
+    if freed:
+        filler.unlink()
+        assert len(handle.wait(timeout_s=60).records) == steps
+    else:
+        with pytest.raises(CheckpointError, match="No space left"):
+            handle.wait(timeout_s=60)
+        filler.unlink()
+        made(folder=small_disk, run="run").fit(num_steps=steps, local=True, progress=False)
+    (rows, state), (expected_rows, expected) = outcome(small_disk / "run"), outcome(tmp_path / "whole")
+    assert rows == expected_rows
+    assert [n for n in state if not same_bits(state[n], expected[n])] == []
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not reached"
+        time.sleep(0.001)
