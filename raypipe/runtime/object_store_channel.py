@@ -1,9 +1,9 @@
 """ObjectStoreChannel: one worker's end of a link whose messages are objects in Ray's store. See object_store.py.
 
-A message is one numpy array, which Ray shares without a copy and read-only; the receiver copies it, because a stage may
-write to its inputs in place, and because a view would pin the object. Nobody keeps a reference after that, so a link
-holds at most ``WINDOW_BYTES`` of the store in each direction, and what Ray's batches of deletions (one per second) have
-not yet reached.
+A message is one numpy array, the argument of a call: Ray puts it into the store, or into the call where it is small,
+and shares it without a copy and read-only. The receiver copies it, because a stage may write to its inputs in place,
+and because a view would pin the object. Nobody keeps a reference after that, so a link holds at most ``WINDOW_BYTES``
+of the store in each direction, and what Ray's batches of deletions (one per second) have not yet reached.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raypipe.engine import frame
 from raypipe.errors import LinkError
@@ -27,8 +26,6 @@ __all__ = ["Letter", "Link", "ObjectStoreChannel", "first_line"]
 
 WINDOW_BYTES = 64 << 20
 WINDOW_MESSAGES = 8
-FETCH_TIMEOUT_S = 600.0
-"""For one object to arrive from another node. The wait of the stage has its own, shorter deadline."""
 
 
 class Link(NamedTuple):
@@ -44,13 +41,12 @@ class Link(NamedTuple):
 class Letter(NamedTuple):
     """What one actor says to another about a link.
 
-    ``kind`` is hello, message, goodbye or abort. A message travels as a reference in a list, so that Ray hands over
-    the reference. ``number`` is that of messages before a goodbye, which calls may overtake.
+    ``kind`` is hello, message, goodbye or abort. ``number`` is that of messages before a goodbye, which calls may
+    overtake.
     """
 
     kind: str
     link: Link
-    refs: tuple[Any, ...] = ()
     reason: str | None = None
     number: int = 0
 
@@ -118,21 +114,20 @@ class ObjectStoreChannel(QueuedChannel):
     def transmit(self, message: frame.Frame) -> None:
         array = _pack(message)
         if self._window.enter(array.nbytes):
-            ref = ray.put(array)
-            self._post(Letter("message", self.link, (ref,)), array.nbytes)
+            self._post(Letter("message", self.link), array)
             self._sent += 1
 
     def goodbye(self, reason: str | None) -> None:
         if self._window.enter(0):
-            self._post(Letter("goodbye", self.link, (), reason, self._sent), 0)
+            self._post(Letter("goodbye", self.link, reason, self._sent), None)
             self._window.drain(CLOSE_TIMEOUT_S)
 
-    def _post(self, letter: Letter, nbytes: int) -> None:
+    def _post(self, letter: Letter, array: np.ndarray | None) -> None:
         try:
-            reply = self._peer.link_deliver.remote(letter)
+            reply = self._peer.link_deliver.remote(letter, array)
         except RayError as error:
             raise ConnectionError(first_line(error)) from error
-        reply.future().add_done_callback(partial(self._taken, nbytes))
+        reply.future().add_done_callback(partial(self._taken, 0 if array is None else array.nbytes))
 
     # Any thread.
 
@@ -141,7 +136,7 @@ class ObjectStoreChannel(QueuedChannel):
         self.ended.set()
         if reason is not None:
             with contextlib.suppress(RayError):
-                self._peer.link_notify.remote(Letter("abort", self.link, (), reason))
+                self._peer.link_notify.remote(Letter("abort", self.link, reason))
 
     def release(self) -> None:
         """Nothing is left to give back: the thread has ended, references went with their messages."""
@@ -170,15 +165,13 @@ class ObjectStoreChannel(QueuedChannel):
 
     # The actor's threads.
 
-    def receive(self, letter: Letter) -> None:
+    def receive(self, letter: Letter, array: object) -> None:
         """Take a message or the goodbye; whatever is wrong with it ends the link on both sides."""
         if letter.kind == "message":
             try:
-                self._take(ray.get(letter.refs[0], timeout=FETCH_TIMEOUT_S))
+                self._take(array)
             except LinkError as error:
                 self.fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
-            except (RayError, GetTimeoutError) as error:
-                self.fail(LinkError(f"{self.name}: a message was lost: {first_line(error)}"), tell_peer=str(error))
             except (RuntimeError, MemoryError) as error:  # no memory for it
                 self.fail(LinkError(f"{self.name}: receiving failed: {error!r}"), tell_peer=repr(error))
         with self._counting:

@@ -106,7 +106,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     process = subprocess.Popen(command, env=starting, stdout=log, stderr=subprocess.STDOUT, text=True)
     made = Head(environment, process)
     try:
-        deadline_s = time.monotonic() + 90
+        deadline_s = time.monotonic() + 240
         # The dashboard answers before the agent that runs jobs does.
         while made.run(RAY, "job", "submit", "--", "true").returncode != 0:
             assert process.poll() is None, (folder / "head.log").read_text()

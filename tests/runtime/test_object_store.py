@@ -66,8 +66,8 @@ class _BothEnds(ChannelContract):
         return own_threads()
 
     @ray.method(concurrency_group="links")
-    def link_deliver(self, letter: Letter) -> str:
-        return self.ends[letter.link.receiver].deliver(letter)
+    def link_deliver(self, letter: Letter, array: object = None) -> str:
+        return self.ends[letter.link.receiver].deliver(letter, array)
 
     @ray.method(concurrency_group="notices")
     def link_notify(self, letter: Letter) -> str:
@@ -102,7 +102,7 @@ class _End(LinkedActor):
         return own_threads()
 
     def deliver(self, letter: Letter) -> str:
-        return self._endpoint.deliver(letter)
+        return self._endpoint.deliver(letter, None)
 
     def link(self) -> Any:
         return self.channel.link
@@ -237,7 +237,7 @@ def test_a_letter_of_another_generation_is_not_taken(ends: tuple[list[Any], list
     old = get(first.link.remote())[0]
     get(first.close.remote(), second.close.remote())
     get(first.open.remote(opening(0, 1, addresses[1], 4)), second.open.remote(opening(1, 0, addresses[0], 4)))
-    assert get(second.deliver.remote(Letter("goodbye", old, (), "late", 0))) == ["gone"]
+    assert get(second.deliver.remote(Letter("goodbye", old, "late", 0))) == ["gone"]
     get(first.call.remote("send", f(0), (torch.ones(2),)))
     assert get(second.call.remote("recv", f(0), WAIT_S))[0][0].tolist() == [1.0, 1.0]
 
