@@ -1,8 +1,8 @@
 """Links through Ray's object store: no port, no connection of our own, and so it works wherever Ray does.
 
     stage 0                                                   stage 1
-    sending thread: header + payload = array
-        | link_deliver(Letter(link), array) ----------------> group "links": copy out, inbox
+    sending thread: header + payload = array(s)
+        | link_deliver(Letter(link), *arrays) --------------> group "links": copy out, inbox
         | <------------------------------------- "taken": the window has room, the object has no user left
     link_notify(hello | abort) -----------------------------> group "notices", which no message can hold up
     link_watch(link), never answered while the link lives --> its failure tells that the other process died
@@ -65,12 +65,12 @@ class ObjectStoreEndpoint:
             raise
         return channels
 
-    def deliver(self, letter: Letter, array: object) -> str:
+    def deliver(self, letter: Letter, *pieces: object) -> str:
         """A message or goodbye came: "taken" when its memory has no user here any more, or "gone"."""
         channel = self._channel(letter.link)
         if channel is None or channel.shut:
             return "gone"
-        channel.receive(letter, array)
+        channel.receive(letter, pieces)
         return "taken"
 
     def notify(self, letter: Letter) -> str:
@@ -144,10 +144,10 @@ class LinkedActor:
     """Of whatever transport. Without an object-store endpoint nobody calls these methods but late peers."""
 
     @ray.method(concurrency_group="links")
-    def link_deliver(self, letter: Letter, array: object = None) -> str:
+    def link_deliver(self, letter: Letter, *pieces: object) -> str:
         """See ObjectStoreEndpoint.deliver."""
         endpoint = self._endpoint
-        return endpoint.deliver(letter, array) if isinstance(endpoint, ObjectStoreEndpoint) else "gone"
+        return endpoint.deliver(letter, *pieces) if isinstance(endpoint, ObjectStoreEndpoint) else "gone"
 
     @ray.method(concurrency_group="notices")
     def link_notify(self, letter: Letter) -> str:

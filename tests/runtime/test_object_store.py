@@ -66,8 +66,8 @@ class _BothEnds(ChannelContract):
         return own_threads()
 
     @ray.method(concurrency_group="links")
-    def link_deliver(self, letter: Letter, array: object = None) -> str:
-        return self.ends[letter.link.receiver].deliver(letter, array)
+    def link_deliver(self, letter: Letter, *pieces: object) -> str:
+        return self.ends[letter.link.receiver].deliver(letter, *pieces)
 
     @ray.method(concurrency_group="notices")
     def link_notify(self, letter: Letter) -> str:
@@ -102,7 +102,7 @@ class _End(LinkedActor):
         return own_threads()
 
     def deliver(self, letter: Letter) -> str:
-        return self._endpoint.deliver(letter, None)
+        return self._endpoint.deliver(letter)
 
     def link(self) -> Any:
         return self.channel.link
