@@ -119,8 +119,8 @@ def _run_order(graph: ModelGraph, parts: list[list[int]], pairs: Iterable[Pair])
         stuck = max((part for i, part in enumerate(parts) if i not in order), key=len)
         first, last = graph.nodes[stuck[0]].name, graph.nodes[stuck[-1]].name
         raise PlanError(
-            f"The group of {first!r} ... {last!r} is not convex: a path leaves it, or one that it is bound up with, and "
-            "comes back, so no stage could run it as a whole. Split the group where the path leaves it."
+            f"The group of {first!r} ... {last!r} is not convex: a path leaves it, or one bound up with it, and comes "
+            "back, so no stage could run it as a whole. Split the group where the path leaves it."
         )
     return order
 
