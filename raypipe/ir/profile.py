@@ -30,7 +30,8 @@ class Profile:
         graph: its nodes have seconds per micro-batch, bytes kept per sample, and their source.
         microbatch_size: samples at which the seconds were taken.
         forward_s, backward_s: of the whole model with its loss; the nodes' sums agree with them.
-        raw_ratio: (forward, backward) sums of the nodes before scaling, over the whole; 1 where estimated.
+        raw_ratio: (forward, backward) sums of the nodes before scaling, over the whole in the same round, in the
+            median; 1 where estimated.
         seconds_by_size: (samples, forward and backward seconds of the whole model), by samples.
         device: what it was measured on, in words.
         notes: what a person should know, one sentence each.

@@ -139,6 +139,11 @@ class Capture:
     _targets: tuple[str, ...]
 
     @property
+    def loss_fn(self) -> LossFn | None:
+        """The user's, None where the model returns its own loss."""
+        return self._loss.loss_fn if isinstance(self._loss, _UserLoss) else None
+
+    @property
     def trainable(self) -> frozenset[str]:
         return frozenset(name for name, parameter in self.parameters.items() if parameter.requires_grad)
 

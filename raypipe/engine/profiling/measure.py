@@ -229,17 +229,23 @@ def _profile(
 ) -> Profile:
     forward_s = statistics.median(r.whole[0] for r in rounds)
     backward_s = statistics.median(r.whole[1] for r in rounds)
-    median = [[statistics.median(column) for column in zip(*part, strict=True)] for part in (
-        [r.forward for r in rounds], [r.backward for r in rounds], [r.sums for r in rounds]
-    )]  # fmt: skip
-    forward, backward, sums = median
-    raw = (sum(forward) / forward_s, (sum(backward) + sum(sums)) / backward_s)
+    forward, backward, sums = (
+        [statistics.median(seconds) for seconds in zip(*part, strict=True)]
+        for part in ([r.forward for r in rounds], [r.backward for r in rounds], [r.sums for r in rounds])
+    )
+    done = (sum(forward), sum(backward) + sum(sums))
+    # Of each round by itself, for what else the machine does changes from one to the next.
+    raw = (
+        statistics.median(sum(r.forward) / r.whole[0] for r in rounds),
+        statistics.median((sum(r.backward) + sum(r.sums)) / r.whole[1] for r in rounds),
+    )
+    scale = (forward_s / done[0], backward_s / done[1] if done[1] else 0.0)
     nodes = tuple(
         dataclasses.replace(
             node,
-            forward_s=forward[i] / raw[0],
-            backward_input_s=backward[i] * (1 - shares[i]) / raw[1] if raw[1] else 0.0,
-            backward_weight_s=(backward[i] * shares[i] + sums[i]) / raw[1] if raw[1] else 0.0,
+            forward_s=forward[i] * scale[0],
+            backward_input_s=backward[i] * (1 - shares[i]) * scale[1],
+            backward_weight_s=(backward[i] * shares[i] + sums[i]) * scale[1],
             activation_bytes=-(-kept[i] // samples),
             source="measured",
         )

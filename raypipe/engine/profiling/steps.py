@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.analyse import SYM_SIZE, Analysis, column_with
@@ -155,8 +156,8 @@ class _Run:
     def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found: Any = fx.map_arg((node.args, node.kwargs), lambda used: self._value(used, node))
         args, kwargs = found
-        if self.meta and "device" in kwargs:
-            kwargs = {**kwargs, "device": torch.device("meta")}
+        if self.meta:
+            args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
         return args, kwargs
 
     def _value(self, used: fx.Node, node: fx.Node) -> Any:
