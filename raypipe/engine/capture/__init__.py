@@ -180,7 +180,7 @@ class Capture:
                 "No parameter that the model uses requires a gradient, so there is nothing to train. "
                 "Set requires_grad=True on the parameters that shall move."
             )
-        order = {name: i for i, name in enumerate(self.parameters)}
+        listed = {name: i for i, name in enumerate(self.parameters)}
         programs = []
         for index, (train, evaluation) in enumerate(zip(trains, evals, strict=True)):
             held = tuple(name for name in self.parameters if index in holders[name])
@@ -197,7 +197,7 @@ class Capture:
                     trainable=trainable & frozenset(held),
                     shared_with={name: tuple(holders[name]) for name in held if len(holders[name]) > 1},
                     num_sites=num_sites,
-                    order=order,
+                    order=listed,
                     loss=self._loss if last else None,
                     targets=self._targets if last else (),
                     first_trainable=first_trainable,

@@ -109,8 +109,8 @@ class SequentialFunction:
         child, module = self.children[position], self._modules[position]
         if child.num_draws:
             with KeyedRandomness(key, child.first_draw):
-                return module(x)  # type: ignore[no-any-return]
-        return module(x)  # type: ignore[no-any-return]
+                return module(x)
+        return module(x)
 
     def _prepare(self) -> None:
         """Skeletons of this function's own, and the places in them that parameters and buffers go to."""

@@ -139,9 +139,8 @@ class _Run:
     def __call__(self, observe: Observe) -> tuple[torch.Tensor, ...]:
         traced, env = self.analysis.traced, self.env
         self.meta = any(t.is_meta for t in (*self.leaves, *self.columns.values()))
-        device = {"device": "meta"} if self.meta else {}
         env.update({b: self.buffers[name] for b, name in traced.buffers.items() if name in self.buffers})
-        env.update({c: tensor.to(**device) if device else tensor for c, tensor in traced.constants.items()})
+        env.update({c: tensor.to("meta") if self.meta else tensor for c, tensor in traced.constants.items()})
         env.update({c: self.columns[name] for c, name in traced.columns.items()})
         env[traced.key] = KEY
         for position, node in enumerate(self.analysis.nodes):
@@ -178,7 +177,9 @@ class _Run:
             return _meta_dropout
         if self.meta and target is keyed_call:
             return _meta_draw
-        return target  # type: ignore[no-any-return]
+        if self.meta and target is torch.ops.aten.scaled_dot_product_attention.default:
+            return _meta_attention
+        return target
 
 
 def _meta_dropout(x: torch.Tensor, p: float, key: Any, index: int) -> torch.Tensor:
@@ -187,3 +188,24 @@ def _meta_dropout(x: torch.Tensor, p: float, key: Any, index: int) -> torch.Tens
 
 def _meta_draw(op: Any, key: Any, index: int, *args: Any, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
+
+
+def _meta_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that real devices take, which keeps no matrix of tokens by tokens; the meta device would keep one."""
+    if dropout_p == 0.0 and q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == v.shape[3]:
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.empty_like(mask, dtype=q.dtype)
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return fused(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+    plain = torch.ops.aten.scaled_dot_product_attention.default
+    return plain(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
