@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 __all__ = [
-    "Attention", "Backwards", "Cnn", "DataclassOutput", "Double", "ManyOutputs", "Mlp", "Noisy", "Scores",
-    "TiedLanguageModel",
+    "Attention", "Backwards", "Branches", "Cnn", "DataclassOutput", "Double", "ManyOutputs", "Mlp", "Noisy", "Scores",
+    "TiedLanguageModel", "Towers",
     "UNet", "custom_function", "dataclass_loss", "dict_loss", "dropout_sequential", "frozen", "sequential",
     "tied_sequential", "untied",
 ]  # fmt: skip
@@ -86,6 +86,45 @@ class UNet(nn.Module):
         y = self.up3(torch.cat([self.middle(c), c], 1))
         y = self.up2(torch.cat([functional.interpolate(y, scale_factor=2), b], 1))
         return self.head(self.up1(torch.cat([functional.interpolate(y, scale_factor=2), a], 1)))
+
+
+class Branches(nn.Module):
+    """Inception's shape: an input that four branches read, each with statistics or draws of its own, used again later.
+
+    Sums of four gradients round differently in another order, so this is where a wrong order shows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def block(i: int, o: int, size: int) -> nn.Sequential:
+            return nn.Sequential(
+                nn.Conv2d(i, o, size, padding=size // 2, bias=False), nn.BatchNorm2d(o), nn.ReLU(inplace=True)
+            )
+
+        self.stem = block(3, 4, 3)
+        self.one, self.three = block(4, 3, 1), nn.Sequential(block(4, 2, 1), block(2, 3, 3))
+        self.five = nn.Sequential(block(4, 2, 1), block(2, 3, 5), nn.Dropout(0.2))
+        self.pool = nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Dropout2d(0.1), block(4, 3, 1))
+        self.join, self.head = nn.Conv2d(12, 4, 1), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        y = self.join(torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], 1))
+        return self.head((y * torch.sigmoid(x) + x).mean((2, 3)))
+
+
+class Towers(nn.Module):
+    """Two branches from the data itself, which meet at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.right = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.GELU(), nn.Linear(7, 5), nn.Dropout(0.1))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.cat([self.left(x), self.right(x)], 1))
 
 
 class Noisy(nn.Module):

@@ -19,7 +19,7 @@ from torch import nn
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.stage import Site, StageFunction
 from raypipe.errors import CaptureError
-from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.graph import ModelGraph, Node, link_nodes
 
 __all__ = ["Child", "is_plain_sequential", "sequential_children", "sequential_graph", "sequential_stages"]
 
@@ -79,28 +79,38 @@ class SequentialFunction:
         columns: Sequence[torch.Tensor],
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
-        if self._modules is None:
-            self._prepare()
-        assert self._modules is not None
+        self.bind(parameters, buffers)
         (x,) = (*inputs, *columns)
         arrived = x.untyped_storage().data_ptr() if self._some_change_input else None
-        # Written straight into the modules: torch.func.functional_call puts tensors in and takes them out again
-        # for 65 us per child.
-        for slots, tensors in ((self._parameters, parameters), (self._buffers, buffers)):
-            for (holder, name), tensor in zip(slots, tensors, strict=True):
-                holder[name] = tensor
-        for child, module in zip(self.children, self._modules, strict=True):
+        for position, child in enumerate(self.children):
             if child.changes_input and x.untyped_storage().data_ptr() == arrived:
                 x = x.clone()  # what came is a leaf or somebody's data: not ours to change, nor a view of it
-            if child.num_draws:
-                with KeyedRandomness(key, child.first_draw):
-                    x = module(x)
-            else:
-                x = module(x)
+            x = self.run_child(position, x, key)
         for (holder, name), buffer in zip(self._buffers, buffers, strict=True):
             if holder[name] is not buffer:  # assigned instead of updated in place
                 buffer.copy_(holder[name])
         return (x,)
+
+    def bind(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        """Let the children use these tensors.
+
+        Written straight into the modules: torch.func.functional_call puts tensors in and takes them out again for
+        65 us per child.
+        """
+        if self._modules is None:
+            self._prepare()
+        for slots, tensors in ((self._parameters, parameters), (self._buffers, buffers)):
+            for (holder, name), tensor in zip(slots, tensors, strict=True):
+                holder[name] = tensor
+
+    def run_child(self, position: int, x: torch.Tensor, key: RandomKey) -> torch.Tensor:
+        """One child of a function that has been bound."""
+        assert self._modules is not None
+        child, module = self.children[position], self._modules[position]
+        if child.num_draws:
+            with KeyedRandomness(key, child.first_draw):
+                return module(x)
+        return module(x)
 
     def _prepare(self) -> None:
         """Skeletons of this function's own, and the places in them that parameters and buffers go to."""
@@ -191,19 +201,38 @@ def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) ->
     return children
 
 
-def sequential_graph(children: Sequence[Child], param_bytes: dict[str, int]) -> ModelGraph:
-    """The planner's view: one Node per child; a shared parameter counts where it is used first."""
-    spans = []  # of the children between the first and the last use of a buffer that changes
+def sequential_graph(
+    children: Sequence[Child], tensor_bytes: dict[str, int], frozen: frozenset[str] = frozenset()
+) -> ModelGraph:
+    """The planner's view: a chain with one Node per child; a shared parameter counts where it is used first.
+
+    Args:
+        tensor_bytes: of parameters and buffers, by name in the model.
+        frozen: names of the parameters that are not trained.
+    """
+    together = []  # children that use a buffer that changes
     for name in sorted({name for child in children for name in child.changes}):
         uses = [i for i, child in enumerate(children) if name in child.buffers.values()]
-        spans.append(range(uses[0], uses[-1]))
+        together += list(itertools.pairwise(uses))
+    held: set[str] = set()
     nodes = []
-    for i, child in enumerate(children):
+    for child in children:
         own = tuple(dict.fromkeys(site.parameter for site in child.sites.values() if site.index == 0))
-        size = sum(param_bytes[name] for name in own)
-        cut_bytes = None if any(i in span for span in spans) else child.output_bytes
-        nodes.append(Node(child.name, child.name, own, size, cut_bytes))
-    return ModelGraph(tuple(nodes))
+        buffers = set(child.buffers.values()) - held
+        held |= buffers
+        nodes.append(
+            Node(
+                name=child.name,
+                module=child.name,
+                param_names=own,
+                param_bytes=sum(tensor_bytes[name] for name in own),
+                cut_bytes=None,
+                output_bytes=child.output_bytes,
+                frozen_bytes=sum(tensor_bytes[name] for name in own if name in frozen),
+                buffer_bytes=sum(tensor_bytes[name] for name in buffers),
+            )
+        )
+    return link_nodes(nodes, itertools.pairwise(range(len(nodes))), together)
 
 
 def sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:

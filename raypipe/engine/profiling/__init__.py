@@ -1,0 +1,15 @@
+"""Seconds and bytes of every operation of a captured model.
+
+    capture --> steps.py: one operation at a time --> observe.py: what happens in it --> measure.py: Profile
+                                                                 FLOPs and bytes   --> estimate.py: Profile
+
+What is measured is one micro-batch on one CPU thread, in this process: forward, backward for inputs, backward for
+parameters with the sums of their gradients, and the bytes that autograd keeps in between.
+"""
+
+from __future__ import annotations
+
+from raypipe.engine.profiling.estimate import Rates, estimate_graph, measure_rates
+from raypipe.engine.profiling.measure import Progress, powers_of_two, profile_graph
+
+__all__ = ["Progress", "Rates", "estimate_graph", "measure_rates", "powers_of_two", "profile_graph"]

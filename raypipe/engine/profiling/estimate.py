@@ -1,0 +1,178 @@
+"""Seconds from FLOPs and bytes, where a model cannot be run: no room, no data, another device.
+
+    seconds = overhead + max(FLOPs / rate, bytes moved / bandwidth)        (the roofline of Williams et al., CACM 2009)
+
+The model is run on the meta device, which has shapes and no memory: what the backward keeps is therefore exact, and
+only the seconds are a guess. The backward of an operation costs its forward once for its inputs and once for its
+parameters, as it does for a matrix product. What is left out: caches, kernels that miss either rate, and the
+user's loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from raypipe.engine.capture import Capture, TracedModel
+from raypipe.engine.gradients import GradientSink
+from raypipe.engine.local import one_thread
+from raypipe.engine.profiling.observe import KeptBytes, tensors_in
+from raypipe.engine.profiling.steps import steps_of
+from raypipe.errors import ConfigError
+from raypipe.ir.profile import Profile
+
+__all__ = ["Rates", "estimate_graph", "measure_rates"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device can do.
+
+    Attributes:
+        flops_per_s: floating-point operations, a multiplication and an addition each counted.
+        bytes_per_s: to and from its memory.
+        overhead_s: of one operation, however small.
+        device: in words.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    overhead_s: float = 5e-6
+    device: str = "a described device"
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_s", "bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"Rates.{name}={getattr(self, name)} must be above 0.")
+
+    def seconds(self, flops: float, moved_bytes: float) -> float:
+        """Of one operation."""
+        return self.overhead_s + max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
+
+
+def measure_rates(size: int = 512, repeats: int = 5) -> Rates:
+    """Rates of this machine's CPU with one thread, from a matrix product and a copy."""
+    with one_thread():
+        a, b = torch.rand(size, size), torch.rand(size, size)
+        source = torch.rand(16 << 20)
+        target = torch.empty_like(source)
+        product_s = _least(lambda: a @ b, repeats)
+        copy_s = _least(lambda: target.copy_(source), repeats)
+        small = torch.rand(1)
+        overhead_s = _least(lambda: [small + small for _ in range(100)], repeats) / 100
+    return Rates(2 * size**3 / product_s, 2 * source.nbytes / copy_s, overhead_s, "cpu, 1 thread")
+
+
+def _least(call: Callable[[], Any], repeats: int) -> float:
+    call()
+    seconds = []
+    for _ in range(repeats):
+        begin_s = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begin_s)
+    return min(seconds)
+
+
+def estimate_graph(
+    captured: Capture,
+    microbatch_size: int,
+    rates: Rates | None = None,
+    *,
+    sizes: Sequence[int] = (),
+) -> Profile:
+    """A profile without a run; every node is marked "estimated".
+
+    Args:
+        microbatch_size: samples.
+        rates: of the device; None for this machine's CPU.
+        sizes: of micro-batches for ``seconds_by_size``, besides this one.
+
+    Raises:
+        ConfigError: the model is an nn.Sequential, whose children only run on real tensors.
+    """
+    if not isinstance(captured.model, TracedModel):
+        raise ConfigError(
+            "An nn.Sequential runs its children as they are, so it can be measured but not estimated. Profile it on an "
+            "example, or put it into an nn.Module whose forward torch.export can trace."
+        )
+    rates = rates or measure_rates()
+    runs = {size: _run(captured, size) for size in sorted({microbatch_size, *sizes})}
+    costs = {size: _costs(captured, counts, rates) for size, counts in runs.items()}
+    counts = runs[microbatch_size]
+    nodes = tuple(
+        dataclasses.replace(
+            node,
+            forward_s=forward,
+            backward_input_s=inward,
+            backward_weight_s=weight,
+            activation_bytes=-(-counts.kept.bytes_of.get(i, 0) // microbatch_size),
+            source="estimated",
+        )
+        for i, (node, (forward, inward, weight)) in enumerate(
+            zip(captured.graph.nodes, costs[microbatch_size], strict=True)
+        )
+    )
+    return Profile(
+        graph=dataclasses.replace(captured.graph, nodes=nodes),
+        microbatch_size=microbatch_size,
+        forward_s=sum(node.forward_s for node in nodes),
+        backward_s=sum(node.backward_s for node in nodes),
+        raw_ratio=(1.0, 1.0),
+        seconds_by_size=tuple((size, sum(map(sum, found))) for size, found in costs.items()),
+        device=rates.device,
+        notes=("Seconds are estimated from FLOPs and bytes, not measured.",),
+    )
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Observer: FLOPs, bytes in and out, and which backwards there are, by position."""
+
+    kept: KeptBytes
+    flops: list[float] = field(default_factory=list)
+    moved_bytes: list[int] = field(default_factory=list)
+    passes: list[bool] = field(default_factory=list)
+
+    def __call__(self, position: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with FlopCounterMode(display=False) as counter:
+            outputs = self.kept(position, call, args, kwargs)
+        inputs = tensors_in((args, kwargs))
+        self.flops.append(float(counter.get_total_flops()))
+        self.moved_bytes.append(sum(t.nbytes for t in (*inputs, *tensors_in(outputs))))
+        self.passes.append(any(t.requires_grad and not t.is_leaf for t in inputs))
+        return outputs
+
+
+def _run(captured: Capture, samples: int) -> _Counts:
+    (program,) = captured.programs(())
+    parameters = {
+        name: torch.nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        for name, p in captured.parameters.items()
+    }
+    leaves = GradientSink(program, parameters).leaves
+    buffers = [captured.buffers[name].detach().to("meta") for name in program.train.buffers]
+    columns = {
+        name: torch.empty((samples, *shape[1:]) if shape else (), dtype=dtype, device="meta")
+        for name, (shape, dtype) in captured.columns.items()
+    }
+    counts = _Counts(KeptBytes((*leaves, *buffers)))
+    steps_of(captured, program).run(leaves, buffers, columns, counts)
+    return counts
+
+
+def _costs(captured: Capture, counts: _Counts, rates: Rates) -> list[tuple[float, float, float]]:
+    """By node, seconds of forward and of the backward for inputs and for parameters."""
+    found = []
+    for i, node in enumerate(captured.graph.nodes):
+        forward = rates.seconds(counts.flops[i], counts.moved_bytes[i])
+        trained = any(captured.parameters[name].requires_grad for name in node.param_names)
+        # Shared parameters have a name at their first use only; the gradient is taken at each.
+        inward = forward if counts.passes[i] else 0.0
+        found.append((forward, inward, forward if trained else 0.0))
+    return found

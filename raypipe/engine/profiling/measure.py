@@ -1,0 +1,268 @@
+"""Seconds and kept bytes of every operation of a model, which add up to the whole model's.
+
+    round:  the whole model in one piece, as a stage runs it     F, B and the sums of gradients
+            the same, operation by operation                     each operation's share
+
+Both in every round, so that a machine that slows down slows both. Medians are taken over rounds after the first;
+the operations are then scaled to the whole, and the factor is reported. The user's loss counts as part of the last
+operation, for both are always in the last stage. What the model leaves out: another load on the machine that will
+run the stage, and the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypipe.engine.backward import gradients
+from raypipe.engine.capture import Capture
+from raypipe.engine.gradients import GradientSink
+from raypipe.engine.local import one_thread
+from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, KeptBytes, Shares
+from raypipe.engine.profiling.steps import KEY, Steps, steps_of
+from raypipe.engine.stage import StageProgram
+from raypipe.errors import StageError
+from raypipe.ir.profile import DOUBTFUL, Profile
+
+__all__ = ["Progress", "device_name", "powers_of_two", "profile_graph"]
+
+Progress = Callable[[int, int], None]
+Columns = Mapping[Any, torch.Tensor]
+
+
+def profile_graph(
+    captured: Capture,
+    columns: Columns,
+    *,
+    sizes: Sequence[int] | None = None,
+    repeats: int = 5,
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure a model on this machine's CPU with one intra-op thread, as the stages use.
+
+    Parameters are read, never changed; buffers are copies.
+
+    Args:
+        columns: one micro-batch by column, targets included; its size is that of the profile.
+        sizes: of micro-batches at which the whole model is measured too; None for powers of two up to this one.
+        repeats: rounds whose medians are taken, after one to warm up.
+        progress: called with (done, total) rounds.
+
+    Raises:
+        StageError: the model cannot run on these columns; ``estimate_graph`` needs no run.
+    """
+    samples = min(len(t) for t in columns.values() if t.dim())
+    sizes = powers_of_two(samples) if sizes is None else sizes
+    total = (repeats + 1) * (1 + sum(1 for size in sizes if size != samples)) + 2
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(done, total)
+
+    try:
+        with one_thread():
+            bench = _Bench.of(captured)
+            kept = bench.kept(columns)
+            advance()
+            shares = bench.shares(columns)
+            advance()
+            rounds = []
+            for _ in range(repeats + 1):
+                rounds.append(bench.round(columns))
+                advance()
+            by_size, notes = _by_size(bench, columns, [size for size in sizes if size != samples], repeats, advance)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise StageError(
+            f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
+            "Check that the example has the shapes of the training data."
+        ) from error
+    return _profile(captured, samples, rounds[1:], kept, shares, by_size, notes)
+
+
+def powers_of_two(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and ``most`` itself."""
+    return tuple(sorted({*(1 << i for i in range(most.bit_length())), most}))
+
+
+def device_name() -> str:
+    """The CPU of this machine, in words."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"cpu, {names[0] if names else platform.processor() or platform.machine()}, 1 thread"
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Seconds: (forward, backward) of the whole, and by operation forward, backward, sums of gradients."""
+
+    whole: tuple[float, float]
+    forward: list[float]
+    backward: list[float]
+    sums: list[float]
+
+
+@dataclass(slots=True)
+class _Bench:
+    """A model as one stage, with parameters and buffers to run it."""
+
+    program: StageProgram
+    steps: Steps
+    sink: GradientSink
+    parameters: Mapping[str, torch.Tensor]
+    buffers: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, captured: Capture) -> _Bench:
+        (program,) = captured.programs(())
+        # Copies, because the user's may be used elsewhere meanwhile; the sink adds gradients to sums of its own.
+        parameters = {
+            name: torch.nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+            for name, p in captured.parameters.items()
+        }
+        buffers = [captured.buffers[name].detach().clone() for name in program.train.buffers]
+        return cls(program, steps_of(captured, program), GradientSink(program, parameters), parameters, buffers)
+
+    def whole(self, columns: Columns) -> tuple[float, float]:
+        """Seconds of forward and backward, as the executor runs them."""
+        function, sink = self.program.train, self.sink
+        begin_s = time.perf_counter()
+        outputs = function(sink.leaves, self.buffers, (), [columns[name] for name in function.columns], KEY)
+        loss = self._loss(outputs, columns)
+        middle_s = time.perf_counter()
+        sink.add(gradients([loss], [torch.ones_like(loss)], sink.trained))
+        return middle_s - begin_s, time.perf_counter() - middle_s
+
+    def round(self, columns: Columns) -> _Round:
+        """The whole, then its operations."""
+        whole = self.whole(columns)
+        count = len(self.steps.sites)
+        backward = BackwardClock(count)
+        forward = ForwardClock([0.0] * count, backward)
+        outputs = self.steps.run(self.sink.leaves, self.buffers, columns, forward)
+        begin_s = time.perf_counter()
+        loss = self._loss(outputs, columns)
+        forward.seconds[-1] += time.perf_counter() - begin_s
+        backward.claim(count - 1, loss)
+        seed = torch.ones_like(loss)
+        del outputs
+        begin_s = time.perf_counter()
+        found = gradients([loss], [seed], self.sink.trained)
+        seconds = backward.seconds(begin_s, time.perf_counter())
+        return _Round(whole, forward.seconds, seconds, self._sums(found))
+
+    def _sums(self, found: Sequence[torch.Tensor | None]) -> list[float]:
+        """By operation, seconds to add the gradients of its parameters to their sums."""
+        by_leaf = dict(zip(map(id, self.sink.trained), found, strict=True))
+        seconds = []
+        for sites in self.steps.sites:
+            grads = [by_leaf.get(id(self.sink.leaves[site])) for site in sites]
+            known = [g for g in grads if g is not None]
+            totals = [torch.empty_like(g) for g in known]
+            for total in totals:
+                total.zero_()  # memory that nobody has touched takes longer
+            begin_s = time.perf_counter()
+            if known:
+                torch._foreach_add_(totals, known)
+            seconds.append(time.perf_counter() - begin_s if known else 0.0)
+        return seconds
+
+    def kept(self, columns: Columns) -> list[int]:
+        """By operation, bytes that its backward keeps."""
+        observer = KeptBytes((*self.sink.leaves, *self.buffers))
+        outputs = self.steps.run(self.sink.leaves, self.buffers, columns, observer)
+        last = len(self.steps.sites) - 1
+        loss = observer(last, self._loss, (outputs, columns), {})
+        del outputs, loss
+        return [observer.bytes_of.get(position, 0) for position in range(last + 1)]
+
+    def shares(self, columns: Columns) -> list[float]:
+        """By operation, the part of its backward that is for parameters."""
+        leaves = [[self.sink.leaves[site] for site in sites] for sites in self.steps.sites]
+        observer = Shares(leaves, self.steps.weight_like)
+        self.steps.run(self.sink.leaves, self.buffers, columns, observer)
+        return observer.weight_share
+
+    def _loss(self, outputs: Any, columns: Columns) -> torch.Tensor:
+        assert self.program.loss is not None
+        return self.program.loss(outputs, [columns[name] for name in self.program.targets])
+
+
+def _by_size(
+    bench: _Bench, columns: Columns, sizes: Sequence[int], repeats: int, advance: Callable[[], None]
+) -> tuple[list[tuple[int, float]], list[str]]:
+    found, notes = [], []
+    for size in sizes:
+        part = {name: t[:size] if t.dim() else t for name, t in columns.items()}
+        try:
+            seconds = []
+            for _ in range(repeats + 1):
+                seconds.append(sum(bench.whole(part)))
+                advance()
+            found.append((size, statistics.median(seconds[1:])))
+        except (RuntimeError, ValueError) as error:  # batch statistics of a single value, for one
+            notes.append(f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}.")
+    return found, notes
+
+
+def _profile(
+    captured: Capture,
+    samples: int,
+    rounds: Sequence[_Round],
+    kept: Sequence[int],
+    shares: Sequence[float],
+    by_size: Sequence[tuple[int, float]],
+    notes: Sequence[str],
+) -> Profile:
+    forward_s = statistics.median(r.whole[0] for r in rounds)
+    backward_s = statistics.median(r.whole[1] for r in rounds)
+    forward, backward, sums = (
+        [statistics.median(seconds) for seconds in zip(*part, strict=True)]
+        for part in ([r.forward for r in rounds], [r.backward for r in rounds], [r.sums for r in rounds])
+    )
+    done = (sum(forward), sum(backward) + sum(sums))
+    # Of each round by itself, for what else the machine does changes from one to the next.
+    raw = (
+        statistics.median(sum(r.forward) / r.whole[0] for r in rounds),
+        statistics.median((sum(r.backward) + sum(r.sums)) / r.whole[1] for r in rounds),
+    )
+    scale = (forward_s / done[0], backward_s / done[1] if done[1] else 0.0)
+    nodes = tuple(
+        dataclasses.replace(
+            node,
+            forward_s=forward[i] * scale[0],
+            backward_input_s=backward[i] * (1 - shares[i]) * scale[1],
+            backward_weight_s=(backward[i] * shares[i] + sums[i]) * scale[1],
+            activation_bytes=-(-kept[i] // samples),
+            source="measured",
+        )
+        for i, node in enumerate(captured.graph.nodes)
+    )
+    doubts = [
+        f"The {way} of the operations took {ratio:.2f} times that of the whole model before scaling."
+        for way, ratio in zip(("forward", "backward"), raw, strict=True)
+        if abs(ratio - 1) > DOUBTFUL
+    ]
+    return Profile(
+        graph=dataclasses.replace(captured.graph, nodes=nodes),
+        microbatch_size=samples,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        raw_ratio=raw,
+        seconds_by_size=tuple(sorted([*by_size, (samples, forward_s + backward_s)])),
+        device=device_name(),
+        notes=(*notes, *doubts),
+    )

@@ -1,0 +1,211 @@
+"""A captured model, run one operation at a time, with an observer around every operation.
+
+    columns, leaves, buffers --> op 0 --> op 1 --> ... --> outputs
+                                  ^        ^
+                                 observe(position, call, args, kwargs) -> what the call returns
+
+The same operations on the same values in the same order as in a stage, and values are dropped after their last use
+as there. On the meta device random operations only make their shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from raypipe.engine.capture import Capture, TracedModel
+from raypipe.engine.capture.analyse import SYM_SIZE, Analysis, column_with
+from raypipe.engine.capture.sequential import SequentialFunction
+from raypipe.engine.randomness import RandomKey, dropout, keyed_call
+from raypipe.engine.stage import StageProgram
+
+__all__ = ["Observe", "Steps", "steps_of"]
+
+Observe = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+KEY = RandomKey(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How to run a model step by step.
+
+    Attributes:
+        sites: by position, the places in ``program.train.sites`` of the parameters that the node reads.
+        weight_like: positions of nodes that depend on parameters only, such as the transpose of a weight.
+        run: (leaves by site, buffers, columns by name, observe) -> the model's outputs.
+    """
+
+    sites: tuple[tuple[int, ...], ...]
+    weight_like: frozenset[int]
+    run: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Mapping[Any, torch.Tensor], Observe], Any]
+
+
+def steps_of(captured: Capture, program: StageProgram) -> Steps:
+    """The training graph of a capture, whose one-stage program this is."""
+    place = {site: i for i, site in enumerate(program.train.sites)}
+    if isinstance(captured.model, TracedModel):
+        return _traced_steps(captured.model.train, program, place)
+    column = captured.model.column
+    function = program.train
+    assert isinstance(function, SequentialFunction)
+    sites = tuple(tuple(place[site] for site in child.sites.values()) for child in function.children)
+
+    def run(
+        leaves: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        columns: Mapping[Any, torch.Tensor],
+        observe: Observe,
+    ) -> tuple[torch.Tensor, ...]:
+        # A fresh copy each time: a child may count its calls.
+        own = dataclasses.replace(function, _modules=None)
+        own.bind(leaves, buffers)
+        x = arrived = columns[column]
+        for position, child in enumerate(own.children):
+            if child.changes_input and x.untyped_storage().data_ptr() == arrived.untyped_storage().data_ptr():
+                x = x.clone()
+            call = _Child(own, position)
+            x = observe(position, call, (x,), {})
+        return (x,)
+
+    return Steps(sites, frozenset(), run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """One child as a call."""
+
+    function: SequentialFunction
+    position: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function.run_child(self.position, x, KEY)
+
+
+def _traced_steps(analysis: Analysis, program: StageProgram, place: Mapping[Any, int]) -> Steps:
+    traced = analysis.traced
+    by_use = {
+        (node, used): place[type(program.train.sites[0])(traced.parameters[used], index)]
+        for (node, used), index in analysis.sites.items()
+    }
+    sites = tuple(
+        tuple(by_use[node, used] for used in node.all_input_nodes if (node, used) in by_use) for node in analysis.nodes
+    )
+    ours = {node: i for i, node in enumerate(analysis.nodes)}
+    weight_like: set[int] = set()
+    for node, at in ours.items():
+        inputs = node.all_input_nodes
+        if inputs and all(n in traced.parameters or ours.get(n) in weight_like for n in inputs):
+            weight_like.add(at)
+    last_use: dict[fx.Node, int] = {}
+    for node, at in ours.items():
+        for used in node.all_input_nodes:
+            last_use[used] = at
+    dying: list[list[fx.Node]] = [[] for _ in analysis.nodes]
+    for used, at in last_use.items():
+        if used in ours and used not in analysis.outputs:
+            dying[at].append(used)
+
+    def run(
+        leaves: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        columns: Mapping[Any, torch.Tensor],
+        observe: Observe,
+    ) -> tuple[torch.Tensor, ...]:
+        return _Run(analysis, by_use, dying, leaves, dict(zip(program.train.buffers, buffers, strict=True)), columns)(
+            observe
+        )
+
+    return Steps(sites, frozenset(weight_like), run)
+
+
+@dataclass(slots=True)
+class _Run:
+    """One pass over a traced model."""
+
+    analysis: Analysis
+    by_use: dict[tuple[fx.Node, fx.Node], int]
+    dying: list[list[fx.Node]]
+    leaves: Sequence[torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    columns: Mapping[Any, torch.Tensor]
+    env: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def __call__(self, observe: Observe) -> tuple[torch.Tensor, ...]:
+        traced, env = self.analysis.traced, self.env
+        self.meta = any(t.is_meta for t in (*self.leaves, *self.columns.values()))
+        env.update({b: self.buffers[name] for b, name in traced.buffers.items() if name in self.buffers})
+        env.update({c: tensor.to("meta") if self.meta else tensor for c, tensor in traced.constants.items()})
+        env.update({c: self.columns[name] for c, name in traced.columns.items()})
+        env[traced.key] = KEY
+        for position, node in enumerate(self.analysis.nodes):
+            args, kwargs = self._arguments(node)
+            env[node] = observe(position, self._call(node), args, kwargs)
+            for dead in self.dying[position]:
+                del env[dead]
+        return tuple(self._value(node, node) for node in self.analysis.outputs)
+
+    meta: bool = False
+
+    def _arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found: Any = fx.map_arg((node.args, node.kwargs), lambda used: self._value(used, node))
+        args, kwargs = found
+        if self.meta:
+            args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
+        return args, kwargs
+
+    def _value(self, used: fx.Node, node: fx.Node) -> Any:
+        if (node, used) in self.by_use:
+            return self.leaves[self.by_use[node, used]]
+        if used not in self.env:  # to be rebuilt
+            if used.target is SYM_SIZE:
+                column, dim = column_with(self.analysis.traced, used.meta["val"])  # type: ignore[misc]
+                self.env[used] = self.env[column].shape[dim]
+            else:
+                args, kwargs = self._arguments(used)
+                self.env[used] = self._call(used)(*args, **kwargs)
+        return self.env[used]
+
+    def _call(self, node: fx.Node) -> Callable[..., Any]:
+        target: Any = node.target
+        if self.meta and target is dropout:
+            return _meta_dropout
+        if self.meta and target is keyed_call:
+            return _meta_draw
+        if self.meta and target is torch.ops.aten.scaled_dot_product_attention.default:
+            return _meta_attention
+        return target
+
+
+def _meta_dropout(x: torch.Tensor, p: float, key: Any, index: int) -> torch.Tensor:
+    return x * torch.empty_like(x)
+
+
+def _meta_draw(op: Any, key: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+def _meta_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that real devices take, which keeps no matrix of tokens by tokens; the meta device would keep one."""
+    if dropout_p == 0.0 and q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == v.shape[3]:
+        if mask is not None and mask.dtype is torch.bool:
+            mask = torch.empty_like(mask, dtype=q.dtype)
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return fused(q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+    plain = torch.ops.aten.scaled_dot_product_attention.default
+    return plain(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

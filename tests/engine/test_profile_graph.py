@@ -1,0 +1,306 @@
+"""Every node has its seconds and bytes, they add up to the whole model, and nothing of the user's changes."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypipe.engine import profile_cache
+from raypipe.engine.capture import Capture, capture
+from raypipe.engine.data import open_data
+from raypipe.engine.profile_cache import cache_folder, cached_profile, load_profile, profile_key, save_profile
+from raypipe.engine.profiling import Rates, estimate_graph, powers_of_two, profile_graph
+from raypipe.errors import ConfigError, PlanError, StageError
+from raypipe.ir.profile import Profile
+from tests import nets
+from tests.exactness import captured, same_bits
+from tests.models import CASES, case
+
+ZOO = (*CASES, "gpt2", "llama")
+TRACED = tuple(name for name in ZOO if "sequential" not in name and name not in ("frozen-middle", "custom-function"))
+SAMPLES = 4
+
+
+def columns_of(name: str, samples: int = SAMPLES) -> dict[Any, torch.Tensor]:
+    source = open_data(case(name).data(8), seed=0)
+    names: Any = (0, 1) if case(name).loss_fn is not None else source.columns
+    batch: Any = source.read(0, 0, samples, names)
+    return batch if isinstance(batch, dict) else dict(enumerate(batch))
+
+
+@cache
+def profiled(name: str) -> Profile:
+    return profile_graph(captured(name)[1], columns_of(name), repeats=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_nodes_add_up_to_the_whole(name: str) -> None:
+    profile, graph = profiled(name), captured(name)[1].graph
+    nodes = profile.graph.nodes
+    assert profile.source == "measured"
+    assert sum(n.forward_s for n in nodes) == pytest.approx(profile.forward_s)
+    assert sum(n.backward_s for n in nodes) == pytest.approx(profile.backward_s)
+    assert dict(profile.seconds_by_size)[SAMPLES] == profile.forward_s + profile.backward_s
+    assert all(n.forward_s > 0 for n in nodes)
+    assert all(n.backward_input_s >= 0 and n.backward_weight_s >= 0 for n in nodes)
+    assert profile.microbatch_size == SAMPLES
+    # What capture knew is untouched.
+    assert [(n.name, n.cut_bytes, n.output_bytes) for n in nodes] == [
+        (n.name, n.cut_bytes, n.output_bytes) for n in graph.nodes
+    ]
+    assert (profile.graph.edges, profile.graph.together) == (graph.edges, graph.together)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cnn", "dropout-sequential", "tied-lm", "noisy"])
+def test_nothing_of_the_users_changes(name: str) -> None:
+    profiled(name)
+    model, fresh = captured(name)[0], case(name).model()
+    assert all(map(same_bits, model.state_dict().values(), fresh.state_dict().values()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_kept_bytes_are_those_that_torch_saves() -> None:
+    """By hand, in floats per sample: each linear keeps its input, gelu its own, log_softmax its output."""
+    kept = [node.activation_bytes for node in profiled("mlp").graph.nodes]
+    target, total_weight = 8, 4 / SAMPLES
+    loss = 3 * 4 + target + total_weight
+    assert kept == [6 * 4, 9 * 4, 9 * 4, 8 * 4, 8 * 4, 7 * 4, 7 * 4 + loss]
+
+
+def test_a_storage_is_kept_once() -> None:
+    """tanh and the linear after it keep the same tensor, which is the tanh's."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(torch.tanh(self.a(x)))
+
+    x, y = CASES["mlp"].data(4)[:4]
+    made = capture(Twice(), (x, y), (0, 1), functional.cross_entropy)
+    kept = [n.activation_bytes for n in profile_graph(made, {0: x, 1: y}, repeats=1, sizes=()).graph.nodes]
+    assert kept == [6 * 4, 5 * 4, 3 * 4 + 8 + 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRACED)
+def test_an_estimate_keeps_the_same_bytes(name: str) -> None:
+    """All but the user's loss, which only a run knows."""
+    estimate = estimate_graph(captured(name)[1], SAMPLES, Rates(1e10, 1e10))
+    assert estimate.source == "estimated"
+    ours = [n.activation_bytes for n in estimate.graph.nodes]
+    theirs = [n.activation_bytes for n in profiled(name).graph.nodes]
+    assert ours[:-1] == theirs[:-1]
+    assert ours[-1] <= theirs[-1]
+    assert all(n.source == "estimated" and n.forward_s > 0 for n in estimate.graph.nodes)
+
+
+@pytest.mark.parametrize("name", ["mlp", "sequential"])
+def test_parts_of_a_backward(name: str) -> None:
+    """The data needs no gradient; a layer without parameters has none for them."""
+    first, *rest = profiled(name).graph.nodes
+    assert first.backward_input_s == 0
+    assert first.backward_weight_s > 0
+    for node in rest:
+        assert (node.backward_weight_s > 0) == bool(node.param_names)
+        assert node.backward_input_s > 0
+
+
+def test_what_is_frozen_has_no_backward() -> None:
+    nodes = profiled("frozen-below").graph.nodes
+    frozen = [n for n in nodes if n.module in ("layers.0", "layers.1")]
+    assert len(frozen) == 2
+    assert all(n.backward_s == 0 and n.frozen_bytes == n.param_bytes for n in frozen)
+    assert [n.backward_weight_s > 0 for n in profiled("frozen-top").graph.nodes] == [True, False] * 2 + [False] * 3
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.04)
+        return gradient
+
+
+class Sleep(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Slow.apply(x)
+
+
+def test_the_slow_one_is_found() -> None:
+    x, y = CASES["mlp"].data(4)[:4]
+    model = nn.Sequential(nn.Linear(6, 6), Sleep(), nn.Linear(6, 3))
+    made = capture(model, (x, y), (0, 1), functional.cross_entropy)
+    nodes = profile_graph(made, {0: x, 1: y}, repeats=1, sizes=()).graph.nodes
+    assert max(nodes, key=lambda n: n.forward_s).name == "1"
+    assert max(nodes, key=lambda n: n.backward_input_s).name == "1"
+    assert nodes[1].backward_weight_s == 0
+
+
+def test_sizes_and_progress() -> None:
+    seen: list[tuple[int, int]] = []
+    made = captured("mlp")[1]
+    profile = profile_graph(made, columns_of("mlp", 6), repeats=2, progress=lambda d, t: seen.append((d, t)))
+    assert [b for b, _ in profile.seconds_by_size] == [1, 2, 4, 6]
+    assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
+    assert {total for _, total in seen} == {len(seen)}
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
+def test_powers_of_two(most: int, sizes: tuple[int, ...]) -> None:
+    assert powers_of_two(most) == sizes
+
+
+def test_a_size_that_cannot_be_run_is_noted() -> None:
+    """Batch statistics of one value."""
+    x, y = CASES["mlp"].data(4)[:4]
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    made = capture(model, (x, y), (0, 1), functional.cross_entropy)
+    profile = profile_graph(made, {0: x, 1: y}, repeats=1)
+    assert [b for b, _ in profile.seconds_by_size] == [2, 4]
+    assert "Micro-batches of 1 could not be measured" in profile.notes[0]
+
+
+def test_columns_that_do_not_fit_are_refused() -> None:
+    columns = columns_of("mlp")
+    with pytest.raises(StageError, match="could not be profiled on a micro-batch of 4 samples"):
+        profile_graph(captured("mlp")[1], {**columns, 0: columns[0][:, :3]}, repeats=1)
+
+
+def test_an_estimate_follows_the_rates() -> None:
+    made = captured("cnn")[1]
+    slow, fast = (estimate_graph(made, 2, Rates(rate, rate, 0.0), sizes=(1, 4)) for rate in (1e9, 4e9))
+    assert slow.graph.busy_s == pytest.approx(4 * fast.graph.busy_s)
+    assert [b for b, _ in slow.seconds_by_size] == [1, 2, 4]
+    times = [t for _, t in slow.seconds_by_size]
+    assert times == sorted(times)
+    with pytest.raises(ConfigError, match="flops_per_s=0"):
+        Rates(0, 1.0)
+    with pytest.raises(ConfigError, match="measured but not estimated"):
+        estimate_graph(captured("sequential")[1], 2, Rates(1e9, 1e9))
+
+
+def test_a_model_without_memory_is_estimated() -> None:
+    """Captured and estimated on the meta device: no tensor of it is ever made."""
+    with torch.device("meta"):
+        model = nets.Mlp((1 << 15, 1 << 17, 1 << 15))  # 32 GiB
+        example = (torch.empty(2, 1 << 15), torch.empty(2, 1 << 15))
+    made = capture(model, example, (0, 1), functional.mse_loss)
+    profile = estimate_graph(made, 2, Rates(1e14, 1e12))
+    assert profile.graph.param_bytes > 32 << 30
+    flops = 3 * 2 * 2 * (2 << 32) - 2 * 2 * (1 << 32)  # three products per layer, but none for the data's gradient
+    assert profile.graph.busy_s >= flops / 1e14
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied-lm"])
+def test_a_profile_survives_its_text(name: str) -> None:
+    profile = profiled(name)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 9}', '{"format": 1}', "null"])
+def test_text_that_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="measure anew"):
+        Profile.from_json(text)
+
+
+def made_of(model: nn.Module, samples: int = 4, loss_fn: Any = functional.cross_entropy) -> Capture:
+    x, y = CASES["mlp"].data(samples)[:samples]
+    return capture(model, (x, y), (0, 1), loss_fn)
+
+
+def test_a_profile_is_measured_once(tmp_path: Path) -> None:
+    made, columns = captured("mlp")[1], columns_of("mlp")
+    first, was_read = cached_profile(made, columns, folder=tmp_path, repeats=1)
+    assert not was_read
+    called: list[int] = []
+    again, was_read = cached_profile(made, columns, folder=tmp_path, repeats=1, progress=lambda d, t: called.append(d))
+    assert (again, was_read, called) == (first, True, [])
+    assert [p.suffix for p in tmp_path.iterdir()] == [".json"]
+    same = made_of(CASES["mlp"].model())  # built and traced anew, other weights
+    assert cached_profile(same, columns, folder=tmp_path, repeats=1) == (first, True)
+
+
+def test_a_key_changes_with_the_model_and_its_data() -> None:
+    columns = columns_of("mlp")
+    wider = {**columns, 0: torch.cat([columns[0]] * 2), 1: torch.cat([columns[1]] * 2)}
+    frozen = nets.frozen(nets.Mlp(), "layers.0")
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    keys = {
+        "as it is": profile_key(captured("mlp")[1], columns, (1, 2), 5),
+        "other samples": profile_key(captured("mlp")[1], wider, (1, 2), 5),
+        "other sizes": profile_key(captured("mlp")[1], columns, (1, 2, 4), 5),
+        "other repeats": profile_key(captured("mlp")[1], columns, (1, 2), 6),
+        "other widths": profile_key(made_of(nets.Mlp((6, 9, 8, 8, 3))), columns, (1, 2), 5),
+        "other order": profile_key(made_of(nets.Backwards()), columns, (1, 2), 5),
+        "frozen": profile_key(made_of(frozen), columns, (1, 2), 5),
+        "other loss": profile_key(made_of(nets.Mlp(), loss_fn=smooth), columns, (1, 2), 5),
+        "sequential": profile_key(made_of(nets.sequential()), columns, (1, 2), 5),
+        "other children": profile_key(made_of(nets.dropout_sequential()), columns, (1, 2), 5),
+    }
+    assert len(set(keys.values())) == len(keys)
+    assert profile_key(made_of(nets.sequential()), columns, (1, 2), 5) == keys["sequential"]
+    assert profile_key(made_of(nets.Mlp(), loss_fn=smooth), columns, (1, 2), 5) == keys["other loss"]
+
+
+def damaged(path: Path) -> list[bytes]:
+    whole = path.read_bytes()
+    found = json.loads(whole)
+    found["profile"]["graph"]["nodes"][0]["forward_s"] *= 2
+    return [b"", whole[: len(whole) // 2], whole[:-1], b"\xff\xfe", b"[]", b"{}", json.dumps(found).encode()]
+
+
+def test_a_damaged_file_is_measured_anew(tmp_path: Path) -> None:
+    made, columns = captured("mlp")[1], columns_of("mlp")
+    first, _ = cached_profile(made, columns, folder=tmp_path, repeats=1, sizes=())
+    (path,) = tmp_path.iterdir()
+    for content in damaged(path):
+        path.write_bytes(content)
+        assert load_profile(tmp_path, path.stem) is None
+        profile, was_read = cached_profile(made, columns, folder=tmp_path, repeats=1, sizes=())
+        assert not was_read
+        assert load_profile(tmp_path, path.stem) == profile
+    assert first.graph.edges == profile.graph.edges
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    profile, was_read = cached_profile(captured("mlp")[1], columns_of("mlp"), folder=blocked, repeats=1, sizes=())
+    assert not was_read
+    assert profile.source == "measured"
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(content: Any) -> str:
+        raise OSError("No space left on device")
+
+    profile = profiled("mlp")
+    save_profile(tmp_path, "a", profile)
+    monkeypatch.setattr(profile_cache, "_checksum", full)
+    with pytest.raises(OSError, match="No space"):
+        save_profile(tmp_path, "a", profile)
+    monkeypatch.undo()
+    assert load_profile(tmp_path, "a") == profile
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_where_profiles_are_kept() -> None:
+    assert cache_folder({"RAYPIPE_CACHE_DIR": "/somewhere"}) == Path("/somewhere/profiles")
+    assert cache_folder({}) == Path.home() / ".cache" / "raypipe" / "profiles"
