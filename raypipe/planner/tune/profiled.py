@@ -1,0 +1,83 @@
+"""A model with seconds, at any micro-batch size; and one decision about it, before the stages are built."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Partition
+from raypipe.ir.prediction import Prediction
+from raypipe.planner.microbatch import MicrobatchChoice, StageTime, fit_stage_time
+from raypipe.planner.partition.limits import Limits
+from raypipe.planner.tune.request import Request
+
+__all__ = ["Decision", "Profiled"]
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A model with seconds.
+
+    Attributes:
+        graph: seconds of its nodes at ``microbatch_size`` samples.
+        points: (samples, seconds) of the whole model, forward and backward; fewer than two say nothing of other
+            sizes, whose seconds then count as proportional.
+    """
+
+    graph: ModelGraph
+    microbatch_size: int
+    points: tuple[tuple[int, float], ...] = ()
+
+    @functools.cached_property
+    def times(self) -> StageTime | None:
+        """t(b) of the whole model."""
+        return fit_stage_time(dict(self.points)) if len(self.points) > 1 else None
+
+    def at(self, microbatch_size: int) -> ModelGraph:
+        """The graph with seconds at another size, by the whole model's curve."""
+        if microbatch_size == self.microbatch_size:
+            return self.graph
+        times = self.times
+        if times is None:
+            factor = microbatch_size / self.microbatch_size
+        else:
+            factor = times.seconds(microbatch_size) / times.seconds(self.microbatch_size)
+        nodes = (
+            dataclasses.replace(
+                node,
+                forward_s=node.forward_s * factor,
+                backward_input_s=node.backward_input_s * factor,
+                backward_weight_s=node.backward_weight_s * factor,
+            )
+            for node in self.graph.nodes
+        )
+        return dataclasses.replace(self.graph, nodes=tuple(nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """All that is decided before the stages are built.
+
+    Attributes:
+        request: with the schedule settled; what ``build_schedule`` takes for any number of micro-batches.
+        graph: seconds at the micro-batch size decided on.
+        cluster: what it was planned for.
+        limits: with the memory model of the schedule.
+        choice: of the micro-batches; None where they were given, or a rule stands in.
+        reasons: (what, why) of each choice.
+    """
+
+    request: Request
+    graph: ModelGraph
+    cluster: Cluster
+    limits: Limits
+    partition: Partition
+    minibatch_size: int
+    microbatch_size: int
+    num_microbatches: int
+    choice: MicrobatchChoice | None
+    prediction: Prediction
+    reasons: tuple[tuple[str, str], ...] = ()
