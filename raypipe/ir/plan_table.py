@@ -1,7 +1,7 @@
 """A plan as text for people; every number in it is a field of the plan, so its JSON holds them all.
 
-    stage  devices  parameters  ...  ms/micro-batch  busy    memory     limit   operations
-        0  gpu0         4.0 MiB           12.3        97%    10.1 GiB  24.0 GiB  embed ... blocks.3
+stage  devices  parameters  ...  ms/micro-batch  busy    memory     limit   operations
+    0  gpu0         4.0 MiB           12.3        97%    10.1 GiB  24.0 GiB  embed ... blocks.3
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ def table(plan: Plan, peaks: Sequence[int]) -> str:
 
 def _predicted(found: Prediction) -> list[Column]:
     worst = max(stage.busy_s for stage in found.stages) or 1.0
-    columns = [
+    columns: list[Column] = [
         ("seconds F + B", [f"{human_s(s.forward_s)} + {human_s(s.backward_s)}" for s in found.stages]),
         ("of slowest", [f"{s.busy_s / worst:.0%}" for s in found.stages]),
         ("memory", [human_bytes(s.memory_bytes) for s in found.stages]),
     ]
     if any(s.limit_bytes is not None for s in found.stages):
-        columns.append(("limit", ["none" if s.limit_bytes is None else human_bytes(s.limit_bytes) for s in found.stages]))
+        columns.append(
+            ("limit", ["none" if s.limit_bytes is None else human_bytes(s.limit_bytes) for s in found.stages])
+        )
     if any(len(s.devices) > 1 for s in found.stages):
         columns.append(("replicas", [str(max(1, len(s.devices))) for s in found.stages]))
     if any(s.devices for s in found.stages):

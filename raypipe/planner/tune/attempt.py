@@ -86,7 +86,7 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
         quickest = solver_of(request, problem.profiled.graph, quick=True)
         choice = _choose(problem, request, num_stages, quickest, times, (minibatch, size, count))
         size, count = choice.microbatch_size, choice.num_microbatches
-    graph = coarse(problem.profiled.at(size)) if quick and problem.searches else problem.profiled.at(size)
+    graph = problem.profiled.at(size, problem.short if quick else None)
     limits = _limits(request, num_stages, stages, count, size)
     partition = fitting_partition(solver, graph, problem.cluster, limits)
     if problem.described and problem.request.schedule == "auto" and request.schedule == "slack":
@@ -105,17 +105,24 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
         choice=choice,
         prediction=_NOTHING,
     )
-    return dataclasses.replace(found, prediction=predicted(found, problem.links))
+    return dataclasses.replace(found, prediction=predicted(found, problem.links, compare=False))
 
 
-def predicted(decision: Decision, links: str, first_trainable: int | None = None) -> Prediction:
-    """The prediction of a decision, with the curve that led to its micro-batches."""
+def predicted(
+    decision: Decision, links: str, first_trainable: int | None = None, *, compare: bool = True
+) -> Prediction:
+    """The prediction of a decision, with the curve that led to its micro-batches.
+
+    Args:
+        first_trainable: lowest stage with a backward; None follows the graph.
+        compare: with 1F1B too.
+    """
     stages, count = decision.partition.num_stages, decision.num_microbatches
     first = first_trainable_stage(decision.graph, decision.partition) if first_trainable is None else first_trainable
     schedule = build_schedule(decision.request, stages, count, first)
-    compare = None
-    if schedule.kind != "1f1b" and stages > 1:
-        compare = build_schedule(
+    plain = None
+    if compare and schedule.kind != "1f1b" and stages > 1:
+        plain = build_schedule(
             dataclasses.replace(decision.request, schedule="1f1b", slack=None, group_size=None), stages, count, first
         )
     found = predict(
@@ -126,7 +133,7 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
         schedule,
         decision.minibatch_size,
         links=links,
-        one_f_one_b=compare,
+        one_f_one_b=plain,
     )
     choice = decision.choice
     if choice is None:
@@ -196,9 +203,7 @@ def _choose(
         raise
 
 
-def _with_slack(
-    problem: Problem, request: Request, graph: ModelGraph, limits: Limits, partition: Partition
-) -> Request:
+def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: Limits, partition: Partition) -> Request:
     """The request with r = 1 + ceil(2 c / T) on every hop, as far as that fits and shortens the step."""
     hops = hops_of(partition, problem.cluster, limits.memory.microbatch_size)
     slowest_s = max(stage.busy_s for stage in stages_of(graph, partition, problem.cluster, limits))
@@ -206,9 +211,7 @@ def _with_slack(
         return request
     least = request.slack if isinstance(request.slack, int) else 1
     most = min(MOST_SLACK, limits.memory.num_microbatches)
-    wanted = [
-        max(least, min(most, 1 + math.ceil(2 * (h.latency_s + h.occupancy_s) / slowest_s - 1e-9))) for h in hops
-    ]
+    wanted = [max(least, min(most, 1 + math.ceil(2 * (h.latency_s + h.occupancy_s) / slowest_s - 1e-9))) for h in hops]
     best, best_s = request, math.inf
     for cap in sorted({least, *(max(least, max(wanted) >> i) for i in range(max(wanted).bit_length()))}):
         capped = tuple(min(cap, r) for r in wanted)

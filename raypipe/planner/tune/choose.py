@@ -11,6 +11,7 @@ refusal is that of the largest number, which has the most memory.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from raypipe.errors import PlanError
@@ -23,7 +24,7 @@ from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.plain import bubble_notes
 from raypipe.planner.tune.predict import first_trainable_stage
 from raypipe.planner.tune.profiled import Decision, Profiled
-from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, build_schedule
+from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, build_schedule, microbatches
 
 __all__ = ["ASSUMED_LINK", "decide", "plan_of"]
 
@@ -48,19 +49,23 @@ def decide(request: Request, profiled: Profiled, cluster: Cluster | None = None)
     found: list[Decision] = []
     refusal: PlanError | None = None
     counts = _stage_counts(problem)
-    for count in counts:
+    best_s = math.inf
+    for count in reversed(counts):
+        if count is not None and _at_least_s(problem, count) > best_s * (1 + EVEN):
+            continue
         try:
             # With one number only there is nothing to compare, and the full answer is asked for at once.
             found.append(_with_stages(problem, count, quick=len(counts) > 1))
+            best_s = min(best_s, found[-1].prediction.step_s)
         except PlanError as error:
-            refusal = error
+            refusal = refusal or error
     if not found:
         assert refusal is not None
         raise refusal
-    least_s = min(decision.prediction.step_s for decision in found)
-    near = [decision for decision in found if decision.prediction.step_s <= least_s * (1 + EVEN)]
+    near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
     best = min(near, key=lambda decision: sum(decision.partition.replicas))
     best = _refined(problem, best) if len(counts) > 1 else best
+    best = dataclasses.replace(best, prediction=predicted(best, problem.links))
     return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
 
 
@@ -107,7 +112,18 @@ def _stage_counts(problem: Problem) -> list[int | None]:
         return [min(DEFAULT_STAGES, most)]
     if most <= FEW:
         return list(range(1, most + 1))
-    return sorted({most >> i for i in range(most.bit_length())})
+    return [*sorted({most >> i for i in range(most.bit_length())})]
+
+
+def _at_least_s(problem: Problem, num_stages: int) -> float:
+    """A step that no plan with so many stages beats: all samples at once, shared out without a bubble."""
+    request = problem.request
+    minibatch, size, count = microbatches(request, num_stages)
+    if request.num_microbatches is None and problem.profiled.times is not None:
+        size, count = minibatch, 1
+    fastest = sorted((device.speed for device in problem.cluster.devices), reverse=True)[:num_stages]
+    # The last micro-batch may be smaller, and the simulator takes it as large as the others: so it counts in full.
+    return problem.profiled.seconds(size) * count / math.fsum(fastest)
 
 
 def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> Decision:
@@ -122,11 +138,17 @@ def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> De
         try:
             found.append(attempt(problem, candidate, num_stages, quick=quick))
         except PlanError as error:
-            refusal = error
+            refusal = refusal or error
+        if found and not _short_of_memory(found[0]):
+            break
     if not found:
         assert refusal is not None
         raise refusal
     return min(found, key=lambda decision: decision.prediction.step_s)
+
+
+def _short_of_memory(found: Decision) -> bool:
+    return found.choice is not None and found.choice.decided_by == "memory"
 
 
 def _refined(problem: Problem, found: Decision) -> Decision:
@@ -135,4 +157,6 @@ def _refined(problem: Problem, found: Decision) -> Decision:
     same_solver = solver_of(request, graph) is solver_of(request, graph, quick=True)
     if not problem.searches or (problem.short is graph and same_solver):
         return found
-    return _with_stages(problem, found.partition.num_stages if request.partitioner != "hierarchical" else None, quick=False)
+    return _with_stages(
+        problem, found.partition.num_stages if request.partitioner != "hierarchical" else None, quick=False
+    )

@@ -1,7 +1,7 @@
 """A long graph with fewer, larger nodes, to compare numbers of stages and micro-batches with; never what is run.
 
-    node    a b c d e f g h i j        bytes at the cuts  9 2 9 9 2 9 9 2 9
-    group   [a b] [c d e] [f g h] [i j]        groups end where little would cross
+node    a b c d e f g h i j        bytes at the cuts  9 2 9 9 2 9 9 2 9
+group   [a b] [c d e] [f g h] [i j]        groups end where little would cross
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from raypipe.ir.graph import ModelGraph, Node
 
 __all__ = ["coarse"]
 
-ENOUGH = 512
-"""Nodes up to which a graph is left as it is; of more, a stage of one of eight is still made of 64 groups."""
+ENOUGH = 400
+"""Nodes up to which a graph is left as it is; of more, a stage of one of eight is still made of 50 groups."""
 
 
 def coarse(graph: ModelGraph, enough: int = ENOUGH) -> ModelGraph:

@@ -114,6 +114,4 @@ def placed(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Li
         busy_s = sum(graph.nodes[i].busy_s for i in order[stage.start : stage.stop])
         period_s = busy_s / cluster.devices[stage.index].speed
         stages.append(dataclasses.replace(stage, period_s=period_s, memory_bytes=bytes_of.total_bytes))
-    return dataclasses.replace(
-        found, stages=tuple(stages), bottleneck_s=max(stage.period_s for stage in stages)
-    )
+    return dataclasses.replace(found, stages=tuple(stages), bottleneck_s=max(stage.period_s for stage in stages))

@@ -36,15 +36,19 @@ class Profiled:
         """t(b) of the whole model."""
         return fit_stage_time(dict(self.points)) if len(self.points) > 1 else None
 
-    def at(self, microbatch_size: int) -> ModelGraph:
-        """The graph with seconds at another size, by the whole model's curve."""
-        if microbatch_size == self.microbatch_size:
-            return self.graph
-        times = self.times
+    def seconds(self, samples: int) -> float:
+        """Seconds of one micro-batch of so many samples through the whole model, by the curve through the points."""
+        times, here_s = self.times, self.graph.busy_s
         if times is None:
-            factor = microbatch_size / self.microbatch_size
-        else:
-            factor = times.seconds(microbatch_size) / times.seconds(self.microbatch_size)
+            return here_s * samples / self.microbatch_size
+        return here_s * times.seconds(samples) / times.seconds(self.microbatch_size)
+
+    def at(self, microbatch_size: int, graph: ModelGraph | None = None) -> ModelGraph:
+        """The graph, or another form of it, with seconds at another size."""
+        graph = graph or self.graph
+        if microbatch_size == self.microbatch_size:
+            return graph
+        factor = self.seconds(microbatch_size) / (self.graph.busy_s or 1.0)
         nodes = (
             dataclasses.replace(
                 node,
@@ -52,9 +56,9 @@ class Profiled:
                 backward_input_s=node.backward_input_s * factor,
                 backward_weight_s=node.backward_weight_s * factor,
             )
-            for node in self.graph.nodes
+            for node in graph.nodes
         )
-        return dataclasses.replace(self.graph, nodes=tuple(nodes))
+        return dataclasses.replace(graph, nodes=tuple(nodes))
 
 
 @dataclass(frozen=True, slots=True)
