@@ -74,6 +74,9 @@ class ModelGraph:
         nodes: in an order in which they can run.
         edges: (producer, consumer) positions; None where they are not known, and only ``cut_bytes`` counts.
         together: (earlier, later) positions that must share a stage, because what joins them cannot travel.
+        before: (earlier, later) positions that must keep this order, though nothing travels between them: sums of
+            gradients, which round differently in another one, and operations that would otherwise be free to run
+            anywhere.
 
     Raises:
         PlanError: a pair that is not two positions in execution order.
@@ -82,9 +85,10 @@ class ModelGraph:
     nodes: tuple[Node, ...]
     edges: tuple[tuple[int, int], ...] | None = None
     together: tuple[tuple[int, int], ...] = ()
+    before: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for earlier, later in (*(self.edges or ()), *self.together):
+        for earlier, later in (*(self.edges or ()), *self.together, *self.before):
             if not 0 <= earlier < later < len(self.nodes):
                 raise PlanError(
                     f"The graph joins positions {earlier} and {later} of {len(self.nodes)} nodes: write the producer "
@@ -107,7 +111,8 @@ class ModelGraph:
     def to_json(self) -> str:
         """The graph as text; ``from_json`` gives an equal one."""
         rows = [dataclasses.asdict(node) for node in self.nodes]
-        return json.dumps({"format": FORMAT, "nodes": rows, "edges": self.edges, "together": self.together}, indent=1)
+        pairs = {"edges": self.edges, "together": self.together, "before": self.before}
+        return json.dumps({"format": FORMAT, "nodes": rows, **pairs}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ModelGraph:
@@ -124,7 +129,7 @@ class ModelGraph:
                 )
             nodes = tuple(_node(row) for row in found["nodes"])
             edges = None if found["edges"] is None else _pairs(found["edges"])
-            return cls(nodes, edges, _pairs(found["together"]))
+            return cls(nodes, edges, _pairs(found["together"]), _pairs(found.get("before", ())))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"This is not a saved model graph ({error!r}): make it anew with ModelGraph.to_json."
@@ -140,7 +145,10 @@ def _pairs(found: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:
 
 
 def link_nodes(
-    nodes: Iterable[Node], edges: Iterable[tuple[int, int]], together: Iterable[tuple[int, int]] = ()
+    nodes: Iterable[Node],
+    edges: Iterable[tuple[int, int]],
+    together: Iterable[tuple[int, int]] = (),
+    before: Iterable[tuple[int, int]] = (),
 ) -> ModelGraph:
     """A graph whose ``cut_bytes`` follow from edges and ``output_bytes``.
 
@@ -161,4 +169,4 @@ def link_nodes(
     for position, node in enumerate(found):
         crossing, barred = crossing + change[position], barred + parted[position]
         found[position] = dataclasses.replace(node, cut_bytes=None if barred else crossing)
-    return ModelGraph(tuple(found), pairs, joined)
+    return ModelGraph(tuple(found), pairs, joined, tuple(before))

@@ -20,20 +20,28 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from raypipe.engine.capture.analyse import Analysis, analyse, model_graph
-from raypipe.engine.capture.cut import assign_by_anchors, assign_by_owner, assign_by_position, slice_stages
+from raypipe.engine.capture.analyse import Analysis, analyse
+from raypipe.engine.capture.cut import (
+    assign_by_anchors,
+    assign_by_owner,
+    assign_by_position,
+    check_order,
+    slice_stages,
+)
 from raypipe.engine.capture.sequential import (
+    Child,
     is_plain_sequential,
     sequential_children,
     sequential_graph,
     sequential_stages,
 )
 from raypipe.engine.capture.trace import trace
+from raypipe.engine.capture.view import model_graph
 from raypipe.engine.stage import StageFunction, StageProgram
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
 
-__all__ = ["Capture", "capture"]
+__all__ = ["Capture", "SequentialModel", "TracedModel", "capture"]
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -59,6 +67,57 @@ def _own_loss(outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class TracedModel:
+    """Both modes of a model that torch.export traced; see analyse.py."""
+
+    train: Analysis
+    eval: Analysis
+    together: tuple[tuple[int, int], ...]
+    cut_bytes: tuple[int | None, ...]
+    title: str
+
+    def functions(
+        self, cuts: Sequence[int], order: Sequence[int]
+    ) -> tuple[Sequence[StageFunction], Sequence[StageFunction]]:
+        """The stages of both modes; evaluation follows what training holds.
+
+        Raises:
+            CaptureError: a buffer that changes would be in two stages.
+        """
+        num_stages, train = len(cuts) + 1, self.train
+        stages = assign_by_position(train, cuts, order)
+        names = {**train.traced.parameters, **{b: train.traced.buffers[b] for b in train.changing_buffers}}
+        holders: dict[str, set[int]] = {}
+        for node, stage in stages.items():
+            for used in node.all_input_nodes:
+                if used in names:
+                    holders.setdefault(names[used], set()).add(stage)
+        held = {name: tuple(sorted(found)) for name, found in holders.items()}
+        places = None if order else assign_by_anchors(self.eval, held, self.cut_bytes, num_stages)
+        if places is None:
+            places = assign_by_owner(self.eval, held, self.together)
+        return (
+            slice_stages(train, stages, num_stages, f"{self.title} train"),
+            slice_stages(self.eval, places, num_stages, f"{self.title} eval"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SequentialModel:
+    """The children of an nn.Sequential in both modes, and the data column that the first one reads."""
+
+    train: tuple[Child, ...]
+    eval: tuple[Child, ...]
+    column: Any
+
+    def functions(
+        self, cuts: Sequence[int], order: Sequence[int]
+    ) -> tuple[Sequence[StageFunction], Sequence[StageFunction]]:
+        """The stages of both modes; a chain has one order only."""
+        return sequential_stages(self.train, cuts, self.column), sequential_stages(self.eval, cuts, self.column)
+
+
+@dataclass(frozen=True, slots=True)
 class Capture:
     """A model ready to be cut.
 
@@ -66,13 +125,16 @@ class Capture:
         graph: what the planner sees.
         parameters, buffers: the user's own tensors by canonical name, in the order of the model.
         persistent: names of the buffers that belong to the state_dict.
+        model: what the graph was made from; profiling runs it operation by operation.
+        columns: shape and dtype of every data column of the example, by name.
     """
 
     graph: ModelGraph
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     persistent: frozenset[str]
-    _functions: Callable[[Sequence[int]], tuple[list[StageFunction], list[StageFunction]]]
+    model: TracedModel | SequentialModel
+    columns: dict[Any, tuple[tuple[int, ...], torch.dtype]]
     _loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor]
     _targets: tuple[str, ...]
 
@@ -80,13 +142,19 @@ class Capture:
     def trainable(self) -> frozenset[str]:
         return frozenset(name for name, parameter in self.parameters.items() if parameter.requires_grad)
 
-    def programs(self, cuts: Sequence[int]) -> tuple[StageProgram, ...]:
+    def programs(self, cuts: Sequence[int], order: Sequence[int] = ()) -> tuple[StageProgram, ...]:
         """The stages when the graph's nodes are cut before each of these positions.
 
+        Args:
+            order: positions of the nodes in an order in which every stage is a run (``Partition.order``); empty
+                for their own. Within a stage operations keep the order of the model, whatever this one is.
+
         Raises:
-            CaptureError: the cut would part what belongs together; names it.
+            CaptureError: the cut would part what belongs together, or the order is not one of this graph; names it.
         """
-        trains, evals = self._functions(cuts)
+        if order:
+            check_order(self.graph, cuts, order)
+        trains, evals = self.model.functions(cuts, order)
         num_stages = len(trains)
         holders: dict[str, list[int]] = {}
         num_sites: dict[str, int] = {}
@@ -167,15 +235,15 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     else:
         args, kwargs, inputs, targets = tuple(example[:-1]), {}, tuple(columns[:-1]), tuple(columns[-1:])
     loss = _own_loss if loss_fn is None else _UserLoss(loss_fn, None)
+    tensors = example.values() if isinstance(example, Mapping) else example
+    shapes = {name: (tuple(t.shape), t.dtype) for name, t in zip((*inputs, *targets), tensors, strict=True)}
+    source: TracedModel | SequentialModel
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     if isinstance(model, nn.Sequential) and is_plain_sequential(model) and len(args) == 1 and not kwargs:
-        children = sequential_children(model, args[0])
-        sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-        graph = sequential_graph(children[0], sizes)
-
-        def functions(cuts: Sequence[int]) -> tuple[list[StageFunction], list[StageFunction]]:
-            train, evaluation = children
-            return sequential_stages(train, cuts, inputs[0]), sequential_stages(evaluation, cuts, inputs[0])
-
+        train, evaluation = sequential_children(model, args[0])
+        sizes = {name: t.nbytes for name, t in (*model.named_parameters(), *model.named_buffers())}
+        graph = sequential_graph(train, sizes, frozen)
+        source = SequentialModel(tuple(train), tuple(evaluation), inputs[0])
     else:
         samples = min((len(t) for t in (*args, *kwargs.values()) if t.dim()), default=1)
         if samples < 2:
@@ -184,14 +252,14 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
             analyse(trace(model, args, kwargs, inputs, returns_loss=loss_fn is None, training=training))
             for training in (True, False)
         ]
-        graph = model_graph(modes[0], samples)
+        graph = model_graph(modes[0], samples, frozen)
+        other = model_graph(modes[1], samples)
+        cut_bytes = tuple(node.cut_bytes for node in other.nodes)
+        source = TracedModel(modes[0], modes[1], other.together, cut_bytes, type(model).__name__)
         if loss_fn is not None:
             loss = _UserLoss(loss_fn, modes[0].traced.out_spec, modes[0].fixed)
-
-        def functions(cuts: Sequence[int]) -> tuple[list[StageFunction], list[StageFunction]]:
-            return _graph_stages(modes[0], modes[1], cuts, type(model).__name__)
-
-    return Capture(graph, dict(model.named_parameters()), buffers, persistent, functions, loss, targets)
+    named = dict(model.named_parameters())
+    return Capture(graph, named, buffers, persistent, source, shapes, loss, targets)
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -202,25 +270,3 @@ def _refuse_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(f"The module {name!r} has a backward hook, which a stage would not run; remove it.")
-
-
-def _graph_stages(
-    train: Analysis, evaluation: Analysis, cuts: Sequence[int], title: str
-) -> tuple[list[StageFunction], list[StageFunction]]:
-    num_stages = len(cuts) + 1
-    stages = assign_by_position(train, cuts)
-    holders: dict[str, set[int]] = {}
-    names = {**train.traced.parameters, **{b: train.traced.buffers[b] for b in train.changing_buffers}}
-    for node, stage in stages.items():
-        for used in node.all_input_nodes:
-            if used in names:
-                holders.setdefault(names[used], set()).add(stage)
-    held = {name: tuple(sorted(found)) for name, found in holders.items()}
-    cut_bytes = [node.cut_bytes for node in model_graph(evaluation, 1).nodes]
-    places = assign_by_anchors(evaluation, held, cut_bytes, num_stages)
-    if places is None:
-        places = assign_by_owner(evaluation, held)
-    return (
-        list(slice_stages(train, stages, num_stages, f"{title} train")),
-        list(slice_stages(evaluation, places, num_stages, f"{title} eval")),
-    )

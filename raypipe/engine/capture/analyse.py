@@ -1,4 +1,4 @@
-"""What a cut would cost, and what need not cross it.
+"""What belongs to exactly one stage, and what need not cross a cut.
 
 Three kinds of value never cross a link. Parameters and buffers are held where they are used. Data columns
 are read where they are used. And whatever follows from shapes, constants and unchanging buffers alone
@@ -17,9 +17,8 @@ from torch import fx
 from raypipe.engine.capture.inplace import mutated_args, storage_roots
 from raypipe.engine.capture.trace import Traced
 from raypipe.engine.randomness import dropout, keyed_call
-from raypipe.ir.graph import ModelGraph, Node
 
-__all__ = ["Analysis", "analyse"]
+__all__ = ["SYM_SIZE", "Analysis", "analyse", "column_with", "dim_with", "nbytes"]
 
 SYM_SIZE = torch.ops.aten.sym_size.int
 
@@ -133,62 +132,3 @@ def _hint(size: int | torch.SymInt) -> int:
 def nbytes(value: torch.Tensor) -> int:
     """Bytes of a traced tensor at the example's batch size."""
     return math.prod(_hint(d) for d in value.shape) * value.element_size()
-
-
-def model_graph(analysis: Analysis, samples: int) -> ModelGraph:
-    """The planner's view: one Node per operation, with the bytes of a cut after it for one sample.
-
-    Args:
-        samples: batch size of the example that was traced.
-    """
-    traced = analysis.traced
-    order = {node: i for i, node in enumerate(analysis.nodes)}
-    end = len(analysis.nodes)
-    roots = storage_roots(traced.graph)  # a view of a buffer that the next forward changes must not be on its way
-    crossing = [0] * (end + 1)
-    forbidden = [0] * (end + 1)
-    some = [0] * (end + 1)
-    for node, at in order.items():
-        uses = [order[user] for user in node.users if user in order]
-        last = end - 1 if node in analysis.outputs else max(uses, default=at)
-        value = node.meta.get("val")
-        if last == at:
-            continue
-        if isinstance(value, torch.Tensor) and roots[node] not in analysis.changing_buffers:
-            for counter, amount in ((crossing, nbytes(value)), (some, 1)):
-                counter[at] += amount
-                counter[last] -= amount
-        else:
-            forbidden[at] += 1
-            forbidden[last] -= 1
-    for root, last_use in traced.pinned:
-        first = order.get(root, 0)
-        forbidden[first] += 1
-        forbidden[max(first, order.get(last_use, first))] -= 1
-    for buffer in analysis.changing_buffers:
-        uses = [order[user] for user in buffer.users if user in order]
-        if uses:
-            forbidden[min(uses)] += 1
-            forbidden[max(uses)] -= 1
-    seen: set[fx.Node] = set()
-    nodes = []
-    live_bytes = live_forbidden = live_some = 0
-    for i, node in enumerate(analysis.nodes):
-        live_bytes, live_forbidden, live_some = (
-            live_bytes + crossing[i],
-            live_forbidden + forbidden[i],
-            live_some + some[i],
-        )
-        fresh = [p for p in node.all_input_nodes if p in traced.parameters and p not in seen]
-        seen.update(fresh)
-        stack = list(node.meta.get("nn_module_stack", {}).values())
-        nodes.append(
-            Node(
-                name=node.name,
-                module=stack[-1][0] if stack else "",
-                param_names=tuple(traced.parameters[p] for p in fresh),
-                param_bytes=sum(nbytes(p.meta["val"]) for p in fresh),
-                cut_bytes=None if live_forbidden or not live_some else live_bytes // samples,
-            )
-        )
-    return ModelGraph(tuple(nodes))

@@ -10,6 +10,8 @@ them: that keeps the sums equal to the bit.
 
 from __future__ import annotations
 
+import bisect
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -18,19 +20,46 @@ from torch import fx
 from raypipe.engine.capture.analyse import SYM_SIZE, Analysis, column_with, dim_with
 from raypipe.engine.stage import GraphFunction, Site
 from raypipe.errors import CaptureError
+from raypipe.ir.graph import ModelGraph
 
-__all__ = ["assign_by_anchors", "assign_by_owner", "assign_by_position", "slice_stages"]
+__all__ = ["assign_by_anchors", "assign_by_owner", "assign_by_position", "check_order", "slice_stages"]
 
 
-def assign_by_position(analysis: Analysis, cuts: Sequence[int]) -> dict[fx.Node, int]:
-    """Stage of every operation when the sequence is cut before each position in ``cuts``."""
-    stages: dict[fx.Node, int] = {}
-    stage = 0
-    for position, node in enumerate(analysis.nodes):
-        while stage < len(cuts) and position >= cuts[stage]:
-            stage += 1
-        stages[node] = stage
-    return stages
+def assign_by_position(analysis: Analysis, cuts: Sequence[int], order: Sequence[int] = ()) -> dict[fx.Node, int]:
+    """Stage of every operation when the sequence is cut before each position in ``cuts``.
+
+    Args:
+        order: the sequence, positions in execution order; empty for that order itself.
+    """
+    places = order or range(len(analysis.nodes))
+    return {analysis.nodes[at]: bisect.bisect_right(cuts, place) for place, at in enumerate(places)}
+
+
+def check_order(graph: ModelGraph, cuts: Sequence[int], order: Sequence[int]) -> None:
+    """Refuse an order whose stages would not compute what the model computes, to the bit.
+
+    Raises:
+        CaptureError: names the two operations that stand wrong.
+    """
+    if sorted(order) != list(range(len(graph.nodes))):
+        raise CaptureError(
+            f"The order of a partition names {len(order)} positions, but the model has {len(graph.nodes)} operations, "
+            "each of which must come exactly once. Make the plan anew from this model."
+        )
+    stage = {at: bisect.bisect_right(cuts, place) for place, at in enumerate(order)}
+    rules = (
+        (graph.edges or (), "reads what is made there", operator.gt),
+        (graph.before, "must not run before it", operator.gt),
+        (graph.together, "must share its stage", operator.ne),
+    )
+    for pairs, why, wrong in rules:
+        for earlier, later in pairs:
+            if wrong(stage[earlier], stage[later]):
+                a, b = graph.nodes[earlier].name, graph.nodes[later].name
+                raise CaptureError(
+                    f"The order of the partition puts {a!r} in stage {stage[earlier]} and {b!r}, which {why}, in stage "
+                    f"{stage[later]}. Plan with a solver that keeps edges, together and before of the graph."
+                )
 
 
 def assign_by_anchors(
@@ -66,22 +95,35 @@ def assign_by_anchors(
     return assign_by_position(analysis, cuts) if cut(num_stages - 1, len(analysis.nodes)) else None
 
 
-def assign_by_owner(analysis: Analysis, holders: dict[str, tuple[int, ...]]) -> dict[fx.Node, int]:
+def assign_by_owner(
+    analysis: Analysis, holders: dict[str, tuple[int, ...]], together: Sequence[tuple[int, int]] = ()
+) -> dict[fx.Node, int]:
     """Stage of every operation of the *other* mode, so that both modes hold the same tensors in the same place.
 
     An operation goes to the earliest stage that has its inputs and holds its parameters and buffers.
 
     Args:
         holders: stages that hold each parameter or changing buffer, by name.
+        together: positions of the other mode that must share a stage.
 
     Raises:
         CaptureError: evaluation uses a parameter before training's place for it.
     """
     traced = analysis.traced
     names = {**traced.parameters, **traced.buffers}
-    stages: dict[fx.Node, int] = {}
-    for node in analysis.nodes:
-        earliest = max((stages[i] for i in node.all_input_nodes if i in stages), default=0)
+    joined: dict[fx.Node, list[fx.Node]] = {}
+    for one, other in together:
+        a, b = analysis.nodes[one], analysis.nodes[other]
+        joined.setdefault(a, []).append(b)
+        joined.setdefault(b, []).append(a)
+    stages = dict.fromkeys(analysis.nodes, 0)
+    waiting = dict.fromkeys(analysis.nodes)
+    while waiting:  # stages only grow, and the last one is the end of it
+        node = next(iter(waiting))
+        del waiting[node]
+        partners = joined.get(node, [])
+        earliest = max((stages[i] for i in (*node.all_input_nodes, *partners) if i in stages), default=0)
+        earliest = max(earliest, stages[node])
         for used in node.all_input_nodes:
             held = holders.get(names.get(used, ""))
             if held is None:
@@ -94,7 +136,9 @@ def assign_by_owner(analysis: Analysis, holders: dict[str, tuple[int, ...]]) -> 
                     "PipelineConfig(partitioner=[...])."
                 )
             earliest = max(earliest, later[0])
-        stages[node] = earliest
+        if earliest > stages[node]:
+            stages[node] = earliest
+            waiting.update(dict.fromkeys(n for n in (*node.users, *partners) if n in stages))
     return stages
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.stage import Site, StageFunction
 from raypipe.errors import CaptureError
-from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.graph import ModelGraph, Node, link_nodes
 
 __all__ = ["Child", "is_plain_sequential", "sequential_children", "sequential_graph", "sequential_stages"]
 
@@ -191,19 +191,38 @@ def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) ->
     return children
 
 
-def sequential_graph(children: Sequence[Child], param_bytes: dict[str, int]) -> ModelGraph:
-    """The planner's view: one Node per child; a shared parameter counts where it is used first."""
-    spans = []  # of the children between the first and the last use of a buffer that changes
+def sequential_graph(
+    children: Sequence[Child], tensor_bytes: dict[str, int], frozen: frozenset[str] = frozenset()
+) -> ModelGraph:
+    """The planner's view: a chain with one Node per child; a shared parameter counts where it is used first.
+
+    Args:
+        tensor_bytes: of parameters and buffers, by name in the model.
+        frozen: names of the parameters that are not trained.
+    """
+    together = []  # children that use a buffer that changes
     for name in sorted({name for child in children for name in child.changes}):
         uses = [i for i, child in enumerate(children) if name in child.buffers.values()]
-        spans.append(range(uses[0], uses[-1]))
+        together += list(itertools.pairwise(uses))
+    held: set[str] = set()
     nodes = []
-    for i, child in enumerate(children):
+    for child in children:
         own = tuple(dict.fromkeys(site.parameter for site in child.sites.values() if site.index == 0))
-        size = sum(param_bytes[name] for name in own)
-        cut_bytes = None if any(i in span for span in spans) else child.output_bytes
-        nodes.append(Node(child.name, child.name, own, size, cut_bytes))
-    return ModelGraph(tuple(nodes))
+        buffers = set(child.buffers.values()) - held
+        held |= buffers
+        nodes.append(
+            Node(
+                name=child.name,
+                module=child.name,
+                param_names=own,
+                param_bytes=sum(tensor_bytes[name] for name in own),
+                cut_bytes=None,
+                output_bytes=child.output_bytes,
+                frozen_bytes=sum(tensor_bytes[name] for name in own if name in frozen),
+                buffer_bytes=sum(tensor_bytes[name] for name in buffers),
+            )
+        )
+    return link_nodes(nodes, itertools.pairwise(range(len(nodes))), together)
 
 
 def sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:

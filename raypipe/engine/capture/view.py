@@ -1,0 +1,62 @@
+"""The planner's view of a traced model: one Node per operation, and what joins them."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from raypipe.engine.capture.analyse import Analysis, nbytes
+from raypipe.engine.capture.joins import find_joins
+from raypipe.ir.graph import ModelGraph, Node, link_nodes
+
+__all__ = ["model_graph"]
+
+
+def model_graph(analysis: Analysis, samples: int, frozen: frozenset[str] = frozenset()) -> ModelGraph:
+    """One Node per operation, with the bytes of a cut after it for one sample.
+
+    Args:
+        samples: batch size of the example that was traced.
+        frozen: names of the parameters that are not trained.
+    """
+    traced = analysis.traced
+    seen: set[fx.Node] = set()
+    nodes = []
+    for node in analysis.nodes:
+        fresh = [p for p in _read(node, analysis.rebuildable) if p not in seen]
+        seen.update(fresh)
+        own = [p for p in fresh if p in traced.parameters]
+        stack = list(node.meta.get("nn_module_stack", {}).values())
+        value = node.meta.get("val")
+        nodes.append(
+            Node(
+                name=node.name,
+                module=stack[-1][0] if stack else "",
+                param_names=tuple(traced.parameters[p] for p in own),
+                param_bytes=_bytes_of(own),
+                cut_bytes=None,
+                output_bytes=-(-nbytes(value) // samples) if isinstance(value, torch.Tensor) else 0,
+                frozen_bytes=_bytes_of([p for p in own if traced.parameters[p] in frozen]),
+                buffer_bytes=_bytes_of([p for p in fresh if p in traced.buffers]),
+            )
+        )
+    return link_nodes(nodes, *find_joins(analysis))
+
+
+def _read(node: fx.Node, rebuildable: set[fx.Node]) -> list[fx.Node]:
+    """Placeholders that the operation reads, through what is rebuilt for it too."""
+    found: dict[fx.Node, None] = {}
+    stack = list(node.all_input_nodes)
+    seen = set(stack)
+    while stack:
+        used = stack.pop(0)
+        if used.op == "placeholder":
+            found[used] = None
+        elif used in rebuildable:
+            stack += (more := [n for n in used.all_input_nodes if n not in seen])
+            seen.update(more)
+    return list(found)
+
+
+def _bytes_of(placeholders: list[fx.Node]) -> int:
+    return sum(nbytes(p.meta["val"]) for p in placeholders)
