@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,20 +13,33 @@ import torch
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.data import Source, open_data
+from raypipe.engine.profile import measure_stages
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
-from raypipe.errors import ConfigError, DataError
+from raypipe.errors import ConfigError, DataError, PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
 from raypipe.planner.schedule.forward import forward_only
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
-from raypipe.planner.tune import Request, build_schedule, make_partition, make_plan, microbatches
+from raypipe.planner.tune import (
+    Profiled,
+    Request,
+    build_schedule,
+    decide,
+    make_partition,
+    make_plan,
+    microbatches,
+    plan_of,
+)
 
-__all__ = ["Job", "prepare"]
+__all__ = ["Job", "prepare", "profile"]
 
 MESSAGE_TIMEOUT_S = 300.0
 """Longest wait for one boundary message; a slower stage is taken for dead."""
+ADAM_FACTOR = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,23 @@ class Job:
         return lowered
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The user's arguments, looked at: what a plan and a profile begin with.
+
+    Attributes:
+        example: one micro-batch by column.
+    """
+
+    model: torch.nn.Module
+    sources: Mapping[str, Source]
+    request: Request
+    columns: tuple[Any, ...]
+    with_loss_fn: bool
+    captured: Capture
+    example: Mapping[Any, torch.Tensor]
+
+
 def prepare(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
@@ -76,12 +108,77 @@ def prepare(
     eval_data: Any,
     pipeline: PipelineConfig,
     num_workers: int | None,
+    cluster: Cluster | None = None,
+    profiled: Profiled | None = None,
 ) -> Job:
-    """Open the data, capture the model, make the plan.
+    """Open the data, capture the model, profile it where the plan needs that, make the plan.
+
+    Args:
+        cluster: what to plan for; None for ``num_workers`` equal places.
+        profiled: of this model, measured before; None measures here.
 
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
+    found = _open(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
+    captured, request = found.captured, found.request
+    if profiled is None and _needs_profile(pipeline, cluster):
+        profiled = _profiled(captured, found.example, by_size=request.num_microbatches is None)
+    if profiled is None:
+        partition = make_partition(captured.graph, request)
+        programs = captured.programs(partition.cuts)
+        plan = make_plan(request, partition, programs[0].first_trainable, _notes(captured, programs))
+    else:
+        _refuse_other_graph(captured, profiled)
+        request = dataclasses.replace(
+            request,
+            optimizer_factor=_optimizer_factor(optimizer, captured),
+            least_microbatch=min((size for size, _ in profiled.points), default=1),
+        )
+        decision = decide(request, profiled, cluster)
+        request, partition = decision.request, decision.partition
+        programs = captured.programs(partition.cuts, partition.order)
+        plan = plan_of(decision, programs[0].first_trainable, _notes(captured, programs))
+    _, example = _example(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
+    return Job(
+        plan=plan,
+        programs=programs,
+        tensors={**captured.parameters, **captured.buffers},
+        persistent=frozenset(captured.parameters) | captured.persistent,
+        example={name: x[: plan.microbatch_size] for name, x in _by_name(found.columns, example).items()},
+        sources=found.sources,
+        settings=Settings(pipeline.seed, pipeline.loss_reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S),
+        make_optimizer=optimizer,
+        make_scheduler=lr_scheduler,
+        request=request,
+        aliases=_aliases(found.model),
+    )
+
+
+def profile(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    train_data: Any,
+    pipeline: PipelineConfig,
+    num_workers: int | None,
+) -> Profiled:
+    """Seconds and bytes of every operation of the model, on this machine.
+
+    Raises:
+        RaypipeError: one paragraph that says what to change.
+    """
+    found = _open(model, loss_fn, train_data, None, pipeline, num_workers)
+    return _profiled(found.captured, found.example, by_size=True)
+
+
+def _open(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    train_data: Any,
+    eval_data: Any,
+    pipeline: PipelineConfig,
+    num_workers: int | None,
+) -> _Opened:
     built = model if isinstance(model, torch.nn.Module) else model()
     if not isinstance(built, torch.nn.Module):
         raise ConfigError(f"model={type(built).__name__} is no nn.Module; give one, or a function that builds one.")
@@ -92,23 +189,83 @@ def prepare(
     _minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
     columns, example = _example(sources["train"], loss_fn is not None, size)
     captured = capture(built, example, columns, loss_fn)
-    partition = make_partition(captured.graph, request)
-    programs = captured.programs(partition.cuts)
-    plan = make_plan(request, partition, programs[0].first_trainable, _notes(captured, programs))
-    by_name = example if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
-    return Job(
-        plan=plan,
-        programs=programs,
-        tensors={**captured.parameters, **captured.buffers},
-        persistent=frozenset(captured.parameters) | captured.persistent,
-        example={name: tensor[: plan.microbatch_size] for name, tensor in by_name.items()},
-        sources=sources,
-        settings=Settings(pipeline.seed, pipeline.loss_reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S),
-        make_optimizer=optimizer,
-        make_scheduler=lr_scheduler,
-        request=request,
-        aliases=_aliases(built),
+    return _Opened(built, sources, request, columns, loss_fn is not None, captured, _by_name(columns, example))
+
+
+def _by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
+    return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
+
+
+def _needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
+    """Whether anything is left open that seconds or bytes decide; equal parameters never ask for seconds."""
+    if cluster is not None or pipeline.memory_limit_bytes != "auto":
+        return True
+    if pipeline.partitioner == "parameters":
+        return False
+    return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
+
+
+def _profiled(captured: Capture, example: Mapping[Any, torch.Tensor], *, by_size: bool) -> Profiled:
+    """The graph with seconds: the whole model is measured, and shared out by parameters as an estimate."""
+    programs = captured.programs(())
+    tensors = {**captured.parameters, **captured.buffers}
+    samples = min((len(x) for x in example.values() if x.dim()), default=1)
+    measured = measure_stages(programs, tensors, example)
+    points = {samples: measured.forward_s[0] + measured.backward_s[0]}
+    for size in (1 << i for i in range(samples.bit_length())):
+        if by_size and size < samples:
+            # Batch normalisation, for one, refuses a single sample: such a size is no candidate either.
+            with contextlib.suppress(ValueError, RuntimeError):
+                seconds = measure_stages(programs, tensors, {name: x[:size] for name, x in example.items()})
+                points[size] = seconds.forward_s[0] + seconds.backward_s[0]
+    graph = _shared_out(captured.graph, measured.forward_s[0], measured.backward_s[0])
+    return Profiled(graph, samples, tuple(sorted(points.items())) if by_size else ())
+
+
+def _shared_out(graph: ModelGraph, forward_s: float, backward_s: float) -> ModelGraph:
+    total = graph.param_bytes
+    shares = [node.param_bytes / total if total else 1 / len(graph.nodes) for node in graph.nodes]
+    nodes = (
+        dataclasses.replace(
+            node,
+            forward_s=forward_s * share,
+            backward_input_s=backward_s * share / 2,
+            backward_weight_s=backward_s * share / 2,
+            source="estimated",
+        )
+        for node, share in zip(graph.nodes, shares, strict=True)
     )
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def _refuse_other_graph(captured: Capture, profiled: Profiled) -> None:
+    own, other = ([node.name for node in graph.nodes] for graph in (captured.graph, profiled.graph))
+    if own != other:
+        at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+        raise PlanError(
+            f"The profile is of another model: it has {len(other)} operations and this one {len(own)}, and they differ "
+            f"from operation {at} on. Make it anew with `raypipe profile`."
+        )
+
+
+def _optimizer_factor(make_optimizer: MakeOptimizer, captured: Capture) -> float:
+    """Bytes of optimizer state per byte of parameters, of one step on a copy of the smallest matrix that is trained.
+
+    An optimizer that cannot be made for one parameter counts as Adam; training will say what is wrong with it.
+    """
+    trained = [(name, p) for name, p in captured.parameters.items() if name in captured.trainable]
+    name, like = min(trained, key=lambda pair: (pair[1].dim() < 2, pair[1].numel()), default=("", None))
+    if like is None:
+        return ADAM_FACTOR
+    with contextlib.suppress(Exception):
+        copy = torch.nn.Parameter(like.detach().clone())
+        copy.grad = torch.zeros_like(copy)
+        made = make_optimizer([(name, copy)])
+        made.step()
+        kept = [x for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        # A step counter is one number, whatever the size of the parameter.
+        return sum(x.nbytes for x in kept if x.numel() > 1) / max(1, copy.nbytes)
+    return ADAM_FACTOR
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
@@ -138,6 +295,8 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         num_samples=num_samples,
         schedule=pipeline.schedule,
         group_size=_given(pipeline.group_size),
+        partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
+        memory_limit_bytes=_given(pipeline.memory_limit_bytes),
     )
 
 

@@ -83,8 +83,8 @@ class Prediction:
         stages, hops: in the order of the pipeline.
         curve: every number of micro-batches that was looked at; empty where it was given.
         optimum, low, high, epsilon: N*, and the range within epsilon of it; 0 where it was given.
-        decided_by: the bound that decided the number of micro-batches: "optimum", "divisors", "schedule", "memory",
-            "given" or "rule".
+        decided_by: the bound that decided the number of micro-batches: "optimum", "divisors", "schedule", "model",
+            "memory", "given" or "rule".
     """
 
     step_s: float

@@ -15,6 +15,7 @@ from raypipe.planner.tune.choose import ASSUMED_LINK, decide, plan_of
 from raypipe.planner.tune.cut import make_partition
 from raypipe.planner.tune.plain import make_plan
 from raypipe.planner.tune.predict import timeline_of
+from raypipe.planner.tune.profile_table import profile_table
 from raypipe.planner.tune.profiled import Decision, Profiled
 from raypipe.planner.tune.request import Request, build_schedule, memory_model, microbatches
 
@@ -30,5 +31,6 @@ __all__ = [
     "memory_model",
     "microbatches",
     "plan_of",
+    "profile_table",
     "timeline_of",
 ]

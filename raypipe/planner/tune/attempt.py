@@ -196,10 +196,13 @@ def _choose(
             minibatch,
         )
     try:
-        return choose_microbatches(time, minibatch, rough.num_stages, hop=hop, fits=fits)
+        return choose_microbatches(
+            time, minibatch, rough.num_stages, hop=hop, fits=fits, least=request.least_microbatch
+        )
     except PlanError:
         # The solver's refusal of the smallest micro-batches names stage, action and bytes.
-        fitting_partition(solver, graph, cluster, _limits(request, num_stages, stages, minibatch, 1))
+        least = min(request.least_microbatch, minibatch)
+        fitting_partition(solver, graph, cluster, _limits(request, num_stages, stages, -(-minibatch // least), least))
         raise
 
 

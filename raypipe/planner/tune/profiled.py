@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from dataclasses import dataclass
 
+from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
@@ -42,6 +44,27 @@ class Profiled:
         if times is None:
             return here_s * samples / self.microbatch_size
         return here_s * times.seconds(samples) / times.seconds(self.microbatch_size)
+
+    def to_json(self) -> str:
+        """The profile as text; ``from_json`` gives an equal one."""
+        graph = json.loads(self.graph.to_json())
+        return json.dumps({"microbatch_size": self.microbatch_size, "points": self.points, "graph": graph}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profiled:
+        """Inverse of ``to_json``.
+
+        Raises:
+            PlanError: the text is no such profile; names what is wrong.
+        """
+        try:
+            found = json.loads(text)
+            points = tuple((int(b), float(s)) for b, s in found["points"])
+            return cls(ModelGraph.from_json(json.dumps(found["graph"])), int(found["microbatch_size"]), points)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"This is not a saved profile ({error!r}): write one with `raypipe profile CONFIG.yaml -o FILE`."
+            ) from None
 
     def at(self, microbatch_size: int, graph: ModelGraph | None = None) -> ModelGraph:
         """The graph, or another form of it, with seconds at another size."""

@@ -33,6 +33,7 @@ class Request:
         memory_limit_bytes: per worker, on top of what its device offers; None for none.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters.
         reserve_bytes: kept free on every worker.
+        least_microbatch: samples that the model needs at once.
     """
 
     num_stages: int | None
@@ -48,6 +49,7 @@ class Request:
     memory_limit_bytes: int | None = None
     optimizer_factor: float = 2.0
     reserve_bytes: int = 0
+    least_microbatch: int = 1
 
 
 def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
