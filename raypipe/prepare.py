@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +12,10 @@ import torch
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.data import Source, open_data
-from raypipe.engine.profile import measure_stages
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
-from raypipe.errors import ConfigError, DataError, PlanError
+from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
-from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
 from raypipe.planner.schedule.forward import forward_only
@@ -34,12 +31,12 @@ from raypipe.planner.tune import (
     microbatches,
     plan_of,
 )
+from raypipe.profiling import optimizer_factor, profile_of, refuse_other_graph
 
 __all__ = ["Job", "prepare", "profile"]
 
 MESSAGE_TIMEOUT_S = 300.0
 """Longest wait for one boundary message; a slower stage is taken for dead."""
-ADAM_FACTOR = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +120,16 @@ def prepare(
     found = _open(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
     captured, request = found.captured, found.request
     if profiled is None and _needs_profile(pipeline, cluster):
-        profiled = _profiled(captured, found.example, by_size=request.num_microbatches is None)
+        profiled = profile_of(captured, found.example, by_size=request.num_microbatches is None)
     if profiled is None:
         partition = make_partition(captured.graph, request)
         programs = captured.programs(partition.cuts)
         plan = make_plan(request, partition, programs[0].first_trainable, _notes(captured, programs))
     else:
-        _refuse_other_graph(captured, profiled)
+        refuse_other_graph(captured, profiled)
         request = dataclasses.replace(
             request,
-            optimizer_factor=_optimizer_factor(optimizer, captured),
+            optimizer_factor=optimizer_factor(optimizer, captured),
             least_microbatch=min((size for size, _ in profiled.points), default=1),
         )
         decision = decide(request, profiled, cluster)
@@ -168,7 +165,7 @@ def profile(
         RaypipeError: one paragraph that says what to change.
     """
     found = _open(model, loss_fn, train_data, None, pipeline, num_workers)
-    return _profiled(found.captured, found.example, by_size=True)
+    return profile_of(found.captured, found.example, by_size=True)
 
 
 def _open(
@@ -203,69 +200,6 @@ def _needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
     if pipeline.partitioner == "parameters":
         return False
     return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
-
-
-def _profiled(captured: Capture, example: Mapping[Any, torch.Tensor], *, by_size: bool) -> Profiled:
-    """The graph with seconds: the whole model is measured, and shared out by parameters as an estimate."""
-    programs = captured.programs(())
-    tensors = {**captured.parameters, **captured.buffers}
-    samples = min((len(x) for x in example.values() if x.dim()), default=1)
-    measured = measure_stages(programs, tensors, example)
-    points = {samples: measured.forward_s[0] + measured.backward_s[0]}
-    for size in (1 << i for i in range(samples.bit_length())):
-        if by_size and size < samples:
-            # Batch normalisation, for one, refuses a single sample: such a size is no candidate either.
-            with contextlib.suppress(ValueError, RuntimeError):
-                seconds = measure_stages(programs, tensors, {name: x[:size] for name, x in example.items()})
-                points[size] = seconds.forward_s[0] + seconds.backward_s[0]
-    graph = _shared_out(captured.graph, measured.forward_s[0], measured.backward_s[0])
-    return Profiled(graph, samples, tuple(sorted(points.items())) if by_size else ())
-
-
-def _shared_out(graph: ModelGraph, forward_s: float, backward_s: float) -> ModelGraph:
-    total = graph.param_bytes
-    shares = [node.param_bytes / total if total else 1 / len(graph.nodes) for node in graph.nodes]
-    nodes = (
-        dataclasses.replace(
-            node,
-            forward_s=forward_s * share,
-            backward_input_s=backward_s * share / 2,
-            backward_weight_s=backward_s * share / 2,
-            source="estimated",
-        )
-        for node, share in zip(graph.nodes, shares, strict=True)
-    )
-    return dataclasses.replace(graph, nodes=tuple(nodes))
-
-
-def _refuse_other_graph(captured: Capture, profiled: Profiled) -> None:
-    own, other = ([node.name for node in graph.nodes] for graph in (captured.graph, profiled.graph))
-    if own != other:
-        at = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
-        raise PlanError(
-            f"The profile is of another model: it has {len(other)} operations and this one {len(own)}, and they differ "
-            f"from operation {at} on. Make it anew with `raypipe profile`."
-        )
-
-
-def _optimizer_factor(make_optimizer: MakeOptimizer, captured: Capture) -> float:
-    """Bytes of optimizer state per byte of parameters, of one step on a copy of the smallest matrix that is trained.
-
-    An optimizer that cannot be made for one parameter counts as Adam; training will say what is wrong with it.
-    """
-    trained = [(name, p) for name, p in captured.parameters.items() if name in captured.trainable]
-    name, like = min(trained, key=lambda pair: (pair[1].dim() < 2, pair[1].numel()), default=("", None))
-    if like is None:
-        return ADAM_FACTOR
-    with contextlib.suppress(Exception):
-        copy = torch.nn.Parameter(like.detach().clone())
-        copy.grad = torch.zeros_like(copy)
-        made = make_optimizer([(name, copy)])
-        made.step()
-        kept = [x for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        # A step counter is one number, whatever the size of the parameter.
-        return sum(x.nbytes for x in kept if x.numel() > 1) / max(1, copy.nbytes)
-    return ADAM_FACTOR
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
