@@ -143,9 +143,7 @@ def _places(run: RunFile) -> Any:
     found = run.values.get("scaling_config", {}).get("num_workers")
     counts = found if isinstance(found, list) and len(found) == 2 else [1 if found is None else found]
     if not all(type(count) is int and count >= 1 for count in counts):
-        refuse(
-            run, ("scaling_config", "num_workers"), f"{found!r} is no number of workers; give one, or least and most."
-        )
+        refuse(run, ("scaling_config", "num_workers"), f"{found!r} is no number of workers; give one or a pair.")
     return types.SimpleNamespace(num_workers=tuple(found) if isinstance(found, list) else found)
 
 

@@ -37,6 +37,7 @@ __all__ = ["Job", "prepare", "profile"]
 
 MESSAGE_TIMEOUT_S = 300.0
 """Longest wait for one boundary message; a slower stage is taken for dead."""
+CURVE_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,10 @@ def _open(
     if eval_data is not None:
         sources["eval"] = open_data(eval_data, seed=pipeline.seed, shuffle=False)
     request = _request(pipeline, num_workers, sources["train"].num_samples)
-    _minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
+    minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
+    if request.num_microbatches is None and pipeline.partitioner != "parameters":
+        # How seconds grow with the micro-batch shows in sizes of up to this many samples.
+        size = max(size, min(minibatch, CURVE_SAMPLES))
     columns, example = _example(sources["train"], loss_fn is not None, size)
     captured = capture(built, example, columns, loss_fn)
     return _Opened(built, sources, request, columns, loss_fn is not None, captured, _by_name(columns, example))

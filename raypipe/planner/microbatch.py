@@ -204,6 +204,7 @@ def choose_microbatches(
     epsilon: float = 0.05,
     fits: Callable[[int, int], bool] | None = None,
     least: int = 1,
+    multiple: int = 1,
 ) -> MicrobatchChoice:
     """The number of micro-batches with the least predicted step time, among those that can be taken.
 
@@ -216,6 +217,7 @@ def choose_microbatches(
         chunks: stages per worker of an interleaved schedule, which wants a multiple of the number of workers.
         fits: (micro-batches, samples) -> whether memory holds them.
         least: samples that the model needs in a micro-batch; batch normalisation refuses a single one.
+        multiple: of which the number must be one, so that every replica of a stage gets as many.
 
     Raises:
         PlanError: a number out of range, or memory holds no micro-batch of even one sample.
@@ -229,7 +231,9 @@ def choose_microbatches(
     hops = 0 if workers == 1 else num_stages - 1
     model = _Model(time, minibatch_size, (workers - 1) / chunks, hops, hop or Hop())
     ideal, low, high = model.range(epsilon)
-    refuse = functools.partial(_refusal, workers, chunks, fits, min(least, minibatch_size))
+    refuse = functools.partial(
+        _refusal, math.lcm(multiple, workers if chunks > 1 else 1), fits, min(least, minibatch_size)
+    )
     curve = [_candidate(model, n, minibatch_size // n, refuse) for n in _divisors(minibatch_size)]
     open_ones = [c for c in curve if not c.refused]
     if not any(low <= c.num_microbatches <= high for c in open_ones):
@@ -277,13 +281,11 @@ def _candidate(model: _Model, count: int, samples: int, refuse: Callable[[int, i
     return Candidate(count, samples, model.step_s(count, samples), refuse(count, samples))
 
 
-def _refusal(
-    workers: int, chunks: int, fits: Callable[[int, int], bool] | None, least: int, count: int, samples: int
-) -> str:
+def _refusal(multiple: int, fits: Callable[[int, int], bool] | None, least: int, count: int, samples: int) -> str:
     """The bound that so many micro-batches of so many samples break, "" for none."""
     if samples < least:
         return "model"
-    if chunks > 1 and count % workers:
+    if count % multiple:
         return "schedule"
     return "memory" if fits is not None and not fits(count, samples) else ""
 

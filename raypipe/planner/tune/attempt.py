@@ -89,7 +89,9 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
     graph = problem.profiled.at(size, problem.short if quick else None)
     limits = _limits(request, num_stages, stages, count, size)
     partition = fitting_partition(solver, graph, problem.cluster, limits)
-    if problem.described and problem.request.schedule == "auto" and request.schedule == "slack":
+    if problem.request.schedule == "auto" and partition.num_stages == 1:
+        request = dataclasses.replace(request, schedule="1f1b", slack=None)
+    elif problem.described and problem.request.schedule == "auto" and request.schedule == "slack":
         request = _with_slack(problem, request, graph, limits, partition)
         limits = _limits(request, num_stages, partition.num_stages, count, size)
         partition = _refilled(partition, graph, limits)
@@ -197,7 +199,13 @@ def _choose(
         )
     try:
         return choose_microbatches(
-            time, minibatch, rough.num_stages, hop=hop, fits=fits, least=request.least_microbatch
+            time,
+            minibatch,
+            rough.num_stages,
+            hop=hop,
+            fits=fits,
+            least=request.least_microbatch,
+            multiple=math.lcm(*rough.replicas),
         )
     except PlanError:
         # The solver's refusal of the smallest micro-batches names stage, action and bytes.

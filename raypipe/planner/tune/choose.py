@@ -18,6 +18,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Plan
+from raypipe.planner.tune.advice import what_would_fit
 from raypipe.planner.tune.attempt import Problem, attempt, predicted
 from raypipe.planner.tune.cut import solver_of
 from raypipe.planner.tune.explain import reasons_of
@@ -61,6 +62,9 @@ def decide(request: Request, profiled: Profiled, cluster: Cluster | None = None)
             refusal = refusal or error
     if not found:
         assert refusal is not None
+        advice = what_would_fit(problem) if problem.bounded else ""
+        if advice:
+            raise PlanError(f"{refusal} {advice}") from None
         raise refusal
     near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
     best = min(near, key=lambda decision: sum(decision.partition.replicas))
@@ -77,13 +81,14 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
     """
     expected = first_trainable_stage(decision.graph, decision.partition)
     first = expected if first_trainable is None else first_trainable
+    idle = () if decision.choice else bubble_notes(decision.partition.num_stages, decision.num_microbatches)
     return Plan(
         decision.partition,
         build_schedule(decision.request, decision.partition.num_stages, decision.num_microbatches, first),
         decision.minibatch_size,
         decision.microbatch_size,
         decision.num_microbatches,
-        notes=(*notes, *bubble_notes(decision.partition.num_stages, decision.num_microbatches)),
+        notes=(*notes, *idle),
         reasons=decision.reasons,
         prediction=decision.prediction if first == expected else predicted(decision, decision.prediction.links, first),
     )
@@ -138,7 +143,7 @@ def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> De
         try:
             found.append(attempt(problem, candidate, num_stages, quick=quick))
         except PlanError as error:
-            refusal = refusal or error
+            refusal = error  # of the thriftier one
         if found and not _short_of_memory(found[0]):
             break
     if not found:
