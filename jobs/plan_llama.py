@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--partitioner", default="auto")
     parser.add_argument("--table", action="store_true", help="the whole plan of each")
     arguments = parser.parse_args()
-    figures = {}
+    figures: dict[str, float | None] = {}
     for memory_gb in arguments.memory:
         for gbit_s in arguments.gbit:
             begin_s = time.perf_counter()
