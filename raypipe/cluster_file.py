@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ from raypipe.yaml_text import parse
 
 __all__ = ["parse_quantity", "read_cluster"]
 
-_BYTES = {f"{prefix}B": 1000**i for i, prefix in enumerate(("", "k", "M", "G", "T"))}
-_BYTES |= {f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")} | {"KB": 1000}
-UNITS: Mapping[str, Mapping[str, float]] = {
+_BYTES = {f"{prefix}B": Fraction(1000**i) for i, prefix in enumerate(("", "k", "M", "G", "T"))}
+_BYTES |= {f"{prefix}iB": Fraction(1024 ** (i + 1)) for i, prefix in enumerate("KMGT")} | {"KB": Fraction(1000)}
+UNITS: Mapping[str, Mapping[str, Fraction]] = {
     "memory": _BYTES,
     "bandwidth": {
         **{f"{unit}/s": factor for unit, factor in _BYTES.items()},
-        **{f"{prefix}bit/s": 1000**i / 8 for i, prefix in enumerate(("", "k", "M", "G", "T"))},
+        **{f"{prefix}bit/s": Fraction(1000**i, 8) for i, prefix in enumerate(("", "k", "M", "G", "T"))},
     },
-    "latency": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    "latency": {unit: Fraction(1, 10**digits) for unit, digits in (("s", 0), ("ms", 3), ("us", 6), ("ns", 9))},
 }
 """What a quantity may be written in, by its kind; a plain number is in bytes, bytes per second or seconds."""
 
@@ -158,8 +159,8 @@ def parse_quantity(value: Any, kind: str) -> float:
     if match and unit and unit not in UNITS[kind]:
         raise ValueError(f"{value!r} has the unit {unit!r}; {kind} is written in {', '.join(UNITS[kind])}.")
     try:
-        number = float(match[1]) * (UNITS[kind][unit] if unit else 1.0) if match else math.nan
-    except ValueError:
+        number = float(Fraction(match[1]) * (UNITS[kind][unit] if unit else 1)) if match else math.nan
+    except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or number < 0 or (number == 0 and kind != "latency"):
         raise ValueError(f"{value!r} is no {kind}; write it as in {EXAMPLES[kind]}.")

@@ -51,7 +51,7 @@ def what_would_fit(problem: Problem) -> str:
         found.append(f"{number} workers of {human_bytes(min(caps))}")
     low, high = min(caps), MOST_TIMES * min(caps)
     if fits(len(devices), high):
-        while high - low > min(caps) / 100:
+        while high - low > max(1, min(caps) // 100):
             middle = (low + high) // 2
             low, high = (low, middle) if fits(len(devices), middle) else (middle, high)
         found.append(f"{len(devices)} workers of {human_bytes(high)}")
