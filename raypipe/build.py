@@ -28,8 +28,11 @@ _NESTED = {"checkpoint_config": "CheckpointConfig", "failure_config": "FailureCo
 _PYTHON_ONLY = ("storage_filesystem", "callbacks", "logging_config")
 
 
-def make_trainer(run: RunFile) -> Any:
+def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
     """The PipelineTrainer that a run file describes.
+
+    Args:
+        planning: only its plan is wanted, so that Ray is not imported: of Ray's settings num_workers counts alone.
 
     The model is built after ``torch.manual_seed(pipeline.seed)``, so a file gives the same run twice. Modules are
     looked for where Python looks; a caller that wants the working directory too puts it on ``sys.path``.
@@ -50,8 +53,8 @@ def make_trainer(run: RunFile) -> Any:
         train_data=_data(run, "train_data"),
         eval_data=_data(run, "eval_data"),
         pipeline=pipeline,
-        scaling_config=_ray_config(run, ("scaling_config",), "ScalingConfig"),
-        run_config=_ray_config(run, ("run_config",), "RunConfig"),
+        scaling_config=_places(run) if planning else _ray_config(run, ("scaling_config",), "ScalingConfig"),
+        run_config=None if planning else _ray_config(run, ("run_config",), "RunConfig"),
     )
     trainer.config_yaml = to_yaml(run)
     return trainer
@@ -133,6 +136,15 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
     if not callable(found):
         refuse(run, path, f"{setting['target']} is {type(found).__name__}, which cannot be called.")
     return found
+
+
+def _places(run: RunFile) -> Any:
+    """scaling_config as far as a plan needs it."""
+    found = run.values.get("scaling_config", {}).get("num_workers")
+    counts = found if isinstance(found, list) and len(found) == 2 else [1 if found is None else found]
+    if not all(type(count) is int and count >= 1 for count in counts):
+        refuse(run, ("scaling_config", "num_workers"), f"{found!r} is no number of workers; give one or a pair.")
+    return types.SimpleNamespace(num_workers=tuple(found) if isinstance(found, list) else found)
 
 
 def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:

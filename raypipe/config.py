@@ -26,7 +26,6 @@ _T = TypeVar("_T")
 
 SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "num_replicas": (1,),
-    "partitioner": ("parameters",),
     "schedule": ("gpipe", "1f1b", "kfkb", "slack"),
     "weight_versions": (1,),
     "update_interval": (),
@@ -34,7 +33,6 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none",),
     "codec_backward": ("none",),
-    "memory_limit_bytes": (),
     "recompute": ("never",),
     "precision": ("fp32",),
     "retune_interval_steps": (),
@@ -44,7 +42,7 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
 }
 """Values this release runs besides "auto"; a field that is not listed runs with every allowed value.
 
-Lists (explicit split points, replicas per stage) are looked up item by item, except for split points.
+Lists (replicas per stage) are looked up item by item.
 """
 
 
@@ -149,15 +147,19 @@ class PipelineConfig:
     """How a model is cut, scheduled and joined; ``"auto"`` leaves the choice to the planner.
 
     Attributes:
-        num_stages: stages of the pipeline.
+        num_stages: stages of the pipeline; "auto" takes as many of scaling_config's workers as are worth
+            it, two where nothing was said.
         num_replicas: workers per stage; a list gives one number per stage.
         minibatch_size: samples per optimizer step.
-        num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller.
+        num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller. "auto"
+            follows from the profile, or is 4 per stage with partitioner "parameters".
         loss_reduction: how loss_fn averages: "mean" over samples (micro-batch i weighs b_i / B),
             "sum", "valid_tokens" (targets other than -100), or a function (target) -> number of
             items for any other average. Evaluation weighs mini-batches by samples, and adds up sums.
-        partitioner: "auto" and "parameters" give every stage about the same parameter bytes; a list
-            of module names starts a new stage at each of them.
+        partitioner: "prefix_sum" cuts the profiled operations in their own order, "antichain" in any
+            order that the model allows, "hierarchical" with replicas (to plan with, not to run yet);
+            "auto" takes the first two. "parameters" profiles nothing and gives every stage about the
+            same parameter bytes; a list of module names starts a new stage at each of them.
         schedule: order of forwards and backwards.
         group_size: k of kFkB: forwards in a row before as many backwards.
         weight_versions: weight versions that a stage keeps.
@@ -167,7 +169,8 @@ class PipelineConfig:
         link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each
             worker on a host takes one of its own. "auto" leaves the choice to the system.
         codec_forward, codec_backward: compression of boundary tensors and of their gradients.
-        memory_limit_bytes: per worker.
+        memory_limit_bytes: per worker, of everything that a stage holds; a plan that needs more is
+            refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: run forwards again instead of keeping activations; a list gives one word per stage.
         precision: of the computation.
         max_grad_norm: clips the gradient norm of the whole model; None leaves it.
@@ -245,13 +248,13 @@ def _check_supported(name: str, value: Any) -> None:
     if name not in SUPPORTED or value == "auto":
         return
     if isinstance(value, tuple):
-        missing = name != "partitioner" and any(item != "auto" and item not in SUPPORTED[name] for item in value)
+        missing = any(item != "auto" and item not in SUPPORTED[name] for item in value)
     else:
         missing = value not in SUPPORTED[name]
     if missing:
         default = PipelineConfig.__dataclass_fields__[name].default
         running = dict.fromkeys(["auto", *SUPPORTED[name]] if _ALLOWED[name].accepts("auto") else SUPPORTED[name])
-        words = " or ".join(map(repr, running)) + (" or a list of module names" if name == "partitioner" else "")
+        words = " or ".join(map(repr, running))
         raise ConfigError(
             f"{name}={value!r} comes with a later release; this release runs {name} {words}. "
             f"Leave {name} out to run with {default!r}."

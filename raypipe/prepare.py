@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +15,29 @@ from raypipe.engine.data import Source, open_data
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
 from raypipe.errors import ConfigError, DataError
+from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
 from raypipe.planner.schedule.forward import forward_only
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
-from raypipe.planner.tune import Request, build_schedule, make_partition, make_plan, microbatches
+from raypipe.planner.tune import (
+    Profiled,
+    Request,
+    build_schedule,
+    decide,
+    make_partition,
+    make_plan,
+    microbatches,
+    plan_of,
+)
+from raypipe.profiling import optimizer_factor, profile_of, refuse_other_graph
 
-__all__ = ["Job", "prepare"]
+__all__ = ["Job", "prepare", "profile"]
 
 MESSAGE_TIMEOUT_S = 300.0
 """Longest wait for one boundary message; a slower stage is taken for dead."""
+CURVE_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +80,23 @@ class Job:
         return lowered
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The user's arguments, looked at: what a plan and a profile begin with.
+
+    Attributes:
+        example: one micro-batch by column.
+    """
+
+    model: torch.nn.Module
+    sources: Mapping[str, Source]
+    request: Request
+    columns: tuple[Any, ...]
+    with_loss_fn: bool
+    captured: Capture
+    example: Mapping[Any, torch.Tensor]
+
+
 def prepare(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
@@ -76,12 +106,77 @@ def prepare(
     eval_data: Any,
     pipeline: PipelineConfig,
     num_workers: int | None,
+    cluster: Cluster | None = None,
+    profiled: Profiled | None = None,
 ) -> Job:
-    """Open the data, capture the model, make the plan.
+    """Open the data, capture the model, profile it where the plan needs that, make the plan.
+
+    Args:
+        cluster: what to plan for; None for ``num_workers`` equal places.
+        profiled: of this model, measured before; None measures here.
 
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
+    found = _open(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
+    captured, request = found.captured, found.request
+    if profiled is None and _needs_profile(pipeline, cluster):
+        profiled = profile_of(captured, found.example, by_size=request.num_microbatches is None)
+    if profiled is None:
+        partition = make_partition(captured.graph, request)
+        programs = captured.programs(partition.cuts)
+        plan = make_plan(request, partition, programs[0].first_trainable, _notes(captured, programs))
+    else:
+        refuse_other_graph(captured, profiled)
+        request = dataclasses.replace(
+            request,
+            optimizer_factor=optimizer_factor(optimizer, captured),
+            least_microbatch=min((size for size, _ in profiled.points), default=1),
+        )
+        decision = decide(request, profiled, cluster)
+        request, partition = decision.request, decision.partition
+        programs = captured.programs(partition.cuts, partition.order)
+        plan = plan_of(decision, programs[0].first_trainable, _notes(captured, programs))
+    _, example = _example(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
+    return Job(
+        plan=plan,
+        programs=programs,
+        tensors={**captured.parameters, **captured.buffers},
+        persistent=frozenset(captured.parameters) | captured.persistent,
+        example={name: x[: plan.microbatch_size] for name, x in _by_name(found.columns, example).items()},
+        sources=found.sources,
+        settings=Settings(pipeline.seed, pipeline.loss_reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S),
+        make_optimizer=optimizer,
+        make_scheduler=lr_scheduler,
+        request=request,
+        aliases=_aliases(found.model),
+    )
+
+
+def profile(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    train_data: Any,
+    pipeline: PipelineConfig,
+    num_workers: int | None,
+) -> Profiled:
+    """Seconds and bytes of every operation of the model, on this machine.
+
+    Raises:
+        RaypipeError: one paragraph that says what to change.
+    """
+    found = _open(model, loss_fn, train_data, None, pipeline, num_workers)
+    return profile_of(found.captured, found.example, by_size=True)
+
+
+def _open(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    train_data: Any,
+    eval_data: Any,
+    pipeline: PipelineConfig,
+    num_workers: int | None,
+) -> _Opened:
     built = model if isinstance(model, torch.nn.Module) else model()
     if not isinstance(built, torch.nn.Module):
         raise ConfigError(f"model={type(built).__name__} is no nn.Module; give one, or a function that builds one.")
@@ -89,26 +184,26 @@ def prepare(
     if eval_data is not None:
         sources["eval"] = open_data(eval_data, seed=pipeline.seed, shuffle=False)
     request = _request(pipeline, num_workers, sources["train"].num_samples)
-    _minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
+    minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
+    if request.num_microbatches is None and pipeline.partitioner != "parameters":
+        # How seconds grow with the micro-batch shows in sizes of up to this many samples.
+        size = max(size, min(minibatch, CURVE_SAMPLES))
     columns, example = _example(sources["train"], loss_fn is not None, size)
     captured = capture(built, example, columns, loss_fn)
-    partition = make_partition(captured.graph, request)
-    programs = captured.programs(partition.cuts)
-    plan = make_plan(request, partition, programs[0].first_trainable, _notes(captured, programs))
-    by_name = example if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
-    return Job(
-        plan=plan,
-        programs=programs,
-        tensors={**captured.parameters, **captured.buffers},
-        persistent=frozenset(captured.parameters) | captured.persistent,
-        example={name: tensor[: plan.microbatch_size] for name, tensor in by_name.items()},
-        sources=sources,
-        settings=Settings(pipeline.seed, pipeline.loss_reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S),
-        make_optimizer=optimizer,
-        make_scheduler=lr_scheduler,
-        request=request,
-        aliases=_aliases(built),
-    )
+    return _Opened(built, sources, request, columns, loss_fn is not None, captured, _by_name(columns, example))
+
+
+def _by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
+    return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
+
+
+def _needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
+    """Whether anything is left open that seconds or bytes decide; equal parameters never ask for seconds."""
+    if cluster is not None or pipeline.memory_limit_bytes != "auto":
+        return True
+    if pipeline.partitioner == "parameters":
+        return False
+    return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
@@ -138,6 +233,8 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         num_samples=num_samples,
         schedule=pipeline.schedule,
         group_size=_given(pipeline.group_size),
+        partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
+        memory_limit_bytes=_given(pipeline.memory_limit_bytes),
     )
 
 

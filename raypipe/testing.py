@@ -68,10 +68,10 @@ def reference(
 
     Args:
         pipeline: minibatch_size, num_microbatches, loss_reduction, max_grad_norm and seed count. Where
-            num_microbatches is "auto", num_stages must say what it follows from.
+            num_microbatches is "auto", partitioner="parameters" and num_stages must say what it follows from.
 
     Raises:
-        ConfigError: the micro-batches depend on a number of stages that is not given.
+        ConfigError: the micro-batches depend on a profile, or on a number of stages that is not given.
     """
     config = pipeline or PipelineConfig()
     trained = copy.deepcopy(model if isinstance(model, torch.nn.Module) else model()).train()
@@ -102,10 +102,11 @@ def _sizes(config: PipelineConfig, num_samples: int) -> tuple[int, int]:
     }
     split_points = () if isinstance(config.partitioner, str) else tuple(config.partitioner)
     num_stages = given["num_stages"] or (len(split_points) + 1 if split_points else None)
-    if num_stages is None and given["num_microbatches"] is None:
+    by_rule = config.partitioner == "parameters" and num_stages is not None
+    if given["num_microbatches"] is None and not by_rule:
         raise ConfigError(
             "The reference cannot know how many micro-batches the pipeline takes: num_microbatches='auto' follows from "
-            "the number of stages. Set num_stages or num_microbatches in PipelineConfig."
+            "the profile. Set num_microbatches in PipelineConfig, or partitioner='parameters' and num_stages."
         )
     request = Request(
         num_stages=num_stages,

@@ -18,13 +18,15 @@ from raypipe.engine.local import LocalFleet
 from raypipe.engine.profile import measure_stages, measure_steps
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, PlanError
 from raypipe.handle import Result, RunHandle
+from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.segments import num_steps_of, train_segments
 from raypipe.planner.simulate import Costs, simulate
-from raypipe.prepare import Job, prepare
+from raypipe.planner.tune import Profiled
+from raypipe.prepare import Job, prepare, profile
 from raypipe.progress import RunProgress
 from raypipe.runtime.checkpoints import CheckpointPolicy
 from raypipe.runtime.loop import RunSpec
@@ -91,13 +93,29 @@ class PipelineTrainer:
         self.config_yaml = ""
         """What the run's config.yaml says; where it is empty, a description of the arguments."""
 
-    def plan(self) -> Plan:
+    def plan(self, *, cluster: Cluster | None = None, profiled: Profiled | None = None) -> Plan:
         """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows a table.
+
+        Args:
+            cluster: plan for these devices and links instead of scaling_config's workers; what ``fit`` runs is
+                the plan without it.
+            profiled: seconds measured before, by ``profile``; None measures here where the plan needs them.
 
         Raises:
             RaypipeError: one paragraph that says what to change.
         """
-        return self._prepared().plan
+        if cluster is None and profiled is None:
+            return self._prepared().plan
+        return prepare(*self._arguments, self._pipeline, self._num_workers(), cluster, profiled).plan
+
+    def profile(self) -> Profiled:
+        """Seconds and bytes of every operation, and seconds by micro-batch size, measured here.
+
+        Raises:
+            RaypipeError: one paragraph that says what to change.
+        """
+        model, loss_fn, _, _, train_data, _ = self._arguments
+        return profile(model, loss_fn, train_data, self._pipeline, self._num_workers())
 
     def simulate(self) -> Timeline:
         """One predicted step: the plan with stage times measured here on one micro-batch, and free links."""
@@ -158,10 +176,7 @@ class PipelineTrainer:
 
     def _prepared(self) -> Job:
         if self._job is None:
-            model, loss_fn, optimizer, lr_scheduler, train_data, eval_data = self._arguments
-            self._job = prepare(
-                model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, self._pipeline, self._num_workers()
-            )
+            self._job = prepare(*self._arguments, self._pipeline, self._num_workers())
         return self._job
 
     def _num_workers(self) -> int | None:
@@ -180,6 +195,7 @@ class PipelineTrainer:
 
     def _start(self, num_steps: int | None, num_epochs: int | None, *, local: bool, detached: bool) -> RunHandle:
         job = self._prepared()
+        _refuse_replicas(job.plan)
         spec = self._spec(job, self._num_steps(job, num_steps, num_epochs))
         if local:
             if detached:
@@ -249,6 +265,15 @@ class PipelineTrainer:
     def _resources(self) -> Mapping[str, float]:
         given = getattr(self._scaling, "resources_per_worker", None) or {}
         return {"CPU": 1, **({"GPU": 1} if getattr(self._scaling, "use_gpu", False) else {}), **given}
+
+
+def _refuse_replicas(plan: Plan) -> None:
+    replicas = plan.partition.replicas
+    if max(replicas) > 1:
+        raise PlanError(
+            f"The plan has {'-'.join(map(str, replicas))} workers per stage, but this release runs one worker per "
+            "stage: such a plan can be looked at only. Set partitioner='auto'."
+        )
 
 
 def _local_fleet(job: Job, place: Place) -> LocalFleet:

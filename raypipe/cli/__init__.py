@@ -1,6 +1,7 @@
 """The command line: one thin function per verb, one file per group of verbs.
 
-    cli/train.py     train, plan              from a YAML file
+    cli/train.py     train                    from a YAML file
+    cli/plan.py      plan, profile            from a YAML file, for here or for a described cluster
     cli/simulate.py  simulate                 a YAML file, or a schedule on paper
     cli/runs.py      status, stop, trace      of a run, by its name or folder
     cli/export.py    export                   a checkpoint for others
@@ -20,9 +21,10 @@ import typer
 from raypipe import __version__
 from raypipe.cli.doctor import doctor
 from raypipe.cli.export import export
+from raypipe.cli.plan import plan, profile
 from raypipe.cli.runs import status, stop, trace
 from raypipe.cli.simulate import simulate
-from raypipe.cli.train import plan, train
+from raypipe.cli.train import train
 from raypipe.errors import RaypipeError
 
 __all__ = ["app", "main"]
@@ -40,7 +42,7 @@ def root() -> None:
     """Pipelines of Ray actors that adapt and survive."""
 
 
-for _verb in (train, plan, simulate, status, stop, trace, export, doctor):
+for _verb in (train, plan, profile, simulate, status, stop, trace, export, doctor):
     app.command()(_verb)
 
 

@@ -30,8 +30,8 @@ def open_runfile(config: Path, overrides: list[str] | None) -> RunFile:
     return read_runfile(config, overrides or ())
 
 
-def trainer_of(run: RunFile) -> Any:
-    """The trainer of these settings; this is where torch is imported."""
+def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
+    """The trainer of these settings; this is where torch is imported, and Ray unless it is for planning."""
     from raypipe.build import make_trainer
 
-    return make_trainer(run)
+    return make_trainer(run, planning=planning)

@@ -1,4 +1,4 @@
-"""``raypipe train CONFIG.yaml`` and ``raypipe plan CONFIG.yaml``."""
+"""``raypipe train CONFIG.yaml``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from raypipe.cli.common import ConfigFile, Overrides, open_runfile, trainer_of
 
-__all__ = ["plan", "train"]
+__all__ = ["train"]
 
 
 def train(
@@ -42,13 +42,3 @@ def train(
     if result.stopped:
         typer.echo(f"stopped      {result.stopped}")
     typer.echo(f"run folder   {result.path}\ncheckpoint   {result.checkpoint}")
-
-
-def plan(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    json: Annotated[bool, typer.Option("--json", help="all of it, for programs")] = False,
-) -> None:
-    """Say what train would do: stages, schedule, what travels. Starts nothing."""
-    made = trainer_of(open_runfile(config, overrides)).plan()
-    typer.echo(made.to_json() if json else str(made))

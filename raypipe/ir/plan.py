@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from raypipe.ir.schedule import Op, Schedule
+from raypipe.errors import PlanError
+from raypipe.ir.plan_table import human_bytes, table
+from raypipe.ir.prediction import Prediction
+from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
 
 __all__ = ["Partition", "Plan", "Segment", "Stage", "human_bytes", "peak_in_flight"]
 
@@ -62,6 +67,11 @@ class Partition:
         """Node positions between stages."""
         return tuple(stage.start for stage in self.stages[1:])
 
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Workers by stage."""
+        return tuple(max(1, len(stage.devices)) for stage in self.stages)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -76,6 +86,8 @@ class Plan:
         transport: how boundary tensors travel.
         generation: counts re-plans; messages of an older one are dropped.
         notes: what a person should know about this plan, one sentence each.
+        reasons: (what, why) of each choice, in words.
+        prediction: seconds and bytes; None where nothing was profiled.
     """
 
     partition: Partition
@@ -86,10 +98,15 @@ class Plan:
     transport: str = "tcp"
     generation: int = 0
     notes: tuple[str, ...] = field(default=())
+    reasons: tuple[tuple[str, str], ...] = ()
+    prediction: Prediction | None = None
 
     def to_json(self) -> str:
-        """The plan as it is saved in ``plan.json``; rows of actions in text form."""
-        rows = [" ".join(map(str, row)) for row in self.schedule.rows()]
+        """The plan as it is saved in ``plan.json``; rows of actions in text form. ``from_json`` reads it."""
+        parts = {
+            name: [" ".join(map(str, row)) for row in getattr(self.schedule, name)]
+            for name in ("body", "prologue", "epilogue")
+        }
         return json.dumps(
             {
                 "generation": self.generation,
@@ -97,32 +114,65 @@ class Plan:
                 "microbatch_size": self.microbatch_size,
                 "num_microbatches": self.num_microbatches,
                 "transport": self.transport,
-                "schedule": {"kind": self.schedule.kind, "rows": rows},
+                "schedule": {
+                    "kind": self.schedule.kind,
+                    "rows": parts["body"],
+                    "prologue": parts["prologue"],
+                    "epilogue": parts["epilogue"],
+                    "stride": self.schedule.stride,
+                    "wiring": asdict(self.schedule.wiring),
+                },
                 "partition": asdict(self.partition),
                 "notes": list(self.notes),
+                "reasons": [list(pair) for pair in self.reasons],
+                "prediction": None if self.prediction is None else asdict(self.prediction),
             },
             indent=2,
         )
 
-    def __str__(self) -> str:
-        """The plan as a table: who holds what, and what travels."""
-        stages = self.partition.stages
-        total = sum(stage.param_bytes for stage in stages) or 1
-        peaks = peak_in_flight(self.schedule)
-        ideal = (len(stages) - 1) / (self.num_microbatches + len(stages) - 1)
-        lines = [
-            f"plan: {len(stages)} stages, schedule {self.schedule.kind}, {self.num_microbatches} micro-batches of "
-            f"{self.microbatch_size} of {self.minibatch_size} samples, transport {self.transport}",
-            f"{'stage':>5}  {'parameters':>11}  {'share':>5}  {'receives/sample':>15}  {'in flight':>9}  operations",
-        ]
-        for stage in stages:
-            receives = human_bytes(stage.input_bytes) if stage.index else "data"
-            lines.append(
-                f"{stage.index:>5}  {human_bytes(stage.param_bytes):>11}  {stage.param_bytes / total:>5.0%}  "
-                f"{receives:>15}  {peaks[stage.index]:>9}  {stage.first_node} ... {stage.last_node}"
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Inverse of ``to_json``.
+
+        Raises:
+            PlanError: the text is no such plan; names what is wrong.
+        """
+        try:
+            found = json.loads(text)
+            return cls(
+                partition=_partition(found["partition"]),
+                schedule=_schedule(found["schedule"]),
+                minibatch_size=found["minibatch_size"],
+                microbatch_size=found["microbatch_size"],
+                num_microbatches=found["num_microbatches"],
+                transport=found["transport"],
+                generation=found["generation"],
+                notes=tuple(found["notes"]),
+                reasons=tuple((what, why) for what, why in found["reasons"]),
+                prediction=None if found["prediction"] is None else Prediction.from_dict(found["prediction"]),
             )
-        lines.append(f"cut: {self.partition.reason}; smallest possible bubble {ideal:.0%}")
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"This is not a saved plan ({error!r}): write one with Plan.to_json or `raypipe plan --json`."
+            ) from None
+
+    def __str__(self) -> str:
+        """The plan as a table: who holds what, what travels, how long a step takes, and why."""
+        return table(self, peak_in_flight(self.schedule))
+
+
+def _partition(found: Mapping[str, Any]) -> Partition:
+    stages = (Stage(**{**row, "devices": tuple(row["devices"])}) for row in found["stages"])
+    return Partition(**{**found, "stages": tuple(stages), "order": tuple(found["order"])})
+
+
+def _schedule(found: Mapping[str, Any]) -> Schedule:
+    wiring = Wiring(**{**found["wiring"], "placement": tuple(found["wiring"]["placement"])})
+    body, prologue, epilogue = (
+        tuple(tuple(parse_action(word) for word in row.split()) for row in found[name])
+        for name in ("rows", "prologue", "epilogue")
+    )
+    return Schedule(found["kind"], wiring, body, found["stride"], prologue, epilogue)
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -136,15 +186,6 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
         elif action.op in (Op.B, Op.W):
             held[action.stage] -= 1
     return tuple(peaks)
-
-
-def human_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ on b. The paper is known by its abstract only; this model is ours.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ class MicrobatchChoice:
     Attributes:
         optimum: N*, not rounded, from 1 to B.
         low, high: ends of the range in which the model stays within ``epsilon`` of its optimum, from 1 to B.
-        decided_by: "optimum", "divisors", "schedule" or "memory": the last bound that moved the answer.
+        decided_by: "optimum", "divisors", "schedule", "model" or "memory": the last bound that moved the answer.
         curve: every candidate, by N.
     """
 
@@ -202,6 +203,8 @@ def choose_microbatches(
     chunks: int = 1,
     epsilon: float = 0.05,
     fits: Callable[[int, int], bool] | None = None,
+    least: int = 1,
+    multiple: int = 1,
 ) -> MicrobatchChoice:
     """The number of micro-batches with the least predicted step time, among those that can be taken.
 
@@ -213,6 +216,8 @@ def choose_microbatches(
         hop: the slowest transfer; None where transfers cost nothing.
         chunks: stages per worker of an interleaved schedule, which wants a multiple of the number of workers.
         fits: (micro-batches, samples) -> whether memory holds them.
+        least: samples that the model needs in a micro-batch; batch normalisation refuses a single one.
+        multiple: of which the number must be one, so that every replica of a stage gets as many.
 
     Raises:
         PlanError: a number out of range, or memory holds no micro-batch of even one sample.
@@ -226,10 +231,13 @@ def choose_microbatches(
     hops = 0 if workers == 1 else num_stages - 1
     model = _Model(time, minibatch_size, (workers - 1) / chunks, hops, hop or Hop())
     ideal, low, high = model.range(epsilon)
-    curve = [_candidate(model, n, minibatch_size // n, workers, chunks, fits) for n in _divisors(minibatch_size)]
+    refuse = functools.partial(
+        _refusal, math.lcm(multiple, workers if chunks > 1 else 1), fits, min(least, minibatch_size)
+    )
+    curve = [_candidate(model, n, minibatch_size // n, refuse) for n in _divisors(minibatch_size)]
     open_ones = [c for c in curve if not c.refused]
     if not any(low <= c.num_microbatches <= high for c in open_ones):
-        curve = _ragged(model, workers, chunks, fits)
+        curve = _ragged(model, refuse)
         open_ones = [c for c in curve if not c.refused]
     if not open_ones:
         smallest = curve[-1]
@@ -263,21 +271,23 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _ragged(model: _Model, workers: int, chunks: int, fits: Callable[[int, int], bool] | None) -> list[Candidate]:
+def _ragged(model: _Model, refuse: Callable[[int, int], str]) -> list[Candidate]:
     """Every size, the last micro-batch being what is left."""
     sizes = {math.ceil(model.minibatch_size / b): b for b in range(model.minibatch_size, 0, -1)}
-    return [_candidate(model, n, b, workers, chunks, fits) for n, b in sorted(sizes.items())]
+    return [_candidate(model, n, b, refuse) for n, b in sorted(sizes.items())]
 
 
-def _candidate(
-    model: _Model, count: int, samples: int, workers: int, chunks: int, fits: Callable[[int, int], bool] | None
-) -> Candidate:
-    refused = ""
-    if chunks > 1 and count % workers:
-        refused = "schedule"
-    elif fits is not None and not fits(count, samples):
-        refused = "memory"
-    return Candidate(count, samples, model.step_s(count, samples), refused)
+def _candidate(model: _Model, count: int, samples: int, refuse: Callable[[int, int], str]) -> Candidate:
+    return Candidate(count, samples, model.step_s(count, samples), refuse(count, samples))
+
+
+def _refusal(multiple: int, fits: Callable[[int, int], bool] | None, least: int, count: int, samples: int) -> str:
+    """The bound that so many micro-batches of so many samples break, "" for none."""
+    if samples < least:
+        return "model"
+    if count % multiple:
+        return "schedule"
+    return "memory" if fits is not None and not fits(count, samples) else ""
 
 
 def _best(found: list[Candidate]) -> Candidate:
@@ -287,12 +297,13 @@ def _best(found: list[Candidate]) -> Candidate:
 
 
 def _decided_by(model: _Model, ideal: float, curve: list[Candidate], chosen: Candidate) -> str:
-    """The last bound that moved the answer: none, divisibility, the schedule's multiples, or memory."""
-    without_memory = _best([c for c in curve if c.refused != "schedule"])
+    """The last bound that moved the answer: none, divisibility, the schedule's multiples, the model, or memory."""
+    without_memory = _best([c for c in curve if c.refused in ("", "memory")])
     if chosen.num_microbatches != without_memory.num_microbatches:
         return "memory"
-    if chosen.num_microbatches != _best(curve).num_microbatches:
-        return "schedule"
+    fastest = _best(curve)
+    if chosen.num_microbatches != fastest.num_microbatches:
+        return fastest.refused or "schedule"
     nearest = round(ideal)
     at_optimum = model.step_s(nearest, model.minibatch_size / nearest)
     return "optimum" if chosen.predicted_s <= at_optimum * (1 + EVEN) else "divisors"

@@ -80,7 +80,7 @@ def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
         PlanError: nothing profiled, too many states, or the limits cannot be kept.
     """
     if graph.edges is not None:
-        graph = link_nodes(graph.nodes, graph.edges, graph.together)
+        graph = link_nodes(graph.nodes, graph.edges, graph.together, graph.before)
     states = enumerate_states(graph, node_picoseconds(graph), limits.max_states)
     lineup = line_up(cluster, limits)
     refusal = None

@@ -18,7 +18,7 @@ from raypipe.ir.plan import Partition, human_bytes
 from raypipe.planner.memory import MemoryModel, StageMemory, check_memory, stage_memory
 from raypipe.planner.partition.limits import Limits
 
-__all__ = ["Solver", "fitting_partition", "memory_of"]
+__all__ = ["Solver", "fitting_partition", "limit_bytes", "memory_of", "solve_within"]
 
 Solver = Callable[[ModelGraph, Cluster, Limits], Partition]
 """What ``prefix_sum``, ``antichain`` and ``hierarchical`` are."""
@@ -48,7 +48,7 @@ def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limit
         PlanError: nothing fits; names stage, action and numbers, and the nearest plan that does fit.
     """
     try:
-        return _solve(solver, graph, cluster, limits)
+        return solve_within(solver, graph, cluster, limits)
     except PlanError as error:
         bounded = limits.memory_limit_bytes is not None or any(d.memory_bytes is not None for d in cluster.devices)
         advice = _nearest_plan(solver, graph, cluster, limits) if bounded else None
@@ -57,14 +57,20 @@ def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limit
         raise PlanError(f"{error} {advice}") from None
 
 
-def _solve(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """Room for messages only grows, so that this ends; at worst a plan is refused that a cleverer search would find."""
+def solve_within(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
+    """``fitting_partition`` without the search for advice.
+
+    Room for messages only grows, so that this ends; at worst a plan is refused that a cleverer search would find.
+
+    Raises:
+        PlanError: nothing fits; names stage, action and numbers.
+    """
     room = limits.message_room_bytes
     for _ in range(ROUNDS):
         found = solver(graph, cluster, dataclasses.replace(limits, message_room_bytes=room))
         memory = memory_of(graph, found, limits.memory)
         caps = [
-            min((cap for i in stage.devices if (cap := _limit(cluster, limits, i)) is not None), default=None)
+            min((cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None), default=None)
             for stage in found.stages
         ]
         over = [m.message_bytes for m, cap in zip(memory, caps, strict=True) if cap is not None and m.total_bytes > cap]
@@ -75,7 +81,8 @@ def _solve(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) 
     return found
 
 
-def _limit(cluster: Cluster, limits: Limits, device: int) -> int | None:
+def limit_bytes(cluster: Cluster, limits: Limits, device: int) -> int | None:
+    """What a worker on this device may use in all, None for no limit."""
     caps = (cluster.devices[device].memory_bytes, limits.memory_limit_bytes)
     return min((cap for cap in caps if cap is not None), default=None)
 
@@ -84,7 +91,7 @@ def _nearest_plan(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: L
     for memory, words in _alternatives(limits.memory):
         changed = dataclasses.replace(limits, memory=memory)
         try:
-            found = _solve(solver, graph, cluster, changed)
+            found = solve_within(solver, graph, cluster, changed)
         except PlanError:
             continue
         fullest = max(m.total_bytes for m in memory_of(graph, found, memory))

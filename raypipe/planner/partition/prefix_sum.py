@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
@@ -31,7 +32,7 @@ from raypipe.planner.partition.costs import PICO, Chain, Ints, chain_costs, exch
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.lineup import Lineup, Step, line_up
 
-__all__ = ["nearest_cut", "prefix_sum"]
+__all__ = ["any_cut", "nearest_cut", "prefix_sum"]
 
 Bools = NDArray[np.bool_]
 
@@ -73,6 +74,20 @@ def prefix_sum(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition
     if found is None:
         raise no_cut_fits(graph, cluster, limits, nearest_cut(graph, cluster, limits))
     return _answer(graph, cluster, problem, found[1], "prefix_sum")
+
+
+def any_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
+    """Some cut within the memory limits, whatever it costs: one probe, for who asks often.
+
+    Raises:
+        PlanError: there is none; ``prefix_sum`` says why.
+    """
+    problem = _problem(graph, cluster, limits)
+    _, highest = _bounds(problem)
+    found = _probe(problem, highest)
+    if found is None:
+        raise PlanError("No cut keeps the memory limits: ask prefix_sum for the numbers.")
+    return _answer(graph, cluster, problem, found, "any_cut")
 
 
 def nearest_cut(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition | None:

@@ -135,7 +135,7 @@ def _wires(graph: ModelGraph) -> _Wires:
         edges, together = sorted(set(graph.edges)), list(graph.together)
         outputs = [node.output_bytes for node in graph.nodes]
     wires = _Wires([0] * size, [[] for _ in range(size)], [0] * size, [[] for _ in range(size)], outputs, [0] * size)
-    for earlier, later in {*edges, *together}:
+    for earlier, later in {*edges, *together, *graph.before}:
         wires.needs[later] |= 1 << earlier
         wires.followers[earlier].append(later)
     for earlier, later in edges:

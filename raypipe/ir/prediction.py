@@ -1,0 +1,121 @@
+"""What a plan promises: seconds, bytes and the bound that decides, as numbers that a table and a program can read.
+
+The model leaves out what ``planner.simulate`` and ``planner.memory`` leave out; whether the seconds behind it were
+measured is said in ``source``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CurvePoint", "HopPrediction", "Prediction", "StagePrediction"]
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrediction:
+    """One stage, on each of its devices.
+
+    Attributes:
+        devices: names, one per replica.
+        forward_s, backward_s: seconds per micro-batch that passes, the replicas' work and all-reduce shared out.
+        in_flight: most micro-batches between their F and their B.
+        fullest_at: the action at which memory is fullest, as ``0F3``.
+        memory: bytes on one device at that moment, by what they are for.
+        limit_bytes: what the device offers, None where nobody said.
+    """
+
+    devices: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    in_flight: int
+    fullest_at: str
+    memory: tuple[tuple[str, int], ...]
+    limit_bytes: int | None = None
+
+    @property
+    def busy_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(count for _, count in self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class HopPrediction:
+    """One message between two stages, one way.
+
+    Attributes:
+        message_bytes: of one micro-batch.
+        latency_s: from leaving to arrival.
+        occupancy_s: for which it keeps the link busy.
+    """
+
+    message_bytes: int
+    latency_s: float
+    occupancy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """N micro-batches of b samples, what the closed form says of them, and which bound refuses them ("" for none)."""
+
+    num_microbatches: int
+    microbatch_size: int
+    predicted_s: float
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One optimizer step.
+
+    Attributes:
+        step_s: seconds, simulated with all messages; the optimizer's own are not in it.
+        bubble_fraction: share of worker time without computation.
+        samples_per_s: of training.
+        one_f_one_b_s: the same step with schedule 1f1b; None where that is the schedule.
+        bound: what decides the step, in words.
+        source: of the nodes' seconds: "measured", "estimated" or "mixed".
+        links: where bandwidths and latencies come from.
+        stages, hops: in the order of the pipeline.
+        curve: every number of micro-batches that was looked at; empty where it was given.
+        optimum, low, high, epsilon: N*, and the range within epsilon of it; 0 where it was given.
+        decided_by: the bound that decided the number of micro-batches: "optimum", "divisors", "schedule", "model",
+            "memory", "given" or "rule".
+    """
+
+    step_s: float
+    bubble_fraction: float
+    samples_per_s: float
+    one_f_one_b_s: float | None
+    bound: str
+    source: str
+    links: str
+    stages: tuple[StagePrediction, ...]
+    hops: tuple[HopPrediction, ...]
+    curve: tuple[CurvePoint, ...] = ()
+    optimum: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    epsilon: float = 0.0
+    decided_by: str = "given"
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Prediction:
+        """Inverse of ``dataclasses.asdict``, as JSON keeps it (lists for tuples)."""
+        stages = (
+            StagePrediction(
+                **{
+                    **row,
+                    "devices": tuple(row["devices"]),
+                    "memory": tuple((str(name), int(count)) for name, count in row["memory"]),
+                }
+            )
+            for row in found["stages"]
+        )
+        hops = (HopPrediction(**row) for row in found["hops"])
+        curve = (CurvePoint(**row) for row in found["curve"])
+        return cls(**{**found, "stages": tuple(stages), "hops": tuple(hops), "curve": tuple(curve)})

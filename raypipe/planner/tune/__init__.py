@@ -1,0 +1,36 @@
+"""From what the user asked for to one Plan, with a reason for every choice that was left to us.
+
+    request --+
+    profile --+--> decide (number of stages, cut, micro-batches, slack) --> plan_of --> Plan with its prediction
+    cluster --+
+    nothing profiled: make_partition --> make_plan, the plan of equal parameters
+
+Left out: re-planning while a run goes on, recomputation, and the choice of devices among those offered beyond what
+the partition solvers do.
+"""
+
+from __future__ import annotations
+
+from raypipe.planner.tune.choose import ASSUMED_LINK, decide, plan_of
+from raypipe.planner.tune.cut import make_partition
+from raypipe.planner.tune.plain import make_plan
+from raypipe.planner.tune.predict import timeline_of
+from raypipe.planner.tune.profile_table import profile_table
+from raypipe.planner.tune.profiled import Decision, Profiled
+from raypipe.planner.tune.request import Request, build_schedule, memory_model, microbatches
+
+__all__ = [
+    "ASSUMED_LINK",
+    "Decision",
+    "Profiled",
+    "Request",
+    "build_schedule",
+    "decide",
+    "make_partition",
+    "make_plan",
+    "memory_model",
+    "microbatches",
+    "plan_of",
+    "profile_table",
+    "timeline_of",
+]

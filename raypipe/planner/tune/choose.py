@@ -1,0 +1,167 @@
+"""From a profiled model, a cluster and what the user asked for to one plan.
+
+    for each number of stages that is open:
+        cut  -->  slowest stage's t(b)  -->  micro-batches  -->  cut again at that size  -->  slack  -->  simulate
+    take the least step time; of those that are as good, the one with the fewest stages
+
+Whatever the user said is kept. A number of stages at which nothing fits is passed over; where none is left, the
+refusal is that of the largest number, which has the most memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Plan
+from raypipe.planner.tune.advice import what_would_fit
+from raypipe.planner.tune.attempt import Problem, attempt, predicted
+from raypipe.planner.tune.cut import solver_of
+from raypipe.planner.tune.explain import reasons_of
+from raypipe.planner.tune.plain import bubble_notes
+from raypipe.planner.tune.predict import first_trainable_stage
+from raypipe.planner.tune.profiled import Decision, Profiled
+from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, build_schedule, microbatches
+
+__all__ = ["ASSUMED_LINK", "decide", "plan_of"]
+
+ASSUMED_LINK = Link(bandwidth_bytes_s=1e9, latency_s=1e-4)
+"""TCP on one machine, roughly; stands in where no cluster is described, and never changes the schedule."""
+EVEN = 0.005
+"""Predicted steps this near to each other are equal: the one with fewer workers is taken."""
+FEW = 8
+"""Numbers of stages up to which every one is tried; beyond it, halves of the largest."""
+
+
+def decide(request: Request, profiled: Profiled, cluster: Cluster | None = None) -> Decision:
+    """Choose everything that the request leaves open.
+
+    Args:
+        cluster: what to plan for; None for equal workers with links that are assumed.
+
+    Raises:
+        PlanError: nothing fits, or there are fewer places than stages; names stage or field, and numbers.
+    """
+    problem = Problem(request, profiled, cluster or _assumed(request, profiled.graph), described=cluster is not None)
+    found: list[Decision] = []
+    refusal: PlanError | None = None
+    counts = _stage_counts(problem)
+    best_s = math.inf
+    for count in reversed(counts):
+        if count is not None and _at_least_s(problem, count) > best_s * (1 + EVEN):
+            continue
+        try:
+            # With one number only there is nothing to compare, and the full answer is asked for at once.
+            found.append(_with_stages(problem, count, quick=len(counts) > 1))
+            best_s = min(best_s, found[-1].prediction.step_s)
+        except PlanError as error:
+            refusal = refusal or error
+    if not found:
+        assert refusal is not None
+        advice = what_would_fit(problem) if problem.bounded else ""
+        if advice:
+            raise PlanError(f"{refusal} {advice}") from None
+        raise refusal
+    near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
+    best = min(near, key=lambda decision: sum(decision.partition.replicas))
+    best = _refined(problem, best) if len(counts) > 1 else best
+    best = dataclasses.replace(best, prediction=predicted(best, problem.links))
+    return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
+
+
+def plan_of(decision: Decision, first_trainable: int | None = None, notes: Sequence[str] = ()) -> Plan:
+    """The plan of a decision.
+
+    Args:
+        first_trainable: lowest stage with a backward, where the stages know better than the graph.
+    """
+    expected = first_trainable_stage(decision.graph, decision.partition)
+    first = expected if first_trainable is None else first_trainable
+    idle = () if decision.choice else bubble_notes(decision.partition.num_stages, decision.num_microbatches)
+    return Plan(
+        decision.partition,
+        build_schedule(decision.request, decision.partition.num_stages, decision.num_microbatches, first),
+        decision.minibatch_size,
+        decision.microbatch_size,
+        decision.num_microbatches,
+        notes=(*notes, *idle),
+        reasons=decision.reasons,
+        prediction=decision.prediction if first == expected else predicted(decision, decision.prediction.links, first),
+    )
+
+
+def _assumed(request: Request, graph: ModelGraph) -> Cluster:
+    """Equal workers: as many as were offered, else one per stage."""
+    stages = len(request.split_points) + 1 if request.split_points else request.num_stages
+    places = request.num_workers or stages or min(DEFAULT_STAGES, len(graph.cut_positions()) + 1)
+    return Cluster(tuple(Device(f"worker{i}") for i in range(places)), (ASSUMED_LINK,))
+
+
+def _stage_counts(problem: Problem) -> list[int | None]:
+    """Numbers of stages to try; None leaves it to the solver."""
+    request, devices = problem.request, len(problem.cluster.devices)
+    wanted = len(request.split_points) + 1 if request.split_points else request.num_stages
+    if wanted is not None and wanted > devices and not problem.described:
+        raise PlanError(
+            f"The plan has {wanted} stages, but scaling_config offers {devices} workers. "
+            f"Set num_stages to at most {devices}, or raise num_workers."
+        )
+    if wanted is not None or request.partitioner == "hierarchical":
+        return [wanted]
+    most = min(devices, len(problem.profiled.graph.cut_positions()) + 1)
+    if request.num_workers is None and not problem.described:
+        return [min(DEFAULT_STAGES, most)]
+    if most <= FEW:
+        return list(range(1, most + 1))
+    return [*sorted({most >> i for i in range(most.bit_length())})]
+
+
+def _at_least_s(problem: Problem, num_stages: int) -> float:
+    """A step that no plan with so many stages beats: all samples at once, shared out without a bubble."""
+    request = problem.request
+    minibatch, size, count = microbatches(request, num_stages)
+    if request.num_microbatches is None and problem.profiled.times is not None:
+        size, count = minibatch, 1
+    fastest = sorted((device.speed for device in problem.cluster.devices), reverse=True)[:num_stages]
+    # The last micro-batch may be smaller, and the simulator takes it as large as the others: so it counts in full.
+    return problem.profiled.seconds(size) * count / math.fsum(fastest)
+
+
+def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> Decision:
+    """The best decision with so many stages. Slack costs memory, so that "auto" looks at 1F1B too where that counts."""
+    request = problem.request
+    if request.schedule != "auto" or num_stages == 1:
+        return attempt(problem, request, num_stages, quick=quick)
+    slack = dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
+    plain = dataclasses.replace(request, schedule="1f1b", slack=None)
+    found, refusal = [], None
+    for candidate in (slack, plain) if problem.bounded else (slack,):
+        try:
+            found.append(attempt(problem, candidate, num_stages, quick=quick))
+        except PlanError as error:
+            refusal = error  # of the thriftier one
+        if found and not _short_of_memory(found[0]):
+            break
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return min(found, key=lambda decision: decision.prediction.step_s)
+
+
+def _short_of_memory(found: Decision) -> bool:
+    return found.choice is not None and found.choice.decided_by == "memory"
+
+
+def _refined(problem: Problem, found: Decision) -> Decision:
+    """The same number of stages with all nodes and the solver asked in full, where the search was quicker than that."""
+    graph, request = problem.profiled.graph, problem.request
+    same_solver = solver_of(request, graph) is solver_of(request, graph, quick=True)
+    if not problem.searches or (problem.short is graph and same_solver):
+        return found
+    return _with_stages(
+        problem, found.partition.num_stages if request.partitioner != "hierarchical" else None, quick=False
+    )

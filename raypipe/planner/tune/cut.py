@@ -1,0 +1,117 @@
+"""Which solver cuts which graph, and what every cut says of itself: devices, seconds and bytes by stage."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Partition
+from raypipe.planner.memory import check_memory
+from raypipe.planner.partition.antichain import antichain
+from raypipe.planner.partition.chain import equal_parameters, split_before
+from raypipe.planner.partition.fit import Solver, limit_bytes, memory_of
+from raypipe.planner.partition.hierarchical import hierarchical
+from raypipe.planner.partition.limits import Limits
+from raypipe.planner.partition.prefix_sum import prefix_sum
+from raypipe.planner.tune.request import DEFAULT_STAGES, Request
+
+__all__ = ["branches", "make_partition", "placed", "solver_of"]
+
+FEW_STATES = 20_000
+"""Sets of executed nodes up to which "auto" looks at other orders than the nodes' own."""
+FEW_NODES = 2_000
+WORTH = 1e-3
+"""Another order of execution must be this much faster; otherwise the model's own is kept."""
+
+
+def make_partition(graph: ModelGraph, request: Request) -> Partition:
+    """The cut that needs no profile: where the user says, or of equal parameters."""
+    if request.split_points:
+        return split_before(graph, request.split_points)
+    places = len(graph.cut_positions())
+    num_stages = request.num_stages or request.num_workers or min(DEFAULT_STAGES, places + 1)
+    return equal_parameters(graph, num_stages)
+
+
+def branches(graph: ModelGraph) -> bool:
+    """Whether the nodes could run in another order than their own."""
+    if graph.edges is None:
+        return False
+    joined = {*graph.edges, *graph.together}
+    return not all((i, i + 1) in joined for i in range(len(graph.nodes) - 1))
+
+
+def solver_of(request: Request, graph: ModelGraph, *, quick: bool = False) -> Solver:
+    """What cuts the graph.
+
+    Args:
+        quick: good enough to compare numbers of stages: other orders of execution are not looked at.
+    """
+    if request.split_points or request.partitioner == "parameters":
+        return _without_profile(request)
+    if request.partitioner == "hierarchical":
+        return hierarchical
+    if request.partitioner == "prefix_sum" or not branches(graph):
+        return antichain if request.partitioner == "antichain" else prefix_sum
+    if quick:
+        return prefix_sum
+    return antichain if request.partitioner == "antichain" else _either
+
+
+def _either(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
+    """The nodes' own order, unless another one is faster or the only one that fits."""
+    refusal, found = None, None
+    try:
+        found = prefix_sum(graph, cluster, limits)
+    except PlanError as error:
+        refusal = error
+    if len(graph.nodes) <= FEW_NODES:
+        try:
+            other = antichain(graph, cluster, dataclasses.replace(limits, max_states=FEW_STATES))
+        except PlanError:
+            other = None
+        if other is not None and (found is None or other.bottleneck_s < found.bottleneck_s * (1 - WORTH)):
+            return other
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    return found
+
+
+def _without_profile(request: Request) -> Solver:
+    """A solver that cuts by names or parameters and then says what that costs."""
+
+    def solve(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
+        if request.split_points:
+            found = split_before(graph, request.split_points)
+        else:
+            found = equal_parameters(graph, limits.num_stages or min(DEFAULT_STAGES, len(cluster.devices)))
+        if found.num_stages > len(cluster.devices):
+            raise PlanError(
+                f"The plan has {found.num_stages} stages, but there are {len(cluster.devices)} devices. Set num_stages "
+                f"or the number of split points so that there are at most {len(cluster.devices)} stages."
+            )
+        found = placed(found, graph, cluster, limits)
+        check_memory(
+            memory_of(graph, found, limits.memory),
+            [limit_bytes(cluster, limits, device) for stage in found.stages for device in stage.devices],
+        )
+        return found
+
+    return solve
+
+
+def placed(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
+    """A cut that somebody else chose, on the first devices of the cluster, with its seconds and bytes."""
+    on_devices = [dataclasses.replace(stage, devices=(stage.index,)) for stage in partition.stages]
+    found = dataclasses.replace(partition, stages=tuple(on_devices))
+    memory = memory_of(graph, found, limits.memory)
+    order = partition.order or tuple(range(len(graph.nodes)))
+    stages = []
+    for stage, bytes_of in zip(found.stages, memory, strict=True):
+        busy_s = sum(graph.nodes[i].busy_s for i in order[stage.start : stage.stop])
+        period_s = busy_s / cluster.devices[stage.index].speed
+        stages.append(dataclasses.replace(stage, period_s=period_s, memory_bytes=bytes_of.total_bytes))
+    return dataclasses.replace(found, stages=tuple(stages), bottleneck_s=max(stage.period_s for stage in stages))

@@ -1,0 +1,180 @@
+"""What one step of a plan takes: seconds by stage and hop, the simulated step, the memory, and the bound.
+
+    nodes' seconds / speed  -->  F and B of a stage  --+
+    cut bytes, link         -->  latency, occupancy  --+-->  simulate  -->  step, bubble
+
+A stage with replicas counts as one worker whose period is the replicas' shared one. The model leaves out what the
+simulator leaves out, and the optimizer's own seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Partition, Plan
+from raypipe.ir.plan_table import human_s
+from raypipe.ir.prediction import HopPrediction, Prediction, StagePrediction
+from raypipe.ir.schedule import Schedule
+from raypipe.ir.timeline import Timeline
+from raypipe.planner.memory import StageMemory
+from raypipe.planner.partition.fit import limit_bytes, memory_of
+from raypipe.planner.partition.limits import Limits
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.validate import validate
+from raypipe.planner.simulate import Costs, makespan_s, simulate
+
+__all__ = ["costs_of", "first_trainable_stage", "hops_of", "predict", "source_of", "stages_of", "timeline_of"]
+
+NEAR = 0.02
+"""A step within this of what the slowest stage alone would take is decided by that stage."""
+
+
+def first_trainable_stage(graph: ModelGraph, partition: Partition) -> int:
+    """Lowest stage with a parameter that learns; 0 where the graph knows of none."""
+    order = partition.order or tuple(range(len(graph.nodes)))
+    for stage in partition.stages:
+        if any(graph.nodes[i].param_bytes > graph.nodes[i].frozen_bytes for i in order[stage.start : stage.stop]):
+            return stage.index
+    return 0
+
+
+def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits: Limits) -> tuple[StagePrediction, ...]:
+    """Seconds and bytes of every stage."""
+    order = partition.order or tuple(range(len(graph.nodes)))
+    found = []
+    for stage, memory in zip(partition.stages, memory_of(graph, partition, limits.memory), strict=True):
+        nodes = [graph.nodes[i] for i in order[stage.start : stage.stop]]
+        busy_s = math.fsum(node.busy_s for node in nodes)
+        # The solver's period has replicas, speeds and all-reduce in it.
+        factor = stage.period_s / busy_s if busy_s else 0.0
+        caps = [cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None]
+        found.append(
+            StagePrediction(
+                devices=tuple(cluster.devices[i].name for i in stage.devices),
+                forward_s=factor * math.fsum(node.forward_s for node in nodes),
+                backward_s=factor * math.fsum(node.backward_s for node in nodes),
+                in_flight=memory.in_flight,
+                fullest_at=memory.action,
+                memory=_parts(memory),
+                limit_bytes=min(caps, default=None),
+            )
+        )
+    return tuple(found)
+
+
+def _parts(memory: StageMemory) -> tuple[tuple[str, int], ...]:
+    return (
+        (f"weights x {memory.versions}", memory.weight_bytes),
+        ("gradients", memory.gradient_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("buffers", memory.buffer_bytes),
+        (f"activations of {memory.in_flight} micro-batches", memory.activation_bytes),
+        ("messages", memory.message_bytes),
+        ("reserve", memory.reserve_bytes),
+    )
+
+
+def hops_of(partition: Partition, cluster: Cluster, microbatch_size: int) -> tuple[HopPrediction, ...]:
+    """What a message meets between each two stages."""
+    found = []
+    for before, after in zip(partition.stages, partition.stages[1:], strict=False):
+        link = cluster.link(before.devices[-1], after.devices[0])
+        nbytes = after.input_bytes * microbatch_size
+        found.append(HopPrediction(nbytes, link.latency_s, nbytes / link.bandwidth_bytes_s))
+    return tuple(found)
+
+
+def costs_of(stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...]) -> Costs:
+    """The simulator's input; gradients travel back in messages of the same size."""
+    latency_s, occupancy_s = tuple(h.latency_s for h in hops), tuple(h.occupancy_s for h in hops)
+    return Costs(
+        forward_s=tuple(stage.forward_s for stage in stages),
+        backward_s=tuple(stage.backward_s for stage in stages),
+        forward_latency_s=latency_s,
+        backward_latency_s=latency_s,
+        forward_occupancy_s=occupancy_s,
+        backward_occupancy_s=occupancy_s,
+    )
+
+
+def source_of(graph: ModelGraph) -> str:
+    """Where the seconds of the nodes that take any come from."""
+    found = {node.source or "unknown" for node in graph.nodes if node.busy_s}
+    return found.pop() if len(found) == 1 else ("mixed" if found else "unknown")
+
+
+def predict(
+    graph: ModelGraph,
+    partition: Partition,
+    cluster: Cluster,
+    limits: Limits,
+    schedule: Schedule,
+    minibatch_size: int,
+    *,
+    links: str,
+    one_f_one_b: Schedule | None = None,
+) -> Prediction:
+    """The prediction of one step.
+
+    Args:
+        graph: seconds at the micro-batch size of ``limits.memory``.
+        schedule: compute actions only.
+        links: where the cluster's links come from, in words.
+        one_f_one_b: to compare with; None where it is the schedule.
+
+    Raises:
+        ScheduleError: the schedule cannot work.
+    """
+    stages = stages_of(graph, partition, cluster, limits)
+    hops = hops_of(partition, cluster, limits.memory.microbatch_size)
+    costs, lowered = costs_of(stages, hops), lower(schedule)
+    validate(lowered)
+    timeline = simulate(lowered, costs)
+    step_s = timeline.makespan_s
+    return Prediction(
+        step_s=step_s,
+        bubble_fraction=timeline.bubble_fraction,
+        samples_per_s=minibatch_size / step_s if step_s else 0.0,
+        one_f_one_b_s=None if one_f_one_b is None else makespan_s(lower(one_f_one_b), costs),
+        bound=_bound(stages, hops, schedule, step_s),
+        source=source_of(graph),
+        links=links,
+        stages=stages,
+        hops=hops,
+    )
+
+
+def _bound(
+    stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...], schedule: Schedule, step_s: float
+) -> str:
+    slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
+    busy_s, count = stages[slowest].busy_s, schedule.num_microbatches()
+    rounds = count + len(stages) - 1
+    text = f"the computation of stage {slowest}, {human_s(busy_s)} per micro-batch"
+    if not hops:
+        return text
+    widest = max(range(len(hops)), key=lambda h: hops[h].occupancy_s)
+    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message one way"
+    if 2 * hops[widest].occupancy_s > busy_s:
+        return f"the link between stages {widest} and {widest + 1}: {waits}, against {human_s(busy_s)} of computation"
+    if step_s > rounds * busy_s * (1 + NEAR):
+        return (
+            f"messages: {rounds} x {human_s(busy_s)} of stage {slowest} would be {human_s(rounds * busy_s)}; the "
+            f"slowest link, between stages {widest} and {widest + 1}, takes {waits}"
+        )
+    return text
+
+
+def timeline_of(plan: Plan) -> Timeline:
+    """The predicted step of a plan, for pictures.
+
+    Raises:
+        ValueError: the plan has no prediction.
+    """
+    if plan.prediction is None:
+        raise ValueError("this plan was made without a profile, so there is nothing to draw")
+    costs = costs_of(plan.prediction.stages, plan.prediction.hops)
+    return dataclasses.replace(simulate(lower(plan.schedule), costs), name=plan.schedule.kind)

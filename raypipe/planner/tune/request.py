@@ -1,0 +1,100 @@
+"""What the user asked for, and the parts of it that are settled without looking at the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from raypipe.ir.schedule import Schedule
+from raypipe.planner.memory import MemoryModel
+from raypipe.planner.schedule import make_schedule
+
+__all__ = ["AUTO_SLACK", "Request", "build_schedule", "memory_model", "microbatches", "settled_schedule"]
+
+DEFAULT_MINIBATCH = 32
+DEFAULT_STAGES = 2
+AUTO_SLACK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the planner has to know of the configuration; None is left to it.
+
+    Attributes:
+        num_stages: how many, None takes as many of num_workers as are worth it.
+        num_workers: places for stages that the user offered, None if nothing was said.
+        split_points: module names that begin a stage.
+        minibatch_size, num_microbatches: samples per step, and in how many parts.
+        num_samples: of the training data.
+        schedule: "auto" or a kind of planner.schedule.
+        group_size: k of kFkB.
+        slack: r of slack, by hop or one for all.
+        partitioner: "auto", "parameters", "prefix_sum", "antichain" or "hierarchical"; split_points win over it.
+        memory_limit_bytes: per worker, on top of what its device offers; None for none.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameters.
+        reserve_bytes: kept free on every worker.
+        least_microbatch: samples that the model needs at once.
+    """
+
+    num_stages: int | None
+    num_workers: int | None
+    split_points: tuple[str, ...]
+    minibatch_size: int | None
+    num_microbatches: int | None
+    num_samples: int
+    schedule: str = "auto"
+    group_size: int | None = None
+    slack: int | tuple[int, ...] | None = None
+    partitioner: str = "auto"
+    memory_limit_bytes: int | None = None
+    optimizer_factor: float = 2.0
+    reserve_bytes: int = 0
+    least_microbatch: int = 1
+
+
+def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
+    """(minibatch_size, microbatch_size, num_microbatches); 4 micro-batches per stage where nothing is said."""
+    minibatch = request.minibatch_size or min(DEFAULT_MINIBATCH, request.num_samples)
+    wanted = request.num_microbatches or min(minibatch, 4 * num_stages)
+    size = math.ceil(minibatch / wanted)
+    return minibatch, size, math.ceil(minibatch / size)
+
+
+def settled_schedule(
+    request: Request, num_stages: int, num_microbatches: int
+) -> tuple[str, int | None, int | tuple[int, ...] | None]:
+    """(kind, group_size, slack), nothing left open.
+
+    "auto" is slack 2 on every hop: with free links it takes as long as 1F1B, and it hides a transfer of up to
+    half a micro-batch's compute time, which 1F1B pays in full. Its price is one micro-batch more in flight per hop.
+    """
+    kind, slack, group_size = request.schedule, request.slack, request.group_size
+    if kind == "auto":
+        kind, slack, group_size = ("slack", AUTO_SLACK, None) if num_stages > 1 else ("1f1b", None, None)
+    if kind == "slack" and slack is None:
+        slack = AUTO_SLACK
+    if kind == "kfkb" and group_size is None:
+        group_size = min(2, num_microbatches)
+    return kind, group_size, slack
+
+
+def build_schedule(request: Request, num_stages: int, num_microbatches: int, first_trainable: int) -> Schedule:
+    """The compute actions of one step."""
+    kind, group_size, slack = settled_schedule(request, num_stages, num_microbatches)
+    return make_schedule(
+        kind, num_stages, num_microbatches, group_size=group_size, slack=slack, first_trainable=first_trainable
+    )
+
+
+def memory_model(request: Request, num_stages: int, num_microbatches: int, microbatch_size: int) -> MemoryModel:
+    """What decides the memory of a stage under this request."""
+    kind, group_size, slack = settled_schedule(request, num_stages, num_microbatches)
+    return MemoryModel(
+        schedule=kind,
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        group_size=group_size or 1,
+        slack=slack or 1,
+        optimizer_factor=request.optimizer_factor,
+        reserve_bytes=request.reserve_bytes,
+    )
