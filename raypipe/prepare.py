@@ -136,7 +136,7 @@ def prepare(
         decision = decide(request, profiled, cluster)
         request, partition = decision.request, decision.partition
         programs = captured.programs(partition.cuts, partition.order)
-        plan = plan_of(decision, programs[0].first_trainable, _notes(captured, programs))
+        plan = plan_of(decision, programs[0].first_trainable, [*_notes(captured, programs), *profiled.notes])
     _, example = _example(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         plan=plan,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from raypipe.engine.capture import Capture
-from raypipe.engine.profile import measure_stages
+from raypipe.engine.profile_cache import cached_profile
+from raypipe.engine.profiling import estimate_graph, powers_of_two
 from raypipe.engine.state import MakeOptimizer
-from raypipe.errors import PlanError
-from raypipe.ir.graph import ModelGraph
+from raypipe.errors import ConfigError, PlanError, StageError
+from raypipe.ir.profile import Profile
 from raypipe.planner.tune import Profiled
+from raypipe.progress import ProfilingBar
 
 __all__ = ["optimizer_factor", "profile_of", "refuse_other_graph"]
 
@@ -23,41 +24,30 @@ ADAM_FACTOR = 2.0
 
 
 def profile_of(captured: Capture, example: Mapping[Any, torch.Tensor], *, by_size: bool) -> Profiled:
-    """The graph with seconds: the whole model is measured, and shared out by parameters as an estimate.
+    """The graph with seconds, measured here or read from the cache; estimated where the model cannot be run alone.
+
+    A terminal shows how far it is.
 
     Args:
         example: one micro-batch by column.
         by_size: measure smaller micro-batches too.
     """
-    programs = captured.programs(())
-    tensors = {**captured.parameters, **captured.buffers}
     samples = min((len(x) for x in example.values() if x.dim()), default=1)
-    measured = measure_stages(programs, tensors, example)
-    points = {samples: measured.forward_s[0] + measured.backward_s[0]}
-    for size in (1 << i for i in range(samples.bit_length())):
-        if by_size and size < samples:
-            # Batch normalisation, for one, refuses a single sample: such a size is no candidate either.
-            with contextlib.suppress(ValueError, RuntimeError):
-                seconds = measure_stages(programs, tensors, {name: x[:size] for name, x in example.items()})
-                points[size] = seconds.forward_s[0] + seconds.backward_s[0]
-    graph = _shared_out(captured.graph, measured.forward_s[0], measured.backward_s[0])
-    return Profiled(graph, samples, tuple(sorted(points.items())) if by_size else ())
+    bar = ProfilingBar()
+    try:
+        found, _ = cached_profile(captured, example, sizes=None if by_size else (), progress=bar)
+    except StageError as error:
+        with contextlib.suppress(ConfigError):  # an nn.Sequential cannot be estimated: what stopped it counts
+            found = estimate_graph(captured, samples, sizes=powers_of_two(samples) if by_size else ())
+            return _profiled(found, by_size)
+        raise error from None
+    finally:
+        bar.close()
+    return _profiled(found, by_size)
 
 
-def _shared_out(graph: ModelGraph, forward_s: float, backward_s: float) -> ModelGraph:
-    total = graph.param_bytes
-    shares = [node.param_bytes / total if total else 1 / len(graph.nodes) for node in graph.nodes]
-    nodes = (
-        dataclasses.replace(
-            node,
-            forward_s=forward_s * share,
-            backward_input_s=backward_s * share / 2,
-            backward_weight_s=backward_s * share / 2,
-            source="estimated",
-        )
-        for node, share in zip(graph.nodes, shares, strict=True)
-    )
-    return dataclasses.replace(graph, nodes=tuple(nodes))
+def _profiled(found: Profile, by_size: bool) -> Profiled:
+    return Profiled(found.graph, found.microbatch_size, found.seconds_by_size if by_size else (), found.notes)
 
 
 def refuse_other_graph(captured: Capture, profiled: Profiled) -> None:

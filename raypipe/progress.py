@@ -10,7 +10,7 @@ from typing import TextIO
 from raypipe.ir.report import StepRecord
 from raypipe.runtime.journal import News
 
-__all__ = ["ProgressLine", "RunProgress"]
+__all__ = ["ProfilingBar", "ProgressLine", "RunProgress"]
 
 
 class ProgressLine:
@@ -76,3 +76,22 @@ class RunProgress:
         for record in news.records:
             if record.step >= news.status.first_step:
                 self._line.update(record)
+
+
+class ProfilingBar:
+    """How far a profile is, on a terminal only; what it wrote is gone when it is closed."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._live = self._stream.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._live:
+            filled = done * 30 // max(1, total)
+            self._stream.write(f"\rprofiling the model [{'=' * filled}{' ' * (30 - filled)}] {done}/{total}\x1b[K")
+            self._stream.flush()
+
+    def close(self) -> None:
+        if self._live:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

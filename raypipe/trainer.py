@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 import time
 import uuid
@@ -28,6 +29,7 @@ from raypipe.planner.simulate import Costs, simulate
 from raypipe.planner.tune import Profiled
 from raypipe.prepare import Job, prepare, profile
 from raypipe.progress import RunProgress
+from raypipe.resume import kept_microbatches
 from raypipe.runtime.checkpoints import CheckpointPolicy
 from raypipe.runtime.loop import RunSpec
 from raypipe.runtime.threads import ThreadLine
@@ -176,8 +178,20 @@ class PipelineTrainer:
 
     def _prepared(self) -> Job:
         if self._job is None:
-            self._job = prepare(*self._arguments, self._pipeline, self._num_workers())
+            self._job = prepare(*self._arguments, self._continued(), self._num_workers())
         return self._job
+
+    def _continued(self) -> PipelineConfig:
+        """A run that goes on keeps its micro-batches, which a profile taken today might choose differently."""
+        name = getattr(self._run, "name", None)
+        if name is None or self._pipeline.num_microbatches != "auto":
+            return self._pipeline
+        kept = kept_microbatches(self._place(name), self._pipeline.minibatch_size)
+        return self._pipeline if kept is None else dataclasses.replace(self._pipeline, num_microbatches=kept)
+
+    def _place(self, name: str) -> Place:
+        storage = getattr(self._run, "storage_path", None) or DEFAULT_STORAGE
+        return Place.of(storage, getattr(self._run, "storage_filesystem", None)) / name
 
     def _num_workers(self) -> int | None:
         workers = getattr(self._scaling, "num_workers", None)
@@ -215,11 +229,10 @@ class PipelineTrainer:
     def _spec(self, job: Job, num_steps: int) -> RunSpec:
         plan = job.plan
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
-        storage = getattr(self._run, "storage_path", None) or DEFAULT_STORAGE
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
         return RunSpec(
             name=name,
-            place=Place.of(storage, getattr(self._run, "storage_filesystem", None)) / name,
+            place=self._place(name),
             plan_json=plan.to_json(),
             config_yaml=self.config_yaml or self._described(num_steps),
             schedules=_schedules(job, num_samples, num_steps),

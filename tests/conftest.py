@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ _OF_WORKERS: list[str] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid", default="", help="comma-separated modules that this session must not import")
+
+
+# Profiles of one session; nobody's own cache is read or filled.
+_CACHE = tempfile.TemporaryDirectory(prefix="raypipe-cache-")
+os.environ["RAYPIPE_CACHE_DIR"] = _CACHE.name
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import subprocess
 import time
@@ -16,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raypipe import PipelineTrainer, load_state_dict
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.engine.profile_cache import cached_profile
 from raypipe.errors import CheckpointError
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.models import CASES
@@ -162,6 +164,26 @@ def test_a_full_disk_does_not_harm_training(tmp_path: Path) -> None:
         trainer("mlp", tmp_path, "run", 2).fit(num_steps=SAVED, local=True, progress=False)
     rows = pq.read_table(folder / "metrics.parquet").to_pylist()
     assert [row["step"] for row in rows] == list(range(SAVED))
+
+
+def test_micro_batches_left_to_the_planner_stay_what_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second submission measures a machine on which small micro-batches cost nothing extra."""
+    pipeline = PipelineConfig(num_stages=2, minibatch_size=8)
+
+    def measured(captured: Any, example: Any, **_: Any) -> Any:
+        profile, read = cached_profile(captured, example)
+        return dataclasses.replace(profile, seconds_by_size=tuple((b, overhead_s + b) for b in (1, 2, 4))), read
+
+    monkeypatch.setattr("raypipe.profiling.cached_profile", measured)
+    chosen = []
+    for overhead_s, steps in ((1000.0, SAVED), (0.0, STEPS)):  # noqa: B007  (measured() reads it)
+        made = trainer("mlp", tmp_path, "run", 2, pipeline=pipeline)
+        made.fit(num_steps=steps, local=True, progress=False)
+        chosen.append(made.plan().num_microbatches)
+        fresh = trainer("mlp", tmp_path, f"fresh-{steps}", 2, pipeline=pipeline).plan().num_microbatches
+        assert (fresh == chosen[0]) == (steps == SAVED), "the planner would have chosen otherwise"
+    assert chosen[0] == chosen[1]
+    assert len(outcome(tmp_path / "run")[0]) == STEPS
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def profile_table(found: Profiled) -> str:
         lines.append(
             f"t(b) = {human_s(times.sigma_s)} x (b + {times.overhead_samples:.3g}), within {times.worst_error:.0%}"
         )
-    return "\n".join(lines)
+    return "\n".join(lines + [f"note: {note}" for note in found.notes])
 
 
 def _by_module(nodes: Sequence[Node]) -> list[tuple[str, list[Node]]]:

@@ -27,11 +27,13 @@ class Profiled:
         graph: seconds of its nodes at ``microbatch_size`` samples.
         points: (samples, seconds) of the whole model, forward and backward; fewer than two say nothing of other
             sizes, whose seconds then count as proportional.
+        notes: what a person should know of how it was measured, one sentence each.
     """
 
     graph: ModelGraph
     microbatch_size: int
     points: tuple[tuple[int, float], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def times(self) -> StageTime | None:
@@ -48,7 +50,8 @@ class Profiled:
     def to_json(self) -> str:
         """The profile as text; ``from_json`` gives an equal one."""
         graph = json.loads(self.graph.to_json())
-        return json.dumps({"microbatch_size": self.microbatch_size, "points": self.points, "graph": graph}, indent=1)
+        fields = {"microbatch_size": self.microbatch_size, "points": self.points, "notes": self.notes}
+        return json.dumps({**fields, "graph": graph}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Profiled:
@@ -60,7 +63,8 @@ class Profiled:
         try:
             found = json.loads(text)
             points = tuple((int(b), float(s)) for b, s in found["points"])
-            return cls(ModelGraph.from_json(json.dumps(found["graph"])), int(found["microbatch_size"]), points)
+            graph = ModelGraph.from_json(json.dumps(found["graph"]))
+            return cls(graph, int(found["microbatch_size"]), points, tuple(map(str, found["notes"])))
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"This is not a saved profile ({error!r}): write one with `raypipe profile CONFIG.yaml -o FILE`."
