@@ -107,7 +107,7 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
         choice=choice,
         prediction=_NOTHING,
     )
-    return dataclasses.replace(found, prediction=predicted(found, problem.links, compare=False))
+    return dataclasses.replace(found, prediction=predicted(found, problem.links, compare=not quick))
 
 
 def predicted(

@@ -69,7 +69,6 @@ def decide(request: Request, profiled: Profiled, cluster: Cluster | None = None)
     near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
     best = min(near, key=lambda decision: sum(decision.partition.replicas))
     best = _refined(problem, best) if len(counts) > 1 else best
-    best = dataclasses.replace(best, prediction=predicted(best, problem.links))
     return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
 
 
@@ -161,7 +160,5 @@ def _refined(problem: Problem, found: Decision) -> Decision:
     graph, request = problem.profiled.graph, problem.request
     same_solver = solver_of(request, graph) is solver_of(request, graph, quick=True)
     if not problem.searches or (problem.short is graph and same_solver):
-        return found
-    return _with_stages(
-        problem, found.partition.num_stages if request.partitioner != "hierarchical" else None, quick=False
-    )
+        return dataclasses.replace(found, prediction=predicted(found, problem.links))
+    return _with_stages(problem, found.partition.num_stages, quick=False)
