@@ -22,15 +22,13 @@ from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture.guards import loss_only, nothing_lost
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
+from raypipe.engine.capture.lengths import asks_for_length, is_tokens
 from raypipe.engine.randomness import draws_randomness, dropout, keyed_call
 from raypipe.errors import CaptureError
 
 __all__ = ["Traced", "trace"]
 
 aten = torch.ops.aten
-
-UNLIMITED = 1 << 40
-"""A length that nobody reaches; a bound below it comes from the code."""
 
 _DROPPED = ("aten._assert", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
 
@@ -91,10 +89,10 @@ def trace(
     model.train(training)
     try:
         with nothing_lost(), loss_only(model) if returns_loss else nullcontext():
-            if any(_is_tokens(value) for value in values):
+            if any(is_tokens(value) for value in values):
                 with suppress(Exception):  # whatever it was, the second attempt says it better
                     program = _export(model, args, kwargs, free_length=True)
-            if program is None or _asks_for_length(program):
+            if program is None or asks_for_length(program):
                 program = _export(model, args, kwargs, free_length=False)
     except CaptureError:
         raise
@@ -109,44 +107,15 @@ def trace(
     return _flatten(model, program, columns)
 
 
-def _is_tokens(value: torch.Tensor) -> bool:
-    return value.dim() == 2 and not value.is_floating_point() and not value.is_complex() and value.shape[1] > 1
-
-
 def _export(
     model: torch.nn.Module, args: Sequence[torch.Tensor], kwargs: Mapping[str, torch.Tensor], *, free_length: bool
 ) -> torch.export.ExportedProgram:
     def dims(value: torch.Tensor) -> dict[int, Any] | None:
-        length = {1: torch.export.Dim.AUTO} if free_length and _is_tokens(value) else {}
+        length = {1: torch.export.Dim.AUTO} if free_length and is_tokens(value) else {}
         return {0: torch.export.Dim.DYNAMIC, **length} if value.dim() else None
 
     shapes = _dynamic_shapes(model, [dims(a) for a in args], {k: dims(v) for k, v in kwargs.items()})
     return torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
-
-
-def _asks_for_length(program: torch.export.ExportedProgram) -> bool:
-    """Whether a decision was taken by the length of a column, other than that columns of one length agree.
-
-    torch.export notes such decisions as guards; the stages do not check them.
-    """
-    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-    shapes: list[Any] = [value.shape for value in values if isinstance(value, torch.Tensor)]
-    batches = [shape[0].node for shape in shapes if shape and isinstance(shape[0], torch.SymInt)]
-    lengths = [shape[1].node for shape in shapes if len(shape) == 2 and isinstance(shape[1], torch.SymInt)]
-    lengths = [size for size in lengths if size.expr.is_Symbol]  # not one that became a number while tracing
-    if not lengths:
-        return False
-    agreed: dict[Any, Any] = {}
-    for sizes in (batches, lengths):  # those that are equal in the example count as one
-        first: dict[int, Any] = {}
-        agreed.update({size.expr: first.setdefault(size.hint, size.expr) for size in sizes})
-    symbols = {size.expr for size in lengths}
-    known = lengths[0].shape_env
-    ranges = [known.var_to_range[symbol] for symbol in symbols]
-    if any(found.lower > 2 or found.upper < UNLIMITED for found in ranges):
-        return True
-    asked = (guard.expr for guard in known.guards if symbols & guard.expr.free_symbols)
-    return not all(expr.subs(agreed) == True for expr in asked)  # noqa: E712  (sympy's own truth)
 
 
 def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
