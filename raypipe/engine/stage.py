@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from raypipe.engine.randomness import RandomKey
+from raypipe.errors import StageError
 
 __all__ = ["GraphFunction", "Site", "StageFunction", "StageProgram", "message_capacity", "neighbours"]
 
@@ -113,6 +114,16 @@ def message_capacity(programs: Sequence[StageProgram], one: int, other: int) -> 
     return most
 
 
+def _other_shape(name: str, column: torch.Tensor, shape: tuple[int | None, ...]) -> StageError:
+    """Numbers of the traced shape are part of the code: run on another one it may fail, or be wrong in silence."""
+    sizes = ", ".join("samples" if size is None else str(size) for size in shape)
+    return StageError(
+        f"Column {name!r} came with shape {tuple(column.shape)}, but the model was traced for ({sizes}) and its stages "
+        "compute for that shape only. Pad or crop the data to one shape, or build the model as an nn.Sequential of "
+        "blocks, which is not traced."
+    )
+
+
 _compiled = 0
 
 
@@ -124,6 +135,7 @@ class GraphFunction:
         source: defines ``forward(self, *sites, *buffers, *constants, *inputs, *columns, key)``.
         names: the globals that the source refers to.
         constants: tensors that the model closed over, never trained and never changed.
+        column_shapes: that each column must have, None where any size will do; empty for no such rule.
     """
 
     source: str
@@ -135,6 +147,7 @@ class GraphFunction:
     num_inputs: int
     num_outputs: int
     title: str = "stage"
+    column_shapes: tuple[tuple[int | None, ...], ...] = ()
     _function: Callable[..., tuple[torch.Tensor, ...]] | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -154,6 +167,9 @@ class GraphFunction:
     ) -> tuple[torch.Tensor, ...]:
         if self._function is None:
             self._function = self._compile()
+        for name, column, shape in zip(self.columns, columns, self.column_shapes, strict=False):
+            if len(shape) != column.dim() or any(want not in (None, got) for want, got in zip(shape, column.shape)):  # noqa: B905
+                raise _other_shape(name, column, shape)
         return self._function(None, *parameters, *buffers, *self.constants, *inputs, *columns, key)
 
     def _compile(self) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from raypipe.engine.capture import capture
 from raypipe.engine.capture.cut import check_order
 from raypipe.engine.data import open_data
 from raypipe.engine.randomness import RandomKey
-from raypipe.errors import CaptureError
+from raypipe.errors import CaptureError, StageError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from tests import nets
 from tests.exactness import (
@@ -266,6 +267,65 @@ def test_an_order_that_breaks_a_rule_is_refused(graph: ModelGraph, order: tuple[
     with pytest.raises(CaptureError, match=message):
         check_order(graph, (1,), order)
     check_order(graph, (3,), (0, 1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["buffers", "tied-lm", "attention", "gpt2", "llama"])
+@pytest.mark.parametrize("length", [2, 5, 11])
+def test_another_number_of_tokens_is_exact(name: str, length: int) -> None:
+    """Up to the size of the position table, which is the model's own limit."""
+    length = min(length, 6) if name in ("buffers", "tied-lm") else length
+    model, made = captured(name)
+    ids = torch.randint(0, 11, (3, length), generator=torch.Generator().manual_seed(8))
+    numbered = case(name).loss_fn is not None
+    columns: Any = {0: ids} if numbered else {"input_ids": ids, "labels": ids}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    model.eval()
+    try:
+        with torch.no_grad():
+            wanted = model(ids) if numbered else model(**columns).loss
+    finally:
+        model.train()
+        torch.backends.mha.set_fastpath_enabled(fast)
+    middle = made.graph.cut_positions()[len(made.graph.cut_positions()) // 2]
+    assert torch.equal(by_hand(name, (middle,), "eval", columns, RandomKey(0, 0, 0))[0], wanted)
+
+
+class AsksForLength(nn.Module):
+    """Right for one length only, in a way that no operation would notice on another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed, self.head, self.way = nn.Embedding(11, 8), nn.Linear(8, 3), way
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        match self.way:
+            case "more than":
+                x = x * 2 if ids.shape[1] > 4 else x
+            case "even":
+                x = x * 2 if ids.shape[1] % 2 == 0 else x
+            case "number":
+                x = x / int(ids.shape[1])
+        return self.head(x).mean(1)
+
+
+@pytest.mark.parametrize("way", ["more than", "even", "number"])
+def test_a_model_that_asks_for_the_length_gets_that_one_only(way: str) -> None:
+    ids, y = torch.zeros(4, 6, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    (program,) = capture(AsksForLength(way), (ids, y), (0, 1), functional.cross_entropy).programs(())
+    leaves = [torch.zeros(p) for p in ((11, 8), (3, 8), (3,))]
+    program.train(leaves, (), (), [ids[:2]], RandomKey(0, 0, 0))
+    for other in (ids[:, :5], ids[:, :4], ids[:, :3, None]):
+        shape = rf"Column 0 came with shape \(4, {other.shape[1]}.* traced for \(samples, 6\)"
+        with pytest.raises(StageError, match=shape):
+            program.train(leaves, (), (), [other], RandomKey(0, 0, 0))
+
+
+def test_another_size_of_image_is_refused() -> None:
+    with pytest.raises(StageError, match=r"shape \(2, 3, 16, 16\), but the model was traced for \(samples, 3, 8, 8\)"):
+        by_hand("cnn", (), "train", {0: torch.zeros(2, 3, 16, 16)}, RandomKey(0, 0, 0))
 
 
 def test_an_order_of_another_graph_is_refused() -> None:

@@ -120,11 +120,9 @@ def test_stopping_and_going_on(tmp_path: Path) -> None:
 
 
 def test_checkpoints_on_the_way_and_what_is_kept(tmp_path: Path) -> None:
-    from ray.train import CheckpointConfig
-
     keep = SimpleNamespace(
         name="run", storage_path=str(tmp_path),
-        checkpoint_config=CheckpointConfig(
+        checkpoint_config=SimpleNamespace(
             num_to_keep=2, checkpoint_score_attribute="eval_loss", checkpoint_score_order="min"
         ),
     )  # fmt: skip

@@ -226,6 +226,7 @@ class _Slice:
             num_inputs=len(self.inputs),
             num_outputs=len(self.outputs),
             title=title,
+            column_shapes=tuple(_static_shape(c) for c in columns),
         )
 
     def _leaves(self) -> set[fx.Node]:
@@ -276,3 +277,9 @@ class _Slice:
             if dim is not None and source in self.env:
                 return self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[source], dim))
         raise CaptureError(f"No tensor of the stage has the size {node.meta['val']}; please report this model.")
+
+
+def _static_shape(column: fx.Node) -> tuple[int | None, ...]:
+    """Of a data column, None for sizes that may change."""
+    sizes = column.meta["val"].shape
+    return tuple(None if isinstance(s, torch.SymInt) and s.node.expr.free_symbols else int(s) for s in sizes)

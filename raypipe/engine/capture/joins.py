@@ -87,12 +87,9 @@ def _users(node: fx.Node, order: dict[fx.Node, int], analysis: Analysis, end: in
 
 def _shared_memory(analysis: Analysis, order: dict[fx.Node, int], roots: dict[fx.Node, fx.Node]) -> Iterator[list[int]]:
     """For memory that is changed in place: positions of everything that makes, reads or changes it, in order."""
-    last_uses: dict[fx.Node, list[int]] = {buffer: [] for buffer in analysis.changing_buffers}
-    for root, last in analysis.traced.pinned:
-        last_uses.setdefault(root, []).extend(order[n] for n in (last,) if n in order)
-    for root, more in last_uses.items():
+    for root in dict.fromkeys((*analysis.changing_buffers, *(root for root, _ in analysis.traced.pinned))):
         family = [node for node, own in roots.items() if own is root]
-        members = {order[n] for node in family for n in (node, *node.users) if n in order} | set(more)
+        members = {order[n] for node in family for n in (node, *node.users) if n in order}
         if root in analysis.traced.columns:
             members.add(0)
         yield sorted(members)

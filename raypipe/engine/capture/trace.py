@@ -11,7 +11,7 @@ import inspect
 import operator
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture.guards import loss_only, nothing_lost
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
+from raypipe.engine.capture.lengths import asks_for_length, is_tokens
 from raypipe.engine.randomness import draws_randomness, dropout, keyed_call
 from raypipe.errors import CaptureError
 
@@ -70,6 +71,9 @@ def trace(
 ) -> Traced:
     """Export the model in one mode with a dynamic batch dimension (dimension 0 of every input).
 
+    Columns of token ids, shape (b, length), get a dynamic length too, unless the code asks what it is: then the
+    graph is right for one length only, and is traced for that one.
+
     Args:
         args, kwargs: one example micro-batch of at least two samples.
         columns: names of the data columns behind args, then kwargs.
@@ -79,13 +83,17 @@ def trace(
     Raises:
         CaptureError: torch.export cannot trace the model; quotes the place in the user's code.
     """
-    batch_dims = lambda x: {0: torch.export.Dim.DYNAMIC} if x.dim() else None  # noqa: E731
-    shapes = _dynamic_shapes(model, [batch_dims(a) for a in args], {k: batch_dims(v) for k, v in kwargs.items()})
+    values = (*args, *kwargs.values())
+    program: torch.export.ExportedProgram | None = None
     was_training = {name: module.training for name, module in model.named_modules()}
     model.train(training)
     try:
         with nothing_lost(), loss_only(model) if returns_loss else nullcontext():
-            program = torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
+            if any(is_tokens(value) for value in values):
+                with suppress(Exception):  # whatever it was, the second attempt says it better
+                    program = _export(model, args, kwargs, free_length=True)
+            if program is None or asks_for_length(program):
+                program = _export(model, args, kwargs, free_length=False)
     except CaptureError:
         raise
     except Exception as error:
@@ -97,6 +105,17 @@ def trace(
         for name, module in model.named_modules():
             module.training = was_training[name]
     return _flatten(model, program, columns)
+
+
+def _export(
+    model: torch.nn.Module, args: Sequence[torch.Tensor], kwargs: Mapping[str, torch.Tensor], *, free_length: bool
+) -> torch.export.ExportedProgram:
+    def dims(value: torch.Tensor) -> dict[int, Any] | None:
+        length = {1: torch.export.Dim.AUTO} if free_length and is_tokens(value) else {}
+        return {0: torch.export.Dim.DYNAMIC, **length} if value.dim() else None
+
+    shapes = _dynamic_shapes(model, [dims(a) for a in args], {k: dims(v) for k, v in kwargs.items()})
+    return torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
 
 
 def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.gradients import GradientSink
@@ -130,6 +130,13 @@ def estimate_graph(
     )
 
 
+_MORE_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_args, **_kwargs: sdpa_flop_count(
+        q, k, v
+    )
+}
+
+
 @dataclass(slots=True)
 class _Counts:
     """Observer: FLOPs, bytes in and out, and which backwards there are, by position."""
@@ -140,7 +147,7 @@ class _Counts:
     passes: list[bool] = field(default_factory=list)
 
     def __call__(self, position: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter:
             outputs = self.kept(position, call, args, kwargs)
         inputs = tensors_in((args, kwargs))
         self.flops.append(float(counter.get_total_flops()))
