@@ -1,0 +1,185 @@
+"""How long a partition takes, and how good it is: ten vision nets on 4 and 8 equal devices.
+
+Each net is profiled on this machine's CPU and put at the grain of layers; grouping counts as solving, profiling is
+timed apart. Links are free, so that the optimum is a matter of balance and other methods can be held beside it:
+
+    vs_optimum          our bottleneck / the optimum over all closed sets, by another algorithm (partition_reference.py)
+    vs_uniform          the bottleneck of equal numbers of layers / ours
+    vs_by_time, by_size torchgpipe's block partition by seconds and by parameters / ours, where torchgpipe is installed
+    predicted_speedup   one device's step / the pipeline's, M = 32: total x M / (bottleneck x (M + n - 1))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import bench_common
+from bench_common import machine, machine_line
+from partition_reference import least_bottleneck
+from vision_nets import IMAGE_SIZES, build
+
+DEVICES = (4, 8)
+MICROBATCHES = 32
+BATCH = 4
+PICO = 1e12
+PAPER_SECONDS = {
+    "vgg16": (0.01, 0.03), "resnet18": (0.07, 0.21), "resnet50": (0.38, 1.17), "resnet101": (1.20, 3.69),
+    "alexnet": (0.02, 0.01), "resnext50_32x4d": (0.41, 1.17), "resnext101_32x8d": (1.21, 3.58),
+    "inception_v3": (3.07, 4.12), "densenet121": (1.29, 3.73), "squeezenet1_0": (0.06, 0.20),
+}  # fmt: skip
+"""What the antichain-DAG paper's table gives for 4 and 8 devices."""
+
+
+class Net(NamedTuple):
+    """A profiled net: the graph of its operations, seconds that the profile took, and its raw ratios."""
+
+    graph: Any
+    capture_s: float
+    profile_s: float
+    raw_ratio: tuple[float, float]
+
+
+class Solved(NamedTuple):
+    """One partition: seconds to find it, its bottleneck, and the grouped graph that was cut."""
+
+    solve_s: float
+    bottleneck_s: float
+    stages: list[float]
+    graph: Any
+
+
+def profiled(name: str, repeats: int) -> Net:
+    """Capture and profile a net; nothing is read from a cache."""
+    import torch
+
+    from raypipe.engine.capture import capture
+    from raypipe.engine.profiling import profile_graph
+
+    size = IMAGE_SIZES[name]
+    net = build(name)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(BATCH, 3, size, size, generator=generator)
+    y = torch.randint(0, 10, (BATCH,), generator=generator)
+    begin_s = time.perf_counter()
+    captured = capture(net, (x, y), (0, 1), torch.nn.functional.cross_entropy)
+    captured_s = time.perf_counter()
+    profile = profile_graph(captured, {0: x, 1: y}, sizes=(), repeats=repeats)
+    return Net(profile.graph, captured_s - begin_s, time.perf_counter() - captured_s, profile.raw_ratio)
+
+
+def solved(graph: Any, num_devices: int, repeats: int) -> Solved:
+    """Group and cut; the median time of several, each from the graph of operations."""
+    from raypipe.ir.cluster import Cluster
+    from raypipe.ir.coarse import group_nodes, module_groups
+    from raypipe.planner.partition.antichain import antichain
+    from raypipe.planner.partition.limits import Limits
+
+    seconds = []
+    for _ in range(repeats):
+        begin_s = time.perf_counter()
+        layers = group_nodes(graph, module_groups(graph)).graph
+        found = antichain(layers, Cluster.uniform(num_devices), Limits(num_stages=num_devices))
+        seconds.append(time.perf_counter() - begin_s)
+    return Solved(statistics.median(seconds), found.bottleneck_s, [s.period_s for s in found.stages], layers)
+
+
+def cut_bottleneck_s(graph: Any, sizes: Sequence[int]) -> float:
+    """Of runs of nodes with these lengths."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return max(sum(node.busy_s for node in graph.nodes[a:b]) for a, b in itertools.pairwise(ends))
+
+
+def uniform(graph: Any, num_devices: int) -> list[int]:
+    """Equal numbers of layers, the first stages one more where they do not divide."""
+    each, more = divmod(len(graph.nodes), num_devices)
+    return [each + (stage < more) for stage in range(num_devices)]
+
+
+def block_partition() -> Callable[..., list[list[float]]] | None:
+    """torchgpipe's balance_by_time and balance_by_size, from measured costs on; None where it is not installed."""
+    try:
+        from torchgpipe.balance.blockpartition import solve
+    except ImportError:
+        return None
+    found: Callable[..., list[list[float]]] = solve
+    return found
+
+
+def compare(name: str, net: Net, repeats: int, figures: dict[str, float]) -> list[list[Any]]:
+    """Solve for every number of devices; rows for the table, figures for the last line."""
+    rows = []
+    blocks = block_partition()
+    for place, count in enumerate(DEVICES):
+        found = solved(net.graph, count, repeats)
+        nodes = found.graph.nodes
+        times_ps = [round(node.busy_s * PICO) for node in nodes]
+        pairs = (*(found.graph.edges or ()), *found.graph.together, *found.graph.before)
+        optimum_ps = least_bottleneck(times_ps, pairs, count)
+        vs_optimum = found.bottleneck_s * PICO / optimum_ps if optimum_ps else math.nan
+        others = {"uniform": cut_bottleneck_s(found.graph, uniform(found.graph, count))}
+        if blocks is not None:
+            for label, costs in (
+                ("by_time", [node.busy_s for node in nodes]),
+                ("by_size", [float(node.param_bytes + node.activation_bytes * BATCH) for node in nodes]),
+            ):
+                others[label] = cut_bottleneck_s(found.graph, [len(b) for b in blocks(costs, partitions=count)])
+        total_s = sum(node.busy_s for node in nodes)
+        speedup = total_s * MICROBATCHES / (found.bottleneck_s * (MICROBATCHES + count - 1))
+        bound = min(count, total_s / max(node.busy_s for node in nodes)) * MICROBATCHES / (MICROBATCHES + count - 1)
+        key = f"{name}_{count}"
+        figures |= {f"solve_seconds_{key}": found.solve_s, f"predicted_speedup_{key}": speedup}
+        figures |= {f"vs_{label}_{key}": other_s / found.bottleneck_s for label, other_s in others.items()}
+        if optimum_ps:
+            figures[f"vs_optimum_{key}"] = vs_optimum
+        ratios = [
+            others[label] / found.bottleneck_s if label in others else "-"
+            for label in ("uniform", "by_time", "by_size")
+        ]
+        rows.append(
+            [key, len(nodes), found.solve_s, PAPER_SECONDS[name][place], vs_optimum, *ratios, speedup, speedup / bound]
+        )
+    return rows
+
+
+def main() -> None:
+    asked = bench_common.arguments(__doc__)
+    names = ("alexnet", "squeezenet1_0") if asked.quick else tuple(IMAGE_SIZES)
+    repeats = 1 if asked.quick else 5
+    figures: dict[str, float] = {}
+    rows: list[list[Any]] = []
+    nets: dict[str, Any] = {}
+    for name in names:
+        net = profiled(name, repeats)
+        figures[f"profile_seconds_{name}"] = net.profile_s
+        nets[name] = {"capture_s": net.capture_s, "profile_s": net.profile_s, "raw_ratio": net.raw_ratio}
+        rows += compare(name, net, repeats, figures)
+        print(
+            f"{name}: captured in {net.capture_s:.1f} s, profiled in {net.profile_s:.1f} s; {machine_line()}",
+            flush=True,
+        )
+    for count in DEVICES:
+        found = [figures[f"predicted_speedup_{name}_{count}"] for name in names]
+        figures[f"predicted_speedup_median_{count}"] = statistics.median(found)
+    columns = (
+        "net, devices",
+        "layers",
+        "solve s",
+        "paper s",
+        "vs optimum",
+        "uniform",
+        "by time",
+        "by size",
+        "speedup",
+        "of bound",
+    )
+    print(bench_common.table("partitions; others' bottlenecks over ours", columns, rows))
+    bench_common.finish("partition", figures, {"machine": machine(), "nets": nets, "rows": rows}, asked.json)
+
+
+if __name__ == "__main__":
+    main()
