@@ -148,6 +148,8 @@ def compare(name: str, net: Net, repeats: int, figures: dict[str, float]) -> lis
 
 def main() -> None:
     asked = bench_common.arguments(__doc__)
+    if asked.handicap:
+        raise SystemExit("--handicap slows actions down, and this benchmark runs none: leave it out.")
     names = ("alexnet", "squeezenet1_0") if asked.quick else tuple(IMAGE_SIZES)
     repeats = 1 if asked.quick else 5
     figures: dict[str, float] = {}

@@ -44,7 +44,8 @@ def _declare_operators() -> None:
         return
     source = Path(found.origin).with_name("_meta_registrations.py").read_text(encoding="utf-8")
     library = torch.library.Library("torchvision", "DEF")
-    for operator in sorted({"nms", *re.findall(r'register_meta\("(\w+)"', source)}):
+    names = re.findall(r'register_meta\("(\w+)"|torchvision::(\w+)"', source)
+    for operator in sorted({"nms", *(first or second for first, second in names)}):
         with contextlib.suppress(RuntimeError):  # the build fits after all
             library.define(f"{operator}(Tensor x) -> Tensor")
     _LIBRARIES.append(library)
