@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from raypipe.errors import PlanError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 
-__all__ = ["CoarseGraph", "group_nodes", "module_groups"]
+__all__ = ["CoarseGraph", "group_nodes", "merge_nodes", "module_groups"]
 
 Pair = tuple[int, int]
 
@@ -87,7 +87,14 @@ def group_nodes(graph: ModelGraph, groups: Sequence[Hashable]) -> CoarseGraph:
         joined = dict.fromkeys((place[group[a]], place[group[b]]) for a, b in pairs)
         return tuple((a, b) for a, b in joined if a != b)
 
-    nodes = tuple(_merged(graph, part) for part in members)
+    leaving: list[set[int]] = [set() for _ in members]
+    for a, b in graph.edges or ():
+        if group[a] != group[b]:
+            leaving[place[group[a]]].add(a)
+    nodes = tuple(
+        merge_nodes([graph.nodes[i] for i in part], sum(graph.nodes[i].output_bytes for i in out))
+        for part, out in zip(members, leaving, strict=True)
+    )
     together, before = between(graph.together), between(graph.before)
     if graph.edges is None:
         return CoarseGraph(ModelGraph(nodes, None, together, before), members)
@@ -125,14 +132,15 @@ def _run_order(graph: ModelGraph, parts: list[list[int]], pairs: Iterable[Pair])
     return order
 
 
-def _merged(graph: ModelGraph, part: tuple[int, ...]) -> Node:
-    """One node for all; ``cut_bytes`` as after the last of them."""
-    nodes = [graph.nodes[i] for i in part]
+def merge_nodes(nodes: Sequence[Node], output_bytes: int = 0) -> Node:
+    """One node for all; ``cut_bytes`` as after the last of them.
+
+    Args:
+        output_bytes: of what leaves them, 0 for the last one's output.
+    """
     first, last = nodes[0], nodes[-1]
     if len(nodes) == 1:
         return first
-    inside = set(part)
-    leaving = {a for a, b in graph.edges or () if a in inside and b not in inside}
     modules = {node.module for node in nodes}
     sources = {node.source for node in nodes if node.source}
     return Node(
@@ -145,7 +153,7 @@ def _merged(graph: ModelGraph, part: tuple[int, ...]) -> Node:
         backward_input_s=sum(node.backward_input_s for node in nodes),
         backward_weight_s=sum(node.backward_weight_s for node in nodes),
         activation_bytes=sum(node.activation_bytes for node in nodes),
-        output_bytes=sum(graph.nodes[a].output_bytes for a in leaving) or last.output_bytes,
+        output_bytes=output_bytes or last.output_bytes,
         frozen_bytes=sum(node.frozen_bytes for node in nodes),
         buffer_bytes=sum(node.buffer_bytes for node in nodes),
         source="estimated" if "estimated" in sources else next(iter(sources), ""),

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypipe.errors import PlanError
+from raypipe.ir.prediction import CurvePoint
 
-__all__ = ["Candidate", "Hop", "MicrobatchChoice", "StageTime", "choose_microbatches", "fit_stage_time"]
+__all__ = ["Hop", "MicrobatchChoice", "StageTime", "choose_microbatches", "fit_stage_time"]
 
 STRAIGHT = 0.1
 """Largest relative error of the line; beyond it the measured points themselves are used."""
@@ -111,16 +112,6 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One point of the curve: N micro-batches of b samples, and why it cannot be taken ("" where it can)."""
-
-    num_microbatches: int
-    microbatch_size: int
-    predicted_s: float
-    refused: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class MicrobatchChoice:
     """The answer, its reason and the curve.
 
@@ -140,7 +131,7 @@ class MicrobatchChoice:
     epsilon: float
     decided_by: str
     reason: str
-    curve: tuple[Candidate, ...]
+    curve: tuple[CurvePoint, ...]
 
     def __str__(self) -> str:
         """The reason, then the curve as a table."""
@@ -271,14 +262,14 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _ragged(model: _Model, refuse: Callable[[int, int], str]) -> list[Candidate]:
+def _ragged(model: _Model, refuse: Callable[[int, int], str]) -> list[CurvePoint]:
     """Every size, the last micro-batch being what is left."""
     sizes = {math.ceil(model.minibatch_size / b): b for b in range(model.minibatch_size, 0, -1)}
     return [_candidate(model, n, b, refuse) for n, b in sorted(sizes.items())]
 
 
-def _candidate(model: _Model, count: int, samples: int, refuse: Callable[[int, int], str]) -> Candidate:
-    return Candidate(count, samples, model.step_s(count, samples), refuse(count, samples))
+def _candidate(model: _Model, count: int, samples: int, refuse: Callable[[int, int], str]) -> CurvePoint:
+    return CurvePoint(count, samples, model.step_s(count, samples), refuse(count, samples))
 
 
 def _refusal(multiple: int, fits: Callable[[int, int], bool] | None, least: int, count: int, samples: int) -> str:
@@ -290,13 +281,13 @@ def _refusal(multiple: int, fits: Callable[[int, int], bool] | None, least: int,
     return "memory" if fits is not None and not fits(count, samples) else ""
 
 
-def _best(found: list[Candidate]) -> Candidate:
+def _best(found: list[CurvePoint]) -> CurvePoint:
     """The fastest; of those that are as good, the one with the fewest micro-batches."""
     least = min(c.predicted_s for c in found)
     return min((c for c in found if c.predicted_s <= least * (1 + EVEN)), key=lambda c: c.num_microbatches)
 
 
-def _decided_by(model: _Model, ideal: float, curve: list[Candidate], chosen: Candidate) -> str:
+def _decided_by(model: _Model, ideal: float, curve: list[CurvePoint], chosen: CurvePoint) -> str:
     """The last bound that moved the answer: none, divisibility, the schedule's multiples, the model, or memory."""
     without_memory = _best([c for c in curve if c.refused in ("", "memory")])
     if chosen.num_microbatches != without_memory.num_microbatches:

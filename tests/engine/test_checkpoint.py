@@ -43,8 +43,6 @@ NAMES = frozenset(captured("mlp")[1].parameters)
 
 @pytest.fixture(params=KINDS)
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "fsspec-memory":
-        pytest.importorskip("fsspec")
     with KINDS[request.param](tmp_path) as made:
         yield made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import fsspec
 import pyarrow.fs
 import pytest
 
@@ -12,8 +13,6 @@ from raypipe.engine.checkpoint import checkpoint_name, find_checkpoint, prune
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
 from tests.checkpoints import small_checkpoint
-
-fsspec = pytest.importorskip("fsspec")
 
 
 class FailingHandler(pyarrow.fs.FSSpecHandler):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.fs
 import pytest
@@ -23,8 +24,6 @@ KINDS = memory_places()
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    if request.param == "fsspec-memory":
-        pytest.importorskip("fsspec")
     with KINDS[request.param](tmp_path) as made:
         yield made
 
@@ -116,7 +115,6 @@ class _AppendsNothing(pyarrow.fs.FSSpecHandler):
 
 
 def test_where_nothing_can_be_appended_the_file_is_written_anew() -> None:
-    fsspec = pytest.importorskip("fsspec")
     filesystem = pyarrow.fs.PyFileSystem(_AppendsNothing(fsspec.filesystem("memory", skip_instance_cache=True)))
     place = Place.of("/appends-nothing", filesystem)
     for line in (b"one\n", b"two\n"):

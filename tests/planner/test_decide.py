@@ -238,7 +238,7 @@ def test_a_coarse_graph_keeps_sums_and_cuts_only_where_the_graph_can_be_cut(grap
     short = coarse(graph, enough)
     for field in ("busy_s", "param_bytes", "activation_bytes", "buffer_bytes", "frozen_bytes"):
         assert sum(getattr(n, field) for n in short.nodes) == pytest.approx(sum(getattr(n, field) for n in graph.nodes))
-    ends = [node.name.split(" ... ")[-1] for node in short.nodes]
+    ends = [node.name.split("...")[-1] for node in short.nodes]
     by_name = {node.name: node for node in graph.nodes}
     assert [node.cut_bytes for node in short.nodes] == [by_name[name].cut_bytes for name in ends]
 

@@ -54,7 +54,7 @@ def make_answer(
         start += len(nodes)
         behind -= len(piece.devices)
     contiguous = order == tuple(range(len(graph.nodes)))
-    reason = f"{name}: {_reason(graph, cluster, stages, bottleneck_s)}"
+    reason = f"{name}: {_reason(graph, cluster, stages, bottleneck_s, limits.num_stages is not None)}"
     return Partition(tuple(stages), reason, () if contiguous else order, bottleneck_s)
 
 
@@ -73,7 +73,7 @@ def _stage(index: int, start: int, nodes: Sequence[Node], piece: Piece, memory_b
     )
 
 
-def _reason(graph: ModelGraph, cluster: Cluster, stages: Sequence[Stage], bottleneck_s: float) -> str:
+def _reason(graph: ModelGraph, cluster: Cluster, stages: Sequence[Stage], bottleneck_s: float, fixed: bool) -> str:
     worst = max(stages, key=lambda stage: stage.period_s)
     used = [cluster.devices[i] for stage in stages for i in stage.devices]
     ideal_s = graph.busy_s / math.fsum(device.speed for device in used)
@@ -90,7 +90,8 @@ def _reason(graph: ModelGraph, cluster: Cluster, stages: Sequence[Stage], bottle
         if len(stages) == 1:
             text += ", which is plain data parallelism"
     left = len(cluster.devices) - len(used)
-    return text + (f"; {left} of {len(cluster.devices)} devices would not help" if left else "")
+    unused = "are left over" if fixed else "would not help"
+    return text + (f"; {left} of {len(cluster.devices)} devices {unused}" if left else "")
 
 
 def no_cut_fits(graph: ModelGraph, cluster: Cluster, limits: Limits, nearest: Partition | None) -> PlanError:

@@ -11,7 +11,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
-from raypipe.ir.prediction import CurvePoint, Prediction
+from raypipe.ir.prediction import Prediction
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.microbatch import Hop, MicrobatchChoice, StageTime, choose_microbatches
 from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, solve_within
@@ -142,7 +142,7 @@ def predicted(
         return dataclasses.replace(found, decided_by="given" if decision.request.num_microbatches else "rule")
     return dataclasses.replace(
         found,
-        curve=tuple(CurvePoint(c.num_microbatches, c.microbatch_size, c.predicted_s, c.refused) for c in choice.curve),
+        curve=choice.curve,
         optimum=choice.optimum,
         low=choice.low,
         high=choice.high,

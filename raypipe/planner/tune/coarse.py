@@ -6,8 +6,7 @@ group   [a b] [c d e] [f g h] [i j]        groups end where little would cross
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from raypipe.ir.coarse import merge_nodes
 from raypipe.ir.graph import ModelGraph, Node
 
 __all__ = ["coarse"]
@@ -34,31 +33,12 @@ def coarse(graph: ModelGraph, enough: int = ENOUGH) -> ModelGraph:
             kept = None if best < 0 else pending[best].cut_bytes
             best = len(pending) - 1 if kept is None or node.cut_bytes <= kept else best
         if fill * enough >= 1 and best >= 0:
-            groups.append(_merged(pending[: best + 1]))
+            groups.append(merge_nodes(pending[: best + 1]))
             pending = pending[best + 1 :]
             fill, best = 0.0, -1
     if pending:
-        groups.append(_merged(pending))
+        groups.append(merge_nodes(pending))
     return ModelGraph(tuple(groups))
 
 
 _SHARED = ("busy_s", "param_bytes", "activation_bytes")
-
-
-def _merged(nodes: Sequence[Node]) -> Node:
-    first, last = nodes[0], nodes[-1]
-    return Node(
-        f"{first.name} ... {last.name}",
-        first.module,
-        (),
-        sum(n.param_bytes for n in nodes),
-        last.cut_bytes,
-        sum(n.forward_s for n in nodes),
-        sum(n.backward_input_s for n in nodes),
-        sum(n.backward_weight_s for n in nodes),
-        sum(n.activation_bytes for n in nodes),
-        last.output_bytes,
-        sum(n.frozen_bytes for n in nodes),
-        sum(n.buffer_bytes for n in nodes),
-        last.source,
-    )
