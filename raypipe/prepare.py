@@ -84,14 +84,14 @@ class Job:
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """Lowered and checked rows of a step with so many micro-batches."""
-        return self.rows(RowsKey(num_microbatches, training=training))
+        return self.rows(RowsKey(num_microbatches, training=training, update_interval=self.plan.weights.interval))
 
     def rows(self, key: RowsKey) -> Schedule:
         """Lowered and checked rows of a kind of segment."""
         if not key.training:
             return forward_only(self.num_stages, key.num_microbatches)
         first, request = self.programs[0].first_trainable, self.request
-        if self.flow is None or key.num_microbatches != self.plan.num_microbatches:
+        if key.update_interval is None:
             # A mini-batch smaller than the others runs by itself in any case.
             plain = dataclasses.replace(request, schedule="1f1b") if self.flow else request
             schedule = build_schedule(plain, self.num_stages, key.num_microbatches, first)
