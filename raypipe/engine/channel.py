@@ -11,12 +11,29 @@ from typing import Protocol
 
 import torch
 
+from raypipe.engine.codec import Codec
 from raypipe.ir.schedule import Action
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Message"]
 
 Payload = Sequence[torch.Tensor | None]
 """Boundary tensors in the order of the boundary; None where there is nothing (a gradient that is not needed)."""
+
+
+class Message(tuple[torch.Tensor | None, ...]):
+    """What arrived: the tensors, and the weight version that the sender stamped on them.
+
+    Attributes:
+        weight_version: of the micro-batch; 0 where the sender said nothing.
+    """
+
+    weight_version: int = 0
+
+    @classmethod
+    def of(cls, tensors: Payload, weight_version: int) -> Message:
+        made = cls(tensors)
+        made.weight_version = weight_version
+        return made
 
 
 class Channel(Protocol):
@@ -25,20 +42,31 @@ class Channel(Protocol):
     name: str
     """For messages to people: ``stage 0 <-> stage 1``."""
 
-    def send(self, action: Action, tensors: Payload) -> None:
+    def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         """Hand over tensors and return at once; nobody may change them until they are sent.
+
+        Args:
+            weight_version: travels in the header, for ``Message.weight_version`` on the other side.
 
         Raises:
             LinkError: the link failed or was aborted, now or before.
         """
 
-    def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
+    def recv(self, action: Action, timeout_s: float) -> Message:
         """Wait for the message that the peer sent under ``action``.
 
-        A tensor that needs a gradient on the sender's side arrives as a leaf that requires one.
+        A tensor that needs a gradient on the sender's side arrives as a leaf that requires one. Type, shape and strides
+        are the sender's, whatever codec it came in.
 
         Raises:
             LinkError: deadline missed, peer gone, wrong header, or aborted; names link, action, micro-batch.
+        """
+
+    def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
+        """Put what this end sends from now on into these codecs; the other end need not be told.
+
+        For activations that require a gradient (SEND_F) and for gradients (SEND_B); nothing else is ever changed, see
+        engine/codec. A channel begins with none. Links with threads of their own encode and decode there.
         """
 
     def abort(self, reason: str) -> None:

@@ -1,7 +1,8 @@
 """InMemoryChannel: two workers in one process, joined by the frames that a network would carry.
 
 The verified fake: it passes the same contract as the sockets do, and it copies through the same
-headers, so that a local run meets the same layouts, flags and limits.
+headers, so that a local run meets the same layouts, flags, limits and codecs. It has no threads: the
+sender encodes and decodes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 import torch
 
 from raypipe.engine import frame
+from raypipe.engine.channel import Message
+from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.inbox import Inbox
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
@@ -27,6 +30,7 @@ class InMemoryChannel:
         self.generation = generation
         self.max_tensors = max_tensors
         self._inbox = Inbox(name)
+        self._codecs = Codecs()
         self._peer = self
         self._lock = threading.Lock()
         self._error: LinkError | None = None
@@ -38,19 +42,29 @@ class InMemoryChannel:
         a._peer, b._peer = b, a
         return a, b
 
-    def send(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
+    def send(self, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         self._raise_if_failed()
-        message = frame.encode(action, tensors, generation=self.generation, max_tensors=self.max_tensors)
+        message = frame.encode(
+            action,
+            tensors,
+            generation=self.generation,
+            max_tensors=self.max_tensors,
+            weight_version=weight_version,
+            codec=self._codecs.of(action.op),
+        )
         try:
             head = frame.parse(message.header, generation=self._peer.generation, max_tensors=self.max_tensors)
         except LinkError as error:  # what the receiving end of a network would find
             self.abort(str(error))
             return
         if head.generation == self._peer.generation:
-            self._peer._inbox.deliver(head.action, frame.decode(head, frame.gather(message)))
+            self._peer._inbox.deliver(head.action, frame.decode(head, frame.gather(message)), head.weight_version)
 
-    def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
+    def recv(self, action: Action, timeout_s: float) -> Message:
         return self._inbox.take(action, timeout_s)
+
+    def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
+        self._codecs = Codecs(codec_forward, codec_backward)
 
     def abort(self, reason: str) -> None:
         error = LinkAbortedError(f"{self.name}: aborted: {reason}")
