@@ -12,9 +12,10 @@ import torch
 
 from raypipe.engine.codec import arrays
 
-__all__ = ["decode", "encode"]
+__all__ = ["PART", "decode", "encode"]
 
-_PART = 128 * arrays.BLOCK
+PART = 128 * arrays.BLOCK
+"""Elements that are encoded at a time: their copies stay in the cache of a core."""
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -31,8 +32,8 @@ def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = 
         wire.view(_HALVES[name]).copy_(flat)
         return
     scales, code = _int8_parts(wire, flat.numel())
-    for start in range(0, flat.numel(), _PART):
-        part = flat[start : start + _PART].to(torch.float32).numpy()
+    for start in range(0, flat.numel(), PART):
+        part = flat[start : start + PART].to(torch.float32).numpy()
         place = start // arrays.BLOCK
         found = arrays.encode_int8(part, np, key, start)
         scales[place : place + found[0].size], code[start : start + part.size] = found
@@ -44,8 +45,8 @@ def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
         flat.copy_(wire.view(_HALVES[name]))
         return
     scales, code = _int8_parts(wire, flat.numel())
-    for start in range(0, flat.numel(), _PART):
-        part = code[start : start + _PART]
+    for start in range(0, flat.numel(), PART):
+        part = code[start : start + PART]
         place = start // arrays.BLOCK
         values = arrays.decode_int8(scales[place : place - (-part.size // arrays.BLOCK)], part, np)
         flat[start : start + part.size].copy_(torch.from_numpy(values))
