@@ -36,6 +36,9 @@ ROOT = Path(__file__).parents[2]
 COMMAND_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 5.0
 QUEUE_MS = 200
+BUCKET_BYTES = 80_000
+"""The kernel hands over up to 64 KiB of a flow as one packet. Such a one, queued when the bucket shrinks to less, would
+wait for ever and the wire with it; so all rates have the same bucket, which is 13 ms of 50 Mbit/s."""
 _numbers = itertools.count()
 
 # Sends until it is ended; the address to connect to is the only argument. Zeros: nobody reads them.
@@ -96,9 +99,7 @@ class Network:
                     _tool("tc", "-n", self.names[source], "qdisc", "delete", "dev", _wire(target), "root")
                     del self._rates[source, target]
                 continue
-            # A bucket of 10 ms, at least of some frames; one that is too small loses rate, a large one passes bursts.
-            burst_bytes = max(16_000, round(mbit * 1e6 / 8 * 0.01))
-            shape = ["tbf", "rate", f"{mbit}mbit", "burst", str(burst_bytes), "latency", f"{QUEUE_MS}ms"]
+            shape = ["tbf", "rate", f"{mbit}mbit", "burst", str(BUCKET_BYTES), "latency", f"{QUEUE_MS}ms"]
             verb = "change" if limited else "add"
             _tool("tc", "-n", self.names[source], "qdisc", verb, "dev", _wire(target), "root", *shape)
             self._rates[source, target] = mbit
