@@ -90,7 +90,7 @@ def on_gpu(label: str, elements: int) -> Work:
         "none": lambda: code.copy(),
         "bf16": lambda: arrays.decode_bf16(code, cupy),
         "fp16": lambda: arrays.decode_fp16(code, cupy),
-        "int8": lambda: arrays.decode_int8(*code, cupy),
+        "int8": lambda: arrays.decode_int8(code[0], code[1], cupy),
     }[name]
     error = float(cupy.linalg.norm(decode() - x) / cupy.linalg.norm(x))
     wire = sum(part.nbytes for part in code) if isinstance(code, tuple) else code.nbytes

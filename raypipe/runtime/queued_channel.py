@@ -24,6 +24,7 @@ import torch
 from raypipe.engine import frame
 from raypipe.engine.channel import Message
 from raypipe.engine.codec import Codec, Codecs
+from raypipe.engine.codec.host import one_core
 from raypipe.engine.inbox import Inbox
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
@@ -161,6 +162,7 @@ class QueuedChannel(ABC):
         self.refuse(error)
 
     def _send_loop(self) -> None:
+        one_core()
         try:
             while (order := self._orders.get()) is not None and not self.shut:
                 action, tensors, version, codec = order

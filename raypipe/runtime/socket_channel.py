@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from raypipe.engine import frame
+from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.landing import Landing, Memory
 from raypipe.runtime.queued_channel import QueuedChannel
@@ -115,6 +116,7 @@ class SocketChannel(QueuedChannel):
     # The receiving thread.
 
     def _receive_loop(self) -> None:
+        one_core()
         header = bytearray(frame.header_bytes(self.max_tensors))
         try:
             while self._receive(header):

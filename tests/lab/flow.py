@@ -84,10 +84,10 @@ def flow(lab: Network, a: int, b: int) -> Iterator[Flow]:
     with lab.piped(b, _METER, lab.addresses[b]) as meter:
         assert meter.stdout is not None
         port = meter.stdout.readline().strip()
-        with lab.piped(a, _SENDER, lab.addresses[b], port):
-            made = Flow(meter)
-            try:
+        made = Flow(meter)
+        try:
+            with lab.piped(a, _SENDER, lab.addresses[b], port):
                 yield made
-            finally:
-                meter.terminate()
-                made.join()
+        finally:
+            meter.terminate()  # where the wire is cut it does not hear of the sender's end
+            made.join()

@@ -15,7 +15,7 @@ from raypipe.trainer import PipelineTrainer
 from tests.lab.network import network
 from tests.runtime.raylets import private_cluster
 
-pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
 RATE_MBIT = 50.0

@@ -16,13 +16,20 @@ import torch
 from raypipe.engine.codec import arrays
 from raypipe.engine.codec.arrays import BLOCK
 
-__all__ = ["PART", "decode", "encode"]
+__all__ = ["PART", "decode", "encode", "one_core"]
 
 PART = 1024 * BLOCK
 """Elements of a part."""
 
 _local = threading.local()
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def one_core() -> None:
+    """Keep the codecs of the calling thread, a link's, on one core: the others compute. Costs nothing but once."""
+    if not getattr(_local, "one_core", False):
+        torch.set_num_threads(1)
+        _local.one_core = True
 
 
 def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = None) -> None:
