@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Network", "missing", "network"]
+__all__ = ["ROOT", "Network", "missing", "network"]
 
 ROOT = Path(__file__).parents[2]
 COMMAND_TIMEOUT_S = 10.0

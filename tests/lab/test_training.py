@@ -12,10 +12,10 @@ from torch import nn
 
 from raypipe.config import PipelineConfig
 from raypipe.trainer import PipelineTrainer
-from tests.lab.network import network
+from tests.lab.network import ROOT, network
 from tests.runtime.raylets import private_cluster
 
-pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
 RATE_MBIT = 50.0
@@ -59,8 +59,8 @@ print(json.dumps(losses))
 def test_two_stages_train_over_a_shaped_link(tmp_path: object) -> None:
     folder = str(tmp_path)
     with network() as lab, private_cluster(lab.addresses[0]) as home:
-        home.start(*lab.prefix(0), **TOKEN)
-        home.start(*lab.prefix(1), at=lab.addresses[1], **TOKEN)
+        home.start(*lab.prefix(0), PYTHONPATH=str(ROOT), **TOKEN)
+        home.start(*lab.prefix(1), at=lab.addresses[1], PYTHONPATH=str(ROOT), **TOKEN)
         lab.rate(0, 1, RATE_MBIT)
         before = [lab.carried_bytes(0, 1), lab.carried_bytes(1, 0)]
         driver = lab.python(
