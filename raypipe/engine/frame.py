@@ -129,24 +129,26 @@ def encode(
     records: list[bytes] = []
     buffers: list[memoryview] = []
     end_bytes = 0
+    every = codec.name == "none" or action.op is not Op.SEND_F
     for place, tensor in enumerate(tensors):
         if tensor is None:
             records.append(NO_TENSOR)
             continue
-        name = "none" if action.op is Op.SEND_F and not tensor.requires_grad else codec.name
+        name = codec.name if every or tensor.requires_grad else "none"
         known = None
         if layout.is_plain(tensor):
             known = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)
         if known is None:
             tensor, known = prepare(action, tensor, name)
-        records.append(known.record)
-        if known.extent_bytes:
+        record, used, _, extent_bytes = known
+        records.append(record)
+        if extent_bytes:
             if padding_bytes := -end_bytes % ALIGNMENT_BYTES:
                 buffers.append(_PADDING[:padding_bytes])
-            if known.codec != "none":
+            if used != "none":
                 tensor = _coded(action, place, tensor, known, codec)
-            buffers.append(layout.raw_bytes(tensor, known.extent_bytes))
-            end_bytes += padding_bytes + known.extent_bytes
+            buffers.append(layout.raw_bytes(tensor, extent_bytes))
+            end_bytes += padding_bytes + extent_bytes
     if end_bytes > PAYLOAD_LIMIT_BYTES:
         raise LinkError(f"{action} has {end_bytes} bytes, more than the limit of {PAYLOAD_LIMIT_BYTES} per message.")
     prelude = _PRELUDE.pack(
