@@ -11,6 +11,7 @@ import torch
 
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture, capture
+from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
@@ -172,7 +173,12 @@ def prepare(
         example={name: x[: plan.microbatch_size] for name, x in _by_name(found.columns, example).items()},
         sources=found.sources,
         settings=Settings(
-            pipeline.seed, pipeline.loss_reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, plan.weights
+            pipeline.seed,
+            pipeline.loss_reduction,
+            pipeline.max_grad_norm,
+            MESSAGE_TIMEOUT_S,
+            plan.weights,
+            _codecs(pipeline),
         ),
         make_optimizer=optimizer,
         make_scheduler=lr_scheduler,
@@ -232,6 +238,11 @@ def _needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
     if pipeline.partitioner == "parameters":
         return False
     return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
+
+
+def _codecs(pipeline: PipelineConfig) -> Codecs:
+    names = (pipeline.codec_forward, pipeline.codec_backward)
+    return Codecs(*(Codec("none" if name == "auto" else name) for name in names))
 
 
 def _with_shares(plan: Plan, captured: Capture, programs: tuple[StageProgram, ...]) -> Plan:

@@ -28,7 +28,7 @@ import torch
 
 from raypipe.engine import layout
 from raypipe.engine.codec import NONE, Codec, host
-from raypipe.engine.codec.choice import rounding_key
+from raypipe.engine.codec.choice import rounding_key, travels_coded
 from raypipe.engine.record import (
     ALIGNMENT_BYTES,
     NO_TENSOR,
@@ -129,12 +129,11 @@ def encode(
     records: list[bytes] = []
     buffers: list[memoryview] = []
     end_bytes = 0
-    every = codec.name == "none" or action.op is not Op.SEND_F
     for place, tensor in enumerate(tensors):
         if tensor is None:
             records.append(NO_TENSOR)
             continue
-        name = codec.name if every or tensor.requires_grad else "none"
+        name = codec.name if travels_coded(codec.name, action.op, tensor) else "none"
         known = None
         if layout.is_plain(tensor):
             known = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +12,9 @@ from raypipe.engine.codec.arrays import BLOCK
 from raypipe.errors import ConfigError
 from raypipe.ir.schedule import Op
 
-__all__ = ["CODECS", "NONE", "Codec", "Codecs", "applies", "rounding_key", "wire_bytes"]
+__all__ = [
+    "CODECS", "NONE", "Codec", "Codecs", "applies", "message_bytes", "rounding_key", "travels_coded", "wire_bytes",
+]  # fmt: skip
 
 CODECS = ("none", "bf16", "fp16", "int8")
 """The position is the code on the wire: append only."""
@@ -61,6 +64,25 @@ class Codecs(NamedTuple):
         if op is Op.SEND_F:
             return self.forward
         return self.backward if op is Op.SEND_B else NONE
+
+
+def message_bytes(op: Op, tensors: Sequence[torch.Tensor | None], codecs: Codecs) -> tuple[int, int]:
+    """(bytes of the tensors, bytes on the wire) of a message, padding apart."""
+    plain = sum(x.nbytes for x in tensors if x is not None)
+    name = codecs.of(op).name
+    if name == "none":
+        return plain, plain
+    saved = sum(
+        x.nbytes - wire_bytes(name, x.dtype, x.numel())
+        for x in tensors
+        if x is not None and travels_coded(name, op, x) and applies(name, x.dtype, x.numel())
+    )
+    return plain, plain - saved
+
+
+def travels_coded(name: str, op: Op, tensor: torch.Tensor) -> bool:
+    """Whether a codec is meant for this tensor: of what goes forward only for what a gradient comes back for."""
+    return name != "none" and (op is not Op.SEND_F or tensor.requires_grad)
 
 
 def wire_bytes(name: str, dtype: torch.dtype, elements: int) -> int:
