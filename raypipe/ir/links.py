@@ -83,7 +83,8 @@ class LinkEstimate:
     Attributes:
         latency_s: half of the round trip that is not occupancy; the two ways cannot be told apart.
         occupancy_s: median.
-        ewma_s, p90_s: of latency and occupancy together, by step and by message.
+        ewma_s: running mean over the steps of the run of half of what a message and its answer take.
+        p90_s: of latency and occupancy together, by message.
         seconds_per_byte: of occupancy.
         draws_s: occupancy of each message of the window, oldest first. The link keeps order, so whatever varies holds
             up those behind it, which is what occupancy means.

@@ -1,6 +1,6 @@
 """What the controller turns: the schedule's kind with k or r, the micro-batches, and a codec per link and direction.
 
-    1f1b                 kfkb k=3               slack r=1,3,1          ... + int8/bf16 on hop 1
+1f1b                 kfkb k=3               slack r=1,3,1          ... + int8/bf16 on hop 1
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ __all__ = ["Controller", "Setup"]
 
 RECENT = 8
 """Steps that a change is compared with."""
-SETTLE = 2
+SETTLE = 1
 """Steps of a run before the first look."""
 
 
@@ -89,7 +89,7 @@ class _State:
         wanted: what was asked for last.
         seconds: of the last steps with the present choice, since the links changed last.
         waiting: looks in a row that found something better.
-        looked: step of the last look.
+        looked: step of the last look; None before the first.
         quiet_until: step before which no switch is asked for.
         undone: switches taken back since the last one that paid.
         held_bytes: by stage, the most that any choice so far was expected to hold.
@@ -101,7 +101,7 @@ class _State:
     trial: Trial | None = None
     steps: int = 0
     waiting: int = 0
-    looked: int = 0
+    looked: int | None = None
     quiet_until: int = 0
     undone: int = 0
     held_bytes: list[int] = field(default_factory=list)
@@ -160,7 +160,7 @@ class Controller:
         if event.step < state.quiet_until:
             # After one switch too many a change is a reason again; after several only time is.
             return news is News.CHANGED and state.undone <= 1
-        if news is not News.STEADY or state.waiting:
+        if news is not News.STEADY or state.waiting or state.looked is None:
             return True
         return event.step - state.looked >= self.setup.retune_interval_steps
 

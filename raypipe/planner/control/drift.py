@@ -1,11 +1,11 @@
 """Has something changed? A running mean, and the steps that disagree with it.
 
-            ordinary step: the mean moves a little
-      +---+
-      v   | agrees
-    steady ---- differs ----> suspect ---- differs again ----> changed: the mean starts anew from both
-      ^                          |
-      +--------- agrees ---------+        one odd step is noise; its number counts like any other
+        ordinary step: the mean moves a little
+  +---+
+  v   | agrees
+steady ---- differs ----> suspect ---- differs again ----> changed: the mean starts anew from both
+  ^                          |
+  +--------- agrees ---------+        one odd step is noise; its number counts like any other
 """
 
 from __future__ import annotations

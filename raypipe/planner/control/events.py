@@ -1,6 +1,6 @@
 """What the controller is told, and what it says.
 
-    StepDone ------------> Controller.handle ------------> Decision, Decision, ...
+StepDone ------------> Controller.handle ------------> Decision, Decision, ...
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ MET = 3
 SIZES = 1.25
 """Largest over smallest message from which on sizes tell occupancy from latency."""
 MOST_PAIRS = 400
+STAMPS_S = 1e-3
+"""By so much time stamps may err before a message that arrived too early accuses a clock."""
 
 
 class Way(NamedTuple):
@@ -85,14 +87,12 @@ def round_trip(
     if both[0] is None or both[1] is None or least[0] is None or least[1] is None:
         # One way only: no latency can be seen, and the clock is what makes the quickest message take none.
         return (0.0, both[0] if both[0] is not None else -(both[1] or 0.0))
-    if least[0] + least[1] < 0.0:
+    if least[0] + least[1] < -STAMPS_S:
         return None
     return max(0.0, (both[0] + both[1]) / 2), (both[0] - both[1]) / 2
 
 
-def occupancies_s(
-    messages: Sequence[LinkSample], clock_s: float, latency_s: float
-) -> list[tuple[LinkSample, float]]:
+def occupancies_s(messages: Sequence[LinkSample], clock_s: float, latency_s: float) -> list[tuple[LinkSample, float]]:
     """Each message of one direction in one step with its occupancy, in the order in which they were sent.
 
     A message behind one that nobody reported is left out, for it may have waited for it.

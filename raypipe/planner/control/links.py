@@ -43,14 +43,14 @@ class LinkEstimator:
     def __init__(self, hop: int, drift_threshold: float = 0.25, window_steps: int = WINDOW_STEPS) -> None:
         self.hop = hop
         self._window: deque[Step] = deque(maxlen=window_steps)
-        self._drift = [Drift(drift_threshold, FLOOR_S), Drift(drift_threshold, FLOOR_S)]
+        self._drift = Drift(drift_threshold, FLOOR_S)  # of both ways together, which no clock and no split can move
         self._odd = 0  # newest steps that disagree with those before
 
     def add(self, messages: Iterable[LinkSample]) -> News:
         """Take in the messages of one step; what they say.
 
         Returns:
-            the most alarming word about the two ways. STEADY where nothing can be told.
+            STEADY also where nothing can be told.
         """
         step = _by_way(m for m in messages if m.hop == self.hop)
         if not any(step):
@@ -58,20 +58,14 @@ class LinkEstimator:
         seen = _measure([step])
         if seen is None:  # a clock was set while the step ran
             return News.STEADY
-        words = []
-        for way, costs_s in enumerate(seen.costs_s):
-            if costs_s:
-                self._drift[way], word = self._drift[way].after(median(costs_s))
-                words.append(word)
+        self._drift, word = self._drift.after(sum(median(costs_s) for costs_s in seen.costs_s if costs_s))
         self._window.append(step)
-        if News.CHANGED in words:
+        if word is News.CHANGED:
             keep = list(self._window)[-2:]
             self._window.clear()
             self._window.extend(keep)
-            self._odd = 0
-            return News.CHANGED
-        self._odd = 1 if News.SUSPECT in words else 0
-        return News.SUSPECT if self._odd else News.STEADY
+        self._odd = 1 if word is News.SUSPECT else 0
+        return word
 
     def estimate(self, forward: bool) -> LinkEstimate | None:
         """Of the window, or of the newest step where that disagrees with the window; None before any message."""
@@ -87,7 +81,7 @@ class LinkEstimator:
             raw_bytes=seen.raw_bytes[way],
             latency_s=seen.latency_s,
             occupancy_s=median(seen.draws_s[way]),
-            ewma_s=self._drift[way].mean_s or 0.0,
+            ewma_s=(self._drift.mean_s or 0.0) / 2,
             p90_s=costs_s[min(len(costs_s) - 1, int(0.9 * len(costs_s)))],
             seconds_per_byte=seen.ways[way].seconds_per_byte,
             draws_s=tuple(seen.draws_s[way]),
@@ -100,7 +94,7 @@ class LinkEstimator:
         return {
             "hop": self.hop,
             "window": [[list(m) for way in step for m in way] for step in self._window],
-            "drift": [asdict(one) for one in self._drift],
+            "drift": asdict(self._drift),
             "odd": self._odd,
         }
 
@@ -108,7 +102,7 @@ class LinkEstimator:
         """Inverse of ``to_dict``."""
         self._window.clear()
         self._window.extend(_by_way(LinkSample(*m) for m in step) for step in found["window"])
-        self._drift = [Drift(**one) for one in found["drift"]]
+        self._drift = Drift(**found["drift"])
         self._odd = found["odd"]
 
 

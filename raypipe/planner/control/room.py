@@ -57,9 +57,7 @@ class Room:
         return replace(self, extra_bytes=self.extra_bytes + max(0, peak_bytes - self.need_bytes(choice, depth)))
 
 
-def rooms_of(
-    found: Sequence[StageMemory], model: MemoryModel, limits: Sequence[int | None]
-) -> tuple[Room, ...]:
+def rooms_of(found: Sequence[StageMemory], model: MemoryModel, limits: Sequence[int | None]) -> tuple[Room, ...]:
     """Rooms from a plan's own memory.
 
     Args:

@@ -114,9 +114,7 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
     return Found(best, lossless, now, len(scores), _limit(space, best.choice))
 
 
-def _orders(
-    space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]
-) -> Iterator[Choice]:
+def _orders(space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]) -> Iterator[Choice]:
     """Lossless candidates that fit."""
     count = measured.num_microbatches
     if space.mode not in ("auto", "kfkb", "slack"):
@@ -140,9 +138,7 @@ def _group_sizes(count: int) -> Iterator[int]:
         k = k + 1 if k < MOST_SINGLE else max(k + 1, k * 5 // 4)
 
 
-def _slacks(
-    space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]
-) -> Iterator[Choice]:
+def _slacks(space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]) -> Iterator[Choice]:
     count, hops = measured.num_microbatches, space.num_stages - 1
     seeds = {(1,) * hops}
     for quantile in (0.5, 0.9):
