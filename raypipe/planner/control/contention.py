@@ -1,25 +1,28 @@
-"""Three named levels of a link shared with strangers, the same for everybody who asks.
+"""Three named levels of a network shared with strangers, the same for everybody who asks.
 
-A message may find the link taken: with probability ``share`` it has to wait, for an exponentially distributed time of
-mean ``delay`` times the seconds of one micro-batch's computation, and everything behind it waits too. Whether and how
-long follows from (seed, hop, direction, step, micro-batch) by a hash, so both a simulation and every process of a run
-know it without asking each other, and a run can be repeated.
+The strangers come and go: in ``busy`` of all episodes of four steps they use the network, spread evenly. Then a message
+finds its link taken with probability ``share``, and has to wait for half to one and a half times ``delay`` computation
+times of a micro-batch; everything behind it waits too.
 
-    level      share   delay     what it is like
-    light      0.10    0.6       a neighbour who sends now and then
-    moderate   0.25    0.9       a neighbour who trains too
-    heavy      0.40    1.5       several of them
+    level      busy    share   delay     what it is like
+    light      0.25    0.5     0.3       a neighbour who sends now and then
+    moderate   0.40    0.5     0.5       a neighbour who trains too
+    heavy      0.40    1.0     0.7       several of them
 
-On 4 and on 8 equal stages 2F2B and larger groups gain about what the paper's abstract reports for preempted networks,
-4 to 30 % (Ada-Grouper, arXiv:2303.01675; its settings are not published, so these levels are ours).
+Whether and how long follows from (seed, hop, direction, step, micro-batch) by a hash, so both a simulation and every
+process of a run know it without asking each other, and a run can be repeated. On 4 and on 8 equal stages kFkB gains about
+what the paper's abstract reports for preempted networks, 4 to 30 % (Ada-Grouper, arXiv:2303.01675; its settings are not
+published, so these levels are ours).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-__all__ = ["LEVELS", "Contention", "delay_s"]
+__all__ = ["EPISODE_STEPS", "LEVELS", "Contention", "delay_s"]
+
+EPISODE_STEPS = 4
+GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +31,24 @@ class Contention:
 
     Attributes:
         name: of the level.
-        share: of messages that find the link taken.
+        busy: share of episodes in which anybody else uses the network.
+        share: of messages that then find their link taken.
         delay: mean of what they wait, in computation times of one micro-batch (forward and backward).
     """
 
     name: str
+    busy: float
     share: float
     delay: float
 
 
 LEVELS = {
     level.name: level
-    for level in (Contention("light", 0.10, 0.6), Contention("moderate", 0.25, 0.9), Contention("heavy", 0.40, 1.5))
+    for level in (
+        Contention("light", 0.25, 0.5, 0.3),
+        Contention("moderate", 0.40, 0.5, 0.5),
+        Contention("heavy", 0.40, 1.0, 0.7),
+    )
 }
 """By name."""
 
@@ -52,12 +61,15 @@ def delay_s(
     Args:
         unit_s: forward and backward of one micro-batch on one stage.
     """
+    # Multiples of the golden ratio fall evenly into every part of the circle, however short the run.
+    if (_unit(_mix(seed)) + step // EPISODE_STEPS * GOLDEN) % 1.0 >= level.busy:
+        return 0.0
     state = seed
     for word in (hop, int(forward), step, microbatch):
         state = _mix(state ^ (word + 1))
     if _unit(state) >= level.share:
         return 0.0
-    return -math.log(1.0 - _unit(_mix(state))) * level.delay * unit_s
+    return (0.5 + _unit(_mix(state))) * level.delay * unit_s
 
 
 def _mix(state: int) -> int:

@@ -137,7 +137,7 @@ class Controller:
         state, found = self._state, list[Decision]()
         news, who = self._observer.add(event.stages, event.messages)
         state.steps += 1
-        self._learn_memory(event)
+        tight = self._learn_memory(event) and not fits(event.choice, state.rooms)
         if event.choice != state.wanted:  # asked for, and not yet at a flush
             return found
         if state.trial is not None and state.trial.began is None:
@@ -146,10 +146,10 @@ class Controller:
             state.seconds = [*state.seconds, event.seconds][-RECENT:]
         if news is News.CHANGED:
             state.seconds = state.seconds[-2:]
-            found.append(Decision(event.step, Verdict.DRIFT, f"{who} changed for good.", {"who": who}))
+            found.append(Decision(event.step, Verdict.DRIFT, _sentence(f"{who} changed for good."), {"who": who}))
         if state.trial is not None:
             found.extend(self._judge(event, state.trial, news))
-        if state.trial is None and state.wanted == event.choice and self._due(event, news):
+        if state.trial is None and state.wanted == event.choice and (tight or self._due(event, news)):
             found.extend(self._look(event, news, who))
         return found
 
@@ -184,11 +184,11 @@ class Controller:
         )
         if paid:
             state.undone = 0
-            return [Decision(event.step, Verdict.PAID, f"{text}.", numbers)]
+            return [Decision(event.step, Verdict.PAID, _sentence(f"{text}."), numbers)]
         state.undone += 1
         quiet = self.setup.retune_interval_steps * 2**state.undone
         state.quiet_until, state.wanted, state.seconds = event.step + quiet, trial.before, []
-        reason = f"{text}. It did not pay: back, and no switch for {quiet} steps."
+        reason = f"{_sentence(text)}. It did not pay: back, and no switch for {quiet} steps."
         return [Decision(event.step, Verdict.UNDO, reason, numbers, trial.before)]
 
     def _look(self, event: StepDone, news: News, who: str) -> list[Decision]:
@@ -205,7 +205,7 @@ class Controller:
         gain = (found.current.seconds + rest_s) / (found.best.seconds + rest_s) - 1.0
         numbers = _numbers(found, measured, gain, typical_s(recent))
         best, why = found.best.choice, _why(found, gain, who)
-        if not fits(event.choice, state.rooms) and best != event.choice and fits(best, state.rooms):
+        if best != event.choice and not fits(event.choice, state.rooms):
             return self._switch(event, best, None, f"{event.choice} needs more memory than there is. {why}", numbers)
         plainer = event.choice.lossy and not best.lossy and found.best.seconds <= found.current.seconds * (1 + EVEN)
         if best == event.choice or (gain <= setup.min_gain and not plainer):
@@ -240,8 +240,11 @@ class Controller:
             setup.min_gain,
         )
 
-    def _learn_memory(self, event: StepDone) -> None:
-        """A measured peak belongs to the fullest choice so far; only while that one runs does it say anything new."""
+    def _learn_memory(self, event: StepDone) -> bool:
+        """Whether a stage holds more than was known.
+
+        A measured peak belongs to the fullest choice so far; only while that one runs does it say anything new.
+        """
         state = self._state
         depths = range(len(state.rooms), 0, -1)
         needs = [room.need_bytes(event.choice, depth) for room, depth in zip(state.rooms, depths, strict=True)]
@@ -250,7 +253,8 @@ class Controller:
             if s.peak_bytes is not None and (not state.held_bytes or needs[s.stage] >= state.held_bytes[s.stage]):
                 rooms[s.stage] = rooms[s.stage].measured(event.choice, len(rooms) - s.stage, s.peak_bytes)
         state.held_bytes = [max(pair) for pair in zip(needs, state.held_bytes or needs, strict=True)]
-        state.rooms = tuple(rooms)
+        before, state.rooms = state.rooms, tuple(rooms)
+        return before != state.rooms
 
     def to_json(self) -> str:
         """The whole state, for a driver that comes back."""
@@ -305,7 +309,11 @@ def _why(found: Found, gain: float, who: str) -> str:
         text += f"; without codecs the best is {found.lossless.choice} with {human_s(found.lossless.seconds)}"
     if found.limit:
         text += f"; {found.limit}"
-    return f"{text[0].upper()}{text[1:]}."
+    return _sentence(f"{text}.")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"
 
 
 def _numbers(found: Found, measured: Measured, gain: float, measured_s: float) -> dict[str, Any]:

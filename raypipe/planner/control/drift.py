@@ -5,7 +5,7 @@
   v   | agrees
 steady ---- differs ----> suspect ---- differs again ----> changed: the mean starts anew from both
   ^                          |
-  +--------- agrees ---------+        one odd step is noise; its number counts like any other
+  +--------- agrees ---------+        one odd step is noise and hardly counts
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class Drift:
         allowed_s = self.threshold * max(self.mean_s, self.floor_s)
         change_s = seconds - self.mean_s
         if abs(change_s) <= allowed_s:
-            mean_s = self.mean_s + self.weight * (change_s + (0.0 if self.odd_s is None else self.odd_s - self.mean_s))
-            return replace(self, mean_s=max(0.0, mean_s), odd_s=None), News.STEADY
+            # One odd step moves the mean no further than an ordinary one can.
+            odd_s = 0.0 if self.odd_s is None else max(-allowed_s, min(allowed_s, self.odd_s - self.mean_s))
+            mean_s = max(0.0, self.mean_s + self.weight * (change_s + odd_s))
+            return replace(self, mean_s=mean_s, odd_s=None), News.STEADY
         if self.odd_s is not None and (self.odd_s > self.mean_s) == (seconds > self.mean_s):
             return replace(self, mean_s=(self.odd_s + seconds) / 2, odd_s=None), News.CHANGED
         return replace(self, odd_s=seconds), News.SUSPECT

@@ -59,6 +59,8 @@ class LinkEstimator:
         if seen is None:  # a clock was set while the step ran
             return News.STEADY
         self._drift, word = self._drift.after(sum(median(costs_s) for costs_s in seen.costs_s if costs_s))
+        if self._odd and word is News.STEADY:
+            self._window.pop()  # no other step is like the last one
         self._window.append(step)
         if word is News.CHANGED:
             keep = list(self._window)[-2:]
