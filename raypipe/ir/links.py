@@ -25,7 +25,7 @@ class LinkSample(NamedTuple):
         hop: joins stage hop to stage hop + 1.
         forward: from the lower stage to the higher; False for a gradient on its way back.
         step: optimizer step.
-        microbatch: its number; messages of a direction are sent in this order.
+        microbatch: its number within the step, from 0; messages of a direction are sent in this order.
         wire_bytes: that travelled, after any codec.
         sent_at_s: on the sender's clock, when it was handed to the link, after any encoding.
         arrived_at_s: on the receiver's clock, when its last byte was there, before any decoding.

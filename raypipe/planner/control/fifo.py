@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from raypipe.ir.links import LinkSample
 
-__all__ = ["Way", "occupancies_s", "round_trip", "seconds_per_byte"]
+__all__ = ["Way", "agreed", "occupancies_s", "round_trip", "seconds_per_byte"]
 
 MET = 3
 """Messages that must have met another before their gaps are believed."""
@@ -50,18 +50,19 @@ class Way(NamedTuple):
     reason: str
 
 
-def seconds_per_byte(steps: Sequence[Sequence[LinkSample]]) -> Way:
+def seconds_per_byte(steps: Sequence[Sequence[LinkSample]], most_s: float = 0.0) -> Way:
     """Occupancy per byte of one direction, whatever the clocks say.
 
     Args:
         steps: messages by step, each in the order in which they were sent.
+        most_s: of the quickest messages forward and back together; no occupancy is longer. 0 where nobody knows.
     """
-    per_byte = 0.0
+    late = [gap for step in steps for gap in _late_gaps(step, 1.1 * most_s)]
+    per_byte, gaps = median(late) if late else 0.0, list[float]()
     for _ in range(4):  # what is known of the occupancy tells who met whom; that settles at once
+        before = per_byte
         gaps = [gap for step in steps for gap in _gaps(step, per_byte)]
-        if len(gaps) < MET:
-            break
-        before, per_byte = per_byte, median(gaps)
+        per_byte = median(gaps) if gaps else 0.0
         if abs(per_byte - before) <= 0.01 * per_byte:
             break
     if len(gaps) >= MET:
@@ -77,6 +78,8 @@ def round_trip(
 ) -> tuple[float, float] | None:
     """(latency one way, clock of the forward receiver ahead of its sender) in seconds, from the messages of one step.
 
+    Noise may put the latency below 0.
+
     None for a step that cannot be: messages arrived before they were sent, so a clock was set while it ran.
     """
     both = [
@@ -89,7 +92,21 @@ def round_trip(
         return (0.0, both[0] if both[0] is not None else -(both[1] or 0.0))
     if least[0] + least[1] < -STAMPS_S:
         return None
-    return max(0.0, (both[0] + both[1]) / 2), (both[0] - both[1]) / 2
+    return (both[0] + both[1]) / 2, (both[0] - both[1]) / 2
+
+
+def agreed(trips: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
+    """One latency, and the clock of each step, from the steps' own (latency, clock).
+
+    As in NTP, a quick exchange is worth more than a slow one: whatever held up one way only makes the latency too long
+    and moves the clock by as much. So the clock of a quick step holds for all whose own is explained by that; in the
+    others it was set. Not the very quickest, for a clock that is set within a step can make it seem so.
+    """
+    latency_s, clock_s = sorted(trips)[len(trips) // 4]
+    clocks_s = [
+        clock_s if abs(own_s - clock_s) <= max(0.0, slow_s - latency_s) + STAMPS_S else own_s for slow_s, own_s in trips
+    ]
+    return max(0.0, latency_s), clocks_s
 
 
 def occupancies_s(messages: Sequence[LinkSample], clock_s: float, latency_s: float) -> list[tuple[LinkSample, float]]:
@@ -121,6 +138,19 @@ def _gaps(messages: Sequence[LinkSample], per_byte: float) -> list[float]:
         if (met or b.queued) and b.arrived_at_s > a.arrived_at_s:
             found.append((b.arrived_at_s - a.arrived_at_s) / b.wire_bytes)
     return found
+
+
+def _late_gaps(messages: Sequence[LinkSample], most_s: float) -> list[float]:
+    """Like ``_gaps`` for messages that only may have met another: they were slower than the quickest."""
+    quickest_s = min((m.arrived_at_s - m.sent_at_s for m in messages), default=0.0)
+    return [
+        (b.arrived_at_s - a.arrived_at_s) / b.wire_bytes
+        for a, b in pairwise(messages)
+        if b.microbatch == a.microbatch + 1
+        and b.wire_bytes > 0
+        and b.arrived_at_s - b.sent_at_s > quickest_s + STAMPS_S
+        and 0.0 < b.arrived_at_s - a.arrived_at_s <= most_s
+    ]
 
 
 def _slopes(steps: Sequence[Sequence[LinkSample]]) -> list[float]:

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from raypipe.ir.links import LinkEstimate, LinkSample
 from raypipe.planner.control.drift import Drift, News
-from raypipe.planner.control.fifo import Way, occupancies_s, round_trip, seconds_per_byte
+from raypipe.planner.control.fifo import Way, agreed, occupancies_s, round_trip, seconds_per_byte
 
 __all__ = ["WINDOW_STEPS", "LinkEstimator"]
 
@@ -53,12 +53,12 @@ class LinkEstimator:
             STEADY also where nothing can be told.
         """
         step = _by_way(m for m in messages if m.hop == self.hop)
-        if not any(step):
-            return News.STEADY
+        if not any(step) or any(way and way[0].microbatch for way in step):
+            return News.STEADY  # only the first message of a step is sure to find an idle link
         seen = _measure([step])
         if seen is None:  # a clock was set while the step ran
             return News.STEADY
-        self._drift, word = self._drift.after(sum(median(costs_s) for costs_s in seen.costs_s if costs_s))
+        self._drift, word = self._drift.after(sum(_middle_s(costs_s) for costs_s in seen.costs_s if costs_s))
         if self._odd and word is News.STEADY:
             self._window.pop()  # no other step is like the last one
         self._window.append(step)
@@ -113,7 +113,7 @@ class _Seen(NamedTuple):
 
     Attributes:
         ways: occupancy per byte.
-        latency_s: the median over the steps.
+        latency_s: one way.
         raw_bytes: of the largest message, uncompressed.
         draws_s: by message, the occupancy of such a message.
         costs_s: by message, latency and occupancy as they were.
@@ -132,10 +132,10 @@ def _measure(steps: Sequence[Step]) -> _Seen | None:
     found = [(step, trip) for step in steps if (trip := round_trip(*step, ways)) is not None]
     if not found:
         return None
-    latency_s = median(trip[0] for _, trip in found)
+    latency_s, clocks_s = agreed([trip for _, trip in found])
     raw = [max((m.raw_bytes or m.wire_bytes for step in steps for m in step[way]), default=0) for way in (0, 1)]
     seen = _Seen(ways, latency_s, (raw[0], raw[1]), ([], []), ([], []))
-    for step, (_, clock_s) in found:
+    for (step, _), clock_s in zip(found, clocks_s, strict=True):
         for way, ahead_s in ((0, clock_s), (1, -clock_s)):
             for m, occupancy_s in occupancies_s(step[way], ahead_s, latency_s):
                 seen.costs_s[way].append(latency_s + occupancy_s)
@@ -145,12 +145,12 @@ def _measure(steps: Sequence[Step]) -> _Seen | None:
 
 def _ways(steps: Sequence[Step]) -> tuple[Way, Way]:
     """Occupancy per byte; where nothing splits it from the latency, no more than the whole round trip allows."""
-    forward, backward = (seconds_per_byte([step[way] for step in steps]) for way in (0, 1))
-    if forward.split and backward.split:
-        return forward, backward
     trips = [_least_s(step[0]) + _least_s(step[1]) for step in steps if all(step)]
     # With messages one way only, what the clocks differ by cannot be told from what a message takes.
     total_s = max(0.0, median(trips)) if trips else 0.0
+    forward, backward = (seconds_per_byte([step[way] for step in steps], total_s) for way in (0, 1))
+    if forward.split and backward.split:
+        return forward, backward
     nbytes = [median(m.wire_bytes for step in steps for m in step[way]) if trips else 0 for way in (0, 1)]
     if not forward.split and not backward.split:
         half_s = total_s / 2
@@ -162,6 +162,13 @@ def _ways(steps: Sequence[Step]) -> tuple[Way, Way]:
 
 def _at_most(way: Way, seconds: float, nbytes: float) -> Way:
     return way._replace(seconds_per_byte=min(way.seconds_per_byte, seconds / nbytes if nbytes else 0.0))
+
+
+def _middle_s(seconds: Sequence[float]) -> float:
+    """The mean of the middle half: steadier than the median where there are two kinds of messages."""
+    ordered = sorted(seconds)
+    cut = len(ordered) // 4
+    return fmean(ordered[cut : len(ordered) - cut])
 
 
 def _least_s(messages: Sequence[LinkSample]) -> float:

@@ -145,8 +145,8 @@ def _slacks(space: Space, measured: Measured, plain: Choice, score: Callable[[Ch
         seeds.update(_poured(space, measured, quantile))
     if plain.kind == "slack":
         seeds.add(plain.slack)
-    for r in (2, 3, 4):
-        seeds.add((r,) * hops)
+    for uniform in (2, 3, 4):
+        seeds.add((uniform,) * hops)
     choices = {r: Choice("slack", count, slack=r) for r in sorted(seeds)}
     known = {r: score(choice) for r, choice in choices.items() if fits(choice, space.rooms)}
     yield from (choices[r] for r in known)
@@ -245,10 +245,11 @@ def _thriftiest(space: Space, plain: Choice) -> Choice:
 
 
 def _without(choice: Choice, hop: int, forward: bool) -> Choice:
-    name = "forward_codecs" if forward else "backward_codecs"
-    codecs = list(getattr(choice, name))
+    codecs = list(choice.forward_codecs if forward else choice.backward_codecs)
     codecs[hop] = NO_CODEC.name
-    return replace(choice, **{name: tuple(codecs)})
+    if forward:
+        return replace(choice, forward_codecs=tuple(codecs))
+    return replace(choice, backward_codecs=tuple(codecs))
 
 
 def _pick(space: Space, candidates: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
