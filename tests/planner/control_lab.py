@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from random import Random
 
@@ -80,10 +80,9 @@ class Pipeline:
                         free[hop, forward] = leave
                         arrival[hop, forward, m] = leave + latency_s
                         peer = stage + 1 if forward else stage - 1
-                        messages.append(
-                            LinkSample(hop, forward, step, m, round(self.nbytes / ratio),
-                                       self._stamp(stage, clock[worker]), self._stamp(peer, leave + latency_s), self.nbytes)
-                        )  # fmt: skip
+                        stamps = self._stamp(stage, clock[worker]), self._stamp(peer, leave + latency_s)
+                        wire_bytes = round(self.nbytes / ratio)
+                        messages.append(LinkSample(hop, forward, step, m, wire_bytes, *stamps, self.nbytes))
                     elif op in (Op.F, Op.B):
                         seconds = self.stages[stage][op is Op.B] * max(0.2, self.random.gauss(1.0, self.noise))
                         clock[worker] += seconds
@@ -105,7 +104,7 @@ class Pipeline:
         return true_s * (1 + gain) + offset_s + abs(self.random.gauss(0.0, self.stamp_noise_s))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _rows(choice: Choice, num_stages: int) -> tuple[tuple[Action, ...], ...]:
     return lower(schedule_of(choice, num_stages)).rows()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_a_switch_that_does_not_pay_is_undone_and_not_tried_again_soon():
     assert undo.numbers["achieved_gain"] == pytest.approx(0.0, abs=0.01)
     assert "did not pay: back, and no switch for 10 steps" in undo.reason
     undone = [d.step for d in decisions if d.verdict is Verdict.UNDO]
-    gaps = [b - a for a, b in zip(undone, undone[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(undone)]
     assert gaps == sorted(gaps)
     assert len(undone) <= 5
     assert sum(choice.lossy for choice in choices) < 45

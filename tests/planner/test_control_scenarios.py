@@ -134,7 +134,7 @@ def test_frozen_scenario_b_is_not_good_enough():
 @pytest.mark.slow
 def test_free_links_cost_nothing():
     setup = scenario_a().setup
-    seconds, choices, _ = run_controlled(
+    seconds, _, _ = run_controlled(
         Pipeline([(0.018, 0.035)] * 2, rate(None), **NOISE),
         setup,
         60,  # type: ignore[arg-type]

@@ -8,8 +8,9 @@
                    messages; the quickest                     |
          Trial:    predicted against achieved gain            +--> to_json, for a driver that comes back
 
-Pure: no clock, no thread, no socket, no chance. The driver feeds it and carries out what it says; nothing is rebuilt for
-it, a retune exchanges rows of actions. Its model is ``planner.simulate``'s, with a time of its own for every message.
+Pure: no clock, no thread, no socket, no chance. The driver feeds it and carries out what it says; nothing is rebuilt
+for it, a retune exchanges rows of actions. Its model is ``planner.simulate``'s, with a time of its own for every
+message.
 
 Left out: links that share one wire, the processor time that a codec takes from a stage, and replicas.
 """

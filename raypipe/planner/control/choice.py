@@ -98,7 +98,8 @@ class Choice:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Choice:
         """Inverse of ``to_dict``, as JSON keeps it (lists for tuples)."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+        return cls(**values)
 
 
 def schedule_of(choice: Choice, num_stages: int, first_trainable: int = 0) -> Schedule:

@@ -10,9 +10,9 @@ times of a micro-batch; everything behind it waits too.
     heavy      0.40    1.0     0.7       several of them
 
 Whether and how long follows from (seed, hop, direction, step, micro-batch) by a hash, so both a simulation and every
-process of a run know it without asking each other, and a run can be repeated. On 4 and on 8 equal stages kFkB gains about
-what the paper's abstract reports for preempted networks, 4 to 30 % (Ada-Grouper, arXiv:2303.01675; its settings are not
-published, so these levels are ours).
+process of a run know it without asking each other, and a run can be repeated. On 4 and on 8 equal stages kFkB gains
+about what the paper's abstract reports for preempted networks, 4 to 30 % (Ada-Grouper, arXiv:2303.01675; its settings
+are not published, so these levels are ours).
 """
 
 from __future__ import annotations

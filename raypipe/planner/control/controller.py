@@ -74,8 +74,9 @@ class Setup:
             raise PlanError("The controller has no rooms: give one Room per stage.")
         if self.retune_interval_steps < 1 or not min(self.link_drift_threshold, self.min_gain) > 0:
             raise PlanError(
-                f"retune_interval_steps={self.retune_interval_steps}, link_drift_threshold={self.link_drift_threshold}, "
-                f"min_gain={self.min_gain}: give at least 1 step and numbers above 0."
+                f"retune_interval_steps={self.retune_interval_steps}, "
+                f"link_drift_threshold={self.link_drift_threshold}, min_gain={self.min_gain}: "
+                "give at least 1 step and numbers above 0."
             )
         # Whose memory the planner does not know cannot be kept within it.
         self.choice.memory_model()
@@ -288,7 +289,7 @@ class Controller:
             controller._state = _State(Choice.from_dict(found["wanted"]), rooms, trial=trial, **plain)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
-                f"This is no state of a controller of {len(setup.rooms)} stages ({error!r}): leave it out to begin anew."
+                f"This is no state of a controller of {len(setup.rooms)} stages ({error!r}): begin anew without it."
             ) from None
         return controller
 

@@ -2,7 +2,7 @@
 
     k of kfkb    1, 2, 3, ... as far as memory goes
     r of slack   poured out hop by hop where the law of the period says that it helps most, then moved about
-    codecs       only where they beat the best lossless choice by min_gain; then taken away again where they do not matter
+    codecs       only where they beat the best lossless choice by min_gain; then taken away where they do not matter
 
 The period of slack 1F1B, per micro-batch, over runs of consecutive stages and the hops inside them:
 
@@ -40,7 +40,7 @@ class Space:
         rooms: memory by stage.
         first_trainable: lowest stage with a backward.
         forward_codecs, backward_codecs: allowed besides "none", the mildest first.
-        microbatch_seconds: (M, seconds of a micro-batch on the slowest stage), where M may change; empty where it stays.
+        microbatch_seconds: (M, seconds of a micro-batch on the slowest stage) where M may change; empty else.
         codec_gain: what codecs must save, relatively, to be used at all.
     """
 
