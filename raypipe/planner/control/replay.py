@@ -15,15 +15,25 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from raypipe.ir.schedule import Op
 from raypipe.planner.control.choice import Choice, schedule_of
-from raypipe.planner.program import OPS, build
+from raypipe.planner.program import OP_CODE, build
 from raypipe.planner.schedule.lower import lower
 
 __all__ = ["Compiled", "Wire", "compiled", "step_s"]
 
 WORK, WAIT, SEND = range(3)
-_WORK_OF = {Op.F: 0, Op.B: 1}
+# Kind of instruction, and work or wire less twice the stage: wire 2 h is hop h forward, 2 h + 1 backward.
+_PLACES = {
+    Op.F: (WORK, 0),
+    Op.B: (WORK, 1),
+    Op.RECV_F: (WAIT, -2),
+    Op.RECV_B: (WAIT, 1),
+    Op.SEND_F: (SEND, 0),
+    Op.SEND_B: (SEND, -1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,7 @@ class Compiled:
 
     Attributes:
         num_stages, num_microbatches: S and M.
-        blocks: (worker, instructions); an instruction is (WORK, work, 0), (WAIT, message, 0) or (SEND, wire, message).
+        blocks: (worker, instructions); an instruction is (WORK, work, _), (WAIT, message, _) or (SEND, wire, message).
             Work 2 s + (0 or 1) is F or B of stage s; wire 2 h + (0 or 1) is hop h forward or backward; message
             wire * M + m is micro-batch m on it.
     """
@@ -68,27 +78,18 @@ def compiled(choice: Choice, num_stages: int, first_trainable: int = 0) -> Compi
 def _compiled(order: tuple[str, int, int, tuple[int, ...]], num_stages: int, first_trainable: int) -> Compiled:
     kind, count, group_size, slack = order
     program = build(lower(schedule_of(Choice(kind, count, group_size, slack), num_stages, first_trainable)))
-    stages, microbatches = program.stage.tolist(), program.microbatch.tolist()
-    ops = [OPS[code] for code in program.op.tolist()]
-    blocks = []
-    for worker, first, stop in program.blocks():
-        lines: list[tuple[int, int, int]] = []
-        for stage, op, m in zip(stages[first:stop], ops[first:stop], microbatches[first:stop], strict=True):
-            match op:
-                case Op.F | Op.B:
-                    lines.append((WORK, 2 * stage + _WORK_OF[op], 0))
-                case Op.RECV_F:
-                    lines.append((WAIT, 2 * (stage - 1) * count + m, 0))
-                case Op.RECV_B:
-                    lines.append((WAIT, (2 * stage + 1) * count + m, 0))
-                case Op.SEND_F:
-                    lines.append((SEND, 2 * stage, 2 * stage * count + m))
-                case Op.SEND_B:
-                    lines.append((SEND, 2 * stage - 1, (2 * stage - 1) * count + m))
-        # What is left is REDUCE_GRAD, REDUCE_NORM and STEP: everybody waits for everybody, then steps.
-        if lines:
-            blocks.append((worker, tuple(lines)))
-    return Compiled(num_stages, count, tuple(blocks))
+    stage, m, op = program.stage.astype(np.int64), program.microbatch, program.op
+    # By operation: what it is, and wire or work; messages of wire w are numbered from w * M.
+    place = np.select([op == OP_CODE[o] for o in _PLACES], [2 * stage + shift for _, shift in _PLACES.values()], -1)
+    what = np.select([op == OP_CODE[o] for o in _PLACES], [kind for kind, _ in _PLACES.values()], -1)
+    message = place * count + m
+    first = np.where(what == WAIT, message, place)
+    lines = list(zip(what.tolist(), first.tolist(), message.tolist(), strict=True))
+    # What has no place is REDUCE_GRAD, REDUCE_NORM and STEP: everybody waits for everybody, then steps.
+    blocks = (
+        (worker, tuple(line for line in lines[start:stop] if line[0] >= 0)) for worker, start, stop in program.blocks()
+    )
+    return Compiled(num_stages, count, tuple((worker, block) for worker, block in blocks if block))
 
 
 def step_s(
