@@ -61,7 +61,7 @@ PARTS = {
     "schedule": ("program", "simulate"),
     "tune": ("memory", "microbatch", "partition", "schedule", "program", "simulate"),
     "elastic": ("tune",),
-    "control": ("tune", "elastic"),
+    "control": ("tune", "elastic", "memory", "program", "schedule"),
 }
 
 # One file may reach for one package more.
