@@ -34,7 +34,7 @@ from train_lm import Block
 import raypipe
 
 MICROBATCHES, MICROBATCH_SIZE, MINIBATCHES = 4, 4, 10
-CONTEXT, WIDTH, HEADS = 128, 128, 4
+WIDTH, HEADS = 128, 4
 UPDATES = {"2bw": 1, "pipedream": MICROBATCHES}
 """Optimizer steps per mini-batch, by schedule."""
 LIMIT_S = 300.0
@@ -44,6 +44,7 @@ class Settings(NamedTuple):
     """How much is measured; an epoch is ten mini-batches, and the first one warms up."""
 
     depth: int = 8
+    context: int = 128
     epochs: int = 4
     rounds: int = 3
     local: bool = False
@@ -86,9 +87,10 @@ def model(depth: int, handicap_s: float = 0.0) -> tuple[nn.Sequential, str]:
     return nn.Sequential(*halves[0], *halves[1]), str(len(halves[0]))
 
 
-def samples(count: int) -> TensorDataset:
+def samples(context: int) -> TensorDataset:
+    """An epoch."""
     drawn = torch.Generator().manual_seed(1)
-    shape = (count, CONTEXT, WIDTH)
+    shape = (MICROBATCHES * MICROBATCH_SIZE * MINIBATCHES, context, WIDTH)
     return TensorDataset(torch.randn(shape, generator=drawn), torch.randn(shape, generator=drawn))
 
 
@@ -105,7 +107,7 @@ def _alone(settings: Settings, updates: int, barrier: Any, file: str) -> None:
     net, _ = model(settings.depth)
     stepper = optimizer(list(net.named_parameters()))
     minibatch = MICROBATCHES * MICROBATCH_SIZE
-    inputs, targets = samples(minibatch * MINIBATCHES).tensors
+    inputs, targets = samples(settings.context).tensors
     every = MICROBATCHES // updates
     seconds = []
     for epoch in range(settings.epochs):
@@ -168,7 +170,7 @@ def run_ours(settings: Settings, schedule: str, handicap_s: float = 0.0) -> Tria
             net,
             loss_fn=functional.mse_loss,
             optimizer=optimizer,
-            train_data=samples(minibatch * MINIBATCHES),
+            train_data=samples(settings.context),
             pipeline=raypipe.PipelineConfig(
                 num_stages=2,
                 minibatch_size=minibatch,

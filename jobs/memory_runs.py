@@ -159,9 +159,8 @@ def _torch_stage(rank: int, sizes: Sizes, optimizer: str, folder: str) -> None:
         size = sizes.microbatch * MICROBATCHES
         for step in range(sizes.num_steps):
             at = slice(step * size, (step + 1) * size)
-            schedule.step(
-                *([inputs[at]] if rank == 0 else []), **({"target": targets[at]} if rank == STAGES - 1 else {})
-            )
+            last: dict[str, Any] = {"target": targets[at]} if rank == STAGES - 1 else {}
+            schedule.step(*([inputs[at]] if rank == 0 else []), **last)
             stepper.step()
             stepper.zero_grad()
         dist.barrier()

@@ -41,7 +41,7 @@ def test_the_halves_are_equal_and_a_handicap_changes_no_number() -> None:
     assert (int(second), int(after)) == (2, 3)
     sizes = [sum(p.numel() for p in half.parameters()) for half in (plain[:2], plain[2:])]
     assert sizes[0] == sizes[1]
-    x = bench_asynchronous.samples(2).tensors[0]
+    x = bench_asynchronous.samples(8).tensors[0][:2]
     for net in (plain, slowed):
         net(x).sum().backward()
     assert torch.equal(plain(x), slowed(x))
@@ -52,5 +52,5 @@ def test_the_halves_are_equal_and_a_handicap_changes_no_number() -> None:
 
 @pytest.mark.slow
 def test_copies_time_every_minibatch_after_the_warm_up() -> None:
-    settings = Settings(depth=2, epochs=2)
+    settings = Settings(depth=2, context=4, epochs=2)
     assert len(bench_asynchronous.copies_s(settings, 1, 2)) == 2 * MINIBATCHES
