@@ -68,8 +68,17 @@ def test_no_digit_is_trained_on_and_held_out() -> None:
     pytest.importorskip("sklearn")
     task = TASKS["digits"]
     train, held = task.train().tensors, task.heldout().tensors
-    assert len(train[0]) + len(held[0]) == 1797
+    assert (len(train[0]), len(held[0])) == (1152, 599)
+    images = {tuple(image.tolist()) for image in held[0]}
+    assert not images & {tuple(image.tolist()) for image in train[0]}
     assert task.evaluate(task.build())[0] == pytest.approx(math.log(10), abs=0.2)
+
+
+@pytest.mark.parametrize("policy", bench_convergence.POLICIES.values(), ids=list(bench_convergence.POLICIES))
+def test_an_epoch_has_the_same_updates_for_every_policy(policy: bench_convergence.Policy) -> None:
+    samples = bench_convergence.UPDATE_SAMPLES * bench_convergence.MICROBATCHES // policy.every
+    assert convergence_tasks.EPOCH_MULTIPLE % samples == 0
+    assert len(TASKS["text"].train()) % samples == 0
 
 
 @pytest.mark.slow
