@@ -26,10 +26,7 @@ _T = TypeVar("_T")
 
 SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "num_replicas": (1,),
-    "schedule": ("gpipe", "1f1b", "kfkb", "slack"),
-    "weight_versions": (1,),
-    "update_interval": (),
-    "vertical_sync": (False,),
+    "schedule": ("gpipe", "1f1b", "kfkb", "slack", "pipedream", "2bw"),
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none",),
     "codec_backward": ("none",),
@@ -162,9 +159,12 @@ class PipelineConfig:
             same parameter bytes; a list of module names starts a new stage at each of them.
         schedule: order of forwards and backwards.
         group_size: k of kFkB: forwards in a row before as many backwards.
-        weight_versions: weight versions that a stage keeps.
-        update_interval: micro-batches per optimizer step, in asynchronous schedules.
-        vertical_sync: a micro-batch uses the same weight version on every stage.
+        weight_versions: most weight versions that a stage keeps, in asynchronous schedules ("pipedream" and
+            "2bw", which do not run empty between mini-batches). "pipedream" with a number updates as often as
+            that many versions allow.
+        update_interval: micro-batches per update of the weights, in "pipedream"; 1 unless weight_versions
+            says otherwise. An update averages the loss over its own samples.
+        vertical_sync: a micro-batch uses the same weight version on every stage, in "pipedream".
         transport: how boundary tensors travel.
         link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each
             worker on a host takes one of its own. "auto" leaves the choice to the system.
@@ -173,7 +173,9 @@ class PipelineConfig:
             refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: run forwards again instead of keeping activations; a list gives one word per stage.
         precision: of the computation.
-        max_grad_norm: clips the gradient norm of the whole model; None leaves it.
+        max_grad_norm: clips the gradient norm of the whole model; None leaves it. Where updates come more often
+            than once per num_stages micro-batches, each stage clips its own to this times the root of its
+            share of the parameters.
         retune_interval_steps, link_drift_threshold, min_gain: patience of the controller: steps
             between looks, relative change of a link, relative gain in step time worth a change.
         retune_microbatches: the controller may change the number of micro-batches too.
@@ -224,6 +226,7 @@ class PipelineConfig:
         _check_per_stage("recompute", self.recompute, self.num_stages)
         _check_link_ports(self.link_ports, self.transport)
         _check_group_size(self.group_size, self.schedule, self.num_microbatches)
+        _check_weights(self)
 
 
 def _plain(value: Any) -> Any:
@@ -321,6 +324,25 @@ def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: i
             f"group_size={group_size} is more than num_microbatches={num_microbatches}. "
             f"Set group_size to {num_microbatches} or less."
         )
+
+
+def _check_weights(config: PipelineConfig) -> None:
+    """Weight versions belong to asynchronous schedules, and 2bw leaves nothing open."""
+    schedule = config.schedule
+    fixed = {"weight_versions": 1, "vertical_sync": False}
+    meaning = "runs empty before every update and has one weight version"
+    if schedule == "2bw":
+        fixed = {"weight_versions": 2, "vertical_sync": True}
+        meaning = "updates once per mini-batch and has two weight versions, the same on every stage"
+    elif schedule == "pipedream":
+        return
+    for name in ("weight_versions", "update_interval", "vertical_sync"):
+        value = getattr(config, name)
+        if value not in ("auto", False) and (name not in fixed or value != fixed[name]):
+            raise ConfigError(
+                f"{name}={value!r} means nothing to schedule={schedule!r}, which {meaning}. Set schedule='pipedream', "
+                f"or leave {name} out."
+            )
 
 
 def _nearest(word: str, names: Sequence[str]) -> str:

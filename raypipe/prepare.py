@@ -14,13 +14,16 @@ from raypipe.engine.capture import Capture, capture
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
-from raypipe.errors import ConfigError, DataError
+from raypipe.errors import ConfigError, DataError, PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
+from raypipe.ir.segment import Phase, RowsKey
+from raypipe.planner.schedule.asynchronous import finite, minibatches_to_drain, part
 from raypipe.planner.schedule.forward import forward_only
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
+from raypipe.planner.segments import Flow
 from raypipe.planner.tune import (
     Profiled,
     Request,
@@ -31,7 +34,7 @@ from raypipe.planner.tune import (
     microbatches,
     plan_of,
 )
-from raypipe.profiling import optimizer_factor, profile_of, refuse_other_graph
+from raypipe.profiling import optimizer_factor, profile_of, refuse_other_graph, stale_notes
 
 __all__ = ["Job", "prepare", "profile"]
 
@@ -70,14 +73,35 @@ class Job:
     def num_stages(self) -> int:
         return len(self.programs)
 
+    @property
+    def flow(self) -> Flow | None:
+        """How mini-batches follow each other without a flush; None for a synchronous schedule."""
+        interval = self.plan.weights.interval
+        if interval is None:
+            return None
+        warmups = tuple(map(len, self.plan.schedule.prologue))
+        return Flow(interval, minibatches_to_drain(self.plan.num_microbatches, warmups))
+
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """Lowered and checked rows of a step with so many micro-batches."""
-        if not training:
-            return forward_only(self.num_stages, num_microbatches)
-        first = self.programs[0].first_trainable
-        lowered = lower(build_schedule(self.request, self.num_stages, num_microbatches, first))
+        return self.rows(RowsKey(num_microbatches, training=training))
+
+    def rows(self, key: RowsKey) -> Schedule:
+        """Lowered and checked rows of a kind of segment."""
+        if not key.training:
+            return forward_only(self.num_stages, key.num_microbatches)
+        first, request = self.programs[0].first_trainable, self.request
+        if self.flow is None or key.num_microbatches != self.plan.num_microbatches:
+            # A mini-batch smaller than the others runs by itself in any case.
+            plain = dataclasses.replace(request, schedule="1f1b") if self.flow else request
+            schedule = build_schedule(plain, self.num_stages, key.num_microbatches, first)
+        else:
+            schedule = self.plan.schedule
+            if key.phase is Phase.WHOLE:
+                schedule = finite(schedule, key.num_minibatches)
+        lowered = lower(schedule)
         validate(lowered)
-        return lowered
+        return lowered if key.phase is Phase.WHOLE else part(lowered, key.phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +161,8 @@ def prepare(
         request, partition = decision.request, decision.partition
         programs = captured.programs(partition.cuts, partition.order)
         plan = plan_of(decision, programs[0].first_trainable, [*_notes(captured, programs), *profiled.notes])
+    plan = _with_shares(plan, captured, programs)
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *stale_notes(plan, optimizer, captured)))
     _, example = _example(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         plan=plan,
@@ -145,7 +171,9 @@ def prepare(
         persistent=frozenset(captured.parameters) | captured.persistent,
         example={name: x[: plan.microbatch_size] for name, x in _by_name(found.columns, example).items()},
         sources=found.sources,
-        settings=Settings(pipeline.seed, pipeline.loss_reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S),
+        settings=Settings(
+            pipeline.seed, pipeline.loss_reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, plan.weights
+        ),
         make_optimizer=optimizer,
         make_scheduler=lr_scheduler,
         request=request,
@@ -206,6 +234,39 @@ def _needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
     return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
 
 
+def _with_shares(plan: Plan, captured: Capture, programs: tuple[StageProgram, ...]) -> Plan:
+    """The plan with each stage's share of what learns, where stages clip their own norms.
+
+    Raises:
+        PlanError: stages that do not wait for each other share a parameter.
+    """
+    interval = plan.weights.interval
+    if interval is None:
+        return plan
+    shared = sorted({name for program in programs for name in program.shared_with})
+    if shared and interval < len(programs):
+        raise PlanError(
+            f"{shared[0]!r} belongs to several stages, which add its gradients before every update; with one every "
+            f"{interval} micro-batches they would wait for each other all the time. Take schedule='2bw', an "
+            f"update_interval of at least {len(programs)}, or split points that keep its uses on one stage."
+        )
+    owned = [
+        sum(captured.parameters[name].numel() for name in program.trainable if name not in program.shared_with)
+        for program in programs
+    ]
+    total = sum(owned) or 1
+    shares = tuple(count / total for count in owned)
+    # Whoever shares a parameter exchanges gradients at every update, and with them waits anyway.
+    alone = plan.weights.norm_per_stage and not shared
+    return dataclasses.replace(
+        plan,
+        weights=dataclasses.replace(plan.weights, shares=shares, norm_per_stage=alone),
+        schedule=dataclasses.replace(
+            plan.schedule, wiring=dataclasses.replace(plan.schedule.wiring, norm_per_stage=alone)
+        ),
+    )
+
+
 def _aliases(model: torch.nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     found = {}
@@ -235,6 +296,10 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         group_size=_given(pipeline.group_size),
         partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
         memory_limit_bytes=_given(pipeline.memory_limit_bytes),
+        weight_versions=_given(pipeline.weight_versions),
+        update_interval=_given(pipeline.update_interval),
+        vertical_sync=_given(pipeline.vertical_sync) or False,
+        clips=pipeline.max_grad_norm is not None,
     )
 
 

@@ -13,11 +13,12 @@ from raypipe.engine.profile_cache import cached_profile
 from raypipe.engine.profiling import estimate_graph, powers_of_two
 from raypipe.engine.state import MakeOptimizer
 from raypipe.errors import ConfigError, PlanError, StageError
+from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.planner.tune import Profiled
 from raypipe.progress import ProfilingBar
 
-__all__ = ["optimizer_factor", "profile_of", "refuse_other_graph"]
+__all__ = ["optimizer_factor", "profile_of", "refuse_other_graph", "stale_notes"]
 
 ADAM_FACTOR = 2.0
 """Bytes of Adam's state per byte of parameters."""
@@ -65,21 +66,43 @@ def refuse_other_graph(captured: Capture, profiled: Profiled) -> None:
         )
 
 
+def stale_notes(plan: Plan, make_optimizer: MakeOptimizer, captured: Capture) -> list[str]:
+    """A sentence where late gradients are known to hurt: adaptive moments magnify them."""
+    if plan.weights.interval is None or plan.partition.num_stages == 1:
+        return []
+    made = _tried(make_optimizer, captured)
+    if made is None or "adam" not in type(made).__name__.lower():
+        return []
+    return [
+        f"{type(made).__name__} is known to suffer from late gradients (arXiv:2606.30634: one update is enough to tell "
+        "at the scale of language models); SGD with momentum suffers less, and a synchronous schedule not at all."
+    ]
+
+
 def optimizer_factor(make_optimizer: MakeOptimizer, captured: Capture) -> float:
     """Bytes of optimizer state per byte of parameters, of one step on a copy of the smallest matrix that is trained.
 
     An optimizer that cannot be made for one parameter counts as Adam; training will say what is wrong with it.
     """
+    made = _tried(make_optimizer, captured)
+    if made is None:
+        return ADAM_FACTOR
+    (copy,) = (p for group in made.param_groups for p in group["params"])
+    kept = [x for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    # A step counter is one number, whatever the size of the parameter.
+    return sum(x.nbytes for x in kept if x.numel() > 1) / max(1, copy.nbytes)
+
+
+def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Optimizer | None:
+    """The user's optimizer after one step on one parameter; None where it cannot be made for one."""
     trained = [(name, p) for name, p in captured.parameters.items() if name in captured.trainable]
     name, like = min(trained, key=lambda pair: (pair[1].dim() < 2, pair[1].numel()), default=("", None))
     if like is None:
-        return ADAM_FACTOR
+        return None
     with contextlib.suppress(Exception):
         copy = torch.nn.Parameter(like.detach().clone())
         copy.grad = torch.zeros_like(copy)
         made = make_optimizer([(name, copy)])
         made.step()
-        kept = [x for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-        # A step counter is one number, whatever the size of the parameter.
-        return sum(x.nbytes for x in kept if x.numel() > 1) / max(1, copy.nbytes)
-    return ADAM_FACTOR
+        return made if sum(len(group["params"]) for group in made.param_groups) == 1 else None
+    return None

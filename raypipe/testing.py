@@ -25,7 +25,7 @@ from raypipe.engine.microbatch import loss_weights
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.errors import ConfigError
-from raypipe.ir.plan import Segment
+from raypipe.ir.segment import Segment
 from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import Request, microbatches
 

@@ -23,6 +23,8 @@ from raypipe.errors import ConfigError, PlanError
 from raypipe.handle import Result, RunHandle
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
+from raypipe.ir.schedule import Schedule
+from raypipe.ir.segment import Phase, RowsKey
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.segments import num_steps_of, train_segments
 from raypipe.planner.simulate import Costs, simulate
@@ -244,6 +246,7 @@ class PipelineTrainer:
             predicted=self.simulate(),
             aliases=job.aliases,
             sums_losses=job.settings.loss_reduction == "sum",
+            flow=job.flow,
             checkpoints=_policy(self._pipeline, getattr(self._run, "checkpoint_config", None)),
         )
 
@@ -313,16 +316,24 @@ def _policy(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
     )
 
 
-def _schedules(job: Job, num_samples: Mapping[str, int], num_steps: int) -> dict[tuple[int, bool], Any]:
+def _schedules(job: Job, num_samples: Mapping[str, int], num_steps: int) -> dict[RowsKey, Schedule]:
     """Rows for every number of micro-batches that the run will meet: the usual one and short last mini-batches."""
     plan = job.plan
-    lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size), "eval": num_samples.get("eval", 0)}
-    found: dict[tuple[int, bool], None] = {}
+    lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size)}
+    if "eval" in num_samples:
+        lengths["eval"] = num_samples["eval"]
+    found: dict[RowsKey, None] = {}
     for mode, samples in lengths.items():
         per_epoch = min(samples, num_samples.get(mode, 0))
         for segment, _ in train_segments(per_epoch, plan.minibatch_size, plan.microbatch_size, 1):
-            found[segment.schedule_id, mode == "train"] = None
+            found[segment.rows(training=mode == "train")] = None
         rest = num_samples.get(mode, 0) % plan.minibatch_size
         if rest:
-            found[-(-rest // plan.microbatch_size), mode == "train"] = None
-    return {(m, training): job.schedule(m, training=training) for m, training in found if m}
+            found[RowsKey(-(-rest // plan.microbatch_size), training=mode == "train")] = None
+    if job.flow is not None:
+        count, drained = plan.num_microbatches, job.flow.num_to_drain
+        found |= dict.fromkeys(RowsKey(count, n) for n in range(1, max(1, drained) + 1))
+        if drained:
+            found[RowsKey(count, drained, Phase.DRAIN)] = None
+            found |= dict.fromkeys(RowsKey(count, 1, phase) for phase in (Phase.FILL, Phase.STEADY))
+    return {key: job.rows(key) for key in found}

@@ -13,10 +13,26 @@ import torch
 
 from raypipe.ir.schedule import Action
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "Message"]
 
 Payload = Sequence[torch.Tensor | None]
 """Boundary tensors in the order of the boundary; None where there is nothing (a gradient that is not needed)."""
+
+
+class Message(tuple[torch.Tensor | None, ...]):
+    """What arrived: the tensors, and the weight version that the sender stamped on them.
+
+    Attributes:
+        weight_version: of the micro-batch; 0 where the sender said nothing.
+    """
+
+    weight_version: int = 0
+
+    @classmethod
+    def of(cls, tensors: Payload, weight_version: int) -> Message:
+        made = cls(tensors)
+        made.weight_version = weight_version
+        return made
 
 
 class Channel(Protocol):
@@ -25,14 +41,17 @@ class Channel(Protocol):
     name: str
     """For messages to people: ``stage 0 <-> stage 1``."""
 
-    def send(self, action: Action, tensors: Payload) -> None:
+    def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         """Hand over tensors and return at once; nobody may change them until they are sent.
+
+        Args:
+            weight_version: travels in the header, for ``Message.weight_version`` on the other side.
 
         Raises:
             LinkError: the link failed or was aborted, now or before.
         """
 
-    def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
+    def recv(self, action: Action, timeout_s: float) -> Message:
         """Wait for the message that the peer sent under ``action``.
 
         A tensor that needs a gradient on the sender's side arrives as a leaf that requires one.

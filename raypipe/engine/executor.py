@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from raypipe.engine.backward import gradients
-from raypipe.engine.channel import Channel
+from raypipe.engine.channel import Channel, Message
 from raypipe.engine.data import Source
 from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
@@ -20,10 +20,11 @@ from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
 from raypipe.engine.update import Update
+from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError, RaypipeError, StageError
-from raypipe.ir.plan import Segment
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
+from raypipe.ir.segment import Segment
 from raypipe.ir.timeline import Span
 
 __all__ = ["Executor"]
@@ -55,6 +56,8 @@ class Executor:
         self.channels = channels
         self.settings = settings
         self.sink = GradientSink(self.program, state.parameters)
+        weights = settings.weights
+        self.ring = WeightRing(self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead)
         self.feed = Feed(
             sources,
             {"train": self.program.train.columns, "eval": self.program.eval.columns},
@@ -63,7 +66,7 @@ class Executor:
             weighs=self.last,
             reduction=settings.loss_reduction,
         )
-        self._update = Update(programs, stage, state, self.sink, self._send, self._recv, settings.max_grad_norm)
+        self._update = Update(programs, stage, state, self.sink, self.ring, self._send, self._recv, settings)
         self._buffers = {
             mode: [state.buffers[name] for name in function.buffers]
             for mode, function in ((True, self.program.train), (False, self.program.eval))
@@ -71,10 +74,10 @@ class Executor:
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._live: dict[int, tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
-        self._arrived: dict[int, tuple[torch.Tensor | None, ...]] = {}
+        self._arrived: dict[int, Message] = {}
         self._seeds: dict[int, tuple[torch.Tensor | None, ...]] = {}
-        self._totals: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._training = True
+        self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+        self._training, self._alone = True, False
         self._wait_s = 0.0
         self._sent = [0, 0]
         self._peak = 0
@@ -103,11 +106,14 @@ class Executor:
         # The number of intra-op threads belongs to the calling thread, and sums over several round differently.
         torch.set_num_threads(1)
         self._segment, self._training = segment, training
+        self._alone = self.settings.weights.norm_per_stage and segment.update_interval is not None
+        if training and segment.phase.begins_empty:
+            self.ring.begin(segment.first_microbatch, segment.interval)
         per_minibatch = len(segment.microbatch_samples)
         reports = []
         try:
             with torch.set_grad_enabled(training):
-                for part in _split(row):
+                for part in _split(row, per_minibatch):
                     minibatch = part[-1].microbatch // per_minibatch
                     reports.append(self._run_minibatch(part, minibatch, keep_spans))
         except RaypipeError:
@@ -146,13 +152,15 @@ class Executor:
             step=segment.first_step + minibatch,
             samples=segment.minibatch_samples,
             loss=None if loss is None else float(loss),
-            grad_norm=None if norm is None else float(norm),
+            grad_norm=None if norm is None or self._alone else float(norm),
+            stage_grad_norm=float(norm) if norm is not None and self._alone else None,
             start_s=start_s,
             end_s=times[-1],
             busy_s=busy_s,
             wait_s=self._wait_s,
             sent_bytes=(self._sent[0], self._sent[1]),
             peak_in_flight=self._peak,
+            weight_versions=self.ring.held,
             spans=spans,
         )
 
@@ -170,7 +178,7 @@ class Executor:
                 # Kept for the backward, where there is one: none in evaluation and below the first trainable stage.
                 kept = self._training and stage >= self.program.first_trainable
                 outputs = self._live[microbatch][1] if kept else self._live.pop(microbatch)[1]
-                self._send(stage + 1, action, outputs)
+                self._send(stage + 1, action, outputs, self.ring.version(microbatch))
             case Op.RECV_F:
                 self._arrived[microbatch] = self._recv(stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
             case Op.SEND_B:
@@ -180,21 +188,29 @@ class Executor:
             case Op.REDUCE_GRAD:
                 self._update.reduce_grad(action)
             case Op.REDUCE_NORM:
-                self._totals = self._update.reduce_norm(action, self._loss())
+                if self._alone:
+                    self._totals = self._update.own_norm(), self._loss()
+                else:
+                    self._totals = self._update.reduce_norm(action, self._loss())
             case Op.STEP:
                 assert self._totals is not None
-                self._update.step(self._segment.locate(microbatch)[0], *self._totals)
+                self._update.step(self._segment.locate(microbatch)[0], *self._totals, alone=self._alone)
             case Op.I | Op.W:
                 raise StageError(f"{action}: this release runs whole backwards (B); choose a schedule without I and W.")
 
     def _forward(self, microbatch: int) -> None:
         segment, training = self._segment, self._training
         function = self.program.train if training else self.program.eval
-        inputs = self._arrived.pop(microbatch, ())
+        inputs = self._arrived.pop(microbatch, _NOTHING)
         data = self.feed.microbatch(segment, microbatch, training=training)
-        leaves: Sequence[torch.Tensor] = self.sink.leaves
+        leaves: Sequence[torch.Tensor]
         if not training:
             leaves = [self.state.parameters[site.parameter] for site in function.sites]
+        elif self.stage < self.program.first_trainable:
+            leaves = self.ring.newest_leaves()
+        else:
+            self.ring.enter(microbatch, inputs.weight_version)
+            leaves = self.ring.leaves(microbatch)
         outputs = function(
             leaves,
             self._buffers[training],
@@ -222,7 +238,7 @@ class Executor:
                 f"The loss of micro-batch {microbatch} is not a scalar tensor but has {found}. Let loss_fn reduce over "
                 "the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
             )
-        self._losses.append((loss, data.weight))
+        self._losses.append((loss, data.share))
         if self._training:
             self._seeds[microbatch] = (self._seed(data.weight, loss.dtype),)
         return (loss,)
@@ -247,21 +263,23 @@ class Executor:
         roots = [o for o, seed in zip(outputs, seeds, strict=True) if seed is not None]
         known = [seed for seed in seeds if seed is not None]
         received = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
-        leaves = [*self.sink.trained, *(inputs[i] for i in received)]
+        own = self.ring.trained(microbatch)
+        leaves = [*own, *(inputs[i] for i in received)]
         found: Sequence[torch.Tensor | None] = (None,) * len(leaves)
         if roots and leaves:
             found = gradients(roots, known, leaves)
-        trained = len(self.sink.trained)
+        self.ring.leave(microbatch)
+        trained = len(own)
         self.sink.add(found[:trained])
         if self.stage > self.program.first_trainable:
             by_input = dict(zip(received, found[trained:], strict=True))
             self._seeds[microbatch] = tuple(by_input.get(i) for i in range(len(inputs)))
 
-    def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         self._sent[0 if peer > self.stage else 1] += sum(t.nbytes for t in tensors if t is not None)
-        self.channels[peer].send(action, tensors)
+        self.channels[peer].send(action, tensors, weight_version)
 
-    def _recv(self, peer: int, action: Action) -> tuple[torch.Tensor | None, ...]:
+    def _recv(self, peer: int, action: Action) -> Message:
         begin_s = time.monotonic()
         try:
             return self.channels[peer].recv(action, self.settings.timeout_s)
@@ -271,12 +289,16 @@ class Executor:
             self._wait_s += time.monotonic() - begin_s
 
 
-def _split(row: Row) -> Iterable[list[Action]]:
-    """A row in parts that end with a STEP (an evaluation has none: one part), one report for each."""
+_NOTHING = Message()
+"""What the first stage receives."""
+
+
+def _split(row: Row, per_minibatch: int) -> Iterable[list[Action]]:
+    """A row in parts that end with a mini-batch's last STEP (an evaluation has none: one part), one report for each."""
     part: list[Action] = []
     for action in row:
         part.append(action)
-        if action.op is Op.STEP:
+        if action.op is Op.STEP and (action.microbatch + 1) % per_minibatch == 0:
             yield part
             part = []
     if part:

@@ -9,24 +9,32 @@ from typing import Any, NamedTuple
 import torch
 
 from raypipe.engine.data import Source
-from raypipe.engine.microbatch import loss_weights
-from raypipe.ir.plan import Segment
+from raypipe.engine.microbatch import update_weights
+from raypipe.ir.segment import Segment
 
 __all__ = ["Feed", "MicrobatchData"]
 
 
 class MicrobatchData(NamedTuple):
-    """Columns by name, shape (samples, ...), and the weight of this micro-batch's loss."""
+    """A micro-batch.
+
+    Attributes:
+        columns: by name, shape (samples, ...).
+        weight: of its loss in the gradient of its update.
+        share: of its loss in the loss of its mini-batch; the same where there is one update per mini-batch.
+    """
 
     columns: Mapping[Any, torch.Tensor]
     weight: float
+    share: float
 
 
 class _Minibatch(NamedTuple):
-    """Columns and weight of each micro-batch."""
+    """Columns, weight and share of each micro-batch."""
 
     parts: list[dict[Any, torch.Tensor]]
     weights: list[float]
+    shares: list[float]
 
 
 class Feed:
@@ -61,22 +69,25 @@ class Feed:
         self._reading = threading.Lock()
 
     def prepare(self, segment: Segment, *, training: bool) -> None:
-        """Read the segment's first mini-batch now; a failure is kept for the thread that needs the data."""
+        """Read the mini-batches that the segment begins now; a failure is kept for the thread that needs the data."""
         mode = "train" if training else "eval"
         if not self._columns[mode] and not self._weighs:
             return
-        key = (mode, segment.epoch, segment.offset)
-        try:
-            self._ahead[key] = self._read(key, segment)
-        except Exception as error:  # noqa: BLE001  (raised again where the data is used)
-            self._ahead[key] = error
+        first = 0 if segment.phase.begins_empty else 1  # what the segment before has begun, it has read
+        stop = segment.num_minibatches if segment.phase.ends_empty else segment.num_minibatches + 1
+        for minibatch in range(first, stop):
+            key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
+            try:
+                self._ahead[key] = self._read(key, segment)
+            except Exception as error:  # noqa: BLE001  (raised again where the data is used)
+                self._ahead[key] = error
 
     def microbatch(self, segment: Segment, microbatch: int, *, training: bool) -> MicrobatchData:
         """The data of a micro-batch, by its number in the run."""
         mode = "train" if training else "eval"
         wanted = self._columns[mode]
         if not wanted and not self._weighs:
-            return MicrobatchData({}, 0.0)
+            return MicrobatchData({}, 0.0, 0.0)
         minibatch, index = divmod(microbatch - segment.first_microbatch, len(segment.microbatch_samples))
         key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
         if self._current is None or self._current[0] != key:
@@ -84,8 +95,10 @@ class Feed:
             if isinstance(found, Exception):
                 raise found
             self._current = (key, found if found is not None else self._read(key, segment))
-        parts, weights = self._current[1]
-        return MicrobatchData(parts[index], weights[index] if self._weighs else 0.0)
+        parts, weights, shares = self._current[1]
+        if not self._weighs:
+            return MicrobatchData(parts[index], 0.0, 0.0)
+        return MicrobatchData(parts[index], weights[index], shares[index])
 
     def _read(self, key: tuple[str, int, int], segment: Segment) -> _Minibatch:
         mode, epoch, begin = key
@@ -99,8 +112,10 @@ class Feed:
         for name, tensor in whole.items():
             for part, piece in zip(parts, tensor.split(sizes), strict=True):
                 part[name] = piece
-        weights = loss_weights(self._reduction, sizes, self._counted(whole)) if self._weighs else []
-        return _Minibatch(parts, weights)
+        weights: tuple[list[float], list[float]] = ([], [])
+        if self._weighs:
+            weights = update_weights(self._reduction, sizes, self._counted(whole), segment.interval)
+        return _Minibatch(parts, *weights)
 
     def _counted(self, whole: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
         """What loss_reduction counts."""

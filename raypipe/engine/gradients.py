@@ -2,7 +2,7 @@
 
     backward --> add(gradients) --> an accumulator per use site --> sum over sites, in use order --> parameter.grad
 
-Replicas, weight versions and deferred weight gradients attach here, not in the executor.
+Replicas and deferred weight gradients attach here, not in the executor.
 """
 
 from __future__ import annotations
@@ -17,24 +17,15 @@ __all__ = ["GradientSink"]
 
 
 class GradientSink:
-    """Leaves for the forward, accumulators for the backward, totals for the optimizer.
-
-    Attributes:
-        leaves: one tensor per use site, in the order of ``program.train.sites``; each shares its parameter's
-            memory and is a leaf of its own, so that autograd tells the sites apart.
-        trained: those of them that require a gradient.
-    """
+    """Accumulators for the backward, totals for the optimizer; one accumulator per use site that trains."""
 
     def __init__(self, program: StageProgram, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._program = program
         self._parameters = parameters
         self._sites = program.train.sites
-        self.leaves = [
-            parameters[site.parameter].detach().requires_grad_(site.parameter in program.trainable)
-            for site in self._sites
+        self._trained_at = [
+            position for position, site in enumerate(self._sites) if site.parameter in program.trainable
         ]
-        self.trained = [leaf for leaf in self.leaves if leaf.requires_grad]
-        self._trained_at = [position for position, leaf in enumerate(self.leaves) if leaf.requires_grad]
         self._sums: list[torch.Tensor | None] = [None] * len(self._sites)
         self._kept: list[torch.Tensor | None] = [None] * len(self._sites)
         self._positions: dict[str, list[int]] = {}
@@ -42,7 +33,7 @@ class GradientSink:
             self._positions.setdefault(site.parameter, []).append(position)
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add one micro-batch's gradients of ``trained``; the order of calls is the order of the sums.
+        """Add one micro-batch's gradients of the ring's ``trained``; the order of calls is the order of the sums.
 
         The first one is copied into the parameter's own layout, as torch's AccumulateGrad does: it may be a view
         or shared with another leaf, and the norm's bits depend on the layout.
@@ -56,7 +47,7 @@ class GradientSink:
             if total is None:
                 total = self._kept[position]
                 if total is None:
-                    total = torch.empty_like(self.leaves[position], requires_grad=False)
+                    total = torch.empty_like(self._parameters[self._sites[position].parameter].detach())
                 self._sums[position], self._kept[position] = total, None
                 copies[0].append(total)
                 copies[1].append(gradient)
@@ -98,13 +89,6 @@ class GradientSink:
                 for part in used[1:]:
                     total.add_(part)  # type: ignore[union-attr]
             self._parameters[name].grad = total
-
-    def follow(self) -> None:
-        """Some optimizers assign ``parameter.data`` instead of changing it in place: the leaves go along."""
-        for leaf, site in zip(self.leaves, self._sites, strict=True):
-            parameter = self._parameters[site.parameter]
-            if leaf.data_ptr() != parameter.data_ptr():
-                leaf.data = parameter.data
 
     def reset(self) -> None:
         """Forget the sums after the optimizer's step, keeping the memory of those that no link may still be sending."""

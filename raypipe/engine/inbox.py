@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from raypipe.engine.channel import Message
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action
 
 __all__ = ["Inbox"]
-
-Tensors = tuple[torch.Tensor | None, ...]
 
 
 class Inbox:
@@ -29,23 +28,23 @@ class Inbox:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._messages: dict[Action, Tensors] = {}
+        self._messages: dict[Action, Message] = {}
         self._error: LinkError | None = None
         self._lock = threading.Lock()
         # A bare lock per waiting thread: half the time to wake of a Condition, and only the one concerned wakes.
         self._waiting: list[tuple[Action, threading.Lock]] = []
 
-    def deliver(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
+    def deliver(self, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int) -> None:
         """Leave a message. After a failure it is dropped; a second one of the same action is a failure."""
         with self._lock:
             twice = action in self._messages
             if self._error is None and not twice:
-                self._messages[action] = tuple(tensors)
+                self._messages[action] = Message.of(tensors, weight_version)
                 self._wake(action)
         if twice:
             self.fail(LinkError(f"{self.name}: {action} came twice."))
 
-    def take(self, action: Action, timeout_s: float) -> Tensors:
+    def take(self, action: Action, timeout_s: float) -> Message:
         """Wait for the message of ``action`` and remove it.
 
         Raises:

@@ -28,6 +28,7 @@ from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
+from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
 
 __all__ = ["LocalFleet"]
@@ -79,18 +80,19 @@ class LocalFleet:
         ]
 
     def run(
-        self, orders: Iterator[Order], schedules: Callable[[int, bool], Schedule]
+        self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
     ) -> Iterator[list[list[StepReport]]]:
         """Carry out orders one by one; yields the reports of each, by stage. Ends early after ``halt``.
 
         Args:
-            schedules: (number of micro-batches, training) -> lowered schedule.
+            schedules: the lowered rows by key.
+            last: these orders complete what ``halt`` left under way, and are carried out after it.
 
         Raises:
             StageError, LinkError: the first failure; the other stages are released at once.
         """
-        while not self._halted and (order := next(orders, None)) is not None:
-            reports = self._run_segment(order, schedules(order.segment.schedule_id, order.training))
+        while (last or not self._halted) and (order := next(orders, None)) is not None:
+            reports = self._run_segment(order, schedules(order.rows))
             if order.keep_spans:
                 self._spans = [span for stage in reports for report in stage for span in report.spans]
             if order.save_to:
@@ -137,7 +139,7 @@ class LocalFleet:
 
         def work(index: int) -> None:
             try:
-                row = schedule.row(index, order.segment.repeats)
+                row = schedule.row(index)
                 reports = self.executors[index].run(
                     order.segment, row, training=order.training, keep_spans=order.keep_spans
                 )

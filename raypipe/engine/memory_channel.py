@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from raypipe.engine import frame
+from raypipe.engine.channel import Message
 from raypipe.engine.inbox import Inbox
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
@@ -38,18 +39,24 @@ class InMemoryChannel:
         a._peer, b._peer = b, a
         return a, b
 
-    def send(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
+    def send(self, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         self._raise_if_failed()
-        message = frame.encode(action, tensors, generation=self.generation, max_tensors=self.max_tensors)
+        message = frame.encode(
+            action,
+            tensors,
+            generation=self.generation,
+            max_tensors=self.max_tensors,
+            weight_version=weight_version,
+        )
         try:
             head = frame.parse(message.header, generation=self._peer.generation, max_tensors=self.max_tensors)
         except LinkError as error:  # what the receiving end of a network would find
             self.abort(str(error))
             return
         if head.generation == self._peer.generation:
-            self._peer._inbox.deliver(head.action, frame.decode(head, frame.gather(message)))
+            self._peer._inbox.deliver(head.action, frame.decode(head, frame.gather(message)), head.weight_version)
 
-    def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
+    def recv(self, action: Action, timeout_s: float) -> Message:
         return self._inbox.take(action, timeout_s)
 
     def abort(self, reason: str) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from raypipe.errors import ConfigError, DataError
 
-__all__ = ["IGNORED_TARGET", "loss_weights", "microbatch_sizes"]
+__all__ = ["IGNORED_TARGET", "loss_weights", "microbatch_sizes", "update_weights"]
 
 IGNORED_TARGET = -100
 """The target that torch's losses leave out (``ignore_index``)."""
@@ -75,6 +75,38 @@ def loss_weights(
             "an average over nothing. Leave such samples out of the data, or take a larger minibatch_size."
         )
     return [count / total for count in counts]
+
+
+def update_weights(
+    reduction: str | Callable[[Any], float],
+    sizes: Sequence[int],
+    targets: torch.Tensor | Sequence[Any] | None,
+    interval: int,
+) -> tuple[list[float], list[float]]:
+    """Weights of a mini-batch whose micro-batches belong to several updates, and their shares in its loss.
+
+    Within an update they are those of ``loss_weights``: its gradient is that of the loss over its own samples.
+
+    Args:
+        interval: micro-batches per update; divides their number.
+
+    Returns:
+        (weights, shares), one of each per micro-batch; equal where there is one update.
+
+    Raises:
+        DataError, ConfigError: as ``loss_weights``.
+    """
+    shares = loss_weights(reduction, sizes, targets)
+    if interval >= len(sizes) or reduction == "sum":
+        return shares, shares
+    weights = []
+    for start in range(0, len(sizes), interval):
+        group = shares[start : start + interval]
+        if reduction == "mean":
+            weights += loss_weights(reduction, sizes[start : start + interval])
+        else:  # an update without a valid target weighs nothing
+            weights += [share / (math.fsum(group) or 1.0) for share in group]
+    return weights, shares
 
 
 def _items(reduction: str | Callable[[Any], float], target: Any) -> float:

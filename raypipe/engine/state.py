@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from raypipe.engine.stage import StageProgram
+from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
 
 __all__ = ["MakeOptimizer", "MakeScheduler", "Settings", "StageState", "owned_tensors"]
 
@@ -18,19 +19,21 @@ MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user decided and no plan changes.
+    """What the user decided, and what no re-plan changes.
 
     Attributes:
         seed: of randomness and of the data's order.
         loss_reduction: see PipelineConfig.
         max_grad_norm: clip the norm of the whole model's gradient to this, None never clips.
         timeout_s: longest wait for one message.
+        weights: versions of the weights, and whose norm is clipped.
     """
 
     seed: int
     loss_reduction: Any
     max_grad_norm: float | None
     timeout_s: float
+    weights: WeightPolicy = SYNCHRONOUS
 
 
 class StageState:

@@ -4,18 +4,22 @@
     REDUCE_NORM   norms of single tensors travel down to stage 0, the total travels back up
     STEP          refuse what is not finite, clip, step
 
-Stage 0 finishes its backwards last, so everybody else's norms have arrived by the time it has its own.
+Stage 0 finishes its backwards last, so everybody else's norms have arrived by the time it has its own. Asynchronous
+schedules may let every stage take its own norm instead: it then waits for nobody. Where the ring of weight versions
+has no room for another one, all three do nothing and the gradients join those of the next update.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import StageState
+from raypipe.engine.state import Settings, StageState
+from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
 from raypipe.ir.schedule import Action, Op
 
@@ -31,7 +35,7 @@ class Update:
         programs: of all stages.
         send: (stage, action, tensors) hands a message to another stage.
         receive: (stage, the sender's action) waits for one.
-        max_grad_norm: clip to this; None never clips.
+        settings: the norm to clip to, and whose norm that is.
     """
 
     def __init__(
@@ -40,9 +44,10 @@ class Update:
         stage: int,
         state: StageState,
         sink: GradientSink,
+        ring: WeightRing,
         send: Callable[[int, Action, Tensors], None],
         receive: Callable[[int, Action], tuple[torch.Tensor | None, ...]],
-        max_grad_norm: float | None,
+        settings: Settings,
     ) -> None:
         self._programs = programs
         self._program = programs[stage]
@@ -52,17 +57,36 @@ class Update:
         self._sink = sink
         self._send = send
         self._receive = receive
-        self._max_grad_norm = max_grad_norm
+        self._ring = ring
+        self._limit = settings.max_grad_norm
+        shares = settings.weights.shares
+        self._share = shares[stage] if shares else 1.0
+        self._put_off = 0  # updates since the last one that was made
+        self._waits = False  # whether this one is put off
         self._sharing = sorted({s for stages in self._program.shared_with.values() for s in stages} - {stage})
 
     def reduce_grad(self, action: Action) -> None:
-        """Fill every ``parameter.grad``."""
+        """Fill every ``parameter.grad``: the mean of this update's and of those put off before it."""
+        self._waits = not self._ring.has_room()
+        if self._waits:
+            self._put_off += 1
+            return
         for peer in self._sharing:
             self._send(peer, action, self._sink.exported(peer))
         imported = {
             peer: self._receive(peer, Action(peer, Op.REDUCE_GRAD, action.microbatch)) for peer in self._sharing
         }
         self._sink.finish(imported, {peer: self._programs[peer] for peer in self._sharing})
+        if self._put_off:
+            self._scale(1.0 / (1 + self._put_off))
+            self._put_off = 0
+
+    def own_norm(self) -> torch.Tensor | None:
+        """Gradient norm of this stage alone; None where the update is put off."""
+        if self._waits:
+            return None
+        where, norms = self._own_norms()
+        return torch.linalg.vector_norm(norms[torch.argsort(where)])
 
     def reduce_norm(self, action: Action, loss: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(gradient norm of the whole model, loss), the same on every stage.
@@ -101,26 +125,53 @@ class Update:
                 norms.append(torch.linalg.vector_norm(parameter.grad))
         return torch.tensor(positions, dtype=torch.int64), torch.stack(norms) if norms else torch.empty(0)
 
-    def step(self, step: int, total: torch.Tensor, loss: torch.Tensor) -> None:
-        """Clip and step, or refuse: then no stage steps, for all of them see the same numbers.
+    def step(self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool) -> None:
+        """Clip and step, or refuse. Where all stages see the same norm, none steps when one refuses.
+
+        Args:
+            total: norm to clip by; None where the update is put off.
+            loss: of the mini-batch so far, where this stage knows it.
+            alone: the norm is that of this stage.
 
         Raises:
             StageError: loss or norm is not finite.
         """
-        if not torch.isfinite(total) or not torch.isfinite(loss):
-            raise StageError(
-                f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}, so no stage took "
-                f"this step and the parameters are those after {step} steps. Lower the learning rate, set "
-                "max_grad_norm, or look at the data of this mini-batch."
-            )
-        if self._max_grad_norm is not None:
-            factor = torch.clamp(self._max_grad_norm / (total + 1e-6), max=1.0)
-            for parameter in self._state.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        if total is None:
+            self._advance_scheduler()
+            return
+        if not torch.isfinite(total) or not (loss is None or torch.isfinite(loss)):
+            raise StageError(_not_finite(step, self._stage, total, loss, alone=alone))
+        if self._limit is not None:
+            limit = self._limit * (math.sqrt(self._share) if alone else 1.0)
+            self._scale(torch.clamp(limit / (total + 1e-6), max=1.0))
+        self._ring.advance()
         if self._state.optimizer is not None:
             self._state.optimizer.step()
-            if self._state.scheduler is not None:
-                self._state.scheduler.step()
-            self._sink.follow()
+            self._ring.follow()
+        self._advance_scheduler()
         self._sink.reset()
+
+    def _advance_scheduler(self) -> None:
+        """Put-off updates count too, so that the learning rate is the same on every stage."""
+        if self._state.scheduler is not None:
+            self._state.scheduler.step()
+
+    def _scale(self, factor: torch.Tensor | float) -> None:
+        for parameter in self._state.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+def _not_finite(step: int, stage: int, total: torch.Tensor, loss: torch.Tensor | None, *, alone: bool) -> str:
+    advice = "Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch."
+    if not alone:
+        assert loss is not None
+        return (
+            f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}, so no stage took "
+            f"this step and the parameters are those after {step} steps. {advice}"
+        )
+    known = "" if loss is None else f"the loss is {float(loss):g} and "
+    return (
+        f"Step {step}: {known}the gradient norm of stage {stage} is {float(total):g}, so it refused the update. Other "
+        f"stages may have gone on, as an asynchronous schedule does; the newest checkpoint is whole. {advice}"
+    )

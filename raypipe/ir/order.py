@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from raypipe.ir.plan import Segment
+from raypipe.ir.segment import RowsKey, Segment
 
 __all__ = ["Order"]
 
@@ -23,3 +23,8 @@ class Order(NamedTuple):
     training: bool = True
     keep_spans: bool = False
     save_to: str = ""
+
+    @property
+    def rows(self) -> RowsKey:
+        """The rows that carry it out."""
+        return self.segment.rows(training=self.training)

@@ -11,8 +11,9 @@ from raypipe.errors import PlanError
 from raypipe.ir.plan_table import human_bytes, table
 from raypipe.ir.prediction import Prediction
 from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
+from raypipe.ir.weights import SYNCHRONOUS, VersionRule, WeightPolicy
 
-__all__ = ["Partition", "Plan", "Segment", "Stage", "human_bytes", "peak_in_flight"]
+__all__ = ["Partition", "Plan", "Stage", "human_bytes", "peak_in_flight"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class Plan:
         notes: what a person should know about this plan, one sentence each.
         reasons: (what, why) of each choice, in words.
         prediction: seconds and bytes; None where nothing was profiled.
+        weights: versions of the weights.
     """
 
     partition: Partition
@@ -100,6 +102,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     reasons: tuple[tuple[str, str], ...] = ()
     prediction: Prediction | None = None
+    weights: WeightPolicy = SYNCHRONOUS
 
     def to_json(self) -> str:
         """The plan as it is saved in ``plan.json``; rows of actions in text form. ``from_json`` reads it."""
@@ -126,6 +129,7 @@ class Plan:
                 "notes": list(self.notes),
                 "reasons": [list(pair) for pair in self.reasons],
                 "prediction": None if self.prediction is None else asdict(self.prediction),
+                "weights": {**asdict(self.weights), "rule": self.weights.rule.value},
             },
             indent=2,
         )
@@ -150,6 +154,7 @@ class Plan:
                 notes=tuple(found["notes"]),
                 reasons=tuple((what, why) for what, why in found["reasons"]),
                 prediction=None if found["prediction"] is None else Prediction.from_dict(found["prediction"]),
+                weights=_weights(found["weights"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
@@ -175,6 +180,11 @@ def _schedule(found: Mapping[str, Any]) -> Schedule:
     return Schedule(found["kind"], wiring, body, found["stride"], prologue, epilogue)
 
 
+def _weights(found: Mapping[str, Any]) -> WeightPolicy:
+    numbers = {name: tuple(found[name]) for name in ("capacities", "shares")}
+    return WeightPolicy(**{**found, **numbers, "rule": VersionRule(found["rule"])})
+
+
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Most micro-batches that each stage holds between their F and their B, by the order of its row."""
     peaks = [0] * schedule.num_stages
@@ -186,41 +196,3 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
         elif action.op in (Op.B, Op.W):
             held[action.stage] -= 1
     return tuple(peaks)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One order to all workers: run from one flush to the next, on these samples.
-
-    Micro-batch numbers are global to the run, in actions, in message keys and in randomness.
-
-    Attributes:
-        schedule_id: which of the rows known to the worker.
-        repeats: repetitions of the schedule's body.
-        first_step: optimizer step of the first mini-batch, counted from 0 over the whole run.
-        first_microbatch: number of its first micro-batch over the whole run.
-        epoch, offset: the samples are those at positions offset, offset + 1, ... of this epoch's order.
-        microbatch_samples: sizes of the micro-batches of ONE mini-batch, in order.
-        num_minibatches: mini-batches in the segment, all cut alike.
-        generation: of the plan.
-    """
-
-    schedule_id: int
-    repeats: int
-    first_step: int
-    first_microbatch: int
-    epoch: int
-    offset: int
-    microbatch_samples: tuple[int, ...]
-    num_minibatches: int = 1
-    generation: int = 0
-
-    @property
-    def minibatch_samples(self) -> int:
-        return sum(self.microbatch_samples)
-
-    def locate(self, microbatch: int) -> tuple[int, int, int]:
-        """(step, position in the epoch's order of the first sample, samples) of a global micro-batch."""
-        minibatch, index = divmod(microbatch - self.first_microbatch, len(self.microbatch_samples))
-        start = self.offset + minibatch * self.minibatch_samples + sum(self.microbatch_samples[:index])
-        return self.first_step + minibatch, start, self.microbatch_samples[index]

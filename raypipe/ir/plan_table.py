@@ -48,7 +48,8 @@ def table(plan: Plan, peaks: Sequence[int]) -> str:
         lines.append("  ".join([*cells, f"{stage.first_node} ... {stage.last_node}"]))
     if plan.prediction is None:
         ideal = (len(stages) - 1) / (plan.num_microbatches + len(stages) - 1)
-        lines.append(f"cut: {plan.partition.reason}; smallest possible bubble {ideal:.0%}")
+        bubble = f"smallest possible bubble {ideal:.0%}" if plan.weights.synchronous else "no bubble but at a drain"
+        lines.append(f"cut: {plan.partition.reason}; {bubble}")
     else:
         lines += _step(plan.prediction)
     lines += [f"{what}: {why}" for what, why in plan.reasons]

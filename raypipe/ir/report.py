@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,12 +21,14 @@ class StepReport:
         samples: in the mini-batch.
         loss: of the mini-batch, after loss_reduction; the same on every stage (None on all but the last
             in evaluation).
-        grad_norm: over the whole model, before clipping; None in evaluation.
+        grad_norm: over the whole model, before clipping; None in evaluation and where stages take norms alone.
+        stage_grad_norm: over this stage, where they do.
         start_s, end_s: on the host's monotonic clock.
         busy_s: in F, B, I and W.
         wait_s: waiting for messages.
         sent_bytes: boundary tensors handed to the next stage and to the one before.
         peak_in_flight: most micro-batches whose activations were held at once.
+        weight_versions: copies of the weights that the stage holds.
         spans: every action, where asked for (monotonic clock).
     """
 
@@ -40,6 +43,8 @@ class StepReport:
     wait_s: float
     sent_bytes: tuple[int, int]
     peak_in_flight: int
+    stage_grad_norm: float | None = None
+    weight_versions: int = 1
     spans: tuple[Span, ...] = ()
 
 
@@ -77,8 +82,11 @@ def merge_reports(reports: Sequence[StepReport], previous_end_s: float | None) -
     """
     begin_s = min(r.start_s for r in reports) if previous_end_s is None else previous_end_s
     seconds = max(max(r.end_s for r in reports) - begin_s, 1e-9)
-    loss = next((r.loss for r in reversed(reports) if r.loss is not None), float("nan"))
-    norm = next((r.grad_norm for r in reports if r.grad_norm is not None), float("nan"))
+    loss = next((r.loss for r in reversed(reports) if r.loss is not None), math.nan)
+    norm = next((r.grad_norm for r in reports if r.grad_norm is not None), None)
+    if norm is None:
+        norms = [r.stage_grad_norm for r in reports if r.stage_grad_norm is not None]
+        norm = math.hypot(*norms) if norms else math.nan
     return StepRecord(
         step=reports[0].step,
         samples=reports[0].samples,

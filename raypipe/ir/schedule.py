@@ -29,12 +29,14 @@ class Wiring:
         split_backward: the schedule uses I and W instead of B.
         update_interval: micro-batches per optimizer step (M for a synchronous schedule).
         first_trainable: lowest stage with a trainable parameter; the ones below have no backward.
+        norm_per_stage: REDUCE_NORM takes the norm of its own stage and waits for no other.
     """
 
     placement: tuple[int, ...]
     update_interval: int
     split_backward: bool = False
     first_trainable: int = 0
+    norm_per_stage: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -54,7 +56,7 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
         F  <- RECV_F <- SEND_F <- F of the stage before       (or directly, on the same worker)
         B  <- F, and RECV_B <- SEND_B <- B of the stage after
         W  <- I;   REDUCE_GRAD <- every B (or W) of the update;   REDUCE_NORM <- REDUCE_GRAD of all
-        stages;   STEP <- REDUCE_NORM
+        stages, or of its own where norms are per stage;   STEP <- REDUCE_NORM
 
     The model leaves out that the holders of a shared parameter exchange gradients in REDUCE_GRAD.
     """
@@ -90,7 +92,8 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
             first = microbatch - wiring.update_interval + 1
             return _of_all(stage, last, range(first, microbatch + 1))
         case Op.REDUCE_NORM:
-            return tuple(Action(s, Op.REDUCE_GRAD, microbatch) for s in range(wiring.num_stages))
+            stages = (stage,) if wiring.norm_per_stage else range(wiring.num_stages)
+            return tuple(Action(s, Op.REDUCE_GRAD, microbatch) for s in stages)
         case Op.STEP:
             return (Action(stage, Op.REDUCE_NORM, microbatch),)
 

@@ -8,10 +8,10 @@ it to the end can hold, per replica of its own; without replicas stage s of S ha
 
     gpipe  M        1f1b  d        kfkb  k d        slack  1 + the sum of r over the hops after it
 
-each at most M. ``pipedream`` is the asynchronous 1F1B, which keeps a weight version per micro-batch in flight;
-``2bw`` keeps two. The numbers per node add up, so a part of a stage never needs more than the stage: the
-partition solvers rest on that. Messages are the exception, they depend on the cut; ``partition.fit`` finds how
-much room the solvers must leave for them.
+each at most M. ``pipedream`` is the asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the weights that
+learn, u being the update interval; ``2bw`` keeps two. The numbers per node add up, so a part of a stage never needs
+more than the stage: the partition solvers rest on that. Messages are the exception, they depend on the cut;
+``partition.fit`` finds how much room the solvers must leave for them.
 
 The model leaves out: temporary memory inside one operation and in the optimizer step (put it into
 ``reserve_bytes``), fragmentation, and the second copy of a parameter that two stages share.
@@ -47,6 +47,8 @@ class MemoryModel:
         group_size: k of kfkb.
         slack: r of slack, by hop from the first or one for all.
         weight_versions: copies of the weights; None follows the schedule.
+        version_limit: most copies that a stage has room for; None for no limit.
+        update_interval: u of pipedream, micro-batches per update.
         gradient_factor: bytes of gradients per byte of trainable parameters.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
         reserve_bytes: kept free on every device, for temporaries and the runtime.
@@ -61,6 +63,8 @@ class MemoryModel:
     group_size: int = 1
     slack: int | tuple[int, ...] = 1
     weight_versions: int | None = None
+    version_limit: int | None = None
+    update_interval: int = 1
     gradient_factor: float = 1.0
     optimizer_factor: float = 2.0
     reserve_bytes: int = 0
@@ -71,7 +75,8 @@ class MemoryModel:
                 f"No memory model for the schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}."
             )
         hops = (self.slack,) if isinstance(self.slack, int) else self.slack
-        counts = (self.num_microbatches, self.microbatch_size, self.group_size, self.weight_versions or 1, *hops)
+        counts = [self.num_microbatches, self.microbatch_size, self.group_size, self.update_interval, *hops]
+        counts += [count for count in (self.weight_versions, self.version_limit) if count is not None]
         if min(counts) < 1 or not min(self.gradient_factor, self.optimizer_factor, self.reserve_bytes) >= 0:
             raise PlanError(f"{self}: counts must be at least 1, factors and reserve_bytes at least 0.")
 
@@ -82,7 +87,7 @@ class MemoryModel:
                 wanted = self.num_microbatches
             case "kfkb":
                 wanted = self.group_size * depth
-            case "slack":
+            case "slack" | "pipedream" | "2bw":
                 wanted = 1 + self._slack_after(depth - 1)
             case _:
                 wanted = depth
@@ -98,7 +103,11 @@ class MemoryModel:
         """Copies of the weights that a stage of this depth holds."""
         if self.weight_versions is not None:
             return self.weight_versions
-        return {"pipedream": depth, "2bw": 2}.get(self.schedule, 1)
+        needed = {
+            "pipedream": math.ceil(self._slack_after(depth - 1) / self.update_interval) + 1,
+            "2bw": 2,
+        }.get(self.schedule, 1)
+        return min(needed, self.version_limit or needed)
 
     @property
     def message_slots(self) -> int:
@@ -116,7 +125,8 @@ class MemoryModel:
         ]
         params, trainable, buffers, activations = np.array(rows, dtype=np.int64).reshape(-1, 4).T
         state = np.ceil(trainable * (self.gradient_factor + self.optimizer_factor)).astype(np.int64)
-        return np.stack([params, state + buffers, activations * self.microbatch_size])
+        # Only what learns has versions.
+        return np.stack([trainable, params - trainable + state + buffers, activations * self.microbatch_size])
 
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
         """Bytes on a stage of this depth, from ``node_parts`` or sums of them."""
@@ -184,7 +194,7 @@ def stage_memory(
         action=f"{stage}F{in_flight - 1}",
         in_flight=in_flight,
         versions=versions,
-        weight_bytes=versions * sum(node.param_bytes for node in nodes),
+        weight_bytes=(versions - 1) * trainable + sum(node.param_bytes for node in nodes),
         gradient_bytes=math.ceil(trainable * model.gradient_factor),
         optimizer_bytes=math.ceil(trainable * model.optimizer_factor),
         buffer_bytes=sum(node.buffer_bytes for node in nodes),

@@ -76,9 +76,16 @@ class Checkpoints:
 
     def due(self, step: int) -> bool:
         """Whether to save after ``step`` steps."""
-        if self._policy.interval_steps is not None:
-            return step % self._policy.interval_steps == 0
-        return self._clock() - self._begun_s >= AUTO_INTERVAL_S
+        return self.due_at(step) or self.overdue
+
+    def due_at(self, step: int) -> bool:
+        """Whether the interval, where it is in steps, ends with ``step``: known ahead."""
+        return self._policy.interval_steps is not None and step % self._policy.interval_steps == 0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the interval, where it goes by the clock, is over."""
+        return self._policy.interval_steps is None and self._clock() - self._begun_s >= AUTO_INTERVAL_S
 
     def begin(self, step: int) -> str:
         """Note that the state after ``step`` steps is being saved; the folder for the order."""

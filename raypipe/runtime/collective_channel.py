@@ -183,7 +183,7 @@ class CollectiveChannel(QueuedChannel):
         if head.payload_bytes:
             self._in.recv(payload)
         if head.generation == self.generation:
-            self.inbox.deliver(head.action, frame.decode(head, payload))
+            self.inbox.deliver(head.action, frame.decode(head, payload), head.weight_version)
         return True
 
     def _reason(self) -> str | None:

@@ -19,6 +19,7 @@ from raypipe.ir.order import Order
 from raypipe.ir.plan import human_bytes
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
+from raypipe.ir.segment import RowsKey
 from raypipe.runtime.places import PLACE_TIMEOUT_S, release, reserve
 from raypipe.runtime.root_cause import root_cause
 from raypipe.runtime.worker import StageActor, StageSetup
@@ -86,7 +87,7 @@ class Fleet:
         self.workers: list[Any] = []
         self._places = reserve(owner, num_workers, needs)
         self.actors: list[Any] = []
-        self._rows: set[tuple[int, bool]] = set()
+        self._rows: set[RowsKey] = set()
         self._run = 0
         self._halting = threading.Lock()
         self._halted = False
@@ -146,16 +147,18 @@ class Fleet:
     def run(
         self,
         orders: Iterator[Order],
-        schedules: Callable[[int, bool], Schedule],
+        schedules: Callable[[RowsKey], Schedule],
         *,
         ahead: int = 3,
+        last: bool = False,
     ) -> Iterator[list[list[StepReport]]]:
         """Feed orders to all stages, ``ahead`` of them at a time; yields the reports of each, by stage.
 
         Ends early, after a segment that every stage has carried out, when ``halt`` is called from another thread.
 
         Args:
-            schedules: (number of micro-batches, training) -> lowered schedule.
+            schedules: the lowered rows by key.
+            last: these orders complete what ``halt`` left under way, and are carried out after it.
 
         Raises:
             StageError, LinkError: the root cause of the first failure; every stage has been released.
@@ -173,7 +176,7 @@ class Fleet:
         more = True
         while more or yielded < min(submitted, flight.limit):
             while more and submitted < yielded + ahead:
-                following = None if self._halted else next(orders, None)
+                following = None if self._halted and not last else next(orders, None)
                 more = following is not None
                 if following is not None:
                     self._submit(flight.run, following, schedules)
@@ -204,13 +207,13 @@ class Fleet:
                 flight.limit = max(begun)
                 ray.get([a.finish_after.remote(flight.run, max(begun)) for a in self.actors], timeout=GRACE_S)
 
-    def _submit(self, run: int, order: Order, schedules: Callable[[int, bool], Schedule]) -> None:
-        known = (order.segment.schedule_id, order.training)
-        if known not in self._rows:
-            schedule = schedules(*known)
+    def _submit(self, run: int, order: Order, schedules: Callable[[RowsKey], Schedule]) -> None:
+        key = order.rows
+        if key not in self._rows:
+            schedule = schedules(key)
             for stage, actor in enumerate(self.actors):
-                actor.set_row.remote(*known, schedule.row(stage, order.segment.repeats))
-            self._rows.add(known)
+                actor.set_row.remote(key, schedule.row(stage))
+            self._rows.add(key)
         for actor in self.actors:
             actor.submit.remote(run, order)
 

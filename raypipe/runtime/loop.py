@@ -20,8 +20,16 @@ from raypipe.errors import CheckpointError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepRecord, StepReport, merge_reports
 from raypipe.ir.schedule import Schedule
+from raypipe.ir.segment import RowsKey, Segment
 from raypipe.ir.timeline import Span, Timeline
-from raypipe.planner.segments import Position, evaluation_segments, train_segments
+from raypipe.planner.segments import (
+    Flow,
+    Position,
+    draining_segment,
+    evaluation_segments,
+    flowing_segments,
+    train_segments,
+)
 from raypipe.runtime.checkpoints import CheckpointPolicy, Checkpoints
 from raypipe.runtime.requests import Requests
 
@@ -45,7 +53,7 @@ class AnyFleet(Protocol):
     """Stages that carry out orders: actors or threads."""
 
     def run(
-        self, orders: Iterator[Order], schedules: Callable[[int, bool], Schedule]
+        self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
     ) -> Iterator[list[list[StepReport]]]: ...
 
     def halt(self) -> None: ...
@@ -70,7 +78,8 @@ class RunSpec:
         place: the run's folder.
         plan_json: saved as plan.json.
         config_yaml: saved as config.yaml.
-        schedules: lowered rows by (number of micro-batches, training).
+        schedules: lowered rows.
+        flow: of an asynchronous schedule; None runs empty after every step.
         num_samples: of "train" and perhaps "eval".
         num_steps: of the whole run, those of earlier submissions included.
         seed: of randomness and of the data's order.
@@ -84,7 +93,7 @@ class RunSpec:
     place: Place
     plan_json: str
     config_yaml: str
-    schedules: Mapping[tuple[int, bool], Schedule]
+    schedules: Mapping[RowsKey, Schedule]
     num_samples: Mapping[str, int]
     minibatch_size: int
     microbatch_size: int
@@ -94,6 +103,7 @@ class RunSpec:
     aliases: Mapping[str, str]
     sums_losses: bool
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    flow: Flow | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +153,10 @@ class _Loop:
         self.records: list[StepRecord] = []
         self.at = Position()
         self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, self._manifest, self._tell)
-        self._positions: dict[int, Position] = {}  # after each step that was ordered and has not ended
+        # By first step of each segment that was ordered and has not ended: the segment, and the position after it.
+        self._ordered: dict[int, tuple[Segment, Position]] = {}
+        self._asked = False  # for a checkpoint that has not been ordered
+        self._empty = True  # whether the pipeline runs nothing of the steps to come
         self._ends: dict[int, Position] = {}  # where the steps ended after which there is a checkpoint
         self._saving: set[int] = set()
         self._saved = self._completed = 0  # steps after which a snapshot was taken last, and given a manifest
@@ -207,7 +220,7 @@ class _Loop:
         )
         self.fleet.restore(found.folder)
         position = found.manifest.position
-        self.at = Position(position["step"], position["microbatch"], position["epoch"], position["offset"])
+        self.at = Position(**position)
         self.records = self.folder.read_metrics(before=self.at.step)
         self.checkpoints.latest = str(spec.place / found.folder)
         self.watcher.resumed(self.records, self.at.step, self.checkpoints.latest)
@@ -215,13 +228,21 @@ class _Loop:
 
     def _train(self) -> None:
         """Train to the end, to a stop, or to a checkpoint whose score is an evaluation."""
-        for reports in self.fleet.run(self._orders(), self._schedule):
+        self._follow(self.fleet.run(self._orders(), self._schedule))
+        if not self._empty:  # stopped in the middle: what is under way is completed
+            segment = draining_segment(self._flow(), self.spec.minibatch_size, self.spec.microbatch_size, self.at)
+            self._ordered[segment.first_step] = segment, self.at.after(segment, self.spec.num_samples["train"])
+            self._follow(self.fleet.run(iter([Order(segment)]), self._schedule, last=True))
+
+    def _follow(self, news: Iterator[list[list[StepReport]]]) -> None:
+        for reports in news:
             for of_step in zip(*reports, strict=True):
                 record = merge_reports(of_step, self._end_s)
                 self._end_s = max(r.end_s for r in of_step)
-                self.at = self._positions.pop(record.step)
                 self.records.append(record)
                 self.watcher.step(record, of_step)
+            segment, self.at = self._ordered.pop(self.at.step)
+            self._empty = segment.phase.ends_empty
             if self.at.step in self._saving:
                 self._saved = self.at.step
                 if not self._evaluates_after(self.at.step):
@@ -232,18 +253,37 @@ class _Loop:
 
     def _orders(self) -> Iterator[Order]:
         spec = self.spec
-        steps = train_segments(
-            spec.num_samples["train"], spec.minibatch_size, spec.microbatch_size, spec.num_steps, self.at
-        )
-        for segment, after in steps:
-            self._positions[segment.first_step] = after
-            due = after.step == spec.num_steps or self.checkpoints.due(after.step) or self.requests.take_checkpoint()
+        for segment, after in self._segments():
+            self._ordered[segment.first_step] = segment, after
+            self._asked = self._asked or self.requests.take_checkpoint()
+            due = segment.phase.ends_empty and (
+                after.step == spec.num_steps or self.checkpoints.due(after.step) or self._asked
+            )
             if due:
                 self._saving.add(after.step)
+                self._asked = False
             save_to = self.checkpoints.begin(after.step) if due else ""
-            yield Order(segment, keep_spans=segment.first_step == self._trace_step, save_to=save_to)
+            traced = segment.first_step <= self._trace_step < after.step
+            yield Order(segment, keep_spans=traced, save_to=save_to)
             if due and self._evaluates_after(after.step):
                 return
+
+    def _segments(self) -> Iterator[tuple[Segment, Position]]:
+        spec = self.spec
+        sizes = (spec.num_samples["train"], spec.minibatch_size, spec.microbatch_size, spec.num_steps)
+        if spec.flow is None:
+            return train_segments(*sizes, self.at)
+        return flowing_segments(
+            spec.flow,
+            *sizes,
+            self.at,
+            empty_after=self.checkpoints.due_at,
+            empty_soon=lambda: self._asked or self.requests.wants_checkpoint or self.checkpoints.overdue,
+        )
+
+    def _flow(self) -> Flow:
+        assert self.spec.flow is not None, "only an asynchronous schedule ends with micro-batches under way"
+        return self.spec.flow
 
     def _evaluates_after(self, step: int) -> bool:
         """Whether an evaluation belongs to the checkpoint of ``step``: at the end, and where it is the score."""
@@ -277,8 +317,8 @@ class _Loop:
             return None
         return total if spec.sums_losses else total / samples
 
-    def _schedule(self, num_microbatches: int, training: bool) -> Schedule:
-        return self.spec.schedules[num_microbatches, training]
+    def _schedule(self, key: RowsKey) -> Schedule:
+        return self.spec.schedules[key]
 
     def _metrics(self, eval_loss: float | None) -> dict[str, float]:
         last = self.records[-1]

@@ -204,7 +204,7 @@ class ObjectStoreChannel(QueuedChannel):
             return
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
         np.concatenate(arrays, out=payload.numpy())
-        self.inbox.deliver(head.action, frame.decode(head, payload))
+        self.inbox.deliver(head.action, frame.decode(head, payload), head.weight_version)
 
 
 def _pack(message: frame.Frame) -> np.ndarray:

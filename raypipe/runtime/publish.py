@@ -82,6 +82,7 @@ class Publisher:
         tags = self._stages[report.stage]
         self._set("raypipe_stage_busy_seconds", report.busy_s, tags)
         self._set("raypipe_link_wait_seconds", report.wait_s, tags)
+        self._set("raypipe_weight_versions", report.weight_versions, tags)
         for link, sent in zip(self._links[report.stage], report.sent_bytes, strict=True):
             if link is not None and seconds > 0:
                 self._set("raypipe_link_bytes_per_second", sent / seconds, link)

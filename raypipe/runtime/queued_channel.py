@@ -21,6 +21,7 @@ from queue import SimpleQueue
 import torch
 
 from raypipe.engine import frame
+from raypipe.engine.channel import Message
 from raypipe.engine.inbox import Inbox
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
@@ -59,7 +60,7 @@ class QueuedChannel(ABC):
         self._leaving: str | None = None
         # A queue of C code: putting something in wakes the sending thread without giving it the interpreter lock, as a
         # system call would. It describes and copies once the caller computes or waits.
-        self._orders: SimpleQueue[tuple[Action, Sequence[torch.Tensor | None]] | None] = SimpleQueue()
+        self._orders: SimpleQueue[tuple[Action, Sequence[torch.Tensor | None], int] | None] = SimpleQueue()
         self._close_once = threading.Lock()
         self._sender = threading.Thread(target=self._send_loop, name=f"raypipe-send {name}", daemon=True)
 
@@ -90,13 +91,13 @@ class QueuedChannel(ABC):
     def start(self) -> None:
         self._sender.start()
 
-    def send(self, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
+    def send(self, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         frame.check_count(action, tensors, self.max_tensors)
         if self._send_error is not None:
             raise type(self._send_error)(f"{self._send_error} (sending {action}, micro-batch {action.microbatch})")
-        self._orders.put((action, tensors))
+        self._orders.put((action, tensors, weight_version))
 
-    def recv(self, action: Action, timeout_s: float) -> tuple[torch.Tensor | None, ...]:
+    def recv(self, action: Action, timeout_s: float) -> Message:
         return self.inbox.take(action, timeout_s)
 
     def abort(self, reason: str) -> None:
@@ -156,8 +157,16 @@ class QueuedChannel(ABC):
     def _send_loop(self) -> None:
         try:
             while (order := self._orders.get()) is not None and not self.shut:
-                self.transmit(frame.encode(*order, generation=self.generation, max_tensors=self.max_tensors))
-                del order  # the tensors' memory may go
+                action, tensors, version = order
+                message = frame.encode(
+                    action,
+                    tensors,
+                    generation=self.generation,
+                    max_tensors=self.max_tensors,
+                    weight_version=version,
+                )
+                self.transmit(message)
+                del order, tensors, message  # the tensors' memory may go
             if not self.peer_gone.is_set():
                 self.goodbye(self._leaving)
         except ConnectionError as error:

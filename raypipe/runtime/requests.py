@@ -45,6 +45,11 @@ class Requests:
         """Save a checkpoint after one of the next segments."""
         self._checkpoint.set()
 
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether somebody asked for a checkpoint that has not been taken."""
+        return self._checkpoint.is_set()
+
     def take_checkpoint(self) -> bool:
         """Whether somebody asked for a checkpoint since the last call."""
         asked = self._checkpoint.is_set()

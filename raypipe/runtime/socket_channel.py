@@ -147,7 +147,7 @@ class SocketChannel(QueuedChannel):
         if head.payload_bytes and not _receive_exactly(self._in, landing.memory):
             raise ConnectionError(f"it ended inside {head.action}")
         if head.generation == self.generation:
-            self.inbox.deliver(head.action, landing.tensors)
+            self.inbox.deliver(head.action, landing.tensors, head.weight_version)
         if head.payload_bytes <= LANDING_BYTES:
             # The next message is likely of the same shape: make room for it now, while nobody waits.
             self._landing = Landing.prepare(head, self._memory)

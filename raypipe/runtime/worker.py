@@ -34,6 +34,7 @@ from raypipe.errors import LinkError, RaypipeError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
+from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
 from raypipe.runtime.object_store import LINK_GROUPS, LinkedActor
 from raypipe.runtime.order_gate import OrderGate
@@ -83,7 +84,7 @@ class _StageActor(LinkedActor):
         self._setup: StageSetup | None = None
         self._state: StageState | None = None
         self._executor: Executor | None = None
-        self._rows: dict[tuple[int, bool], Row] = {}
+        self._rows: dict[RowsKey, Row] = {}
         self._spans: tuple[Span, ...] = ()
         self._inflow = OrderGate()
         self._writer: ShardWriter | None = None
@@ -151,9 +152,9 @@ class _StageActor(LinkedActor):
         gc.freeze()
 
     @ray.method(concurrency_group="orders")
-    def set_row(self, schedule_id: int, training: bool, row: Row) -> None:
-        """Learn a row of actions; segments refer to it by number."""
-        self._rows[schedule_id, training] = row
+    def set_row(self, key: RowsKey, row: Row) -> None:
+        """Learn a row of actions; segments refer to it by key."""
+        self._rows[key] = row
 
     @ray.method(concurrency_group="orders")
     def submit(self, run: int, order: Order | None) -> None:
@@ -184,7 +185,7 @@ class _StageActor(LinkedActor):
             self._run, self._done = run, []
         try:
             while (order := self._inflow.next(run)) is not None:
-                row = self._rows[order.segment.schedule_id, order.training]
+                row = self._rows[order.rows]
                 reports = executor.run(order.segment, row, training=order.training, keep_spans=order.keep_spans)
                 if order.keep_spans:
                     self._spans = tuple(span for report in reports for span in report.spans)

@@ -123,6 +123,11 @@ class ChannelContract:
         assert got.data_ptr() != x.data_ptr(), "a channel copies"
         assert got.data_ptr() % 64 == 0
 
+    def test_a_message_carries_its_weight_version(self, pair: Pair) -> None:
+        for m, version in enumerate((0, 7, 7, (1 << 32) - 1)):
+            pair[0].send(f(m), (torch.zeros(2),), version)
+            assert pair[1].recv(f(m), WAIT_S).weight_version == version
+
     def test_messages_are_found_by_action_in_any_order(self, pair: Pair) -> None:
         for m in range(6):
             pair[0].send(f(m), (torch.full((2,), float(m)),))

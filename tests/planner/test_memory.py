@@ -54,15 +54,22 @@ def test_what_a_stage_holds_by_name() -> None:
     model = MemoryModel("pipedream", microbatch_size=2, optimizer_factor=2.0, reserve_bytes=11)
     found = stage_memory(model, [node], 1, 3, receive_bytes=4, send_bytes=6)
     assert (found.in_flight, found.versions, found.action) == (3, 3, "1F2")
-    assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (300, 60, 120)
+    assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (60 * 3 + 40, 60, 120)
     assert (found.buffer_bytes, found.activation_bytes, found.message_bytes) == (5, 42, 20)
-    assert found.total_bytes == 300 + 60 + 120 + 5 + 42 + 20 + 11
+    assert found.total_bytes == 220 + 60 + 120 + 5 + 42 + 20 + 11
 
 
 @pytest.mark.parametrize(("kind", "versions"), [("1f1b", 1), ("2bw", 2), ("pipedream", 4)])
 def test_weight_versions_follow_the_schedule_unless_given(kind: str, versions: int) -> None:
     assert MemoryModel(kind, num_microbatches=8).versions(4) == versions
     assert MemoryModel(kind, num_microbatches=8, weight_versions=3).versions(4) == 3
+
+
+def test_fewer_updates_need_fewer_versions() -> None:
+    by_interval = [MemoryModel("pipedream", update_interval=u).versions(4) for u in (1, 2, 3, 4)]
+    assert by_interval == [4, 3, 2, 2]
+    assert MemoryModel("pipedream", version_limit=2).versions(4) == 2
+    assert MemoryModel("pipedream", version_limit=2).versions(1) == 1
 
 
 def test_a_refusal_names_stage_action_numbers_and_the_cure() -> None:

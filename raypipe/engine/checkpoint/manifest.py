@@ -34,7 +34,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 MOST_BYTES = 1 << 28
 FORMAT = 2
-POSITION = ("step", "microbatch", "epoch", "offset")
+POSITION = ("step", "microbatch", "epoch", "offset", "updates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Manifest:
 
     Attributes:
         step: optimizer steps done.
-        position: where the run stands: step, microbatch (both done so far), and the next sample is number
+        position: where the run stands: step, microbatch, updates (all done so far), and the next sample is number
             ``offset`` of ``epoch``.
         seed, minibatch_size, microbatch_size, num_samples: what the position means something with only.
         stages: one entry each.

@@ -60,7 +60,7 @@ def load_stage(
             for name, target in targets.items():
                 target.copy_(tensors.read(stored[name], name))
         if state.optimizer is not None:
-            _replay(state.scheduler, manifest.step)
+            _replay(state.scheduler, manifest.position["updates"])
             _load_optimizer(state.optimizer, state.parameters, manifest, _Tensors(checkpoint, files, optimizer=True))
 
 

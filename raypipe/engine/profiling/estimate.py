@@ -20,10 +20,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from raypipe.engine.capture import Capture, TracedModel
-from raypipe.engine.gradients import GradientSink
 from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import KeptBytes, tensors_in
 from raypipe.engine.profiling.steps import steps_of
+from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import ConfigError
 from raypipe.ir.profile import Profile
 
@@ -162,7 +162,7 @@ def _run(captured: Capture, samples: int) -> _Counts:
         name: torch.nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
         for name, p in captured.parameters.items()
     }
-    leaves = GradientSink(program, parameters).leaves
+    leaves = list(WeightRing(program, parameters).newest_leaves())
     buffers = [captured.buffers[name].detach().to("meta") for name in program.train.buffers]
     columns = {
         name: torch.empty((samples, *shape[1:]) if shape else (), dtype=dtype, device="meta")

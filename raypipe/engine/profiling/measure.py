@@ -29,6 +29,7 @@ from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, KeptBytes, Shares
 from raypipe.engine.profiling.steps import KEY, Steps, steps_of
 from raypipe.engine.stage import StageProgram
+from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
 from raypipe.ir.profile import DOUBTFUL, Profile
 
@@ -122,6 +123,7 @@ class _Bench:
     program: StageProgram
     steps: Steps
     sink: GradientSink
+    leaves: list[torch.Tensor]
     parameters: Mapping[str, torch.Tensor]
     buffers: list[torch.Tensor]
 
@@ -134,16 +136,23 @@ class _Bench:
             for name, p in captured.parameters.items()
         }
         buffers = [captured.buffers[name].detach().clone() for name in program.train.buffers]
-        return cls(program, steps_of(captured, program), GradientSink(program, parameters), parameters, buffers)
+        leaves = list(WeightRing(program, parameters).newest_leaves())
+        sink = GradientSink(program, parameters)
+        return cls(program, steps_of(captured, program), sink, leaves, parameters, buffers)
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """The leaves that require a gradient."""
+        return [leaf for leaf in self.leaves if leaf.requires_grad]
 
     def whole(self, columns: Columns) -> tuple[float, float]:
         """Seconds of forward and backward, as the executor runs them."""
         function, sink = self.program.train, self.sink
         begin_s = time.perf_counter()
-        outputs = function(sink.leaves, self.buffers, (), [columns[name] for name in function.columns], KEY)
+        outputs = function(self.leaves, self.buffers, (), [columns[name] for name in function.columns], KEY)
         loss = self._loss(outputs, columns)
         middle_s = time.perf_counter()
-        sink.add(gradients([loss], [torch.ones_like(loss)], sink.trained))
+        sink.add(gradients([loss], [torch.ones_like(loss)], self.trained))
         return middle_s - begin_s, time.perf_counter() - middle_s
 
     def round(self, columns: Columns) -> _Round:
@@ -152,7 +161,7 @@ class _Bench:
         count = len(self.steps.sites)
         backward = BackwardClock(count)
         forward = ForwardClock([0.0] * count, backward)
-        outputs = self.steps.run(self.sink.leaves, self.buffers, columns, forward)
+        outputs = self.steps.run(self.leaves, self.buffers, columns, forward)
         begin_s = time.perf_counter()
         loss = self._loss(outputs, columns)
         forward.seconds[-1] += time.perf_counter() - begin_s
@@ -160,16 +169,16 @@ class _Bench:
         seed = torch.ones_like(loss)
         del outputs
         begin_s = time.perf_counter()
-        found = gradients([loss], [seed], self.sink.trained)
+        found = gradients([loss], [seed], self.trained)
         seconds = backward.seconds(begin_s, time.perf_counter())
         return _Round(whole, forward.seconds, seconds, self._sums(found))
 
     def _sums(self, found: Sequence[torch.Tensor | None]) -> list[float]:
         """By operation, seconds to add the gradients of its parameters to their sums."""
-        by_leaf = dict(zip(map(id, self.sink.trained), found, strict=True))
+        by_leaf = dict(zip(map(id, self.trained), found, strict=True))
         seconds = []
         for sites in self.steps.sites:
-            grads = [by_leaf.get(id(self.sink.leaves[site])) for site in sites]
+            grads = [by_leaf.get(id(self.leaves[site])) for site in sites]
             known = [g for g in grads if g is not None]
             totals = [torch.empty_like(g) for g in known]
             for total in totals:
@@ -182,8 +191,8 @@ class _Bench:
 
     def kept(self, columns: Columns) -> list[int]:
         """By operation, bytes that its backward keeps."""
-        observer = KeptBytes((*self.sink.leaves, *self.buffers))
-        outputs = self.steps.run(self.sink.leaves, self.buffers, columns, observer)
+        observer = KeptBytes((*self.leaves, *self.buffers))
+        outputs = self.steps.run(self.leaves, self.buffers, columns, observer)
         last = len(self.steps.sites) - 1
         loss = observer(last, self._loss, (outputs, columns), {})
         del outputs, loss
@@ -191,9 +200,9 @@ class _Bench:
 
     def shares(self, columns: Columns) -> list[float]:
         """By operation, the part of its backward that is for parameters."""
-        leaves = [[self.sink.leaves[site] for site in sites] for sites in self.steps.sites]
+        leaves = [[self.leaves[site] for site in sites] for sites in self.steps.sites]
         observer = Shares(leaves, self.steps.weight_like)
-        self.steps.run(self.sink.leaves, self.buffers, columns, observer)
+        self.steps.run(self.leaves, self.buffers, columns, observer)
         return observer.weight_share
 
     def _loss(self, outputs: Any, columns: Columns) -> torch.Tensor:

@@ -17,7 +17,9 @@ from raypipe.planner.tune.plain import make_plan
 from raypipe.planner.tune.predict import timeline_of
 from raypipe.planner.tune.profile_table import profile_table
 from raypipe.planner.tune.profiled import Decision, Profiled
-from raypipe.planner.tune.request import Request, build_schedule, memory_model, microbatches
+from raypipe.planner.tune.request import Request, microbatches
+from raypipe.planner.tune.settled import build_schedule, memory_model
+from raypipe.planner.tune.weights import weight_policy, weight_reason
 
 __all__ = [
     "ASSUMED_LINK",
@@ -33,4 +35,6 @@ __all__ = [
     "plan_of",
     "profile_table",
     "timeline_of",
+    "weight_policy",
+    "weight_reason",
 ]

@@ -11,7 +11,8 @@ from raypipe.planner.partition.fit import solve_within
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import any_cut
 from raypipe.planner.tune.attempt import Problem
-from raypipe.planner.tune.request import memory_model, microbatches
+from raypipe.planner.tune.request import microbatches
+from raypipe.planner.tune.settled import memory_model
 
 __all__ = ["what_would_fit"]
 

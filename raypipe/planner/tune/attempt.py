@@ -22,7 +22,8 @@ from raypipe.planner.tune.cut import solver_of
 from raypipe.planner.tune.fits import memory_test
 from raypipe.planner.tune.predict import first_trainable_stage, hops_of, predict, stages_of
 from raypipe.planner.tune.profiled import Decision, Profiled
-from raypipe.planner.tune.request import Request, build_schedule, memory_model, microbatches, settled_schedule
+from raypipe.planner.tune.request import ASYNCHRONOUS, Request, microbatches, settled_schedule
+from raypipe.planner.tune.settled import build_schedule, memory_model
 
 __all__ = ["Problem", "attempt", "predicted"]
 
@@ -82,7 +83,8 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
     stages = num_stages or len(problem.cluster.devices)
     minibatch, size, count = microbatches(request, stages)
     times, choice = problem.profiled.times, None
-    if request.num_microbatches is None and times is not None:
+    # The closed form counts a bubble per step, which an asynchronous schedule does not have.
+    if request.num_microbatches is None and times is not None and request.schedule not in ASYNCHRONOUS:
         quickest = solver_of(request, problem.profiled.graph, quick=True)
         choice = _choose(problem, request, num_stages, quickest, times, (minibatch, size, count))
         size, count = choice.microbatch_size, choice.num_microbatches

@@ -25,7 +25,9 @@ from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.plain import bubble_notes
 from raypipe.planner.tune.predict import first_trainable_stage
 from raypipe.planner.tune.profiled import Decision, Profiled
-from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, build_schedule, microbatches
+from raypipe.planner.tune.request import ASYNCHRONOUS, AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
+from raypipe.planner.tune.settled import build_schedule
+from raypipe.planner.tune.weights import weight_policy
 
 __all__ = ["ASSUMED_LINK", "decide", "plan_of"]
 
@@ -80,7 +82,8 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
     """
     expected = first_trainable_stage(decision.graph, decision.partition)
     first = expected if first_trainable is None else first_trainable
-    idle = () if decision.choice else bubble_notes(decision.partition.num_stages, decision.num_microbatches)
+    flowing = decision.request.schedule in ASYNCHRONOUS
+    idle = () if decision.choice or flowing else bubble_notes(decision.partition.num_stages, decision.num_microbatches)
     return Plan(
         decision.partition,
         build_schedule(decision.request, decision.partition.num_stages, decision.num_microbatches, first),
@@ -90,6 +93,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
         notes=(*notes, *idle),
         reasons=decision.reasons,
         prediction=decision.prediction if first == expected else predicted(decision, decision.prediction.links, first),
+        weights=weight_policy(decision.request, decision.partition.num_stages, decision.num_microbatches),
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.tune.attempt import Problem
 from raypipe.planner.tune.profiled import Decision
+from raypipe.planner.tune.request import ASYNCHRONOUS
+from raypipe.planner.tune.weights import weight_reason
 
 __all__ = ["reasons_of"]
 
@@ -20,6 +22,9 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
     reasons = [("cut", best.partition.reason), ("stages", _stages(problem, best, looked_at))]
     reasons.append(("micro-batches", _microbatches(best)))
     reasons.append(("schedule", _schedule(problem, best)))
+    weights = weight_reason(best.request, best.partition.num_stages, best.num_microbatches)
+    if weights:
+        reasons.append(("weights", weights))
     return tuple(reasons)
 
 
@@ -46,6 +51,8 @@ def _microbatches(best: Decision) -> str:
         return best.choice.reason
     if best.request.num_microbatches is not None:
         return f"{count} of {size}, as asked for"
+    if best.request.schedule in ASYNCHRONOUS:
+        return f"{count} of {size}, by the rule of 4 per stage: without a bubble, fewer are as quick"
     return f"{count} of {size}, by the rule of 4 per stage: seconds are known for one size only"
 
 

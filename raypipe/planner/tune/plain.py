@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from raypipe.errors import PlanError
 from raypipe.ir.plan import Partition, Plan
-from raypipe.planner.tune.request import Request, build_schedule, microbatches
+from raypipe.planner.tune.request import ASYNCHRONOUS, Request, microbatches
+from raypipe.planner.tune.settled import build_schedule
+from raypipe.planner.tune.weights import weight_policy, weight_reason
 
 __all__ = ["bubble_notes", "make_plan"]
 
@@ -24,9 +26,20 @@ def make_plan(request: Request, partition: Partition, first_trainable: int, note
             f"Set num_stages to at most {request.num_workers}, or raise num_workers."
         )
     minibatch, size, count = microbatches(request, num_stages)
-    found = (*notes, *bubble_notes(num_stages, count))
+    idle = () if request.schedule in ASYNCHRONOUS else bubble_notes(num_stages, count)
+    found = (*notes, *idle)
     schedule = build_schedule(request, num_stages, count, first_trainable)
-    return Plan(partition, schedule, minibatch, size, count, notes=found)
+    reason = weight_reason(request, num_stages, count)
+    return Plan(
+        partition,
+        schedule,
+        minibatch,
+        size,
+        count,
+        notes=found,
+        reasons=(("weights", reason),) if reason else (),
+        weights=weight_policy(request, num_stages, count),
+    )
 
 
 def bubble_notes(num_stages: int, count: int) -> tuple[str, ...]:

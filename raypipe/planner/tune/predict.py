@@ -28,6 +28,8 @@ from raypipe.planner.simulate import Costs, makespan_s, simulate
 
 __all__ = ["costs_of", "first_trainable_stage", "hops_of", "predict", "source_of", "stages_of", "timeline_of"]
 
+STEADY = (4, 12)
+"""Repetitions of an asynchronous schedule's body, between which its seconds per step are taken."""
 NEAR = 0.02
 """A step within this of what the slowest stage alone would take is decided by that stage."""
 
@@ -132,11 +134,10 @@ def predict(
     hops = hops_of(partition, cluster, limits.memory.microbatch_size)
     costs, lowered = costs_of(stages, hops), lower(schedule)
     validate(lowered)
-    timeline = simulate(lowered, costs)
-    step_s = timeline.makespan_s
+    step_s, bubble_fraction = _step(lowered, costs)
     return Prediction(
         step_s=step_s,
-        bubble_fraction=timeline.bubble_fraction,
+        bubble_fraction=bubble_fraction,
         samples_per_s=minibatch_size / step_s if step_s else 0.0,
         one_f_one_b_s=None if one_f_one_b is None else makespan_s(lower(one_f_one_b), costs),
         bound=_bound(stages, hops, schedule, step_s),
@@ -145,6 +146,17 @@ def predict(
         stages=stages,
         hops=hops,
     )
+
+
+def _step(lowered: Schedule, costs: Costs) -> tuple[float, float]:
+    """(seconds, bubble) of one step; of a schedule that does not run empty, in the steady state."""
+    if not lowered.prologue:
+        timeline = simulate(lowered, costs)
+        return timeline.makespan_s, timeline.bubble_fraction
+    fewer, more = (makespan_s(lowered, costs, repeats=repeats) for repeats in STEADY)
+    step_s = (more - fewer) / (STEADY[1] - STEADY[0])
+    busy_s = lowered.stride * (math.fsum(costs.forward_s) + math.fsum(costs.backward_s))
+    return step_s, max(0.0, 1.0 - busy_s / (step_s * lowered.num_workers)) if step_s else 0.0
 
 
 def _bound(
@@ -177,4 +189,5 @@ def timeline_of(plan: Plan) -> Timeline:
     if plan.prediction is None:
         raise ValueError("this plan was made without a profile, so there is nothing to draw")
     costs = costs_of(plan.prediction.stages, plan.prediction.hops)
-    return dataclasses.replace(simulate(lower(plan.schedule), costs), name=plan.schedule.kind)
+    repeats = 2 if plan.schedule.prologue else 1
+    return dataclasses.replace(simulate(lower(plan.schedule), costs, repeats=repeats), name=plan.schedule.kind)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from raypipe.ir.schedule import Schedule
-from raypipe.planner.memory import MemoryModel
-from raypipe.planner.schedule import make_schedule
-
-__all__ = ["AUTO_SLACK", "Request", "build_schedule", "memory_model", "microbatches", "settled_schedule"]
+__all__ = ["ASYNCHRONOUS", "AUTO_SLACK", "Request", "microbatches", "settled_schedule"]
 
 DEFAULT_MINIBATCH = 32
 DEFAULT_STAGES = 2
 AUTO_SLACK = 2
+ASYNCHRONOUS = ("pipedream", "2bw")
+"""Schedules that do not run empty between mini-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,8 @@ class Request:
         optimizer_factor: bytes of optimizer state per byte of trainable parameters.
         reserve_bytes: kept free on every worker.
         least_microbatch: samples that the model needs at once.
+        weight_versions, update_interval, vertical_sync: of asynchronous schedules.
+        clips: gradients are clipped by their norm.
     """
 
     num_stages: int | None
@@ -50,6 +50,10 @@ class Request:
     optimizer_factor: float = 2.0
     reserve_bytes: int = 0
     least_microbatch: int = 1
+    weight_versions: int | None = None
+    update_interval: int | None = None
+    vertical_sync: bool = False
+    clips: bool = False
 
 
 def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
@@ -76,25 +80,3 @@ def settled_schedule(
     if kind == "kfkb" and group_size is None:
         group_size = min(2, num_microbatches)
     return kind, group_size, slack
-
-
-def build_schedule(request: Request, num_stages: int, num_microbatches: int, first_trainable: int) -> Schedule:
-    """The compute actions of one step."""
-    kind, group_size, slack = settled_schedule(request, num_stages, num_microbatches)
-    return make_schedule(
-        kind, num_stages, num_microbatches, group_size=group_size, slack=slack, first_trainable=first_trainable
-    )
-
-
-def memory_model(request: Request, num_stages: int, num_microbatches: int, microbatch_size: int) -> MemoryModel:
-    """What decides the memory of a stage under this request."""
-    kind, group_size, slack = settled_schedule(request, num_stages, num_microbatches)
-    return MemoryModel(
-        schedule=kind,
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        group_size=group_size or 1,
-        slack=slack or 1,
-        optimizer_factor=request.optimizer_factor,
-        reserve_bytes=request.reserve_bytes,
-    )

@@ -1,0 +1,202 @@
+"""The ring of weight versions of one stage: every backward finds the weights of its forward.
+
+    slot      0         1         2
+    version   4         5         6  <- newest: the optimizer's own parameters
+    used by   F7 F8     F9        -            an update while F9 is under way copies 6 into a slot nobody uses
+
+The newest version is the master, in place of a copy of its own; an update writes where it stands unless a micro-batch
+still needs that version, so a stage that runs nothing ahead has one slot. Slots are made when first needed, up to
+the capacity. Buffers (BatchNorm's statistics) are not versioned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from raypipe.engine.stage import StageProgram
+from raypipe.errors import StageError
+from raypipe.ir.weights import VersionRule
+
+__all__ = ["WeightRing"]
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One version.
+
+    Attributes:
+        version: counted in updates since the stage was made.
+        tensors: of the trainable parameters, in their order.
+        leaves: one per use site, in the order of ``program.train.sites``; each shares its parameter's memory and is
+            a leaf of its own, so that autograd tells the sites apart.
+        trained: those of them that require a gradient.
+        users: micro-batches between their forward and their backward.
+    """
+
+    version: int
+    tensors: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    trained: list[torch.Tensor] = field(init=False)
+    users: int = 0
+
+    def __post_init__(self) -> None:
+        self.trained = [leaf for leaf in self.leaves if leaf.requires_grad]
+
+
+class WeightRing:
+    """Leaves for the forward by version, and room for the next update.
+
+    Args:
+        parameters: of the stage; their memory moves from slot to slot with the newest version.
+        rule: which version a forward takes.
+        capacity: slots.
+        ahead: forwards that stage 0 runs ahead; under STAMPED, by so much stamps lag behind.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        parameters: Mapping[str, torch.nn.Parameter],
+        rule: VersionRule = VersionRule.NEWEST,
+        capacity: int = 1,
+        ahead: int = 0,
+    ) -> None:
+        # Below the first stage that trains there are no versions to tell apart, so that stage stamps.
+        below = program.index < program.first_trainable
+        stamps = rule is VersionRule.STAMPED and program.index == program.first_trainable
+        self._rule = VersionRule.NEWEST if below or stamps else rule
+        self._capacity, self._ahead = capacity, ahead
+        self._sites = program.train.sites
+        self._parameters = parameters
+        self._names = [name for name in program.parameters if name in program.trainable]
+        self._newest = self._slot(0, [parameters[name].data for name in self._names])
+        self._slots = [self._newest]
+        self._used: dict[int, _Slot] = {}
+        self._first, self._base, self._interval = 0, 0, 1
+        self._wanted = 0
+
+    @property
+    def newest(self) -> int:
+        """The newest version."""
+        return self._newest.version
+
+    @property
+    def held(self) -> int:
+        """Slots that exist."""
+        return len(self._slots)
+
+    def begin(self, first_microbatch: int, interval: int) -> None:
+        """The pipeline is empty and begins anew.
+
+        Args:
+            first_microbatch: the first that comes.
+            interval: micro-batches per update.
+        """
+        assert not self._used, "a version is in use, but the pipeline is empty"
+        self._first, self._interval = first_microbatch, interval
+        self._base = self._wanted = self.newest
+
+    def enter(self, microbatch: int, stamp: int) -> int:
+        """Take a version for a forward and keep it until ``leave``; returns its number.
+
+        Args:
+            stamp: what came with the micro-batch; counts under the rule STAMPED only.
+
+        Raises:
+            StageError: the version is not here any more, or not yet.
+        """
+        match self._rule:
+            case VersionRule.NEWEST:
+                version = self.newest
+            case VersionRule.STAMPED:
+                version = stamp
+                self._wanted = self._late(microbatch + 1 - self._ahead)
+            case VersionRule.DELAYED:
+                version = self._late(microbatch - self._interval)
+                self._wanted = self._late(microbatch + 1 - self._interval)
+        slot = next((slot for slot in self._slots if slot.version == version), None)
+        if slot is None:
+            here = sorted(slot.version for slot in self._slots)
+            raise StageError(f"Micro-batch {microbatch} wants weight version {version}, but here are {here} only.")
+        slot.users += 1
+        self._used[microbatch] = slot
+        return version
+
+    def leaves(self, microbatch: int) -> Sequence[torch.Tensor]:
+        """One per use site, of the version that the micro-batch uses."""
+        return self._used[microbatch].leaves
+
+    def trained(self, microbatch: int) -> Sequence[torch.Tensor]:
+        """Those of ``leaves`` that require a gradient."""
+        return self._used[microbatch].trained
+
+    def version(self, microbatch: int) -> int:
+        """The version that a micro-batch under way uses; 0 for one that uses none."""
+        slot = self._used.get(microbatch)
+        return 0 if slot is None else slot.version
+
+    def newest_leaves(self) -> Sequence[torch.Tensor]:
+        """For a forward without backward."""
+        return self._newest.leaves
+
+    def leave(self, microbatch: int) -> None:
+        """The micro-batch's backward is done."""
+        self._used.pop(microbatch).users -= 1
+
+    def has_room(self) -> bool:
+        """Whether an update may be made now."""
+        return not self._needed(self._newest) or len(self._slots) < self._capacity or self._spare() is not None
+
+    def advance(self) -> None:
+        """Make the next version out of the newest; afterwards the optimizer may change the parameters in place."""
+        if self._needed(self._newest):
+            slot = self._spare()
+            if slot is None:
+                assert len(self._slots) < self._capacity, "has_room() comes first"
+                slot = self._slot(self.newest, [torch.empty_like(tensor) for tensor in self._newest.tensors])
+                self._slots.append(slot)
+            if slot.tensors:
+                torch._foreach_copy_(slot.tensors, self._newest.tensors)
+            slot.version = self.newest
+            self._newest = slot
+            for name, tensor in zip(self._names, slot.tensors, strict=True):
+                self._parameters[name].data = tensor
+        self._newest.version += 1
+
+    def follow(self) -> None:
+        """After a step: some optimizers assign ``parameter.data`` instead of changing it in place; leaves go along."""
+        slot = self._newest
+        for position, name in enumerate(self._names):
+            data = self._parameters[name].data
+            if slot.tensors[position].data_ptr() != data.data_ptr():
+                slot.tensors[position] = data
+        for leaf, site in zip(slot.leaves, self._sites, strict=True):
+            parameter = self._parameters[site.parameter]
+            if leaf.data_ptr() != parameter.data_ptr():
+                leaf.data = parameter.data
+
+    def _late(self, microbatch: int) -> int:
+        """The version after all updates by micro-batches before this one."""
+        return self._base + max(0, (microbatch - self._first) // self._interval)
+
+    def _needed(self, slot: _Slot) -> bool:
+        """Whether some micro-batch uses this version, or will."""
+        return slot.users > 0 or (self._rule is not VersionRule.NEWEST and slot.version >= self._wanted)
+
+    def _spare(self) -> _Slot | None:
+        return next((slot for slot in self._slots if slot is not self._newest and not self._needed(slot)), None)
+
+    def _slot(self, version: int, tensors: list[torch.Tensor]) -> _Slot:
+        # .detach() of plain tensors, not of the parameter: leaves that shared the parameter's version counter would
+        # make autograd refuse the backwards of old versions once the optimizer has stepped on another slot.
+        own = dict(zip(self._names, tensors, strict=True))
+        leaves = [
+            (own[site.parameter] if site.parameter in own else self._parameters[site.parameter])
+            .detach()
+            .requires_grad_(site.parameter in own)
+            for site in self._sites
+        ]
+        return _Slot(version, tensors, leaves)

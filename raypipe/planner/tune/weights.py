@@ -1,0 +1,163 @@
+"""Weight versions of a request: the rule, the update interval, how many versions each stage has room for, and in words.
+
+pipedream                      u = 1             versions w_s + 1      as published (PipeDream, SOSP'19, 3.3)
+pipedream, weight_versions V   u >= w_0/(V - 1)  at most V             a bounded ring (after Lv et al., CCGrid'23)
+2bw                            u = M             2                     PipeDream-2BW, arXiv:2006.09503
+any other schedule             u = M, flushed    1
+"""
+
+from __future__ import annotations
+
+import math
+
+from raypipe.errors import PlanError
+from raypipe.ir.schedule import Schedule
+from raypipe.ir.weights import SYNCHRONOUS, VersionRule, WeightPolicy, versions_needed
+from raypipe.planner.schedule.asynchronous import continuous, warmups_of
+from raypipe.planner.tune.request import ASYNCHRONOUS, Request
+
+__all__ = ["continuous_schedule", "slack_of", "staleness", "weight_policy", "weight_reason"]
+
+
+def slack_of(request: Request, num_stages: int, num_microbatches: int) -> int:
+    """Forwards that may be under way over each hop.
+
+    "pipedream" keeps to NOAM. In "2bw" the version does not depend on it, so it hides half a micro-batch's transfer
+    like the synchronous default, where a mini-batch has room for that.
+    """
+    return 2 if request.schedule == "2bw" and num_microbatches >= 2 * (num_stages - 1) else 1
+
+
+def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> WeightPolicy:
+    """What the stages do with their weights.
+
+    Raises:
+        PlanError: the numbers do not go together; names the field and what would do.
+    """
+    if request.schedule not in ASYNCHRONOUS:
+        return SYNCHRONOUS
+    warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
+    interval = _interval(request, num_microbatches, warmups[0])
+    if request.schedule == "2bw":
+        if num_microbatches < num_stages:
+            raise PlanError(
+                f"schedule='2bw' needs num_microbatches of at least the number of stages, {num_stages}, so that two "
+                f"weight versions are enough; it is {num_microbatches}. Raise it, or take schedule='pipedream'."
+            )
+        rule = VersionRule.DELAYED
+    else:
+        rule = VersionRule.STAMPED if request.vertical_sync else VersionRule.NEWEST
+    needed = [versions_needed(rule, interval, warmups, stage) for stage in range(num_stages)]
+    given = request.weight_versions or max(needed)
+    if given < max(needed) and (given == 1 or rule is not VersionRule.NEWEST or interval >= num_stages):
+        raise PlanError(
+            f"weight_versions={given} is too few for schedule={request.schedule!r} on {num_stages} stages with an "
+            f"update every {interval} micro-batches: it takes {max(needed)}. Raise it or update_interval."
+        )
+    # Who must see the whole model's norm waits for all stages at every update.
+    alone = interval < num_stages or not request.clips
+    return WeightPolicy(rule, interval, tuple(min(given, n) for n in needed), warmups[0], alone)
+
+
+def continuous_schedule(request: Request, num_stages: int, num_microbatches: int, first_trainable: int) -> Schedule:
+    """The compute actions of an asynchronous request, from an empty pipeline to an empty one."""
+    policy = weight_policy(request, num_stages, num_microbatches)
+    assert policy.interval is not None, "an asynchronous schedule has an update interval"
+    return continuous(
+        _kind(request, policy),
+        num_stages,
+        num_microbatches,
+        policy.interval,
+        slack=slack_of(request, num_stages, num_microbatches),
+        first_trainable=first_trainable,
+        norm_per_stage=policy.norm_per_stage,
+    )
+
+
+def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Updates by which a gradient is late, by stage, in the steady state."""
+    policy = weight_policy(request, num_stages, num_microbatches)
+    if policy.interval is None:
+        return (0,) * num_stages
+    if policy.rule is VersionRule.DELAYED:
+        return (1 if num_stages > 1 else 0,) * num_stages
+    warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
+    ahead = warmups if policy.rule is VersionRule.NEWEST else (warmups[0],) * num_stages
+    return tuple(math.ceil(w / policy.interval) for w in ahead)
+
+
+def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> str:
+    """Versions and staleness in words; empty for a synchronous schedule."""
+    policy = weight_policy(request, num_stages, num_microbatches)
+    if policy.interval is None:
+        return ""
+    late = staleness(request, num_stages, num_microbatches)
+    held = [policy.capacity(stage) for stage in range(num_stages)]
+    text = (
+        f"an update every {_count(policy.interval, 'micro-batch', 'micro-batches')}; stages hold "
+        f"{_by_stage(held)} versions, and their gradients are {_by_stage(late)} updates late"
+    )
+    if policy.rule is VersionRule.NEWEST and num_stages > 1:
+        text += ", each by its own stage's versions"
+    if any(policy.capacity(s) < versions_needed_by(request, policy, num_stages, num_microbatches, s)
+           for s in range(num_stages)):  # fmt: skip
+        text += "; where a stage has no room for another version, the update is put off and joins the next"
+    if request.clips:
+        text += "; the norm is that of " + ("each stage" if policy.norm_per_stage else "the whole model, waited for")
+    return text
+
+
+def versions_needed_by(
+    request: Request, policy: WeightPolicy, num_stages: int, num_microbatches: int, stage: int
+) -> int:
+    """Versions with which no update would be put off."""
+    assert policy.interval is not None
+    warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
+    return versions_needed(policy.rule, policy.interval, warmups, stage)
+
+
+def _interval(request: Request, num_microbatches: int, ahead: int) -> int:
+    """Micro-batches per update."""
+    given, versions = request.update_interval, request.weight_versions
+    if request.schedule == "2bw":
+        return num_microbatches
+    if given is not None:
+        if num_microbatches % given:
+            raise PlanError(
+                f"update_interval={given} does not divide num_microbatches={num_microbatches}: an update may not span "
+                "two mini-batches."
+            )
+        return given
+    if versions is None:
+        return 1
+    if versions == 1:
+        if ahead:
+            raise PlanError(
+                "weight_versions=1 leaves no version for the micro-batches under way: set at least 2, or take a "
+                "synchronous schedule such as '1f1b'."
+            )
+        return 1
+    least = max(1, math.ceil(ahead / (versions - 1)))
+    found = next((u for u in range(least, num_microbatches + 1) if num_microbatches % u == 0), None)
+    if found is None:
+        raise PlanError(
+            f"weight_versions={versions} allows an update every {least} micro-batches at most often, but a mini-batch "
+            f"has {num_microbatches}. Set num_microbatches to at least {least}, or weight_versions to at least "
+            f"{math.ceil(ahead / num_microbatches) + 1}."
+        )
+    return found
+
+
+def _kind(request: Request, policy: WeightPolicy) -> str:
+    parts = [f"u={policy.interval}"] if request.schedule == "pipedream" else []
+    if policy.rule is VersionRule.STAMPED:
+        parts.append("vertical sync")
+    return request.schedule + (f"({', '.join(parts)})" if parts else "")
+
+
+def _by_stage(numbers: list[int] | tuple[int, ...]) -> str:
+    return str(numbers[0]) if len(set(numbers)) == 1 else ", ".join(map(str, numbers))
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return one if number == 1 else f"{number} {many}"
