@@ -33,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -97,6 +98,11 @@ Runs = dict[tuple[str, str, str], list[Found]]
 """By task, optimizer and policy: one for each seed."""
 
 
+def decayed(optimizer: torch.optim.Optimizer, num_updates: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Down to nothing in a straight line, so that the last few updates decide little."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: max(0.02, 1 - update / num_updates))
+
+
 def train(task: Task, policy: Policy, optimizer: str, seed: int, share: float = 1.0) -> Found:
     """One run from new weights."""
     begin_s = time.monotonic()
@@ -109,6 +115,7 @@ def train(task: Task, policy: Policy, optimizer: str, seed: int, share: float = 
             model,
             loss_fn=task.loss_fn,
             optimizer=OPTIMIZERS[optimizer](task.learning_rates[optimizer]),
+            lr_scheduler=partial(decayed, num_updates=num_updates),
             train_data=task.train(),
             pipeline=raypipe.PipelineConfig(
                 num_stages=STAGES,

@@ -153,30 +153,36 @@ def unequal(pipeline: Tensors, emulator: Emulated) -> list[str]:
     return [name for name in wanted if not torch.equal(pipeline[name], wanted[name])]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("net", NETS)
+def _turn(net: str, stages: int, policy: str) -> int:
+    return list(NETS).index(net) + stages + list(POLICIES).index(policy)
+
+
+@pytest.mark.parametrize(
+    ("net", "stages", "policy"),
+    # The cheap model meets everything; the others meet every policy, and every number of stages with half of them.
+    [row for row in itertools.product(NETS, (2, 3, 4), POLICIES) if row[0] == "mlp" or _turn(*row) % 2],
+)
 def test_weights_are_the_emulators(tmp_path: Path, net: str, stages: int, policy: str) -> None:
-    """Optimizers and shapes take turns, so that every policy meets every one of them."""
-    turn = list(NETS).index(net) + stages + list(POLICIES).index(policy)
+    """Optimizers and shapes take turns."""
+    turn = _turn(net, stages, policy) // 2
     optimizer, shape = list(OPTIMIZERS)[turn % 2], list(SHAPES)[(turn + stages) % 3]
     setup = Setup(net, stages, policy, optimizer, shape)
     assert unequal(trained(setup, tmp_path), emulated(setup)) == []
 
 
 @pytest.mark.parametrize(
-    ("stages", "policy", "apart"),
+    ("stages", "policy", "optimizer", "apart"),
     [
-        (3, "stashing", True),
-        (4, "every second", True),
-        (3, "vertical sync", True),
-        (2, "every second", False),
-        (4, "two versions", False),
-        (3, "2bw", False),
+        (3, "stashing", "sgd", True),
+        (4, "every second", "adamw", True),
+        (3, "vertical sync", "adamw", True),
+        (2, "every second", "sgd", False),
+        (4, "two versions", "adamw", False),
+        (3, "2bw", "sgd", False),
+        (3, "2bw", "adamw", False),
     ],
 )
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_clipping(tmp_path: Path, stages: int, policy: str, apart: bool, optimizer: str) -> None:
+def test_clipping(tmp_path: Path, stages: int, policy: str, optimizer: str, apart: bool) -> None:
     """By stage where an update has fewer micro-batches than there are stages, else by the whole model."""
     limit = 0.45
     setup = Setup("transformer", stages, policy, optimizer, "ragged epochs", max_grad_norm=limit)
