@@ -131,7 +131,7 @@ def main() -> int:
     torch.set_num_threads(1)
     sizes = settings.sizes
     weight = weight_bytes(sizes)
-    print(f"weights of a stage {weight / MIB:.1f} MiB; activations in flight {activation_share(sizes):.3f} of that")
+    print(f"weights of stage 0 {weight / MIB:.1f} MiB; activations in flight {activation_share(sizes):.3f} of that")
     told = predicted(sizes)
     looks, floor = measure(settings)
     peaks = {key: peak_of(found, sizes.num_steps) for key, found in looks.items()}

@@ -1,4 +1,4 @@
-"""The measured runs of ``bench_memory.py``: a model whose stages weigh the same, and the size of stage 0's process.
+"""The measured runs of ``bench_memory.py``: a model of square layers in four stages, and the size of stage 0's process.
 
 Every run is a process of its own that this one watches from outside. The model's first layer leaves one byte in a file
 named after its process for every forward, which is how a watcher knows the process of stage 0 and how far it is. Once
@@ -47,10 +47,13 @@ CANDIDATES: dict[str, dict[str, Any] | None] = {
 
 
 class Sizes(NamedTuple):
-    """Square layers of ``width`` features, ``depth`` of them per stage; samples per micro-batch."""
+    """Square layers of ``width`` features, ``depth`` of them on stage 0 and ``later`` on the others, which only have to
+    be there; samples per micro-batch.
+    """
 
     width: int = 1024
     depth: int = 12
+    later: int = 2
     microbatch: int = 64
     num_steps: int = 6
 
@@ -86,14 +89,14 @@ def layers(sizes: Sizes, folder: str) -> list[list[nn.Module]]:
     stages: list[list[nn.Module]] = []
     for stage in range(STAGES):
         found: list[nn.Module] = [] if stage else [Mark(folder)]
-        for _ in range(sizes.depth):
+        for _ in range(sizes.later if stage else sizes.depth):
             found += [nn.Linear(sizes.width, sizes.width, bias=False), nn.Tanh()]
         stages.append(found)
     return stages
 
 
 def weight_bytes(sizes: Sizes) -> int:
-    """Of one stage."""
+    """Of stage 0."""
     return 4 * sizes.depth * sizes.width**2
 
 
