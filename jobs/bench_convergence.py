@@ -1,0 +1,226 @@
+"""What staleness costs: held-out loss and accuracy of every policy of weight versions against exact training.
+
+Four stages, the same model, data and number of updates for every policy; an update is 32 samples everywhere, so that
+only the age of the weights differs. That is a mini-batch of four micro-batches, and for policies with an update per
+micro-batch a micro-batch:
+
+    flush            exact: every micro-batch meets the newest weights
+    2bw              the weights of one update ago, on every stage
+    bounded          two versions: one update ago for most micro-batches, and less on later stages
+    pipedream        3, 2, 1, 0 updates ago on stages 0, 1, 2, 3
+    pipedream_sync   3 updates ago on every stage (vertical sync)
+
+Two tasks, each trained long enough for exact training to arrive:
+
+    digits   scikit-learn's, accuracy on a third that nobody trained on; exact training must reach 95 %
+    text     bytes of the standard library's source, held-out nats per byte; exact training must lose 60 % of its
+             excess over the bigram entropy of that text
+
+``accuracy_drop_*`` is in points and ``loss_gap_*`` in nats, both less is better, means over seeds: initial weights
+and the order of the data. A run whose loss stops being a number counts as chance. It runs in threads of this process
+(``fit(local=True)``), which is the same arithmetic as on actors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import bench_common
+import torch
+from bench_common import machine_line
+from convergence_tasks import TASKS, Task
+
+import raypipe
+from raypipe.errors import StageError
+
+STAGES, MICROBATCHES, UPDATE_SAMPLES = 4, 4, 32
+RUN_LIMIT_S = 1800.0
+
+
+class Policy(NamedTuple):
+    """Fields of PipelineConfig, and how many micro-batches an update has."""
+
+    fields: dict[str, Any]
+    every: int = MICROBATCHES
+
+
+POLICIES = {
+    "flush": Policy({"schedule": "1f1b"}),
+    "2bw": Policy({"schedule": "2bw"}),
+    "bounded": Policy({"schedule": "pipedream", "weight_versions": 2}),
+    "pipedream": Policy({"schedule": "pipedream"}, 1),
+    "pipedream_sync": Policy({"schedule": "pipedream", "vertical_sync": True}, 1),
+}
+"""By the name in the figures; "flush" is what the others are held against."""
+
+OPTIMIZERS: dict[str, Callable[[float], Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": lambda lr: lambda named: torch.optim.SGD(named, lr=lr, momentum=0.9),
+    "adamw": lambda lr: lambda named: torch.optim.AdamW(named, lr=lr),
+}
+
+
+class Settings(NamedTuple):
+    """How much is run."""
+
+    seeds: int = 5
+    tasks: tuple[str, ...] = ("digits", "text")
+    policies: tuple[str, ...] = tuple(POLICIES)
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    share: float = 1.0
+
+
+QUICK = Settings(1, ("digits",), ("flush", "2bw", "pipedream"), ("sgd",), 0.5)
+"""Shows that everything runs; a figure of it means little."""
+
+
+class Found(NamedTuple):
+    """One run: held-out loss in nats and accuracy from 0 to 1; not ``ended`` where the loss stopped being a number."""
+
+    loss: float
+    accuracy: float
+    ended: bool
+    seconds: float
+
+
+Runs = dict[tuple[str, str, str], list[Found]]
+"""By task, optimizer and policy: one for each seed."""
+
+
+def decayed(optimizer: torch.optim.Optimizer, num_updates: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """Down to nothing in a straight line, so that the last few updates decide little."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: max(0.02, 1 - update / num_updates))
+
+
+def train(task: Task, policy: Policy, optimizer: str, seed: int, share: float = 1.0) -> Found:
+    """One run from new weights."""
+    begin_s = time.monotonic()
+    torch.manual_seed(seed)
+    model = task.build()
+    samples = UPDATE_SAMPLES * MICROBATCHES // policy.every
+    num_updates = int(task.num_updates * share) // MICROBATCHES * MICROBATCHES
+    with tempfile.TemporaryDirectory(prefix="bench-convergence-") as folder:
+        trainer = raypipe.PipelineTrainer(
+            model,
+            loss_fn=task.loss_fn,
+            optimizer=OPTIMIZERS[optimizer](task.learning_rates[optimizer]),
+            lr_scheduler=partial(decayed, num_updates=num_updates),
+            train_data=task.train(),
+            pipeline=raypipe.PipelineConfig(
+                num_stages=STAGES,
+                minibatch_size=samples,
+                num_microbatches=MICROBATCHES,
+                partitioner=task.cuts,
+                seed=seed,
+                **policy.fields,
+            ),
+            run_config=SimpleNamespace(name="run", storage_path=folder),
+        )
+        try:
+            result = trainer.fit(num_steps=num_updates * policy.every // MICROBATCHES, local=True, progress=False)
+        except StageError as error:
+            if "the loss is" not in str(error):
+                raise
+            return Found(*task.chance, False, time.monotonic() - begin_s)
+        model.load_state_dict(raypipe.load_state_dict(result.checkpoint))
+    loss, accuracy = task.evaluate(model)
+    return Found(loss, accuracy, True, time.monotonic() - begin_s)
+
+
+def _run(key: tuple[str, str, str], seed: int, share: float) -> Found:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    task, optimizer, policy = key
+    return train(TASKS[task], POLICIES[policy], optimizer, seed, share)
+
+
+def train_all(settings: Settings) -> Runs:
+    """Every run once, as many at a time as there are processors."""
+    keys = list(itertools.product(settings.tasks, settings.optimizers, settings.policies))
+    runs: Runs = {key: [] for key in keys}
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        futures = [
+            (key, seed, pool.submit(_run, key, seed, settings.share)) for seed in range(settings.seeds) for key in keys
+        ]
+        for key, seed, future in futures:
+            runs[key].append(future.result(RUN_LIMIT_S))
+            if key == keys[-1]:
+                spent_s = sum(found[-1].seconds for found in runs.values())
+                print(f"seed {seed}: {spent_s:.0f} process seconds; {machine_line()}", flush=True)
+    return runs
+
+
+def figures_of(runs: Runs) -> dict[str, float]:
+    """Means over seeds of what each policy loses against exact training of the same seed, and what that reached."""
+    figures = {}
+    for (task, optimizer, policy), found in runs.items():
+        key = f"{task}_{policy}_{optimizer}"
+        exact = runs[task, optimizer, "flush"]
+        if policy == "flush":
+            figures[f"accuracy_{key}"] = statistics.mean(run.accuracy for run in found)
+            figures[f"loss_{key}"] = statistics.mean(run.loss for run in found)
+            continue
+        pairs = list(zip(exact, found, strict=True))
+        figures[f"accuracy_drop_{key}"] = statistics.mean(100 * (e.accuracy - f.accuracy) for e, f in pairs)
+        figures[f"loss_gap_{key}"] = statistics.mean(f.loss - e.loss for e, f in pairs)
+    return figures
+
+
+def shortfalls(runs: Runs) -> list[str]:
+    """Where exact training did not arrive, so that a comparison with it would mean nothing."""
+    found = []
+    for (name, optimizer, policy), done in runs.items():
+        task = TASKS[name]
+        reached = statistics.mean(task.arrived(run.loss, run.accuracy) for run in done)
+        if policy == "flush" and reached < task.enough:
+            found.append(f"{name} with {optimizer}: {task.measure} {reached:.3f}, wanted {task.enough}")
+    return found
+
+
+def rows_of(runs: Runs) -> list[list[Any]]:
+    """Table rows: task, optimizer, policy, loss, accuracy, both against exact training, runs that ended."""
+    figures, rows = figures_of(runs), []
+    for (task, optimizer, policy), found in runs.items():
+        key = f"{task}_{policy}_{optimizer}"
+        loss, accuracy = (statistics.mean(getattr(run, name) for run in found) for name in ("loss", "accuracy"))
+        against = [
+            f"{figures[name]:+.3f}" if name in figures else "--" for name in (f"loss_gap_{key}", f"accuracy_drop_{key}")
+        ]
+        spread = statistics.stdev(100 * run.accuracy for run in found) if len(found) > 1 else 0.0
+        ended = f"{sum(run.ended for run in found)} of {len(found)}"
+        rows.append([f"{task} {optimizer} {policy}", loss, f"{100 * accuracy:.2f}", f"{spread:.2f}", *against, ended])
+    return rows
+
+
+def main() -> int:
+    """1 when exact training did not arrive (not with --quick), else 0."""
+    asked = bench_common.arguments(__doc__)
+    if asked.handicap:
+        raise SystemExit("--handicap slows actions down, and this benchmark times none: leave it out.")
+    if importlib.util.find_spec("sklearn") is None:
+        raise SystemExit("The digits are scikit-learn's: pip install scikit-learn, which the extra 'bench' has.")
+    settings = QUICK if asked.quick else Settings()
+    runs = train_all(settings)
+    columns = ("task, optimizer, policy", "loss", "accuracy %", "spread", "loss gap", "drop, points", "ended")
+    print("\n" + bench_common.table(f"held out, means over {settings.seeds} seeds", columns, rows_of(runs)))
+    short = shortfalls(runs)
+    for line in short:
+        print(f"exact training did not arrive: {line}")
+    raw = {" ".join(key): [run._asdict() for run in found] for key, found in runs.items()}
+    bench_common.finish("bench_convergence", figures_of(runs), {"runs": raw}, asked.json)
+    return 1 if short and not asked.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

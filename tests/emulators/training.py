@@ -1,0 +1,134 @@
+"""Train with old weights where a pipeline would, one micro-batch after the other.
+
+The optimizer always steps from the newest weights, with the sum of the gradients that the micro-batches of its update
+found at the versions they met. Buffers (BatchNorm's running statistics) have no versions: every forward changes them.
+
+Clipping: updates of at least as many micro-batches as there are stages, and synchronous ones, take the norm of the
+whole model. With fewer, a stage cannot wait for the others, so each takes its own norm against its share of the
+limit: limit x sqrt(its trainable numbers / all trainable numbers), of which the squares add up to the limit's.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.emulators.fills import Fill
+from tests.emulators.versions import Mode
+
+__all__ = ["Emulated", "emulate"]
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What became of the model.
+
+    Attributes:
+        parameters, buffers: after the last update, by name.
+        losses: of every update, weighted as its gradients were.
+        norms: of every update, before clipping; of the whole model, or one per stage.
+    """
+
+    parameters: dict[str, torch.Tensor] = field(repr=False)
+    buffers: dict[str, torch.Tensor] = field(repr=False)
+    losses: list[float]
+    norms: list[tuple[float, ...]]
+
+
+def emulate(
+    model: nn.Sequential,
+    cuts: Sequence[int],
+    fills: Iterable[Fill],
+    mode: Mode,
+    *,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    reduction: str = "mean",
+    max_grad_norm: float | None = None,
+) -> Emulated:
+    """Train a copy of the model.
+
+    Args:
+        cuts: positions of the children that begin stages 1, 2, ...
+        fills: see ``fills_of``.
+        make_optimizer: makes one for each stage from the names and parameters that it trains.
+        make_scheduler: its scheduler steps once per update.
+        reduction: "mean" weighs a micro-batch by its share of the update's samples, "sum" by 1.
+        max_grad_norm: None leaves gradients as they are.
+    """
+    model = copy.deepcopy(model).train()
+    bounds = [0, *cuts, len(model)]
+    stages = [model[a:b] for a, b in itertools.pairwise(bounds)]
+    trained = [[(name, p) for name, p in stage.named_parameters() if p.requires_grad] for stage in stages]
+    optimizers = [make_optimizer(named) for named in trained]
+    schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
+    losses, norms = [], []
+    with _one_thread():
+        for fill in fills:
+            every = len(fill.microbatches) if fill.synchronous else mode.every
+            versions = [[_weights(stage)] for stage in stages]
+            for update in range(len(fill.microbatches) // every):
+                first = update * every
+                group = fill.microbatches[first : first + every]
+                total = 0.0
+                for k, (inputs, targets) in enumerate(group, start=first):
+                    for index, stage in enumerate(stages):
+                        _load(stage, versions[index][0 if fill.synchronous else mode.version(index, k)])
+                    loss = loss_fn(model(inputs), targets)
+                    if reduction == "mean":
+                        loss = loss * (len(inputs) / sum(len(x) for x, _ in group))
+                    loss.backward()
+                    total += float(loss.detach())
+                for stage, history in zip(stages, versions, strict=True):
+                    _load(stage, history[-1])
+                together = fill.synchronous or every >= len(stages)
+                norms.append(_clip([[p for _, p in named] for named in trained], max_grad_norm, together))
+                for stepper in itertools.chain(optimizers, schedulers):
+                    stepper.step()
+                model.zero_grad(set_to_none=True)
+                for stage, history in zip(stages, versions, strict=True):
+                    history.append(_weights(stage))
+                losses.append(total)
+    return Emulated(
+        {name: p.detach() for name, p in model.named_parameters()}, dict(model.named_buffers()), losses, norms
+    )
+
+
+def _weights(stage: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in stage.parameters()]
+
+
+def _load(stage: nn.Module, weights: list[torch.Tensor]) -> None:
+    """Gradients stay where they are: they add up over micro-batches of several versions."""
+    with torch.no_grad():
+        for parameter, saved in zip(stage.parameters(), weights, strict=True):
+            parameter.copy_(saved)
+
+
+def _clip(stages: list[list[nn.Parameter]], limit: float | None, together: bool) -> tuple[float, ...]:
+    if together:
+        every = [p for stage in stages for p in stage]
+        return (float(nn.utils.clip_grad_norm_(every, math.inf if limit is None else limit)),)
+    numbers = [sum(p.numel() for p in stage) for stage in stages]
+    limits = [math.inf if limit is None else limit * math.sqrt(own / sum(numbers)) for own in numbers]
+    return tuple(float(nn.utils.clip_grad_norm_(stage, of)) for stage, of in zip(stages, limits, strict=True))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums over several threads round differently."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

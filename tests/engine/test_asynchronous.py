@@ -1,0 +1,228 @@
+"""Asynchronous pipelines end with the weights that their emulator has, to the bit.
+
+The emulators are plain PyTorch in one loop (`tests/emulators`, which import nothing of raypipe): what a pipeline adds
+to them is everything that could go wrong. Models without randomness, 20 mini-batches, 2 to 4 stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.engine.data import open_data
+from tests.emulators.fills import fills_of
+from tests.emulators.nets import NETS
+from tests.emulators.training import Emulated, emulate
+from tests.emulators.versions import (
+    Mode,
+    bounded,
+    flush,
+    interval_of,
+    shifted,
+    stashing,
+    two_buffered,
+    vertical_sync,
+)
+
+pytestmark = pytest.mark.slow
+
+STEPS, MICROBATCHES = 20, 4
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Fields of PipelineConfig, and the mode that they mean for so many stages."""
+
+    fields: dict[str, Any]
+    mode: Callable[[int], Mode]
+
+
+def _bounded(versions: int) -> Callable[[int], Mode]:
+    return lambda stages: bounded(stages, interval_of(stages, MICROBATCHES, versions))
+
+
+POLICIES = {
+    "flush": Policy({"schedule": "1f1b"}, lambda stages: flush(MICROBATCHES)),
+    "stashing": Policy({"schedule": "pipedream"}, stashing),
+    "two versions": Policy({"schedule": "pipedream", "weight_versions": 2}, _bounded(2)),
+    "three versions": Policy({"schedule": "pipedream", "weight_versions": 3}, _bounded(3)),
+    "every second": Policy({"schedule": "pipedream", "update_interval": 2}, lambda stages: bounded(stages, 2)),
+    "vertical sync": Policy({"schedule": "pipedream", "vertical_sync": True}, vertical_sync),
+    "vertical sync, every second": Policy(
+        {"schedule": "pipedream", "vertical_sync": True, "update_interval": 2}, lambda stages: vertical_sync(stages, 2)
+    ),
+    "2bw": Policy({"schedule": "2bw"}, lambda stages: two_buffered(MICROBATCHES)),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda named: torch.optim.SGD(named, lr=5e-2, momentum=0.9),
+    "adamw": lambda named: torch.optim.AdamW(named, lr=1e-2),
+}
+SHAPES = {  # samples of an epoch and of a mini-batch
+    "one fill": (160, 8),
+    "ragged epochs": (44, 8),  # five mini-batches and half of one
+    "ragged micro-batches": (70, 7),  # 2 2 2 1
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One training, for a pipeline and for its emulator."""
+
+    net: str = "mlp"
+    stages: int = 3
+    policy: str = "stashing"
+    optimizer: str = "sgd"
+    shape: str = "one fill"
+    max_grad_norm: float | None = None
+    reduction: str = "mean"
+    drain_every: int | None = None
+
+    @property
+    def mode(self) -> Mode:
+        return POLICIES[self.policy].mode(self.stages)
+
+
+def decay(optimizer: torch.optim.Optimizer) -> Any:
+    """Of every update, so that a scheduler that counts mini-batches shows."""
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.98)
+
+
+def trained(setup: Setup, folder: Path) -> Tensors:
+    """What the pipeline's last checkpoint holds."""
+    net, (samples, minibatch) = NETS[setup.net], SHAPES[setup.shape]
+    trainer = PipelineTrainer(
+        net.model(),
+        loss_fn=net.loss_fn,
+        optimizer=OPTIMIZERS[setup.optimizer],
+        lr_scheduler=decay,
+        train_data=net.data(samples),
+        pipeline=PipelineConfig(
+            num_stages=setup.stages,
+            minibatch_size=minibatch,
+            num_microbatches=MICROBATCHES,
+            partitioner=tuple(map(str, net.cuts[setup.stages])),
+            loss_reduction=setup.reduction,
+            max_grad_norm=setup.max_grad_norm,
+            checkpoint_interval_steps=setup.drain_every or "auto",
+            **POLICIES[setup.policy].fields,
+        ),
+        run_config=SimpleNamespace(name="run", storage_path=str(folder)),
+    )
+    result = trainer.fit(num_steps=STEPS, local=True, progress=False)
+    assert [record.step for record in result.records] == list(range(STEPS)), "steps are mini-batches"
+    assert all(math.isfinite(record.loss) for record in result.records)
+    return load_state_dict(result.checkpoint)
+
+
+def emulated(setup: Setup, mode: Mode | None = None) -> Emulated:
+    """The same in one loop; the order of the samples is raypipe's."""
+    net, (samples, minibatch) = NETS[setup.net], SHAPES[setup.shape]
+    source = open_data(net.data(samples), seed=0)
+
+    def epoch_data(epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = source.read(epoch, 0, samples, (0, 1))
+        return inputs, targets
+
+    return emulate(
+        net.model(),
+        net.cuts[setup.stages],
+        fills_of(epoch_data, minibatch, -(-minibatch // MICROBATCHES), STEPS, setup.drain_every),
+        mode or setup.mode,
+        loss_fn=net.loss_fn,
+        make_optimizer=OPTIMIZERS[setup.optimizer],
+        make_scheduler=decay,
+        reduction=setup.reduction,
+        max_grad_norm=setup.max_grad_norm,
+    )
+
+
+def unequal(pipeline: Tensors, emulator: Emulated) -> list[str]:
+    """Names of tensors that differ; all of both sides must be there."""
+    wanted = {**emulator.parameters, **emulator.buffers}
+    assert pipeline.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(pipeline[name], wanted[name])]
+
+
+def _turn(net: str, stages: int, policy: str) -> int:
+    return list(NETS).index(net) + stages + list(POLICIES).index(policy)
+
+
+@pytest.mark.parametrize(
+    ("net", "stages", "policy"),
+    # The cheap model meets everything; the others meet every policy, and every number of stages with half of them.
+    [row for row in itertools.product(NETS, (2, 3, 4), POLICIES) if row[0] == "mlp" or _turn(*row) % 2],
+)
+def test_weights_are_the_emulators(tmp_path: Path, net: str, stages: int, policy: str) -> None:
+    """Optimizers and shapes take turns."""
+    turn = _turn(net, stages, policy) // 2
+    optimizer, shape = list(OPTIMIZERS)[turn % 2], list(SHAPES)[(turn + stages) % 3]
+    setup = Setup(net, stages, policy, optimizer, shape)
+    assert unequal(trained(setup, tmp_path), emulated(setup)) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "policy", "optimizer", "apart"),
+    [
+        (3, "stashing", "sgd", True),
+        (4, "every second", "adamw", True),
+        (3, "vertical sync", "adamw", True),
+        (2, "every second", "sgd", False),
+        (4, "two versions", "adamw", False),
+        (3, "2bw", "sgd", False),
+        (3, "2bw", "adamw", False),
+    ],
+)
+def test_clipping(tmp_path: Path, stages: int, policy: str, optimizer: str, apart: bool) -> None:
+    """By stage where an update has fewer micro-batches than there are stages, else by the whole model."""
+    limit = 0.45
+    setup = Setup("transformer", stages, policy, optimizer, "ragged epochs", max_grad_norm=limit)
+    wanted = emulated(setup)
+    assert {len(norms) for norms in wanted.norms} == ({1, stages} if apart else {1})
+    unclipped = emulated(Setup("transformer", stages, policy, optimizer, "ragged epochs"))
+    assert unequal(dict(unclipped.parameters), wanted), "the limit has no effect"
+    assert unequal(trained(setup, tmp_path), wanted) == []
+
+
+@pytest.mark.parametrize("policy", ["stashing", "two versions", "2bw"])
+def test_sums_of_losses(tmp_path: Path, policy: str) -> None:
+    setup = Setup(stages=4, policy=policy, optimizer="adamw", shape="ragged micro-batches", reduction="sum")
+    assert unequal(trained(setup, tmp_path), emulated(setup)) == []
+
+
+@pytest.mark.parametrize("policy", ["stashing", "every second", "vertical sync", "2bw"])
+def test_a_checkpoint_drains(tmp_path: Path, policy: str) -> None:
+    """After it, versions are counted anew."""
+    setup = Setup("cnn", 3, policy, "sgd", "ragged epochs", drain_every=3)
+    never = emulated(Setup("cnn", 3, policy, "sgd", "ragged epochs"))
+    wanted = emulated(setup)
+    assert unequal({**never.parameters, **never.buffers}, wanted)
+    assert unequal(trained(setup, tmp_path), wanted) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_version_shifted_by_one_is_seen(tmp_path: Path, policy: str) -> None:
+    """One micro-batch on one stage, one update older."""
+    setup = Setup(policy=policy)
+    found, mode = trained(setup, tmp_path), setup.mode
+    assert unequal(found, emulated(setup)) == []
+    for stage in range(setup.stages):
+        k = next(k for k in itertools.count() if mode.version(stage, k) > 0)
+        assert unequal(found, emulated(setup, shifted(mode, {(stage, k): -1}))), f"stage {stage}"
+
+
+def test_policies_differ(tmp_path: Path) -> None:
+    """On the same data from the same weights; "three versions" of three stages are stashing's."""
+    names = [name for name in POLICIES if name not in ("three versions", "two versions")]
+    found = {name: trained(Setup(policy=name), tmp_path / name) for name in names}
+    for one, other in itertools.combinations(names, 2):
+        assert all(not torch.equal(found[one][n], found[other][n]) for n in found[one]), (one, other)

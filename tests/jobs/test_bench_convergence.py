@@ -1,0 +1,90 @@
+"""The parts of bench_convergence that decide what a figure means; its runs are the benchmark itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import bench_convergence
+import convergence_tasks
+import pytest
+import torch
+from bench_convergence import Found
+from convergence_tasks import TASKS
+
+
+def runs(*accuracies: float, loss: float = 1.0) -> list[Found]:
+    return [Found(loss, accuracy, True, 1.0) for accuracy in accuracies]
+
+
+def test_figures_are_differences_seed_by_seed() -> None:
+    figures = bench_convergence.figures_of(
+        {
+            ("digits", "sgd", "flush"): runs(0.96, 0.98, loss=0.5),
+            ("digits", "sgd", "2bw"): runs(0.95, 0.98, loss=0.75),
+            ("digits", "adamw", "flush"): runs(0.9, 0.9),
+        }
+    )
+    assert figures == {
+        "accuracy_digits_flush_sgd": pytest.approx(0.97),
+        "loss_digits_flush_sgd": pytest.approx(0.5),
+        "accuracy_drop_digits_2bw_sgd": pytest.approx(0.5),
+        "loss_gap_digits_2bw_sgd": pytest.approx(0.25),
+        "accuracy_digits_flush_adamw": pytest.approx(0.9),
+        "loss_digits_flush_adamw": pytest.approx(1.0),
+    }
+
+
+def test_exact_training_must_arrive() -> None:
+    found = {("digits", "sgd", "flush"): runs(0.94, 0.95), ("digits", "sgd", "pipedream"): runs(0.1)}
+    assert bench_convergence.shortfalls(found) == ["digits with sgd: accuracy 0.945, wanted 0.95"]
+    assert bench_convergence.shortfalls({("digits", "sgd", "flush"): runs(0.95, 0.96)}) == []
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_models_are_cut_into_as_many_stages_as_there_are(name: str) -> None:
+    task = TASKS[name]
+    model = task.build()
+    children = [child for child, _ in model.named_children()]
+    positions = [0, *(children.index(cut) for cut in task.cuts), len(children)]
+    assert len(task.cuts) == bench_convergence.STAGES - 1
+    for start, stop in itertools.pairwise(positions):
+        assert list(model[start:stop].parameters()), "a stage without weights has no versions"
+
+
+def test_text_is_judged_between_knowing_nothing_and_bigrams() -> None:
+    task = TASKS["text"]
+    loss, accuracy = task.evaluate(task.build())
+    assert loss == pytest.approx(math.log(256), abs=0.7)
+    assert 0 <= accuracy < 0.2
+    assert task.arrived(math.log(256), 0.0) == 0.0
+    assert task.arrived(convergence_tasks._text()[2], 0.0) == pytest.approx(1.0)
+    tokens, targets = task.train().tensors
+    assert tokens.shape[1] == convergence_tasks.CONTEXT
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_no_digit_is_trained_on_and_held_out() -> None:
+    pytest.importorskip("sklearn")
+    task = TASKS["digits"]
+    train, held = task.train().tensors, task.heldout().tensors
+    assert (len(train[0]), len(held[0])) == (1152, 599)
+    images = {tuple(image.tolist()) for image in held[0]}
+    assert not images & {tuple(image.tolist()) for image in train[0]}
+    assert task.evaluate(task.build())[0] == pytest.approx(math.log(10), abs=0.2)
+
+
+@pytest.mark.parametrize("policy", bench_convergence.POLICIES.values(), ids=list(bench_convergence.POLICIES))
+def test_an_epoch_has_the_same_updates_for_every_policy(policy: bench_convergence.Policy) -> None:
+    samples = bench_convergence.UPDATE_SAMPLES * bench_convergence.MICROBATCHES // policy.every
+    assert convergence_tasks.EPOCH_MULTIPLE % samples == 0
+    assert len(TASKS["text"].train()) % samples == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", bench_convergence.OPTIMIZERS)
+def test_exact_training_of_a_few_updates_learns(optimizer: str) -> None:
+    """The whole path: trainer, checkpoint, evaluation."""
+    found = bench_convergence.train(TASKS["text"], bench_convergence.POLICIES["flush"], optimizer, seed=0, share=0.05)
+    assert found.ended
+    assert found.loss < math.log(256)
