@@ -28,8 +28,8 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "num_replicas": (1,),
     "schedule": ("gpipe", "1f1b", "kfkb", "slack", "pipedream", "2bw"),
     "transport": ("tcp", "object_store", "collective"),
-    "codec_forward": ("none",),
-    "codec_backward": ("none",),
+    "codec_forward": ("none", "bf16", "fp16", "int8"),
+    "codec_backward": ("none", "bf16", "fp16", "int8"),
     "recompute": ("never",),
     "precision": ("fp32",),
     "retune_interval_steps": (),
@@ -168,7 +168,8 @@ class PipelineConfig:
         transport: how boundary tensors travel.
         link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each
             worker on a host takes one of its own. "auto" leaves the choice to the system.
-        codec_forward, codec_backward: compression of boundary tensors and of their gradients.
+        codec_forward, codec_backward: what boundary tensors and their gradients travel as; anything but "none"
+            is lossy, see raypipe.engine.codec for how much. "auto" is "none".
         memory_limit_bytes: per worker, of everything that a stage holds; a plan that needs more is
             refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: run forwards again instead of keeping activations; a list gives one word per stage.

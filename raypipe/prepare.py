@@ -11,6 +11,7 @@ import torch
 
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture, capture
+from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
@@ -84,14 +85,14 @@ class Job:
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """Lowered and checked rows of a step with so many micro-batches."""
-        return self.rows(RowsKey(num_microbatches, training=training))
+        return self.rows(RowsKey(num_microbatches, training=training, update_interval=self.plan.weights.interval))
 
     def rows(self, key: RowsKey) -> Schedule:
         """Lowered and checked rows of a kind of segment."""
         if not key.training:
             return forward_only(self.num_stages, key.num_microbatches)
         first, request = self.programs[0].first_trainable, self.request
-        if self.flow is None or key.num_microbatches != self.plan.num_microbatches:
+        if key.update_interval is None:
             # A mini-batch smaller than the others runs by itself in any case.
             plain = dataclasses.replace(request, schedule="1f1b") if self.flow else request
             schedule = build_schedule(plain, self.num_stages, key.num_microbatches, first)
@@ -172,7 +173,12 @@ def prepare(
         example={name: x[: plan.microbatch_size] for name, x in _by_name(found.columns, example).items()},
         sources=found.sources,
         settings=Settings(
-            pipeline.seed, pipeline.loss_reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, plan.weights
+            pipeline.seed,
+            pipeline.loss_reduction,
+            pipeline.max_grad_norm,
+            MESSAGE_TIMEOUT_S,
+            plan.weights,
+            _codecs(pipeline),
         ),
         make_optimizer=optimizer,
         make_scheduler=lr_scheduler,
@@ -232,6 +238,11 @@ def _needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
     if pipeline.partitioner == "parameters":
         return False
     return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
+
+
+def _codecs(pipeline: PipelineConfig) -> Codecs:
+    names = (pipeline.codec_forward, pipeline.codec_backward)
+    return Codecs(*(Codec("none" if name == "auto" else name) for name in names))
 
 
 def _with_shares(plan: Plan, captured: Capture, programs: tuple[StageProgram, ...]) -> Plan:

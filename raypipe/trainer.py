@@ -331,9 +331,9 @@ def _schedules(job: Job, num_samples: Mapping[str, int], num_steps: int) -> dict
         if rest:
             found[RowsKey(-(-rest // plan.microbatch_size), training=mode == "train")] = None
     if job.flow is not None:
-        count, drained = plan.num_microbatches, job.flow.num_to_drain
-        found |= dict.fromkeys(RowsKey(count, n) for n in range(1, max(1, drained) + 1))
+        drained = job.flow.num_to_drain
+        parts = [(n, Phase.WHOLE) for n in range(1, max(1, drained) + 1)]
         if drained:
-            found[RowsKey(count, drained, Phase.DRAIN)] = None
-            found |= dict.fromkeys(RowsKey(count, 1, phase) for phase in (Phase.FILL, Phase.STEADY))
+            parts += [(1, Phase.FILL), (1, Phase.STEADY), (drained, Phase.DRAIN)]
+        found |= {RowsKey(plan.num_microbatches, n, phase, True, job.flow.interval): None for n, phase in parts}
     return {key: job.rows(key) for key in found}

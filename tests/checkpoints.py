@@ -19,6 +19,7 @@ from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
 from raypipe.engine.storage import Place
 from raypipe.ir.order import Order
+from raypipe.ir.segment import RowsKey
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import Position, train_segments
 from raypipe.planner.tune import build_schedule, microbatches
@@ -61,9 +62,9 @@ class Training:
         minibatch, size, _ = microbatches(request, len(self.programs))
 
         @cache
-        def rows(count: int, training: bool) -> Any:
+        def rows(key: RowsKey) -> Any:
             first = self.programs[0].first_trainable
-            return lower(build_schedule(request, len(self.programs), count, first))
+            return lower(build_schedule(request, len(self.programs), key.num_microbatches, first))
 
         for segment, after in train_segments(self.shape.samples, minibatch, size, step, self.at):
             for reports in self.fleet.run(iter([Order(segment)]), rows):

@@ -26,6 +26,7 @@ _OF_WORKERS: list[str] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid", default="", help="comma-separated modules that this session must not import")
+    parser.addoption("--must-run", action="store_true", help="what a machine lacks the rights for fails, not skips")
 
 
 # Profiles of one session; nobody's own cache is read or filled.

@@ -20,6 +20,7 @@ from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
+from raypipe.ir.segment import RowsKey
 from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
@@ -186,8 +187,8 @@ def train_stages(
     minibatch, size, _ = microbatches(request, len(stages))
 
     @cache
-    def rows(count: int, training: bool) -> Any:
-        lowered = lower(build_schedule(request, len(stages), count, stages[0].first_trainable))
+    def rows(key: RowsKey) -> Any:
+        lowered = lower(build_schedule(request, len(stages), key.num_microbatches, stages[0].first_trainable))
         validate(lowered)
         return lowered
 

@@ -65,6 +65,19 @@ def test_a_skipped_tier_fails_only_where_it_could_run(
     assert "<- must run on this machine" in capsys.readouterr().out
 
 
+def test_what_must_run_is_told_to_every_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that would skip for want of rights then fails, also in a tier of which others ran."""
+    options: list[tuple[str, ...]] = []
+
+    def run(tier: tiers.Tier) -> tiers.Outcome:
+        options.append(tier.options)
+        return tiers.Outcome("passed", "fine")
+
+    monkeypatch.setattr(tiers, "run", run)
+    assert tiers.main(["ray"]) == tiers.main(["ray", "--must-run"]) == 0
+    assert [("--must-run" in found) for found in options] == [False, True]
+
+
 def test_devices_are_seen(tmp_path: Path) -> None:
     assert not tiers.has_gpu(tmp_path)
     (tmp_path / "nvidiactl").touch()

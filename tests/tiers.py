@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -54,7 +54,7 @@ TIERS = (
     Tier(
         "ray",
         300,
-        ("runtime/**/test_*.py", "jobs/**/test_*.py"),
+        ("runtime/**/test_*.py", "jobs/**/test_*.py", "lab/**/test_*.py"),
         patient=("runtime/test_jobs.py", "runtime/test_cli_runs.py", "runtime/test_doctor.py"),
     ),
     Tier("gpu", 300, ("gpu/**/test_*.py",), optional=True),
@@ -158,6 +158,8 @@ def main(arguments: list[str]) -> int:
     for tier in TIERS:
         if asked.tiers and tier.name not in asked.tiers:
             continue
+        if asked.must_run:  # also of the tests of a tier that runs
+            tier = replace(tier, options=(*tier.options, "--must-run"))
         print(f"\n=== {tier.name}", flush=True)
         start = time.monotonic()
         outcome = run(tier)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from raypipe.engine.codec import Codec
 from raypipe.ir.schedule import Action
 
 __all__ = ["Channel", "Message"]
@@ -54,10 +55,18 @@ class Channel(Protocol):
     def recv(self, action: Action, timeout_s: float) -> Message:
         """Wait for the message that the peer sent under ``action``.
 
-        A tensor that needs a gradient on the sender's side arrives as a leaf that requires one.
+        A tensor that needs a gradient on the sender's side arrives as a leaf that requires one. Type, shape and strides
+        are the sender's, whatever codec it came in.
 
         Raises:
             LinkError: deadline missed, peer gone, wrong header, or aborted; names link, action, micro-batch.
+        """
+
+    def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
+        """Put what this end sends from now on into these codecs; the other end need not be told.
+
+        For activations that require a gradient (SEND_F) and for gradients (SEND_B); nothing else is ever changed, see
+        engine/codec. A channel begins with none. Links with threads of their own encode and decode there.
         """
 
     def abort(self, reason: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from raypipe.engine.backward import gradients
 from raypipe.engine.channel import Channel, Message
+from raypipe.engine.codec.choice import message_bytes
 from raypipe.engine.data import Source
 from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
@@ -54,6 +55,8 @@ class Executor:
         self.last = stage == len(programs) - 1
         self.state = state
         self.channels = channels
+        for channel in channels.values():
+            channel.use(*settings.codecs)
         self.settings = settings
         self.sink = GradientSink(self.program, state.parameters)
         weights = settings.weights
@@ -79,7 +82,7 @@ class Executor:
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         self._training, self._alone = True, False
         self._wait_s = 0.0
-        self._sent = [0, 0]
+        self._sent, self._plain = [0, 0], [0, 0]
         self._peak = 0
 
     def abort(self, reason: str) -> None:
@@ -126,7 +129,7 @@ class Executor:
     def _run_minibatch(self, row: Iterable[Action], minibatch: int, keep_spans: bool) -> StepReport:
         segment = self._segment
         first = segment.first_microbatch
-        self._wait_s, self._sent, self._peak = 0.0, [0, 0], len(self._live)
+        self._wait_s, self._sent, self._plain, self._peak = 0.0, [0, 0], [0, 0], len(self._live)
         self._losses.clear()
         self._seed_tensors.clear()
         clock = time.monotonic
@@ -159,6 +162,7 @@ class Executor:
             busy_s=busy_s,
             wait_s=self._wait_s,
             sent_bytes=(self._sent[0], self._sent[1]),
+            plain_bytes=(self._plain[0], self._plain[1]),
             peak_in_flight=self._peak,
             weight_versions=self.ring.held,
             spans=spans,
@@ -276,7 +280,10 @@ class Executor:
             self._seeds[microbatch] = tuple(by_input.get(i) for i in range(len(inputs)))
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
-        self._sent[0 if peer > self.stage else 1] += sum(t.nbytes for t in tensors if t is not None)
+        direction = 0 if peer > self.stage else 1
+        plain, wire = message_bytes(action.op, tensors, self.settings.codecs)
+        self._plain[direction] += plain
+        self._sent[direction] += wire
         self.channels[peer].send(action, tensors, weight_version)
 
     def _recv(self, peer: int, action: Action) -> Message:

@@ -6,9 +6,10 @@
     +---------+----------+-----+----------------------+ +----------+-----+----------+
 
 The header has the same size for every message of a channel, so a receiver knows how much to read
-before it knows anything else. A tensor travels as its raw memory, and its strides with it: a
-channels_last activation arrives channels_last, because kernels choose their path, and so their
-bits, by layout. For the same reason every tensor starts at a multiple of 64 bytes.
+before it knows anything else. A tensor travels as its raw memory, or as what a codec made of it, and
+its strides with it: a channels_last activation arrives channels_last, because kernels choose their
+path, and so their bits, by layout. For the same reason every tensor starts at a multiple of 64 bytes.
+Each record says its codec, so a receiver needs to know nothing of the sender's choice.
 
 Nothing in a header is believed: ``parse`` and ``decode`` answer any bytes with tensors that lie
 inside the payload or with a LinkError. Left out: devices (tensors are in host memory here) and
@@ -17,16 +18,28 @@ checksums (TCP has its own).
 
 from __future__ import annotations
 
-import functools
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from raypipe.engine import layout
+from raypipe.engine.codec import NONE, Codec, host
+from raypipe.engine.codec.choice import rounding_key, travels_coded
+from raypipe.engine.record import (
+    ALIGNMENT_BYTES,
+    NO_TENSOR,
+    PAYLOAD_LIMIT_BYTES,
+    RECORD_BYTES,
+    Described,
+    TensorRecord,
+    describe,
+    parse_records,
+    prepare,
+)
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action, Op
 
@@ -39,55 +52,22 @@ __all__ = [
     "encode",
     "gather",
     "header_bytes",
+    "is_coded",
     "parse",
 ]
 
-PAYLOAD_LIMIT_BYTES = 2 << 30
-ALIGNMENT_BYTES = 64
-MAX_DIMS = 8
-
 MAGIC = b"RPFR"
-VERSION = 1
-NO_CODEC = 0
+VERSION = 2
 
-# magic, version, generation, op, stage, microbatch, num_tensors, codec, weight_version, payload_bytes, sent_at
-_PRELUDE = struct.Struct("<4sHIBHQHBIQd")
-# dtype, flags, ndim, shape, strides
-_RECORD = struct.Struct("<BBB5x8Q8Q")
+# magic, version, generation, op, stage, microbatch, num_tensors, weight_version, payload_bytes, sent_at
+_PRELUDE = struct.Struct("<4sHIBHQHIQd")
 
-_PRESENT, _REQUIRES_GRAD = 1, 2
 _OPS = tuple(Op)
 _OP_CODES = {op: code for code, op in enumerate(_OPS)}
-# The position is the code on the wire: append only.
-_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_MAX_STRIDE = (1 << 63) - 1
 _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
-_NO_TENSOR = bytes(_RECORD.size)
 
-
-class TensorRecord(NamedTuple):
-    """Where a tensor lies in the payload; ``strides`` count elements, as in torch."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    requires_grad: bool
-    offset_bytes: int
-    extent_bytes: int
+Allocate = Callable[[int], torch.Tensor]
+"""Bytes -> memory as a uint8 tensor, at a multiple of 64 bytes."""
 
 
 class Head(NamedTuple):
@@ -104,8 +84,8 @@ class Head(NamedTuple):
 class Frame(NamedTuple):
     """A message ready to be written: ``header``, then every buffer in order.
 
-    The buffers are views of the tensors' own memory and keep it alive; nobody may write to it
-    until they are sent.
+    The buffers are views of the tensors' own memory, but where a codec made new bytes, and keep it alive; nobody may
+    write to it until they are sent.
     """
 
     header: bytes
@@ -115,7 +95,7 @@ class Frame(NamedTuple):
 
 def header_bytes(max_tensors: int) -> int:
     """Size of the header on a channel whose messages have at most ``max_tensors`` tensors."""
-    return _PRELUDE.size + max_tensors * _RECORD.size
+    return _PRELUDE.size + max_tensors * RECORD_BYTES
 
 
 def check_count(action: Action, tensors: Sequence[torch.Tensor | None], max_tensors: int) -> None:
@@ -131,11 +111,16 @@ def encode(
     generation: int,
     max_tensors: int,
     weight_version: int = 0,
+    codec: Codec = NONE,
 ) -> Frame:
-    """Describe ``tensors`` and point at their memory, without a copy unless a tensor has gaps.
+    """Describe ``tensors`` and point at their memory, without a copy unless a tensor has gaps or a codec applies.
 
     A stride of 0 (an expanded dimension) is kept and only the distinct elements travel. A tensor
     with gaps or overlaps is packed first, its dimensions in the same order of strides.
+
+    Args:
+        codec: for tensors that it applies to; of a forward message only for those that require a gradient, which masks
+            and positions do not.
 
     Raises:
         LinkError: too many tensors, or a tensor of an unsupported type, device or size; names the action.
@@ -144,20 +129,23 @@ def encode(
     records: list[bytes] = []
     buffers: list[memoryview] = []
     end_bytes = 0
-    for tensor in tensors:
+    for place, tensor in enumerate(tensors):
         if tensor is None:
-            records.append(_NO_TENSOR)
+            records.append(NO_TENSOR)
             continue
+        name = codec.name if travels_coded(codec.name, action.op, tensor) else "none"
         known = None
         if layout.is_plain(tensor):
-            known = _describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+            known = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)
         if known is None:
-            tensor, known = _prepare(action, tensor)
-        record, extent_bytes = known
+            tensor, known = prepare(action, tensor, name)
+        record, used, _, extent_bytes = known
         records.append(record)
         if extent_bytes:
             if padding_bytes := -end_bytes % ALIGNMENT_BYTES:
                 buffers.append(_PADDING[:padding_bytes])
+            if used != "none":
+                tensor = _coded(action, place, tensor, known, codec)
             buffers.append(layout.raw_bytes(tensor, extent_bytes))
             end_bytes += padding_bytes + extent_bytes
     if end_bytes > PAYLOAD_LIMIT_BYTES:
@@ -170,12 +158,11 @@ def encode(
         action.stage,
         action.microbatch,
         len(tensors),
-        NO_CODEC,
         weight_version,
         end_bytes,
         time.time(),
     )
-    records.append(_NO_TENSOR * (max_tensors - len(tensors)))
+    records.append(NO_TENSOR * (max_tensors - len(tensors)))
     return Frame(prelude + b"".join(records), buffers, end_bytes)
 
 
@@ -195,45 +182,53 @@ def parse(
     """
     if len(header) != header_bytes(max_tensors):
         raise LinkError(f"A header of {len(header)} bytes came, {header_bytes(max_tensors)} were agreed on.")
-    magic, version, theirs, op, stage, microbatch, count, codec, weight_version, payload_bytes, sent_at_s = (
+    magic, version, theirs, op, stage, microbatch, count, weight_version, payload_bytes, sent_at_s = (
         _PRELUDE.unpack_from(header)
     )
     if magic != MAGIC or version != VERSION:
         raise LinkError(f"Not a raypipe frame of version {VERSION} (magic {magic!r}, version {version}).")
     if theirs > generation:
         raise LinkError(f"A message of generation {theirs} came on a channel of generation {generation}.")
-    if op >= len(_OPS) or codec != NO_CODEC:
-        raise LinkError(f"Header with unknown operation code {op} or codec {codec}: do both ends run one version?")
+    if op >= len(_OPS):
+        raise LinkError(f"Header with unknown operation code {op}: do both ends run one version?")
     if count > max_tensors or payload_bytes > payload_limit_bytes:
         raise LinkError(
             f"Header announces {count} tensors in {payload_bytes} bytes; "
             f"at most {max_tensors} and {payload_limit_bytes} are allowed."
         )
-    records, end_bytes = _parse_records(bytes(header[_PRELUDE.size :]), count, payload_limit_bytes)
+    records, end_bytes = parse_records(bytes(header[_PRELUDE.size :]), count, payload_limit_bytes)
     if end_bytes != payload_bytes:
         raise LinkError(f"Header announces {payload_bytes} bytes, but its tensors take {end_bytes}.")
     return Head(theirs, Action(stage, _OPS[op], microbatch), weight_version, payload_bytes, sent_at_s, records)
 
 
-def decode(head: Head, payload: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def is_coded(head: Head) -> bool:
+    """Whether a tensor of the message is in a codec, so that it does not lie in the payload as it is."""
+    return any(record is not None and record.codec != "none" for record in head.records)
+
+
+def decode(head: Head, payload: torch.Tensor, allocate: Allocate | None = None) -> tuple[torch.Tensor | None, ...]:
     """Tensors over ``payload``, a uint8 tensor of exactly ``head.payload_bytes`` that nobody else uses.
 
     Each is a leaf with a version counter of its own: a stage that writes to one in place does not
-    make autograd distrust its neighbours, which views of one buffer would.
+    make autograd distrust its neighbours, which views of one buffer would. A tensor in a codec gets memory of its own,
+    from ``allocate`` where it is given.
 
     Raises:
         LinkError: the payload has another size.
     """
     if payload.numel() != head.payload_bytes:
         raise LinkError(f"{head.action} announced {head.payload_bytes} bytes, {payload.numel()} came.")
-    storage = payload.untyped_storage()
     tensors: list[torch.Tensor | None] = []
     for record in head.records:
         if record is None:
             tensors.append(None)
             continue
+        memory, start = payload, record.offset_bytes // record.dtype.itemsize
+        if record.codec != "none":
+            memory, start = _decoded(record, payload, allocate), 0
         tensor = torch.empty(0, dtype=record.dtype)
-        tensor.set_(storage, record.offset_bytes // record.dtype.itemsize, record.shape, record.strides)
+        tensor.set_(memory.untyped_storage(), start, record.shape, record.strides)
         tensors.append(tensor.requires_grad_(record.requires_grad))
     return tuple(tensors)
 
@@ -248,61 +243,20 @@ def gather(frame: Frame) -> torch.Tensor:
     return payload
 
 
-@functools.lru_cache(maxsize=256)
-def _describe(
-    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], requires_grad: bool
-) -> tuple[bytes, int] | None:
-    """Record and extent in bytes of a dense tensor, None for any other. A run sends few layouts, many times."""
-    elements = layout.distinct_elements(shape, strides)
-    if elements is None or dtype not in _DTYPE_CODES or not _within_limits(dtype, shape, PAYLOAD_LIMIT_BYTES):
-        return None
-    flags = _PRESENT | (_REQUIRES_GRAD if requires_grad else 0)
-    unused = (0,) * (MAX_DIMS - len(shape))
-    record = _RECORD.pack(_DTYPE_CODES[dtype], flags, len(shape), *shape, *unused, *strides, *unused)
-    return record, elements * dtype.itemsize
+def _coded(action: Action, place: int, tensor: torch.Tensor, known: Described, codec: Codec) -> torch.Tensor:
+    """The bytes of a dense tensor in its codec; its elements are taken in the order of memory."""
+    key = None
+    if codec.rounding_seed is not None:
+        key = rounding_key(codec.rounding_seed, action.stage, _OP_CODES[action.op], action.microbatch, place)
+    wire = torch.empty(known.extent_bytes, dtype=torch.uint8)
+    host.encode(known.codec, tensor.detach().as_strided((known.elements,), (1,)), wire, key)
+    return wire
 
 
-def _prepare(action: Action, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[bytes, int]]:
-    """A dense copy of a tensor that is not dense itself, with its record and extent in bytes."""
-    if tensor.dtype not in _DTYPE_CODES or tensor.layout is not torch.strided or not tensor.is_cpu:
-        kind = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
-        raise LinkError(f"{action}: a {kind} tensor cannot be sent; send a strided tensor in host memory.")
-    if not _within_limits(tensor.dtype, tensor.shape, PAYLOAD_LIMIT_BYTES):
-        raise LinkError(
-            f"{action}: a tensor of shape {tuple(tensor.shape)} cannot be sent; "
-            f"at most {MAX_DIMS} dimensions and {PAYLOAD_LIMIT_BYTES} bytes are allowed."
-        )
-    copy = layout.densified(tensor)
-    known = _describe(copy.dtype, copy.shape, copy.stride(), tensor.requires_grad)
-    assert known is not None, "a dense tensor within the limits has a record"
-    return copy, known
-
-
-def _within_limits(dtype: torch.dtype, shape: tuple[int, ...], limit_bytes: int) -> bool:
-    return len(shape) <= MAX_DIMS and layout.span(shape) * dtype.itemsize <= limit_bytes
-
-
-@functools.lru_cache(maxsize=256)
-def _parse_records(packed: bytes, count: int, limit_bytes: int) -> tuple[tuple[TensorRecord | None, ...], int]:
-    """The first ``count`` records, checked, and the bytes that their tensors take."""
-    records: list[TensorRecord | None] = []
-    end_bytes = 0
-    for index in range(count):
-        code, flags, ndim, *dims = _RECORD.unpack_from(packed, index * _RECORD.size)
-        if flags == 0:
-            records.append(None)
-            continue
-        if not flags & _PRESENT or flags > _PRESENT | _REQUIRES_GRAD or code >= len(_DTYPES) or ndim > MAX_DIMS:
-            raise LinkError(f"Tensor {index} of a header has dtype code {code}, flags {flags}, {ndim} dimensions.")
-        dtype, requires_grad = _DTYPES[code], bool(flags & _REQUIRES_GRAD)
-        if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-            raise LinkError(f"Tensor {index} of a header is {dtype} and asks for a gradient.")
-        shape, strides = tuple(dims[:ndim]), tuple(dims[MAX_DIMS : MAX_DIMS + ndim])
-        elements = layout.distinct_elements(shape, strides)
-        if elements is None or not _within_limits(dtype, shape, limit_bytes) or max(strides, default=0) > _MAX_STRIDE:
-            raise LinkError(f"Tensor {index} of a header has shape {shape} and strides {strides}, which nobody sends.")
-        extent_bytes = elements * dtype.itemsize
-        offset_bytes = end_bytes + (-end_bytes % ALIGNMENT_BYTES) if extent_bytes else 0
-        end_bytes = max(end_bytes, offset_bytes + extent_bytes)
-        records.append(TensorRecord(dtype, shape, strides, requires_grad, offset_bytes, extent_bytes))
-    return tuple(records), end_bytes
+def _decoded(record: TensorRecord, payload: torch.Tensor, allocate: Allocate | None) -> torch.Tensor:
+    """The distinct elements of a tensor in a codec, in memory of their own."""
+    nbytes = record.elements * record.dtype.itemsize
+    memory = torch.empty(nbytes, dtype=torch.uint8) if allocate is None else allocate(nbytes)
+    wire = payload[record.offset_bytes : record.offset_bytes + record.extent_bytes]
+    host.decode(record.codec, wire, memory.view(record.dtype))
+    return memory

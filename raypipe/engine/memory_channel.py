@@ -1,7 +1,8 @@
 """InMemoryChannel: two workers in one process, joined by the frames that a network would carry.
 
 The verified fake: it passes the same contract as the sockets do, and it copies through the same
-headers, so that a local run meets the same layouts, flags and limits.
+headers, so that a local run meets the same layouts, flags, limits and codecs. It has no threads: the
+sender encodes and decodes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from raypipe.engine import frame
 from raypipe.engine.channel import Message
+from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.inbox import Inbox
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
@@ -28,6 +30,7 @@ class InMemoryChannel:
         self.generation = generation
         self.max_tensors = max_tensors
         self._inbox = Inbox(name)
+        self._codecs = Codecs()
         self._peer = self
         self._lock = threading.Lock()
         self._error: LinkError | None = None
@@ -47,6 +50,7 @@ class InMemoryChannel:
             generation=self.generation,
             max_tensors=self.max_tensors,
             weight_version=weight_version,
+            codec=self._codecs.of(action.op),
         )
         try:
             head = frame.parse(message.header, generation=self._peer.generation, max_tensors=self.max_tensors)
@@ -58,6 +62,9 @@ class InMemoryChannel:
 
     def recv(self, action: Action, timeout_s: float) -> Message:
         return self._inbox.take(action, timeout_s)
+
+    def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
+        self._codecs = Codecs(codec_forward, codec_backward)
 
     def abort(self, reason: str) -> None:
         error = LinkAbortedError(f"{self.name}: aborted: {reason}")

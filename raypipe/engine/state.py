@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.codec import Codecs
 from raypipe.engine.stage import StageProgram
 from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
 
@@ -27,6 +28,7 @@ class Settings:
         max_grad_norm: clip the norm of the whole model's gradient to this, None never clips.
         timeout_s: longest wait for one message.
         weights: versions of the weights, and whose norm is clipped.
+        codecs: of the messages between stages.
     """
 
     seed: int
@@ -34,6 +36,7 @@ class Settings:
     max_grad_norm: float | None
     timeout_s: float
     weights: WeightPolicy = SYNCHRONOUS
+    codecs: Codecs = Codecs()  # noqa: RUF009  (immutable)
 
 
 class StageState:

@@ -42,12 +42,14 @@ class RowsKey(NamedTuple):
         num_microbatches: of one mini-batch.
         num_minibatches: that the rows complete.
         training: False evaluates.
+        update_interval: as in Segment. A mini-batch that is smaller than the others may have as many micro-batches.
     """
 
     num_microbatches: int
     num_minibatches: int = 1
     phase: Phase = Phase.WHOLE
     training: bool = True
+    update_interval: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ class Segment:
 
     def rows(self, *, training: bool) -> RowsKey:
         """The rows that carry it out."""
-        return RowsKey(len(self.microbatch_samples), self.num_minibatches, self.phase, training)
+        count = len(self.microbatch_samples)
+        return RowsKey(count, self.num_minibatches, self.phase, training, self.update_interval)
 
     def locate(self, microbatch: int) -> tuple[int, int, int]:
         """(step, position in the epoch's order of the first sample, samples) of a global micro-batch."""

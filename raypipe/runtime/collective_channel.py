@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from raypipe.engine import frame
+from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.queued_channel import END_TIMEOUT_S, QueuedChannel
 
@@ -153,6 +154,7 @@ class CollectiveChannel(QueuedChannel):
     # The receiving thread.
 
     def _receive_loop(self) -> None:
+        one_core()
         envelope = torch.empty(self._envelope_bytes, dtype=torch.uint8)
         try:
             while self._receive(envelope):

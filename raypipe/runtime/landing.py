@@ -70,14 +70,24 @@ class Memory:
 
 
 class Landing(NamedTuple):
-    """Tensors made before their contents arrive, and the memory to receive it into."""
+    """Memory to receive a message into, made before its contents arrive, and so are its tensors where they lie in it.
+
+    A message in a codec is received into memory that nobody sees, and becomes tensors when it has come.
+    """
 
     records: tuple[frame.TensorRecord | None, ...]
     memory: memoryview
-    tensors: tuple[torch.Tensor | None, ...]
+    payload: torch.Tensor
+    tensors: tuple[torch.Tensor | None, ...] | None
 
     @classmethod
     def prepare(cls, head: frame.Head, memory: Memory) -> Landing:
         """Room for a message like ``head``."""
-        payload = memory.take(head.payload_bytes)
-        return cls(head.records, layout.raw_bytes(payload, head.payload_bytes), frame.decode(head, payload))
+        coded = frame.is_coded(head)
+        payload = torch.empty(head.payload_bytes, dtype=torch.uint8) if coded else memory.take(head.payload_bytes)
+        tensors = None if coded else frame.decode(head, payload)
+        return cls(head.records, layout.raw_bytes(payload, head.payload_bytes), payload, tensors)
+
+    def landed(self, head: frame.Head, memory: Memory) -> tuple[torch.Tensor | None, ...]:
+        """The tensors, now that all bytes are here; once."""
+        return frame.decode(head, self.payload, memory.take) if self.tensors is None else self.tensors

@@ -22,6 +22,7 @@ import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raypipe.engine import frame
+from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkError
 from raypipe.runtime.queued_channel import CLOSE_TIMEOUT_S, QueuedChannel
 
@@ -202,6 +203,7 @@ class ObjectStoreChannel(QueuedChannel):
             raise LinkError(f"{head.action} announced {head.payload_bytes} bytes, {came_bytes} came.")
         if head.generation < self.generation:
             return
+        one_core()
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
         np.concatenate(arrays, out=payload.numpy())
         self.inbox.deliver(head.action, frame.decode(head, payload), head.weight_version)

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from raypipe.engine import frame
+from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.landing import Landing, Memory
 from raypipe.runtime.queued_channel import QueuedChannel
@@ -115,6 +116,7 @@ class SocketChannel(QueuedChannel):
     # The receiving thread.
 
     def _receive_loop(self) -> None:
+        one_core()
         header = bytearray(frame.header_bytes(self.max_tensors))
         try:
             while self._receive(header):
@@ -147,7 +149,7 @@ class SocketChannel(QueuedChannel):
         if head.payload_bytes and not _receive_exactly(self._in, landing.memory):
             raise ConnectionError(f"it ended inside {head.action}")
         if head.generation == self.generation:
-            self.inbox.deliver(head.action, landing.tensors, head.weight_version)
+            self.inbox.deliver(head.action, landing.landed(head, self._memory), head.weight_version)
         if head.payload_bytes <= LANDING_BYTES:
             # The next message is likely of the same shape: make room for it now, while nobody waits.
             self._landing = Landing.prepare(head, self._memory)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from raypipe.engine.channel import Channel
+from raypipe.engine.codec import NONE, Codec
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action, Op
 
@@ -46,6 +47,15 @@ def sample(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     raw = torch.randn(*shape, generator=torch.Generator().manual_seed(7)) * 50
     return raw > 0 if dtype is torch.bool else raw.to(dtype)
 
+
+CODECS = {
+    "none": (NONE, 0.0),
+    "bf16": (Codec("bf16"), 2.0**-8),
+    "fp16": (Codec("fp16"), 2.0**-11),
+    "int8": (Codec("int8"), 1 / 253),
+    "int8_at_random": (Codec("int8", rounding_seed=3), 1 / 126),
+}
+"""Each codec, and its largest error as a share of the largest value."""
 
 LAYOUTS = {
     "contiguous": lambda t: t,
@@ -170,6 +180,78 @@ class ChannelContract:
         assert got is not None
         assert torch.equal(got, x)
         assert got.stride() == (1, 4)
+
+    @pytest.mark.parametrize("name", CODECS)
+    def test_a_codec_keeps_layouts_flags_and_all_that_is_no_activation(self, pair: Pair, name: str) -> None:
+        codec, share = CODECS[name]
+        pair[0].use(codec, NONE)  # nobody tells the other end
+        exact = (sample(torch.int64, 40), sample(torch.bool, 40), sample(torch.float32, 40))
+        for m, layout in enumerate(LAYOUTS):
+            x = LAYOUTS[layout](sample(torch.float32, 2, 3, 4, 5)).detach().requires_grad_()
+            pair[0].send(f(m), (x, *exact))
+            got, *others = pair[1].recv(f(m), WAIT_S)
+            assert got is not None
+            assert (got.dtype, got.shape, got.stride()) == (x.dtype, x.shape, x.stride())
+            assert got.is_leaf
+            assert got.requires_grad
+            assert got.numel() == 0 or got.data_ptr() % 64 == 0
+            assert x.numel() == 0 or (got - x).abs().max() <= share * x.abs().max()
+            for mine, theirs in zip(exact, others, strict=True):
+                assert torch.equal(mine, theirs)  # type: ignore[arg-type]
+
+    def test_each_direction_has_its_codec_and_may_change_it_at_any_message(self, pair: Pair) -> None:
+        x = torch.full((1000,), 1 / 3)
+        pair[1].use(Codec("int8"), Codec("fp16"))
+        got = []
+        for m, name in enumerate((*CODECS, "none", "int8")):
+            pair[0].use(CODECS[name][0], NONE)
+            pair[0].send(f(m), (x.clone().requires_grad_(),))
+            pair[1].send(b(m), (x,))
+            pair[1].send(Action(1, Op.REDUCE_NORM, m), (x,))
+        for m in range(len(CODECS) + 2):
+            got.append(pair[1].recv(f(m), WAIT_S)[0].detach())  # type: ignore[union-attr]
+            (back,), (norm,) = pair[0].recv(b(m), WAIT_S), pair[0].recv(Action(1, Op.REDUCE_NORM, m), WAIT_S)
+            assert torch.equal(back, x.half().float())  # type: ignore[arg-type]
+            assert torch.equal(norm, x), "only activations and their gradients"  # type: ignore[arg-type]
+        assert torch.equal(got[0], x)
+        assert torch.equal(got[1], x.bfloat16().float())
+        assert torch.equal(got[2], x.half().float())
+        assert torch.equal(got[-2], x)
+        assert torch.equal(got[-1], got[3])
+
+    def test_the_backward_of_a_codec_is_the_identity(self, pair: Pair) -> None:
+        """What the receiver differentiates by is what it received: nothing has to be put straight."""
+        weight = sample(torch.float32, 300)
+        pair[0].use(Codec("int8"), NONE)
+        pair[0].send(f(0), (sample(torch.float32, 300).requires_grad_(),))
+        (got,) = pair[1].recv(f(0), WAIT_S)
+        assert got is not None
+        (got * weight).sum().backward()
+        assert torch.equal(got.grad, weight)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+    def test_what_is_not_finite_arrives_so_in_any_codec(self, pair: Pair, bad: float) -> None:
+        x = sample(torch.float32, 1000)
+        x[517] = bad
+        for m, (codec, _) in enumerate(CODECS.values()):
+            pair[1].use(NONE, codec)
+            pair[1].send(b(m), (x,))
+            (got,) = pair[0].recv(b(m), WAIT_S)
+            assert got is not None
+            assert not got[517].isfinite()
+            assert bool(got[:512].isfinite().all()), "its neighbours in other blocks are not lost"
+
+    @pytest.mark.slow
+    def test_large_messages_in_a_codec(self, pair: Pair) -> None:
+        """Beyond what is received ahead, and beyond what is given memory that was used before."""
+        for m, elements in enumerate(((1 << 18) + 1, 1 << 21, (1 << 24) + 5)):
+            x = torch.rand(elements, generator=torch.Generator().manual_seed(m)).requires_grad_()
+            for k, (codec, share) in enumerate(CODECS.values()):
+                pair[0].use(codec, NONE)
+                pair[0].send(f(10 * m + k), (x,))
+                (got,) = pair[1].recv(f(10 * m + k), WAIT_S)
+                assert got is not None
+                assert (got - x).abs().max() <= share
 
     def test_gradient_flags_arrive_on_leaves(self, pair: Pair) -> None:
         weight = sample(torch.float32, 3).requires_grad_()

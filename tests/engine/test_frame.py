@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.engine import frame
+from raypipe.engine.codec import NONE, Codec
+from raypipe.engine.codec.choice import CODECS, applies
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action, Op
 
@@ -59,8 +61,11 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 messages = st.lists(st.none() | tensors(), max_size=MAX_TENSORS)
 
 
-def encoded(message: list[torch.Tensor | None]) -> frame.Frame:
-    return frame.encode(ACTION, message, generation=GENERATION, max_tensors=MAX_TENSORS, weight_version=9)
+codecs = st.sampled_from([Codec(name) for name in CODECS] + [Codec("int8", rounding_seed=5)])
+
+
+def encoded(message: list[torch.Tensor | None], codec: Codec = NONE, action: Action = ACTION) -> frame.Frame:
+    return frame.encode(action, message, generation=GENERATION, max_tensors=MAX_TENSORS, weight_version=9, codec=codec)
 
 
 def parsed(header: bytes | bytearray, limit_bytes: int = LIMIT_BYTES) -> frame.Head:
@@ -108,9 +113,61 @@ def test_round_trip(message: list[torch.Tensor | None]) -> None:
 
 
 @pytest.mark.slow
-@given(messages, st.data())
-def test_flipped_bits_give_an_error_or_usable_tensors(message: list[torch.Tensor | None], data: st.DataObject) -> None:
-    header = bytearray(encoded(message).header)
+@given(messages, codecs)
+def test_round_trip_in_a_codec(message: list[torch.Tensor | None], codec: Codec) -> None:
+    """Type, shape, strides and flags as without; values as the codec makes them of the elements in memory's order."""
+    sent = encoded(message, codec)
+    assert sum(b.nbytes for b in sent.buffers) == sent.payload_bytes
+    head, plain = parsed(sent.header), parsed(encoded(message).header)
+    assert head.payload_bytes <= plain.payload_bytes
+    got = frame.decode(head, frame.gather(sent))
+    exact = frame.decode(plain, frame.gather(encoded(message)))
+    for record, mine, theirs in zip(head.records, exact, got, strict=True):
+        if mine is None or theirs is None or record is None:
+            assert mine is theirs is record
+            continue
+        assert (theirs.dtype, theirs.shape, theirs.stride()) == (mine.dtype, mine.shape, mine.stride())
+        assert theirs.requires_grad == mine.requires_grad
+        assert theirs.is_leaf
+        assert theirs.numel() == 0 or theirs.data_ptr() % 64 == 0
+        assert record.codec == (codec.name if applies(codec.name, mine.dtype, record.elements) else "none")
+        if record.codec == "none":
+            assert torch.equal(theirs, mine)
+        else:
+            step = mine.detach().abs().max().item() / (254 if codec.rounding_seed is None else 127)
+            close = {"bf16": (2.0**-8, 0.0), "fp16": (2.0**-11, 2.0**-25), "int8": (2.0**-8, step * (1 + 2.0**-13))}
+            relative, absolute = close[record.codec]
+            assert torch.allclose(theirs, mine, rtol=relative, atol=absolute)
+
+
+def test_a_forward_message_keeps_what_needs_no_gradient_exact() -> None:
+    """Masks, positions, and all of an evaluation."""
+    x = torch.full((1000,), 1 / 3)
+    forward = Action(1, Op.SEND_F, 0)
+    for action, requires_grad, coded in ((forward, True, True), (forward, False, False), (ACTION, False, True)):
+        head = parsed(encoded([x.clone().requires_grad_(requires_grad)], Codec("bf16"), action).header)
+        assert head.payload_bytes == (2000 if coded else 4000)
+        assert frame.is_coded(head) is coded
+
+
+def test_draws_belong_to_seed_message_and_place() -> None:
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(1))
+
+    def payload(seed: int | None, action: Action = ACTION, place: int = 0) -> bytes:
+        message = encoded([None] * place + [x], Codec("int8", rounding_seed=seed), action)
+        return b"".join(message.buffers)
+
+    assert payload(1) == payload(1)
+    others = [payload(None), payload(1), payload(2), payload(1, place=1), payload(1, ACTION._replace(microbatch=4))]
+    assert len(set(others)) == len(others)
+
+
+@pytest.mark.slow
+@given(messages, codecs, st.integers(0, 255), st.data())
+def test_flipped_bits_give_an_error_or_usable_tensors(
+    message: list[torch.Tensor | None], codec: Codec, fill: int, data: st.DataObject
+) -> None:
+    header = bytearray(encoded(message, codec).header)
     # Aim at what is in use: the unused records at the end are not read.
     used_bytes = frame.header_bytes(len(message))
     for _ in range(data.draw(st.integers(1, 6))):
@@ -120,7 +177,7 @@ def test_flipped_bits_give_an_error_or_usable_tensors(message: list[torch.Tensor
     except LinkError:
         return
     assert head.payload_bytes <= LIMIT_BYTES
-    for tensor in frame.decode(head, torch.zeros(head.payload_bytes, dtype=torch.uint8)):
+    for tensor in frame.decode(head, torch.full((head.payload_bytes,), fill, dtype=torch.uint8)):
         if tensor is not None:
             assert tensor.numel() * tensor.itemsize <= LIMIT_BYTES
             tensor.clone()  # reads every element

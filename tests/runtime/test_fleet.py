@@ -31,6 +31,7 @@ from raypipe.engine.storage import Place
 from raypipe.errors import LinkError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
+from raypipe.ir.segment import RowsKey
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import build_schedule, microbatches
@@ -145,7 +146,7 @@ def saved_state(fleet: Fleet, folder: Path) -> dict[str, torch.Tensor]:
     """Parameters and buffers by way of a checkpoint."""
     name = checkpoint_name(STEPS)
     fleet.save(name)
-    position = {"step": STEPS, "microbatch": 0, "epoch": 0, "offset": 0}
+    position = {"step": STEPS, "microbatch": 0, "epoch": 0, "offset": 0, "updates": STEPS}
     manifest = make_manifest(
         STEPS, fleet.entries(name), position=position, seed=0, minibatch_size=1, microbatch_size=1, num_samples=1,
         aliases={},
@@ -162,8 +163,8 @@ def steps(
     minibatch, size, _ = microbatches(request, len(stages))
 
     @cache
-    def rows(number: int, training: bool) -> Any:
-        return lower(build_schedule(request, len(stages), number, stages[0].first_trainable))
+    def rows(key: RowsKey) -> Any:
+        return lower(build_schedule(request, len(stages), key.num_microbatches, stages[0].first_trainable))
 
     orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, count))
     for reports in fleet.run(orders, rows):

@@ -1,0 +1,31 @@
+"""Codecs: boundary tensors in fewer bytes, at a stated loss.
+
+    stage s                       link                       stage s + 1
+    activation x --encode--> 1 or 2 bytes an element --decode--> x' = x + e, a leaf that requires a gradient
+    gradient   g' <-decode-- 1 or 2 bytes an element <--encode-- gradient of x'
+
+Each end treats what it has as exact: the receiver's tensor is a new leaf, so nothing differentiates through the
+rounding, and the backward of a codec is the identity (the straight-through estimator). Nobody has to do anything.
+
+| codec | bytes an element | error of an element x                    | not finite        | too large         |
+|-------|------------------|------------------------------------------|-------------------|-------------------|
+| none  | as it is         | 0                                        | as it is          |                   |
+| bf16  | 2                | 2^-8 |x| + 2^-126                        | stays so, NaN NaN | 3.397e38 up: inf  |
+| fp16  | 2                | 2^-11 |x| + 2^-25                        | stays so, NaN NaN | 65520 up: inf     |
+| int8  | 1 + 4/128        | a/254, or a/127 where rounded at random; | its block is NaN  | fits              |
+|       |                  | a: largest |x| of 128, 0 if below 2^-119 |                   |                   |
+
+So whatever is not a number still is none at the other end, and a check of the loss or of the norm finds it.
+
+What a codec is used for is decided in ``choice``: 32-bit floats (int8: 16-bit ones too) of SEND_F that require a
+gradient, and of SEND_B. Integers, masks, 64-bit floats, losses and whatever reduces gradients stay exact, and so do
+evaluations, in which nothing requires a gradient. ``arrays`` defines what each codec does, for numpy and CuPy alike;
+``host`` does the same to torch tensors in host memory. Left out: entropy coding, error feedback (algorithms that keep
+state per sample), fp8 and int4.
+"""
+
+from __future__ import annotations
+
+from raypipe.engine.codec.choice import NONE, Codec, Codecs
+
+__all__ = ["NONE", "Codec", "Codecs"]

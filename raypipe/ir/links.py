@@ -1,0 +1,115 @@
+"""What a run measures of itself while it trains, as plain data: messages, stages, and what was made of them.
+
+A sample is one real message. Nothing is sent to measure: the header of every frame carries the sender's clock, the
+receiver notes its own, and the two clocks need not agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from raypipe.ir.action import Op
+from raypipe.ir.timeline import Span
+
+__all__ = ["LinkEstimate", "LinkSample", "StageSample", "stage_sample"]
+
+
+class LinkSample(NamedTuple):
+    """One message over one hop, one way.
+
+    Attributes:
+        hop: joins stage hop to stage hop + 1.
+        forward: from the lower stage to the higher; False for a gradient on its way back.
+        step: optimizer step.
+        microbatch: its number within the step, from 0; messages of a direction are sent in this order.
+        wire_bytes: that travelled, after any codec.
+        sent_at_s: on the sender's clock, when it was handed to the link, after any encoding.
+        arrived_at_s: on the receiver's clock, when its last byte was there, before any decoding.
+        raw_bytes: before any codec; 0 for the same as wire_bytes.
+        queued: messages of this direction that the sender knows to be ahead of it, unsent.
+    """
+
+    hop: int
+    forward: bool
+    step: int
+    microbatch: int
+    wire_bytes: int
+    sent_at_s: float
+    arrived_at_s: float
+    raw_bytes: int = 0
+    queued: int = 0
+
+
+class StageSample(NamedTuple):
+    """One stage in one step: medians over its micro-batches.
+
+    Attributes:
+        forward_s, backward_s: of one micro-batch.
+        step_s: of the optimizer.
+        peak_bytes: most memory that the stage has used, None where nobody measured.
+    """
+
+    stage: int
+    step: int
+    forward_s: float
+    backward_s: float
+    step_s: float = 0.0
+    peak_bytes: int | None = None
+
+
+def stage_sample(stage: int, step: int, spans: Iterable[Span], peak_bytes: int | None = None) -> StageSample:
+    """The sample of one stage from its executor's spans of one step; 0 s for what it did not do."""
+    seconds: dict[Op, list[float]] = {}
+    for span in spans:
+        if span.action.stage == stage:
+            seconds.setdefault(span.action.op, []).append(span.end_s - span.start_s)
+    forward_s, backward_s, input_s, weight_s, step_s = (
+        median(seconds[op]) if seconds.get(op) else 0.0 for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)
+    )
+    return StageSample(stage, step, forward_s, backward_s or input_s + weight_s, step_s, peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEstimate:
+    """One hop, one way, over a window of recent steps.
+
+    A message of ``raw_bytes`` without codec leaves an idle link ``occupancy_s`` after it was handed over, and arrives
+    ``latency_s`` after that; one that finds the link busy waits until it is free.
+
+    Attributes:
+        latency_s: half of the round trip that is not occupancy; the two ways cannot be told apart.
+        occupancy_s: median.
+        ewma_s: running mean over the steps of the run of half of what a message and its answer take.
+        p90_s: of latency and occupancy together, by message.
+        seconds_per_byte: of occupancy.
+        draws_s: occupancy of each message of the window, oldest first. The link keeps order, so whatever varies holds
+            up those behind it, which is what occupancy means.
+        split: latency and occupancy were told apart by messages that met, or by their sizes. If not, occupancy_s is an
+            upper bound.
+        reason: how, in words.
+    """
+
+    hop: int
+    forward: bool
+    raw_bytes: int
+    latency_s: float
+    occupancy_s: float
+    ewma_s: float
+    p90_s: float
+    seconds_per_byte: float
+    draws_s: tuple[float, ...]
+    split: bool
+    reason: str
+
+    @property
+    def transfer_s(self) -> float:
+        """From handing over to arrival on an idle link."""
+        return self.latency_s + self.occupancy_s
+
+    @property
+    def bandwidth_bytes_s(self) -> float:
+        return 1.0 / self.seconds_per_byte if self.seconds_per_byte > 0 else math.inf

@@ -1,0 +1,53 @@
+"""The controller: measure the links while training runs, and turn the schedule when that pays.
+
+    executors' spans ---> StageSample --+
+    frames' headers ----> LinkSample  --+--> StepDone --> Controller.handle --> [Decision, ...]
+                                                              |                    |
+         Observer: FIFO model of each link, medians of stages |                    +--> events.jsonl, metrics
+         search:   k, r, codecs that fit, run on the measured |                    +--> choice: rows of the next flush
+                   messages; the quickest                     |
+         Trial:    predicted against achieved gain            +--> to_json, for a driver that comes back
+
+Pure: no clock, no thread, no socket, no chance. The driver feeds it and carries out what it says; nothing is rebuilt
+for it, a retune exchanges rows of actions. Its model is ``planner.simulate``'s, with a time of its own for every
+message.
+
+Left out: links that share one wire, the processor time that a codec takes from a stage, and replicas.
+"""
+
+from __future__ import annotations
+
+from raypipe.planner.control.choice import NO_CODEC, Choice, Codec, schedule_of
+from raypipe.planner.control.contention import LEVELS, Contention, delay_s
+from raypipe.planner.control.controller import Controller, Setup
+from raypipe.planner.control.events import Decision, StepDone, Verdict
+from raypipe.planner.control.links import LinkEstimator
+from raypipe.planner.control.measured import Measured, predicted_s
+from raypipe.planner.control.room import Room, fits, rooms_of, why_not
+from raypipe.planner.control.search import Found, Scored, Space, search
+
+__all__ = [
+    "LEVELS",
+    "NO_CODEC",
+    "Choice",
+    "Codec",
+    "Contention",
+    "Controller",
+    "Decision",
+    "Found",
+    "LinkEstimator",
+    "Measured",
+    "Room",
+    "Scored",
+    "Setup",
+    "Space",
+    "StepDone",
+    "Verdict",
+    "delay_s",
+    "fits",
+    "predicted_s",
+    "rooms_of",
+    "schedule_of",
+    "search",
+    "why_not",
+]

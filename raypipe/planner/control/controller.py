@@ -1,0 +1,344 @@
+"""The controller: a state machine without a clock, a thread or a socket.
+
+    StepDone --> measure --> anything new, or time to look?
+                                 |
+              nothing better <---+---> better by min_gain
+                   KEEP          |        first time: WAIT, and look again after the next step
+                                 |        second time: SWITCH ------> the driver runs it from the next flush
+                                 |                                        |
+                                 |              PAID, or UNDO and be quiet for a while, or OPEN
+                                 +<---------------------------------------+
+
+Every answer carries its numbers and a sentence. The same events give the same decisions, also after the state went
+through JSON in between.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raypipe.errors import PlanError
+from raypipe.ir.links import LinkEstimate
+from raypipe.ir.plan_table import human_s
+from raypipe.planner.control.choice import Choice, Codec
+from raypipe.planner.control.drift import News
+from raypipe.planner.control.events import Decision, StepDone, Verdict
+from raypipe.planner.control.measured import Measured
+from raypipe.planner.control.observer import Observer
+from raypipe.planner.control.room import Room, fits
+from raypipe.planner.control.search import EVEN, Found, Space, search
+from raypipe.planner.control.trial import Trial, typical_s
+
+__all__ = ["Controller", "Setup"]
+
+RECENT = 8
+"""Steps that a change is compared with."""
+SETTLE = 1
+"""Steps of a run before the first look."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the controller may do, and how patient it is.
+
+    Attributes:
+        mode: the schedule asked for; "auto" turns k and r, "kfkb" k, "slack" r, any other only codecs.
+        choice: what the run begins with.
+        rooms: memory by stage.
+        first_trainable: lowest stage with a backward.
+        forward_codecs, backward_codecs: allowed besides "none", the mildest first.
+        microbatch_seconds: (M, seconds of a micro-batch on the slowest stage) where M may change (retune_microbatches);
+            empty where it stays.
+        retune_interval_steps: steps between two looks where nothing changes.
+        link_drift_threshold: relative change of a link, or of a stage, that is looked at at once.
+        min_gain: relative gain in step time that is worth a switch.
+        frozen: look and tell, but never switch: what a benchmark compares with.
+    """
+
+    mode: str
+    choice: Choice
+    rooms: tuple[Room, ...]
+    first_trainable: int = 0
+    forward_codecs: tuple[Codec, ...] = ()
+    backward_codecs: tuple[Codec, ...] = ()
+    microbatch_seconds: tuple[tuple[int, float], ...] = ()
+    retune_interval_steps: int = 20
+    link_drift_threshold: float = 0.25
+    min_gain: float = 0.03
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rooms:
+            raise PlanError("The controller has no rooms: give one Room per stage.")
+        if self.retune_interval_steps < 1 or not min(self.link_drift_threshold, self.min_gain) > 0:
+            raise PlanError(
+                f"retune_interval_steps={self.retune_interval_steps}, "
+                f"link_drift_threshold={self.link_drift_threshold}, min_gain={self.min_gain}: "
+                "give at least 1 step and numbers above 0."
+            )
+        # Whose memory the planner does not know cannot be kept within it.
+        self.choice.memory_model()
+
+
+@dataclass(slots=True)
+class _State:
+    """All that a controller remembers besides its measurements; plain numbers.
+
+    Attributes:
+        wanted: what was asked for last.
+        seconds: of the last steps with the present choice, since the links changed last.
+        waiting: looks in a row that found something better.
+        looked: step of the last look; None before the first.
+        quiet_until: step before which no switch is asked for.
+        undone: switches taken back since the last one that paid.
+        held_bytes: by stage, the most that any choice so far was expected to hold.
+    """
+
+    wanted: Choice
+    rooms: tuple[Room, ...]
+    seconds: list[float] = field(default_factory=list)
+    trial: Trial | None = None
+    steps: int = 0
+    waiting: int = 0
+    looked: int | None = None
+    quiet_until: int = 0
+    undone: int = 0
+    held_bytes: list[int] = field(default_factory=list)
+
+
+class Controller:
+    """Tell it of every step; do what it says at the next flush.
+
+    Args:
+        setup: of the run.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._observer = Observer(len(setup.rooms), setup.link_drift_threshold)
+        self._state = _State(setup.choice, setup.rooms)
+
+    @property
+    def wanted(self) -> Choice:
+        """What the run should use: what a driver that comes back begins with."""
+        return self._state.wanted
+
+    def estimates(self) -> tuple[LinkEstimate, ...]:
+        """Of every hop and direction, for metrics and people."""
+        return self._observer.estimates()
+
+    def handle(self, event: StepDone) -> list[Decision]:
+        """Take in one step.
+
+        Returns:
+            what was decided, in order. Where a decision has a ``choice``, that is to be run from the next flush.
+        """
+        state, found = self._state, list[Decision]()
+        news, who = self._observer.add(event.stages, event.messages)
+        state.steps += 1
+        tight = self._learn_memory(event) and not fits(event.choice, state.rooms)
+        if event.choice != state.wanted:  # asked for, and not yet at a flush
+            return found
+        if state.trial is not None and state.trial.began is None:
+            state.seconds.clear()
+        elif event.counts:
+            state.seconds = [*state.seconds, event.seconds][-RECENT:]
+        if news is News.CHANGED:
+            state.seconds = state.seconds[-2:]
+            found.append(Decision(event.step, Verdict.DRIFT, _sentence(f"{who} changed for good."), {"who": who}))
+        if state.trial is not None:
+            found.extend(self._judge(event, state.trial, news))
+        if state.trial is None and state.wanted == event.choice and (tight or self._due(event, news)):
+            found.extend(self._look(event, news, who))
+        return found
+
+    def _due(self, event: StepDone, news: News) -> bool:
+        state = self._state
+        if state.steps <= SETTLE:
+            return False
+        if event.step < state.quiet_until:
+            # After one switch too many a change is a reason again; after several only time is.
+            return news is News.CHANGED and state.undone <= 1
+        if news is not News.STEADY or state.waiting or state.looked is None:
+            return True
+        return event.step - state.looked >= self.setup.retune_interval_steps
+
+    def _judge(self, event: StepDone, trial: Trial, news: News) -> list[Decision]:
+        """Whether the last switch paid."""
+        state = self._state
+        if news is News.CHANGED and trial.began is not None:
+            state.trial = None
+            reason = f"The links changed while {trial.after} was on trial: whether it paid cannot be told."
+            return [Decision(event.step, Verdict.OPEN, reason, _gains(trial))]
+        state.trial = trial = trial.with_step(event.step, event.seconds, event.counts)
+        paid = trial.verdict(self.setup.min_gain)
+        if paid is None:
+            return []
+        state.trial, state.looked = None, event.step
+        numbers = _gains(trial)
+        text = (
+            f"{trial.after} takes {human_s(typical_s(trial.after_s))} a step, {trial.before} took "
+            f"{human_s(typical_s(trial.before_s))}: a gain of {trial.achieved_gain:.1%}, {trial.predicted_gain:.1%} "
+            "were predicted"
+        )
+        if paid:
+            state.undone = 0
+            return [Decision(event.step, Verdict.PAID, _sentence(f"{text}."), numbers)]
+        state.undone += 1
+        quiet = self.setup.retune_interval_steps * 2**state.undone
+        state.quiet_until, state.wanted, state.seconds = event.step + quiet, trial.before, []
+        reason = f"{_sentence(text)}. It did not pay: back, and no switch for {quiet} steps."
+        return [Decision(event.step, Verdict.UNDO, reason, numbers, trial.before)]
+
+    def _look(self, event: StepDone, news: News, who: str) -> list[Decision]:
+        """Score the candidates on what is measured now."""
+        state, setup = self._state, self.setup
+        measured = self._observer.measured(event.choice.num_microbatches)
+        if measured is None:
+            return []
+        state.looked = event.step
+        found = search(self._space(), measured, event.choice)
+        recent = [event.seconds] if news is News.SUSPECT or not state.seconds else state.seconds
+        # What the model does not explain is there with every candidate.
+        rest_s = max(0.0, typical_s(recent) - found.current.seconds)
+        gain = (found.current.seconds + rest_s) / (found.best.seconds + rest_s) - 1.0
+        numbers = _numbers(found, measured, gain, typical_s(recent))
+        best, why = found.best.choice, _why(found, gain, who)
+        if best != event.choice and not fits(event.choice, state.rooms):
+            return self._switch(event, best, None, f"{event.choice} needs more memory than there is. {why}", numbers)
+        plainer = event.choice.lossy and not best.lossy and found.best.seconds <= found.current.seconds * (1 + EVEN)
+        if best == event.choice or (gain <= setup.min_gain and not plainer):
+            state.waiting = 0
+            return [Decision(event.step, Verdict.KEEP, why, numbers)]
+        if setup.frozen:
+            return [Decision(event.step, Verdict.KEEP, f"Frozen, else it would change. {why}", numbers)]
+        state.waiting += 1
+        if state.waiting < 2:
+            return [Decision(event.step, Verdict.WAIT, f"{why} Once more, and it is done.", numbers)]
+        trial = Trial(event.choice, best, gain, tuple(recent))
+        return self._switch(event, best, trial, why, numbers)
+
+    def _switch(
+        self, event: StepDone, choice: Choice, trial: Trial | None, reason: str, numbers: dict[str, Any]
+    ) -> list[Decision]:
+        state = self._state
+        if self.setup.frozen:
+            return [Decision(event.step, Verdict.KEEP, f"Frozen, else it would change. {reason}", numbers)]
+        state.wanted, state.trial, state.waiting, state.seconds = choice, trial, 0, []
+        return [Decision(event.step, Verdict.SWITCH, reason, numbers, choice)]
+
+    def _space(self) -> Space:
+        setup = self.setup
+        return Space(
+            setup.mode,
+            self._state.rooms,
+            setup.first_trainable,
+            setup.forward_codecs,
+            setup.backward_codecs,
+            setup.microbatch_seconds,
+            setup.min_gain,
+        )
+
+    def _learn_memory(self, event: StepDone) -> bool:
+        """Whether a stage holds more than was known.
+
+        A measured peak belongs to the fullest choice so far; only while that one runs does it say anything new.
+        """
+        state = self._state
+        depths = range(len(state.rooms), 0, -1)
+        needs = [room.need_bytes(event.choice, depth) for room, depth in zip(state.rooms, depths, strict=True)]
+        rooms = list(state.rooms)
+        for s in event.stages:
+            if s.peak_bytes is not None and (not state.held_bytes or needs[s.stage] >= state.held_bytes[s.stage]):
+                rooms[s.stage] = rooms[s.stage].measured(event.choice, len(rooms) - s.stage, s.peak_bytes)
+        state.held_bytes = [max(pair) for pair in zip(needs, state.held_bytes or needs, strict=True)]
+        before, state.rooms = state.rooms, tuple(rooms)
+        return before != state.rooms
+
+    def to_json(self) -> str:
+        """The whole state, for a driver that comes back."""
+        state = self._state
+        return json.dumps(
+            {
+                "observer": self._observer.to_dict(),
+                "wanted": state.wanted.to_dict(),
+                "extra_bytes": [room.extra_bytes for room in state.rooms],
+                "trial": None if state.trial is None else state.trial.to_dict(),
+                **{name: getattr(state, name) for name in _PLAIN},
+            }
+        )
+
+    @classmethod
+    def from_json(cls, setup: Setup, text: str) -> Controller:
+        """The controller that wrote ``text``, in a run with the same setup.
+
+        Raises:
+            PlanError: the text is no such state.
+        """
+        try:
+            found = json.loads(text)
+            controller = cls(setup)
+            controller._observer.load(found["observer"])
+            rooms = tuple(
+                replace(room, extra_bytes=extra) for room, extra in zip(setup.rooms, found["extra_bytes"], strict=True)
+            )
+            trial = None if found["trial"] is None else Trial.from_dict(found["trial"])
+            plain = {name: found[name] for name in _PLAIN}
+            controller._state = _State(Choice.from_dict(found["wanted"]), rooms, trial=trial, **plain)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"This is no state of a controller of {len(setup.rooms)} stages ({error!r}): begin anew without it."
+            ) from None
+        return controller
+
+
+_PLAIN = ("seconds", "steps", "waiting", "looked", "quiet_until", "undone", "held_bytes")
+
+
+def _why(found: Found, gain: float, who: str) -> str:
+    occasion = f"{who} changed: " if who else ""
+    if found.best.choice == found.current.choice:
+        text = f"{occasion}{found.current.choice} is the quickest, {human_s(found.current.seconds)} a step"
+    else:
+        text = (
+            f"{occasion}{found.best.choice} would take {human_s(found.best.seconds)} a step, {found.current.choice} "
+            f"takes {human_s(found.current.seconds)}: a gain of {gain:.1%}"
+        )
+    if found.best.choice.lossy:
+        text += f"; without codecs the best is {found.lossless.choice} with {human_s(found.lossless.seconds)}"
+    if found.limit:
+        text += f"; {found.limit}"
+    return _sentence(f"{text}.")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}"
+
+
+def _numbers(found: Found, measured: Measured, gain: float, measured_s: float) -> dict[str, Any]:
+    links = measured.links
+    return {
+        "current": str(found.current.choice),
+        "best": str(found.best.choice),
+        "current_s": found.current.seconds,
+        "predicted_s": found.best.seconds,
+        "measured_s": measured_s,
+        "gain": gain,
+        "candidates": found.tried,
+        "link_s": [link.transfer_s if link else 0.0 for link in links],
+        "link_p90_s": [link.p90_s if link else 0.0 for link in links],
+        "limit": found.limit,
+    }
+
+
+def _gains(trial: Trial) -> dict[str, Any]:
+    return {
+        "before": str(trial.before),
+        "after": str(trial.after),
+        "before_s": typical_s(trial.before_s),
+        "after_s": typical_s(trial.after_s),
+        "predicted_gain": trial.predicted_gain,
+        "achieved_gain": trial.achieved_gain,
+    }

@@ -1,0 +1,116 @@
+"""What the candidates are scored on: seconds of the stages and of the messages, as they were measured.
+
+A codec changes a message's way. Encoding, wire and decoding work one behind the other, each on a thread of its own, so
+the slowest of them decides how often a message can follow, and all three how long one takes:
+
+    occupancy = max(encode, wire / ratio, decode)        latency + the other two
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from raypipe.ir.links import LinkEstimate
+from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
+from raypipe.planner.control.replay import Wire, compiled, step_s
+
+__all__ = ["Measured", "predicted_s"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One state of the pipeline, without codecs.
+
+    Attributes:
+        num_microbatches: M that it was measured with.
+        forward_s, backward_s, optimizer_s: by stage.
+        links: estimates of hop 0 forward, hop 0 backward, hop 1 forward, ...; None where nothing is known (free).
+        replays: steps that each candidate is run for.
+    """
+
+    num_microbatches: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    optimizer_s: tuple[float, ...]
+    links: tuple[LinkEstimate | None, ...]
+    replays: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_s)
+
+    @property
+    def slowest_s(self) -> float:
+        """T: forward and backward of one micro-batch on the slowest stage."""
+        return max(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
+
+    def round_trip_s(self, hop: int, quantile: float = 0.5) -> float:
+        """Transfer forward and back on an idle link, by quantile of the messages."""
+        total_s = 0.0
+        for link in self.links[2 * hop : 2 * hop + 2]:
+            if link is not None and link.draws_s:
+                draws_s = sorted(link.draws_s)
+                total_s += link.latency_s + draws_s[min(len(draws_s) - 1, int(quantile * len(draws_s)))]
+        return total_s
+
+    def scaled(self, num_microbatches: int, seconds_ratio: float) -> Measured:
+        """With another number of micro-batches, whose F and B take ``seconds_ratio`` times as long."""
+        share = self.num_microbatches / num_microbatches
+        return replace(
+            self,
+            num_microbatches=num_microbatches,
+            forward_s=tuple(s * seconds_ratio for s in self.forward_s),
+            backward_s=tuple(s * seconds_ratio for s in self.backward_s),
+            links=tuple(
+                link
+                and replace(
+                    link,
+                    raw_bytes=round(link.raw_bytes * share),
+                    occupancy_s=link.occupancy_s * share,
+                    draws_s=tuple(s * share for s in link.draws_s),
+                )
+                for link in self.links
+            ),
+        )
+
+
+def predicted_s(
+    measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool], Codec], first_trainable: int = 0
+) -> float:
+    """Seconds of a step under ``choice``.
+
+    Args:
+        codecs: by name and whether forward; "none" need not be there.
+    """
+    program = compiled(choice, measured.num_stages, first_trainable)
+    wires = []
+    for place, link in enumerate(measured.links):
+        forward = place % 2 == 0
+        name = choice.codec(place // 2, forward)
+        codec = NO_CODEC if name == "none" else codecs[name, forward]
+        wire = _wire(link, codec)
+        newest = wire.draws_s[-measured.replays * choice.num_microbatches :]
+        wires.append(Wire(wire.latency_s, newest))
+    return step_s(
+        program, measured.forward_s, measured.backward_s, wires, measured.optimizer_s, replays=measured.replays
+    )
+
+
+def busiest_hops(measured: Measured) -> Sequence[int]:
+    """Hops by the time that their messages take, the longest first."""
+    return sorted(range(measured.num_stages - 1), key=lambda h: -measured.round_trip_s(h))
+
+
+def _wire(link: LinkEstimate | None, codec: Codec) -> Wire:
+    if link is None:
+        return Wire()
+    if codec == NO_CODEC:
+        return Wire(link.latency_s, link.draws_s)
+    encode_s = codec.encode_s_per_byte * link.raw_bytes
+    decode_s = codec.decode_s_per_byte * link.raw_bytes
+    shorter_s = [s / codec.ratio for s in link.draws_s]
+    occupancy_s = tuple(max(encode_s, s, decode_s) for s in shorter_s)
+    typical_s = link.occupancy_s / codec.ratio
+    behind_s = encode_s + typical_s + decode_s - max(encode_s, typical_s, decode_s)
+    return Wire(link.latency_s + behind_s, occupancy_s)

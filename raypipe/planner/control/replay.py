@@ -1,0 +1,144 @@
+"""Run a choice on paper with the messages that were measured, one by one.
+
+``planner.simulate`` gives every message of a hop the same seconds. Here each has its own, taken in turn from the
+measured ones and the same for every candidate: what differs between two results is the schedule, not the luck.
+
+    compiled once:   RECV_F -> wait for a message    F -> add seconds    SEND_F -> hand a message to a wire
+    replayed often:  one pass over these, in an order that respects every wait
+
+With equal messages the result is ``makespan_s``'s to the bit (tests/planner/test_control_replay.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raypipe.ir.schedule import Op
+from raypipe.planner.control.choice import Choice, schedule_of
+from raypipe.planner.program import OP_CODE, build
+from raypipe.planner.schedule.lower import lower
+
+__all__ = ["Compiled", "Wire", "compiled", "step_s"]
+
+WORK, WAIT, SEND = range(3)
+# Kind of instruction, and work or wire less twice the stage: wire 2 h is hop h forward, 2 h + 1 backward.
+_PLACES = {
+    Op.F: (WORK, 0),
+    Op.B: (WORK, 1),
+    Op.RECV_F: (WAIT, -2),
+    Op.RECV_B: (WAIT, 1),
+    Op.SEND_F: (SEND, 0),
+    Op.SEND_B: (SEND, -1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """One hop, one way.
+
+    Attributes:
+        latency_s: of every message.
+        draws_s: occupancy by message, used in turn; empty means none.
+    """
+
+    latency_s: float = 0.0
+    draws_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A lowered schedule as a list of blocks that run without a wait for what comes later.
+
+    Attributes:
+        num_stages, num_microbatches: S and M.
+        blocks: (worker, instructions); an instruction is (WORK, work, _), (WAIT, message, _) or (SEND, wire, message).
+            Work 2 s + (0 or 1) is F or B of stage s; wire 2 h + (0 or 1) is hop h forward or backward; message
+            wire * M + m is micro-batch m on it.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    blocks: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
+
+
+def compiled(choice: Choice, num_stages: int, first_trainable: int = 0) -> Compiled:
+    """The choice, lowered and put in order; the last few hundred are remembered.
+
+    Raises:
+        ScheduleError: the choice describes no pipeline.
+    """
+    return _compiled(choice.order, num_stages, first_trainable)
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(order: tuple[str, int, int, tuple[int, ...]], num_stages: int, first_trainable: int) -> Compiled:
+    kind, count, group_size, slack = order
+    program = build(lower(schedule_of(Choice(kind, count, group_size, slack), num_stages, first_trainable)))
+    stage, m, op = program.stage.astype(np.int64), program.microbatch, program.op
+    # By operation: what it is, and wire or work; messages of wire w are numbered from w * M.
+    place = np.select([op == OP_CODE[o] for o in _PLACES], [2 * stage + shift for _, shift in _PLACES.values()], -1)
+    what = np.select([op == OP_CODE[o] for o in _PLACES], [kind for kind, _ in _PLACES.values()], -1)
+    message = place * count + m
+    first = np.where(what == WAIT, message, place)
+    lines = list(zip(what.tolist(), first.tolist(), message.tolist(), strict=True))
+    # What has no place is REDUCE_GRAD, REDUCE_NORM and STEP: everybody waits for everybody, then steps.
+    blocks = (
+        (worker, tuple(line for line in lines[start:stop] if line[0] >= 0)) for worker, start, stop in program.blocks()
+    )
+    return Compiled(num_stages, count, tuple((worker, block) for worker, block in blocks if block))
+
+
+def step_s(
+    program: Compiled,
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    wires: Sequence[Wire],
+    optimizer_s: Sequence[float] = (),
+    replays: int = 1,
+) -> float:
+    """Seconds of one step, the mean over ``replays`` of them with successive messages.
+
+    Args:
+        forward_s, backward_s: by stage, of one micro-batch.
+        wires: hop 0 forward, hop 0 backward, hop 1 forward, ...
+        optimizer_s: by stage.
+    """
+    work = [seconds for pair in zip(forward_s, backward_s, strict=True) for seconds in pair]
+    total_s = 0.0
+    for replay in range(replays):
+        total_s += _once(program, work, wires, replay)
+    return total_s / replays + max(optimizer_s, default=0.0)
+
+
+def _once(program: Compiled, work: list[float], wires: Sequence[Wire], replay: int) -> float:
+    count = program.num_microbatches
+    occupancy: list[float] = []
+    for wire in wires:
+        draws = wire.draws_s or (0.0,)
+        at = replay * count % len(draws)
+        line = draws[at : at + count]
+        while len(line) < count:
+            line += draws[: count - len(line)]
+        occupancy.extend(line)
+    latency = [wire.latency_s for wire in wires]
+    arrival = [0.0] * len(occupancy)
+    free = [0.0] * len(wires)
+    clock = [0.0] * program.num_stages
+    for worker, lines in program.blocks:
+        now = clock[worker]
+        for what, a, b in lines:
+            if what == WORK:
+                now += work[a]
+            elif what == WAIT:
+                if arrival[a] > now:
+                    now = arrival[a]
+            else:
+                leave = free[a] if free[a] > now else now
+                free[a] = leave = leave + occupancy[b]
+                arrival[b] = leave + latency[a]
+        clock[worker] = now
+    return max(clock)

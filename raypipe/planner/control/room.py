@@ -1,0 +1,107 @@
+"""How much memory is left to the schedule: what a stage holds anyway, and what each micro-batch in flight adds.
+
+    limit - fixed - extra  >=  in flight * activation + waiting messages * message
+
+The two counts are ``raypipe.planner.memory``'s. ``extra`` is what the measured peak was above this sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raypipe.errors import PlanError
+from raypipe.ir.plan_table import human_bytes
+from raypipe.planner.control.choice import Choice
+from raypipe.planner.memory import MemoryModel, StageMemory
+
+__all__ = ["Room", "fits", "rooms_of", "why_not"]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One stage.
+
+    Attributes:
+        limit_bytes: what the stage may hold; None for no limit.
+        fixed_bytes: weights, gradients, optimizer, buffers, reserve.
+        activation_bytes: of one micro-batch in flight.
+        message_bytes: of one waiting message in each direction.
+        most_in_flight: micro-batches allowed in any case; None for any number.
+        num_microbatches: M that activation_bytes and message_bytes are of; with more, smaller ones, they shrink.
+        extra_bytes: found by measurement on top.
+    """
+
+    limit_bytes: int | None = None
+    fixed_bytes: int = 0
+    activation_bytes: int = 0
+    message_bytes: int = 0
+    most_in_flight: int | None = None
+    num_microbatches: int | None = None
+    extra_bytes: int = 0
+
+    def in_flight(self, choice: Choice, depth: int) -> int:
+        """Micro-batches between their F and their B at most."""
+        return choice.memory_model().in_flight(depth)
+
+    def need_bytes(self, choice: Choice, depth: int) -> int:
+        """At the fullest moment of a stage with ``depth - 1`` stages behind it."""
+        model = choice.memory_model()
+        held = model.in_flight(depth) * self.activation_bytes + model.message_slots * self.message_bytes
+        if self.num_microbatches is not None:
+            held = -(-held * self.num_microbatches // choice.num_microbatches)
+        return self.fixed_bytes + self.extra_bytes + held
+
+    def measured(self, choice: Choice, depth: int, peak_bytes: int) -> Room:
+        """The room as a measured peak shows it: never more than before."""
+        return replace(self, extra_bytes=self.extra_bytes + max(0, peak_bytes - self.need_bytes(choice, depth)))
+
+
+def rooms_of(found: Sequence[StageMemory], model: MemoryModel, limits: Sequence[int | None]) -> tuple[Room, ...]:
+    """Rooms from a plan's own memory.
+
+    Args:
+        found: by stage, of the plan.
+        model: that it was made with.
+        limits: bytes by stage; None for no limit.
+    """
+    return tuple(
+        Room(
+            limit_bytes=limit,
+            fixed_bytes=m.weight_bytes + m.gradient_bytes + m.optimizer_bytes + m.buffer_bytes + m.reserve_bytes,
+            activation_bytes=m.activation_bytes // max(1, m.in_flight),
+            message_bytes=m.message_bytes // max(1, model.message_slots),
+            num_microbatches=model.num_microbatches,
+        )
+        for m, limit in zip(found, limits, strict=True)
+    )
+
+
+def why_not(choice: Choice, rooms: Sequence[Room]) -> str:
+    """The first stage on which a choice does not fit, with the numbers; "" where it fits on all."""
+    for stage, room in enumerate(rooms):
+        depth = len(rooms) - stage
+        held = room.in_flight(choice, depth)
+        if room.most_in_flight is not None and held > room.most_in_flight:
+            return f"stage {stage} would hold {held} micro-batches, at most {room.most_in_flight} are allowed"
+        if room.limit_bytes is not None and (need := room.need_bytes(choice, depth)) > room.limit_bytes:
+            return (
+                f"stage {stage} would hold {held} micro-batches in {human_bytes(need)}, "
+                f"its limit is {human_bytes(room.limit_bytes)}"
+            )
+    return ""
+
+
+def fits(choice: Choice, rooms: Sequence[Room]) -> bool:
+    """Whether every stage has room for it."""
+    return not why_not(choice, rooms)
+
+
+def check_rooms(rooms: Sequence[Room], num_stages: int) -> None:
+    """Refuse rooms of another pipeline.
+
+    Raises:
+        PlanError: names both numbers.
+    """
+    if len(rooms) != num_stages:
+        raise PlanError(f"There are {num_stages} stages but rooms of {len(rooms)}: give one Room per stage.")

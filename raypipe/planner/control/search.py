@@ -1,0 +1,279 @@
+"""Which choice is the quickest that fits: a short list of candidates, each run on the measured messages.
+
+    k of kfkb    1, 2, 3, ... as far as memory goes
+    r of slack   poured out hop by hop where the law of the period says that it helps most, then moved about
+    codecs       only where they beat the best lossless choice by min_gain; then taken away where they do not matter
+
+The period of slack 1F1B, per micro-batch, over runs of consecutive stages and the hops inside them:
+
+    P = max(max T_s, max over runs (sum T_s + sum of round trips) / (1 + sum r_h))
+
+Choices within half a percent of the best count as equal: then the lossless one is taken, then the one that holds the
+fewest micro-batches. Left out: the processor time that a codec takes from a stage on the same core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
+from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s
+from raypipe.planner.control.room import Room, fits, why_not
+
+__all__ = ["EVEN", "Found", "Scored", "Space", "search"]
+
+EVEN = 0.005
+"""Seconds this near to each other, relatively, count as equal."""
+MOST_SINGLE = 12
+"""Groups up to this size are tried one by one, larger ones in growing steps."""
+MOST_MOVES = 48
+"""Moves of slack that are tried in one search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What may be chosen.
+
+    Attributes:
+        mode: the schedule asked for: "auto", "kfkb", "slack"; any other is kept and only codecs are turned.
+        rooms: memory by stage.
+        first_trainable: lowest stage with a backward.
+        forward_codecs, backward_codecs: allowed besides "none", the mildest first.
+        microbatch_seconds: (M, seconds of a micro-batch on the slowest stage) where M may change; empty else.
+        codec_gain: what codecs must save, relatively, to be used at all.
+    """
+
+    mode: str
+    rooms: tuple[Room, ...]
+    first_trainable: int = 0
+    forward_codecs: tuple[Codec, ...] = ()
+    backward_codecs: tuple[Codec, ...] = ()
+    microbatch_seconds: tuple[tuple[int, float], ...] = ()
+    codec_gain: float = 0.03
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rooms)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A choice and the seconds of its step."""
+
+    choice: Choice
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer of one search.
+
+    Attributes:
+        best: the quickest, ties broken.
+        lossless: the quickest without codecs.
+        current: what runs.
+        tried: candidates that were run.
+        limit: why no larger k or r was tried, where memory is the reason.
+    """
+
+    best: Scored
+    lossless: Scored
+    current: Scored
+    tried: int
+    limit: str
+
+
+def search(space: Space, measured: Measured, current: Choice) -> Found:
+    """The quickest choice of the space; ``current`` is among the candidates where it fits."""
+    scores: dict[Choice, float] = {}
+    codecs = {(c.name, True): c for c in space.forward_codecs} | {(c.name, False): c for c in space.backward_codecs}
+    at = {measured.num_microbatches: measured}
+    own_s = dict(space.microbatch_seconds).get(measured.num_microbatches)
+    for count, seconds in space.microbatch_seconds:
+        if own_s and count != measured.num_microbatches:
+            at[count] = measured.scaled(count, seconds / own_s)
+
+    def score(choice: Choice) -> float:
+        if choice not in scores:
+            scores[choice] = predicted_s(at[choice.num_microbatches], choice, codecs, space.first_trainable)
+        return scores[choice]
+
+    now = Scored(current, score(current))
+    plain = replace(current, forward_codecs=(), backward_codecs=())
+    orders = [plain] if fits(plain, space.rooms) else []
+    for here in at.values():
+        orders.extend(_orders(space, here, plain, score))
+    if not orders:  # nothing fits: what holds least is what comes nearest
+        orders.append(_thriftiest(space, plain))
+    lossless = _pick(space, orders, score)
+    compressed = _compressed(space, at, lossless.choice, score)
+    best = lossless
+    if compressed is not None and compressed.seconds * (1 + space.codec_gain) < lossless.seconds:
+        best = compressed
+    return Found(best, lossless, now, len(scores), _limit(space, best.choice))
+
+
+def _orders(space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]) -> Iterator[Choice]:
+    """Lossless candidates that fit."""
+    count = measured.num_microbatches
+    if space.mode not in ("auto", "kfkb", "slack"):
+        if fits(same := replace(plain, num_microbatches=count), space.rooms):
+            yield same
+        return
+    if space.mode in ("auto", "kfkb"):
+        for k in _group_sizes(count):
+            choice = Choice("1f1b", count) if k == 1 and space.mode == "auto" else Choice("kfkb", count, group_size=k)
+            if not fits(choice, space.rooms):
+                break
+            yield choice
+    if space.mode in ("auto", "slack") and space.num_stages > 1:
+        yield from _slacks(space, measured, plain, score)
+
+
+def _group_sizes(count: int) -> Iterator[int]:
+    k = 1
+    while k <= count:
+        yield k
+        k = k + 1 if k < MOST_SINGLE else max(k + 1, k * 5 // 4)
+
+
+def _slacks(space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]) -> Iterator[Choice]:
+    count, hops = measured.num_microbatches, space.num_stages - 1
+    seeds = {(1,) * hops}
+    for quantile in (0.5, 0.9):
+        seeds.update(_poured(space, measured, quantile))
+    if plain.kind == "slack":
+        seeds.add(plain.slack)
+    for uniform in (2, 3, 4):
+        seeds.add((uniform,) * hops)
+    choices = {r: Choice("slack", count, slack=r) for r in sorted(seeds)}
+    known = {r: score(choice) for r, choice in choices.items() if fits(choice, space.rooms)}
+    yield from (choices[r] for r in known)
+    moves = MOST_MOVES
+    while known and moves > 0:
+        centre = min(known, key=lambda r: (known[r], sum(r), r))
+        before_s = known[centre]
+        for r in _neighbours(centre, count):
+            choice = Choice("slack", count, slack=r)
+            if moves > 0 and r not in known and fits(choice, space.rooms):
+                moves -= 1
+                known[r] = score(choice)
+                yield choice
+        if min(known.values()) >= before_s * (1 - EVEN):
+            return
+
+
+def _neighbours(centre: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]:
+    """One more or one less on a hop, or one moved from a hop to another."""
+    places = range(len(centre))
+    for up in places:
+        if centre[up] < most:
+            more = (*centre[:up], centre[up] + 1, *centre[up + 1 :])
+            yield more
+            for down in places:
+                if down != up and centre[down] > 1:
+                    yield (*more[:down], more[down] - 1, *more[down + 1 :])
+    for down in places:
+        if centre[down] > 1:
+            yield (*centre[:down], centre[down] - 1, *centre[down + 1 :])
+
+
+def _poured(space: Space, measured: Measured, quantile: float) -> Iterator[tuple[int, ...]]:
+    """Slack from 1F1B up, each drop on the hop where it shortens the period most, until nothing helps or fits."""
+    busy_s = [f + b for f, b in zip(measured.forward_s, measured.backward_s, strict=True)]
+    trips_s = [measured.round_trip_s(hop, quantile) for hop in range(space.num_stages - 1)]
+    r = (1,) * len(trips_s)
+    period_s = _period_s(busy_s, trips_s, r)
+    while max(r) < measured.num_microbatches:
+        options = []
+        for hop in range(len(r)):
+            more = (*r[:hop], r[hop] + 1, *r[hop + 1 :])
+            if fits(Choice("slack", measured.num_microbatches, slack=more), space.rooms):
+                # Where a drop alone changes nothing (two hops as slow as each other), the slowest run counts.
+                options.append((_period_s(busy_s, trips_s, more), -trips_s[hop] / r[hop], more))
+        if not options or period_s <= max(busy_s) * (1 + 1e-9):
+            break
+        period_s, _, r = min(options)
+    yield r
+
+
+def _period_s(busy_s: Sequence[float], trips_s: Sequence[float], r: Sequence[int]) -> float:
+    longest_s = max(busy_s)
+    for first in range(len(busy_s)):
+        time_s, depth = busy_s[first], 1
+        for last in range(first + 1, len(busy_s)):
+            time_s += busy_s[last] + trips_s[last - 1]
+            depth += r[last - 1]
+            longest_s = max(longest_s, time_s / depth)
+    return longest_s
+
+
+def _compressed(
+    space: Space, at: dict[int, Measured], order: Choice, score: Callable[[Choice], float]
+) -> Scored | None:
+    """The best with codecs: on all hops first, then without those that save nothing."""
+    hops = space.num_stages - 1
+    if not hops or not (space.forward_codecs or space.backward_codecs):
+        return None
+    thrifty = dict.fromkeys((order, _thriftiest(space, order)))
+    pairs = [(f.name, b.name) for f in (NO_CODEC, *space.forward_codecs) for b in (NO_CODEC, *space.backward_codecs)]
+    everywhere = [
+        replace(one, forward_codecs=(f,) * hops, backward_codecs=(b,) * hops) for one in thrifty for f, b in pairs[1:]
+    ]
+    best_s = min(map(score, everywhere))
+    # The first is the mildest; those behind it must be better by more than nothing.
+    choice = next(one for one in everywhere if score(one) <= best_s * (1 + EVEN))
+    for hop in reversed(busiest_hops(at[order.num_microbatches])):
+        for forward in (True, False):
+            milder = _without(choice, hop, forward)
+            if milder != choice and score(milder) <= best_s * (1 + EVEN):
+                choice = milder
+    return Scored(choice, score(choice)) if choice.lossy else None
+
+
+def _thriftiest(space: Space, plain: Choice) -> Choice:
+    """The order of the same micro-batches that holds the fewest of them."""
+    match space.mode:
+        case "auto":
+            return Choice("1f1b", plain.num_microbatches)
+        case "kfkb":
+            return Choice("kfkb", plain.num_microbatches)
+        case "slack":
+            return Choice("slack", plain.num_microbatches, slack=(1,) * (space.num_stages - 1))
+    return plain
+
+
+def _without(choice: Choice, hop: int, forward: bool) -> Choice:
+    codecs = list(choice.forward_codecs if forward else choice.backward_codecs)
+    codecs[hop] = NO_CODEC.name
+    if forward:
+        return replace(choice, forward_codecs=tuple(codecs))
+    return replace(choice, backward_codecs=tuple(codecs))
+
+
+def _pick(space: Space, candidates: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
+    """The quickest; of equals the one that holds the fewest micro-batches on all stages."""
+
+    def held(choice: Choice) -> int:
+        model = choice.memory_model()
+        return sum(model.in_flight(depth) for depth in range(1, space.num_stages + 1)) + model.message_slots
+
+    best_s = min(map(score, candidates))
+    even = [one for one in candidates if score(one) <= best_s * (1 + EVEN)]
+    choice = min(even, key=lambda one: (held(one), score(one), str(one)))
+    return Scored(choice, score(choice))
+
+
+def _limit(space: Space, choice: Choice) -> str:
+    """What forbids one more of k, or of r on every hop."""
+    if choice.kind == "slack":
+        more = replace(choice, slack=tuple(r + 1 for r in choice.slack))
+        name = "one more of slack on every hop"
+    else:
+        more = Choice("kfkb", choice.num_microbatches, group_size=choice.group_size + 1)
+        name = f"k={more.group_size}"
+    if more.kind == "kfkb" and more.group_size > more.num_microbatches:
+        return ""
+    reason = why_not(more, space.rooms)
+    return f"memory does not allow {name}: {reason}" if reason else ""

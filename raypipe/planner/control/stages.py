@@ -1,0 +1,75 @@
+"""Seconds of every stage, from the medians of its last steps."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from raypipe.ir.links import StageSample
+from raypipe.planner.control.drift import Drift, News
+
+__all__ = ["StageEstimator"]
+
+WINDOW_STEPS = 8
+FLOOR_S = 1e-3
+
+
+class StageEstimator:
+    """What is known of all stages.
+
+    Args:
+        drift_threshold: relative change of a stage's forward and backward together that is a change.
+    """
+
+    def __init__(self, num_stages: int, drift_threshold: float = 0.25) -> None:
+        self._window: list[deque[StageSample]] = [deque(maxlen=WINDOW_STEPS) for _ in range(num_stages)]
+        self._drift = [Drift(drift_threshold, FLOOR_S) for _ in range(num_stages)]
+
+    def add(self, samples: Iterable[StageSample]) -> News:
+        """Take in one step; CHANGED when a stage has become another."""
+        news = News.STEADY
+        for sample in samples:
+            window = self._window[sample.stage]
+            self._drift[sample.stage], word = self._drift[sample.stage].after(sample.forward_s + sample.backward_s)
+            window.append(sample)
+            if word is News.CHANGED:
+                keep = list(window)[-2:]
+                window.clear()
+                window.extend(keep)
+                news = News.CHANGED
+        return news
+
+    @property
+    def complete(self) -> bool:
+        """Whether every stage has been heard of."""
+        return all(self._window)
+
+    def seconds(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """By stage: forward, backward, optimizer step."""
+        rows = [
+            (
+                median(s.forward_s for s in window),
+                median(s.backward_s for s in window),
+                median(s.step_s for s in window),
+            )
+            for window in self._window
+        ]
+        forward_s, backward_s, step_s = zip(*rows, strict=True)
+        return forward_s, backward_s, step_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """The state, for JSON."""
+        return {
+            "window": [[list(sample) for sample in window] for window in self._window],
+            "drift": [asdict(one) for one in self._drift],
+        }
+
+    def load(self, found: dict[str, Any]) -> None:
+        """Inverse of ``to_dict``."""
+        for window, rows in zip(self._window, found["window"], strict=True):
+            window.clear()
+            window.extend(StageSample(*row) for row in rows)
+        self._drift = [Drift(**one) for one in found["drift"]]

@@ -1,0 +1,47 @@
+"""A stage program of nothing but parameters, for tests of what holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raypipe.engine.stage import Site, StageProgram
+
+
+@dataclass
+class _Function:
+    """The part of a StageFunction that says what it needs."""
+
+    sites: tuple[Site, ...]
+    buffers: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    num_inputs: int = 0
+    num_outputs: int = 0
+
+    def __call__(self, *_: Any) -> tuple[torch.Tensor, ...]:
+        raise AssertionError("these tests run no stage")
+
+
+def program_of(
+    sites: tuple[Site, ...], parameters: Mapping[str, torch.nn.Parameter], *, index: int = 0, first_trainable: int = 0
+) -> StageProgram:
+    """A program that uses ``parameters`` at ``sites``."""
+    function = _Function(sites)
+    return StageProgram(
+        index=index,
+        num_stages=index + 2,
+        train=function,
+        eval=function,
+        parameters=tuple(parameters),
+        buffers=(),
+        trainable=frozenset(name for name, p in parameters.items() if p.requires_grad),
+        shared_with={},
+        num_sites={name: sum(site.parameter == name for site in sites) for name in parameters},
+        order={name: i for i, name in enumerate(parameters)},
+        loss=None,
+        targets=(),
+        first_trainable=first_trainable,
+    )

@@ -1,0 +1,28 @@
+"""The parts of bench_codec that decide what a figure means."""
+
+from __future__ import annotations
+
+import bench_codec
+import pytest
+
+
+def test_figures_of_a_small_tensor() -> None:
+    found = bench_codec.measure(bench_codec.on_host, 1 << 12, rounds=1)
+    figures = bench_codec.figures_of(found)
+    assert {name.split("_")[0] for name in figures} == {"gbytes", "ratio", "relative"}
+    assert figures["ratio_bf16"] == figures["ratio_fp16"] == 2.0
+    assert figures["ratio_int8"] == pytest.approx(4 / (1 + 4 / 128))
+    assert 0 < figures["relative_error_fp16"] < 2.0**-11
+    assert figures["relative_error_fp16"] < figures["relative_error_bf16"] < 2.0**-8
+    assert figures["relative_error_bf16"] < figures["relative_error_int8"] < figures["relative_error_int8_at_random"]
+    assert found["copy"]["ratio"] == 1.0
+    assert found["copy"]["break_even_mbit"] == 0.0
+    assert "fraction_of_copy_int8" not in figures
+    assert "int8_at_random" in bench_codec.shown("title", found)
+
+
+def test_both_ways_are_counted() -> None:
+    """A figure can be computed again from its trials."""
+    row = bench_codec.measure(bench_codec.on_host, 1 << 12, rounds=1)["bf16"]
+    ((encode_s, decode_s),) = row["trials_s"]
+    assert row["gbytes_per_second"] == pytest.approx(2 * (4 + 2) * (1 << 12) / (encode_s + decode_s) / 1e9)

@@ -1,0 +1,151 @@
+"""A pipeline on paper for the controller to steer: stages that take their time, links in order, clocks that disagree.
+
+It is written on its own, action by action, and knows nothing of raypipe.planner.simulate or of the controller's replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from random import Random
+
+from raypipe.ir.links import LinkSample, StageSample
+from raypipe.ir.schedule import Action, Op
+from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone, fits
+from raypipe.planner.control.choice import schedule_of
+from raypipe.planner.schedule.lower import lower
+
+Link = Callable[[int, bool, int, int], tuple[float, float]]
+"""(hop, forward, step, micro-batch) -> (occupancy_s, latency_s)."""
+
+
+@dataclass
+class Pipeline:
+    """The truth.
+
+    Attributes:
+        stages: (forward_s, backward_s).
+        link: see Link.
+        nbytes: of a message.
+        noise: relative standard deviation of every stage's time.
+        stamp_noise_s: of time stamps.
+        clocks: (offset_s, seconds gained per second) by stage.
+        lost: share of samples that nobody reports.
+        codecs: ratio by name; encoding costs nothing.
+    """
+
+    stages: Sequence[tuple[float, float]]
+    link: Link
+    nbytes: int = 262_144
+    noise: float = 0.0
+    stamp_noise_s: float = 0.0
+    clocks: Sequence[tuple[float, float]] = ()
+    lost: float = 0.0
+    codecs: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.seed)
+        self.now_s = 1000.0
+
+    def step(self, step: int, choice: Choice) -> StepDone:
+        """Run one step and report it."""
+        begin_s = self.now_s
+        messages: list[LinkSample] = []
+        arrival: dict[tuple[int, bool, int], float] = {}
+        free: dict[tuple[int, bool], float] = {}
+        count = len(self.stages)
+        clock, place = [begin_s] * count, [0] * count
+        rows = _rows(choice, count)
+        busy: list[dict[Op, list[float]]] = [{Op.F: [], Op.B: []} for _ in range(count)]
+        moved = True
+        while moved:
+            moved = False
+            for worker, row in enumerate(rows):
+                while place[worker] < len(row):
+                    stage, op, m = row[place[worker]]
+                    if op in (Op.RECV_F, Op.RECV_B):
+                        key = (stage - 1, True, m) if op is Op.RECV_F else (stage, False, m)
+                        if key not in arrival:
+                            break
+                        clock[worker] = max(clock[worker], arrival[key])
+                    elif op in (Op.SEND_F, Op.SEND_B):
+                        forward = op is Op.SEND_F
+                        hop = stage if forward else stage - 1
+                        occupancy_s, latency_s = self.link(hop, forward, step, m)
+                        ratio = self.codecs.get(choice.codec(hop, forward), 1.0)
+                        leave = max(free.get((hop, forward), 0.0), clock[worker]) + occupancy_s / ratio
+                        free[hop, forward] = leave
+                        arrival[hop, forward, m] = leave + latency_s
+                        peer = stage + 1 if forward else stage - 1
+                        stamps = self._stamp(stage, clock[worker]), self._stamp(peer, leave + latency_s)
+                        wire_bytes = round(self.nbytes / ratio)
+                        messages.append(LinkSample(hop, forward, step, m, wire_bytes, *stamps, self.nbytes))
+                    elif op in (Op.F, Op.B):
+                        seconds = self.stages[stage][op is Op.B] * max(0.2, self.random.gauss(1.0, self.noise))
+                        clock[worker] += seconds
+                        busy[stage][op].append(seconds)
+                    place[worker] += 1
+                    moved = True
+        assert all(at == len(row) for at, row in zip(place, rows, strict=True)), "deadlock"
+        self.now_s = max(clock)
+        kept = [m for m in messages if self.random.random() >= self.lost]
+        self.random.shuffle(kept)
+        samples = tuple(
+            StageSample(s, step, sorted(b[Op.F])[len(b[Op.F]) // 2], sorted(b[Op.B])[len(b[Op.B]) // 2])
+            for s, b in enumerate(busy)
+        )
+        return StepDone(step, self.now_s - begin_s, choice, samples, tuple(kept))
+
+    def _stamp(self, stage: int, true_s: float) -> float:
+        offset_s, gain = self.clocks[stage] if self.clocks else (0.0, 0.0)
+        return true_s * (1 + gain) + offset_s + abs(self.random.gauss(0.0, self.stamp_noise_s))
+
+
+@cache
+def _rows(choice: Choice, num_stages: int) -> tuple[tuple[Action, ...], ...]:
+    return lower(schedule_of(choice, num_stages)).rows()
+
+
+def run_fixed(pipeline: Pipeline, choice: Choice, steps: int) -> list[float]:
+    """Seconds of each step with one choice."""
+    return [pipeline.step(step, choice).seconds for step in range(steps)]
+
+
+def run_controlled(
+    pipeline: Pipeline, setup: Setup, steps: int, lag: int = 1, through_json: bool = False
+) -> tuple[list[float], list[Choice], list[Decision]]:
+    """Seconds, choice and decisions of a run; a choice takes effect ``lag`` steps after it was asked for.
+
+    Args:
+        through_json: the controller is saved and loaded between any two steps.
+    """
+    controller = Controller(setup)
+    queue = [setup.choice] * (lag + 1)
+    seconds, choices, decisions = [], [], []
+    for step in range(steps):
+        choice = queue.pop(0)
+        done = pipeline.step(step, choice)
+        seconds.append(done.seconds)
+        choices.append(choice)
+        decisions.extend(controller.handle(done))
+        queue.append(controller.wanted)
+        if through_json:
+            controller = Controller.from_json(setup, controller.to_json())
+    return seconds, choices, decisions
+
+
+def all_choices(setup: Setup, num_microbatches: int, most_slack: int) -> Iterable[Choice]:
+    """Everything that fits: 1F1B, every k, and every r up to ``most_slack`` on each hop."""
+    hops = len(setup.rooms) - 1
+    every = [Choice("1f1b", num_microbatches)]
+    every += [Choice("kfkb", num_microbatches, group_size=k) for k in range(1, num_microbatches + 1)]
+    every += [Choice("slack", num_microbatches, slack=r) for r in product(range(1, most_slack + 1), repeat=hops)]
+    return [choice for choice in every if fits(choice, setup.rooms)]
+
+
+def constant(occupancy_s: float, latency_s: float = 0.0) -> Link:
+    """The same message on every hop, always."""
+    return lambda hop, forward, step, m: (occupancy_s, latency_s)
