@@ -60,7 +60,9 @@ class Executor:
         self.settings = settings
         self.sink = GradientSink(self.program, state.parameters)
         weights = settings.weights
-        self.ring = WeightRing(self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead)
+        self.ring = WeightRing(
+            self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
+        )
         self.feed = Feed(
             sources,
             {"train": self.program.train.columns, "eval": self.program.eval.columns},

@@ -1,6 +1,11 @@
 """The one sink of gradients: an accumulator per use site, summed once before the optimizer's step.
 
     backward --> add(gradients) --> an accumulator per use site --> sum over sites, in use order --> parameter.grad
+        |-- a large one, as soon as it is known --^
+
+A backward returns its gradients all at once, which would hold another copy of the weights beside the accumulators. So
+a large parameter's gradient is added by a hook on its leaf and given back before the next one is computed; for small
+ones, one call that adds them all is quicker.
 
 Replicas and deferred weight gradients attach here, not in the executor.
 """
@@ -8,12 +13,16 @@ Replicas and deferred weight gradients attach here, not in the executor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
 from raypipe.engine.stage import StageProgram
 
-__all__ = ["GradientSink"]
+__all__ = ["LARGE_BYTES", "GradientSink"]
+
+LARGE_BYTES = 1 << 20
+"""From here on adding a gradient takes so long that a hook's 5 us do not show."""
 
 
 class GradientSink:
@@ -28,9 +37,21 @@ class GradientSink:
         ]
         self._sums: list[torch.Tensor | None] = [None] * len(self._sites)
         self._kept: list[torch.Tensor | None] = [None] * len(self._sites)
+        self._early: set[int] = set()
         self._positions: dict[str, list[int]] = {}
         for position, site in enumerate(self._sites):
             self._positions.setdefault(site.parameter, []).append(position)
+
+    def watch(self, position: int, leaf: torch.Tensor) -> None:
+        """Add the gradients of this leaf as soon as they are known, if they are large.
+
+        Args:
+            position: of its use site.
+        """
+        if leaf.requires_grad and leaf.nbytes >= LARGE_BYTES:
+            # What stands in for a gradient that was taken: its shape, without its memory.
+            nothing = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+            leaf.register_hook(partial(self._take, position, nothing))
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add one micro-batch's gradients of the ring's ``trained``; the order of calls is the order of the sums.
@@ -41,23 +62,38 @@ class GradientSink:
         copies: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for position, gradient in zip(self._trained_at, gradients, strict=True):
-            if gradient is None:
+            if gradient is None or position in self._early:
                 continue
-            total = self._sums[position]
-            if total is None:
-                total = self._kept[position]
-                if total is None:
-                    total = torch.empty_like(self._parameters[self._sites[position].parameter].detach())
-                self._sums[position], self._kept[position] = total, None
-                copies[0].append(total)
-                copies[1].append(gradient)
-            else:
-                sums[0].append(total)
-                sums[1].append(gradient)
+            total, is_new = self._total(position)
+            into, what = copies if is_new else sums
+            into.append(total)
+            what.append(gradient)
+        self._early.clear()
         if copies[0]:
             torch._foreach_copy_(*copies)
         if sums[0]:
             torch._foreach_add_(*sums)
+
+    def _take(self, position: int, nothing: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The hook of a large leaf."""
+        total, is_new = self._total(position)
+        if is_new:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
+        self._early.add(position)
+        return nothing
+
+    def _total(self, position: int) -> tuple[torch.Tensor, bool]:
+        """The accumulator of a site, and whether nothing was added to it yet."""
+        total = self._sums[position]
+        if total is not None:
+            return total, False
+        total = self._kept[position]
+        if total is None:
+            total = torch.empty_like(self._parameters[self._sites[position].parameter].detach())
+        self._sums[position], self._kept[position] = total, None
+        return total, True
 
     def exported(self, peer: int) -> list[torch.Tensor | None]:
         """Accumulators of the parameters shared with stage ``peer``, for it to add to its own."""

@@ -11,7 +11,7 @@ the capacity. Buffers (BatchNorm's statistics) are not versioned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +54,7 @@ class WeightRing:
         rule: which version a forward takes.
         capacity: slots.
         ahead: forwards that stage 0 runs ahead; under STAMPED, by so much stamps lag behind.
+        watch: told of every new leaf and of the position of its use site.
     """
 
     def __init__(
@@ -63,12 +64,13 @@ class WeightRing:
         rule: VersionRule = VersionRule.NEWEST,
         capacity: int = 1,
         ahead: int = 0,
+        watch: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         # Below the first stage that trains there are no versions to tell apart, so that stage stamps.
         below = program.index < program.first_trainable
         stamps = rule is VersionRule.STAMPED and program.index == program.first_trainable
         self._rule = VersionRule.NEWEST if below or stamps else rule
-        self._capacity, self._ahead = capacity, ahead
+        self._capacity, self._ahead, self._watch = capacity, ahead, watch
         self._sites = program.train.sites
         self._parameters = parameters
         self._names = [name for name in program.parameters if name in program.trainable]
@@ -199,4 +201,7 @@ class WeightRing:
             .requires_grad_(site.parameter in own)
             for site in self._sites
         ]
+        if self._watch is not None:
+            for position, leaf in enumerate(leaves):
+                self._watch(position, leaf)
         return _Slot(version, tensors, leaves)
