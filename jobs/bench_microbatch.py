@@ -58,12 +58,12 @@ class Settings(NamedTuple):
     minibatch_size: int = 64
     sweeps: int = 2
     rounds: int = 2
-    repeats: int = 5
+    repeats: int = 7
     local: bool = False
     real: bool = True
 
 
-QUICK = Settings(("mlp", "gpt"), (2,), 16, 1, 2, 3, local=True, real=False)
+QUICK = Settings(("mlp", "gpt"), (2,), 16, 1, 2, 5, local=True, real=False)
 
 
 def sweep(cases: Sequence[Case], settings: Settings, handicap_s: float) -> dict[str, dict[Key, list[float]]]:

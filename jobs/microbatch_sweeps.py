@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -55,9 +54,9 @@ class Model(NamedTuple):
 
 
 def tiny_mlp() -> nn.Sequential:
-    """Layers so small that calling them costs more than a sample: overhead decides."""
-    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    return nn.Sequential(*layers, nn.Linear(64, 10))
+    """Layers so small that a call costs as much as a dozen samples: overhead decides."""
+    layers = [layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(128, 10))
 
 
 def small_cnn() -> nn.Sequential:
@@ -70,7 +69,7 @@ def small_cnn() -> nn.Sequential:
 
 
 def _vectors(count: int) -> TensorDataset:
-    return TensorDataset(torch.randn(count, 64), torch.randint(10, (count,)))
+    return TensorDataset(torch.randn(count, 128), torch.randint(10, (count,)))
 
 
 def _images(count: int) -> TensorDataset:
@@ -161,7 +160,13 @@ def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int) -> 
 
 
 def _trainer(
-    model: Model, built: nn.Sequential, data: TensorDataset, num_stages: int, minibatch_size: int, **more: Any
+    model: Model,
+    built: nn.Sequential,
+    data: TensorDataset,
+    num_stages: int,
+    minibatch_size: int,
+    pipeline: Mapping[str, Any] | None = None,
+    run_config: Any = None,
 ) -> raypipe.PipelineTrainer:
     return raypipe.PipelineTrainer(
         built,
@@ -169,10 +174,10 @@ def _trainer(
         optimizer=_sgd,
         train_data=data,
         pipeline=raypipe.PipelineConfig(
-            num_stages=num_stages, minibatch_size=minibatch_size, **more.pop("pipeline", {})
+            **{"num_stages": num_stages, "minibatch_size": minibatch_size, **(pipeline or {})}
         ),
         scaling_config=SimpleNamespace(num_workers=num_stages, resources_per_worker={"CPU": CPU_SHARE}),
-        **more,
+        run_config=run_config,
     )
 
 
@@ -183,7 +188,7 @@ def _sgd(named: Any) -> torch.optim.Optimizer:
 def _stage_seconds(
     model: Model, built: nn.Module, data: TensorDataset, cuts: Sequence[int], sizes: Sequence[int], repeats: int
 ) -> dict[int, list[tuple[float, float]]]:
-    """Medians over rounds in which every size has its turn."""
+    """The least of rounds in which every size has its turn: whatever else the machine does only adds to it."""
     x, y = data[: max(sizes)]
     captured = capture(built, (x[:2], y[:2]), ("x", "y"), model.loss_fn)
     programs = captured.programs(cuts)
@@ -194,10 +199,7 @@ def _stage_seconds(
             seconds = measure_stages(programs, tensors, {"x": x[:size], "y": y[:size]}, repeats=1)
             rounds[size].append(list(zip(seconds.forward_s, seconds.backward_s, strict=True)))
     return {
-        size: [
-            (statistics.median(f for f, _ in stage), statistics.median(b for _, b in stage))
-            for stage in zip(*found, strict=True)
-        ]
+        size: [(min(f for f, _ in stage), min(b for _, b in stage)) for stage in zip(*found, strict=True)]
         for size, found in rounds.items()
     }
 
