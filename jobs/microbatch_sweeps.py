@@ -205,7 +205,7 @@ def _stage_seconds(
 
 
 def _factor(case: Case) -> float:
-    at_high_s = max(map(sum, times_of(case, case.minibatch_size / max(1, math.floor(case.high)))))
+    at_high_s = max(map(sum, times_of(case, case.minibatch_size / range_ends(case)[1])))
     # The curve is for the model's own seconds, like stage_s, give or take what the machine did meanwhile.
     return max(AT_HIGH_END_S / at_high_s, AT_LEAST_S / min(case.predicted_s.values()))
 

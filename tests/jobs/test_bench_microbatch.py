@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import bench_microbatch
 import microbatch_sweeps
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from microbatch_sweeps import Case, Key, divisors, numbers_of, range_ends, simulated_s, times_of
+from microbatch_sweeps import Case, Key, divisors, make_case, numbers_of, range_ends, simulated_s, times_of
 
 from raypipe.planner.microbatch import choose_microbatches, fit_stage_time
 
@@ -116,3 +117,19 @@ def test_models_have_stages_enough_and_data_that_fits() -> None:
         *inputs, target = model.data(3)[:]
         assert len(built) >= 4
         assert model.loss_fn(built(*inputs), target).dim() == 0
+
+
+@pytest.mark.slow
+def test_a_case_of_a_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """raypipe's own plan, then its stages at every size."""
+    monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
+    case = make_case("mlp", 2, 8, repeats=1)
+    assert case.name == "mlp_2"
+    assert case.low <= case.optimum <= case.high
+    assert case.chosen in case.predicted_s
+    assert list(case.stage_s) == [1, 2, 4, 8]
+    assert {len(stages) for stages in case.stage_s.values()} == {2}
+    assert min(min(stage) for stages in case.stage_s.values() for stage in stages) > 0
+    assert len(case.starts) == 1
+    at_high = times_of(case, 8 / range_ends(case)[1])
+    assert max(map(sum, at_high)) >= 0.99 * microbatch_sweeps.AT_HIGH_END_S
