@@ -4,8 +4,10 @@ A stage ends where the nodes executed so far are a closed set. Whether a period 
 
     best[set] = least (stages begun, load of the last one), over all nodes that could have come last
 
-With free links fewer stages are better whatever the load, so one pair per set is enough. The least period in whole
-picoseconds is then halved in on. No numpy, no shared code: sets are the bits of Python's integers.
+With free links fewer stages are better whatever the load, so one pair per set is enough. Where a stage must not end,
+because it would part two nodes that belong together, that does not hold, and every number of stages keeps its least
+load. The least period in whole picoseconds is then halved in on. No numpy, no shared code: sets are the bits of
+Python's integers.
 """
 
 from __future__ import annotations
@@ -49,38 +51,72 @@ def closed_sets(num_nodes: int, pairs: Iterable[Pair], most: int = 10**6) -> lis
     return found
 
 
-def least_bottleneck(times_ps: Sequence[int], pairs: Iterable[Pair], num_stages: int) -> int | None:
+def least_bottleneck(
+    times_ps: Sequence[int],
+    pairs: Iterable[Pair],
+    num_stages: int,
+    together: Iterable[Pair] = (),
+    most: int = 10**6,
+) -> int | None:
     """Picoseconds of the slowest of at most ``num_stages`` stages, at its least; None where there are too many sets.
 
     Args:
         times_ps: by node.
         pairs: (earlier, later) positions.
+        together: pairs that must be in one stage besides.
+        most: closed sets.
     """
-    sets = closed_sets(len(times_ps), pairs)
+    joined = tuple(together)
+    sets = closed_sets(len(times_ps), (*pairs, *joined), most)
     if sets is None:
         return None
-    low, high = max(max(times_ps), -(-sum(times_ps) // num_stages)) - 1, sum(times_ps)
+    barred = frozenset(done for level in sets for done in level if _parts(done, joined))
+
+    def kept(period_ps: int) -> bool:
+        return _can_keep(times_ps, sets, barred, period_ps, num_stages)
+
+    low = max(max(times_ps), -(-sum(times_ps) // num_stages)) - 1
+    high = low + max(1, low >> 10)
+    while not kept(high):
+        low, high = high, high + 2 * (high - low)
     while high - low > 1:
         middle = (low + high) // 2
-        if _stages_needed(times_ps, sets, middle) <= num_stages:
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if kept(middle) else (middle, high)
     return high
 
 
-def _stages_needed(times_ps: Sequence[int], sets: Sequence[dict[int, list[int]]], period_ps: int) -> int:
-    best: dict[int, Pair] = {0: (1, 0)}
-    for level in sets:
-        following: dict[int, Pair] = {}
+def _parts(done: int, together: Sequence[Pair]) -> bool:
+    """Whether a stage that ends here would part a pair."""
+    return any(done >> earlier & 1 and not done >> later & 1 for earlier, later in together)
+
+
+def _can_keep(
+    times_ps: Sequence[int],
+    sets: Sequence[dict[int, list[int]]],
+    barred: frozenset[int],
+    period_ps: int,
+    num_stages: int,
+) -> bool:
+    """Whether so many stages suffice, none of which takes longer."""
+    best: dict[int, dict[int, int]] = {0: {1: 0}}  # by set: stages begun -> least load of the last one
+    for level in sets[:-1]:
+        following: dict[int, dict[int, int]] = {}
         for done, ready in level.items():
-            stages, load = best[done]
+            loads, may_end = best[done], done not in barred
+            if may_end and loads:
+                fewest = min(loads)
+                loads = {fewest: loads[fewest]}
             for node in ready:
-                time = times_ps[node]
-                grown = (stages, load + time) if load + time <= period_ps else (stages + 1, time)
-                now = done | 1 << node
-                if now not in following or grown < following[now]:
-                    following[now] = grown
-        best = following or best
-    ((stages, _),) = best.values()
-    return stages
+                time, now = times_ps[node], done | 1 << node
+                into = following.setdefault(now, {})
+                for stages, load in loads.items():
+                    grown = load + time
+                    fits = grown <= period_ps
+                    if fits and grown < into.get(stages, grown + 1):
+                        into[stages] = grown
+                    # A new stage helps where this one is full, and where the next set is no place to begin one.
+                    begins = may_end and stages < num_stages and time <= period_ps and (not fits or now in barred)
+                    if begins and time < into.get(stages + 1, time + 1):
+                        into[stages + 1] = time
+        best = following
+    return any(loads for loads in best.values())

@@ -11,6 +11,7 @@ from raypipe.engine.gradients import GradientSink
 from raypipe.engine.stage import Site
 from raypipe.engine.weight_ring import WeightRing
 from tests.engine.rings import program_of
+from tests.engine.test_exactness import compare
 
 SIZE = 600
 assert SIZE * SIZE * 4 > sinks.LARGE_BYTES
@@ -75,3 +76,10 @@ def test_another_micro_batch_without_this_parameter_adds_nothing() -> None:
     assert parameters["c"].grad is None
     assert torch.equal(parameters["a"].grad, torch.ones(SIZE, SIZE))
     assert torch.equal(parameters["b"].grad, torch.ones(SIZE, SIZE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "cnn", "unet", "tied-lm", "attention", "frozen-middle"])
+def test_whole_steps_are_exact_when_every_gradient_counts_as_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "LARGE_BYTES", 1)
+    assert compare(name, 2, "slack", "ragged") == []

@@ -1,0 +1,152 @@
+"""Stages that take the seconds they are told to, run by PipelineTrainer.fit: what a plan is worth without its devices.
+
+A block sleeps where an accelerator would compute, and hands on a boundary tensor of 16 KiB, whatever the real one
+would be: what is emulated is computation, and links are as good as free.
+
+One fleet measures several plans in turn, A B A B, so that whatever else the machine does meets all of them alike:
+
+    step        0  1  2  3  4  5  6  7        a block counts its own micro-batches, so it knows the step,
+    plan        B  C  A  B  C  A  B  C        and with it the plan whose seconds it takes
+                warm
+
+The weight's gradient is 1 + the plan's number for every micro-batch, so that the weights at the end tell whether
+every stage has done every micro-batch of every plan.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raypipe
+
+__all__ = ["BOUNDARY_BYTES", "CPU_SHARE", "Block", "StageTimes", "plan_of_step", "run_in_turn"]
+
+WIDTH = 4096  # float32; a micro-batch is one sample
+BOUNDARY_BYTES = 4 * WIDTH
+WARM_UP_STEPS = 2
+LEARNING_RATE = 0.0078125  # a power of two: its products with small whole numbers are exact
+CPU_SHARE = 0.1
+"""Logical CPUs of a stage: those that sleep share processors."""
+
+StageTimes = Sequence[tuple[float, float]]
+"""(forward_s, backward_s) of one micro-batch, by stage."""
+
+
+class _Sleep(torch.autograd.Function):
+    """Hands on the same tensors every time, as if an accelerator had filled them: the host does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Block) -> torch.Tensor:
+        ctx.block = block
+        time.sleep(block.times[block.next_forward()][0])
+        return block.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
+        block = ctx.block
+        plan = block.next_backward()
+        time.sleep(block.times[plan][1])
+        return block.of_x if ctx.needs_input_grad[0] else None, torch.full((1,), 1.0 + plan), None
+
+
+class Block(nn.Module):
+    """One stage of several plans.
+
+    Args:
+        times: (forward_s, backward_s) by plan.
+        num_microbatches: of every step.
+        last: its output is a single feature.
+    """
+
+    def __init__(self, times: Sequence[tuple[float, float]], num_microbatches: int, *, last: bool) -> None:
+        super().__init__()
+        self.times = tuple(times)
+        self.num_microbatches = num_microbatches
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.output, self.of_x = torch.zeros(1, 1 if last else WIDTH), torch.zeros(1, WIDTH)
+        self.forwards = self.backwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Sleep.apply(x, self.weight, self)
+
+    def next_forward(self) -> int:
+        """The plan of the forward that begins now. Steps do not overlap: each ends with a flush."""
+        self.forwards += 1
+        return self._plan(self.forwards - 1)
+
+    def next_backward(self) -> int:
+        """The plan of the backward that begins now."""
+        self.backwards += 1
+        return self._plan(self.backwards - 1)
+
+    def _plan(self, microbatch: int) -> int:
+        return plan_of_step(microbatch // self.num_microbatches, len(self.times))
+
+
+def plan_of_step(step: int, num_plans: int) -> int:
+    """The plan whose turn it is; the first one comes right after the steps to warm up."""
+    return (step - WARM_UP_STEPS) % num_plans
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """One operation; its value does not matter."""
+    return output.sum()
+
+
+def _sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=LEARNING_RATE)
+
+
+def run_in_turn(
+    plans: Sequence[StageTimes], num_microbatches: int, rounds: int, *, local: bool = False
+) -> list[list[float]]:
+    """Seconds of ``rounds`` steps of every plan, after some to warm up.
+
+    Args:
+        plans: all with the same number of stages, two or more.
+        local: in threads of this process; otherwise on Ray actors.
+
+    Raises:
+        RuntimeError: a stage has not done what the plans say.
+    """
+    num_stages = len(plans[0])
+    num_steps = WARM_UP_STEPS + rounds * len(plans)
+    blocks = [
+        Block([times[stage] for times in plans], num_microbatches, last=stage == num_stages - 1)
+        for stage in range(num_stages)
+    ]
+    count = num_microbatches * num_steps
+    with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
+        result = raypipe.PipelineTrainer(
+            nn.Sequential(*blocks),
+            loss_fn=loss_of,
+            optimizer=_sgd,
+            train_data=TensorDataset(torch.ones(count, 1), torch.ones(count, 1)),
+            pipeline=raypipe.PipelineConfig(
+                num_stages=num_stages,
+                minibatch_size=num_microbatches,
+                num_microbatches=num_microbatches,
+                partitioner=tuple(str(stage) for stage in range(1, num_stages)),
+            ),
+            scaling_config=SimpleNamespace(num_workers=num_stages, resources_per_worker={"CPU": CPU_SHARE}),
+            run_config=SimpleNamespace(name=f"emulated-{time.time_ns()}", storage_path=folder),
+        ).fit(num_steps=num_steps, local=local, progress=False)
+        weights = raypipe.load_state_dict(result.checkpoint)
+    done = num_microbatches * sum(1 + plan_of_step(step, len(plans)) for step in range(num_steps))
+    for stage in range(num_stages):
+        found = weights[f"{stage}.weight"].item()
+        if abs(found + LEARNING_RATE * done) > 1e-4 * LEARNING_RATE * done:
+            raise RuntimeError(
+                f"Stage {stage} trained to {found}, but every micro-batch of every plan makes {-LEARNING_RATE * done}: "
+                "what was measured is not what was planned."
+            )
+    seconds = [record.seconds for record in result.records]
+    return [seconds[WARM_UP_STEPS + plan :: len(plans)] for plan in range(len(plans))]
