@@ -1,7 +1,8 @@
 """What a stage holds at its fullest moment: the memory model of every plan.
 
-    weights x versions | gradients | optimizer state | module buffers      for the whole run
-    activations x micro-batches in flight | messages on their way          most at the last forward of the warm-up
+    weights x versions | sums of gradients | optimizer state | module buffers     for the whole run
+    activations x micro-batches in flight | messages that came or go              most after the warm-up's last forward
+    gradients of one micro-batch                                                  while its backward runs
 
 How many micro-batches a stage has in flight follows from its *depth*: the micro-batches that the workers from
 it to the end can hold, per replica of its own; without replicas stage s of S has depth S - s.
@@ -13,8 +14,13 @@ each at most M. ``pipedream`` is the asynchronous 1F1B, which keeps a weight ver
 partition solvers rest on that. Messages are the exception, they depend on the cut; ``partition.fit`` finds how
 much room the solvers must leave for them.
 
-The model leaves out: temporary memory inside one operation and in the optimizer step (put it into
-``reserve_bytes``), fragmentation, and the second copy of a parameter that two stages share.
+A backward returns the gradients of all parameters at once, to be added to the sums. Meanwhile the activations of its
+micro-batch are given back; nets with large activations at one end of a stage and many parameters at the other hold
+nearly all of both for a moment, and that is what is counted. A message that came is the input of its micro-batch, kept
+until the backward, and others wait behind it.
+
+The model leaves out: temporary memory inside one operation and in the optimizer step, which come when the activations
+are gone (put it into ``reserve_bytes``), fragmentation, and the second copy of a parameter that two stages share.
 """
 
 from __future__ import annotations
@@ -47,7 +53,8 @@ class MemoryModel:
         group_size: k of kfkb.
         slack: r of slack, by hop from the first or one for all.
         weight_versions: copies of the weights; None follows the schedule.
-        gradient_factor: bytes of gradients per byte of trainable parameters.
+        gradient_factor: bytes of gradients per byte of trainable parameters: 1 for the sums, 1 for those of a
+            micro-batch in its backward.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
         reserve_bytes: kept free on every device, for temporaries and the runtime.
 
@@ -61,7 +68,7 @@ class MemoryModel:
     group_size: int = 1
     slack: int | tuple[int, ...] = 1
     weight_versions: int | None = None
-    gradient_factor: float = 1.0
+    gradient_factor: float = 2.0
     optimizer_factor: float = 2.0
     reserve_bytes: int = 0
 
@@ -102,7 +109,7 @@ class MemoryModel:
 
     @property
     def message_slots(self) -> int:
-        """Boundary messages that wait at a stage, per direction."""
+        """Boundary messages that wait at a stage, per direction, besides those of micro-batches in flight."""
         if self.schedule == "kfkb":
             return self.group_size
         if self.schedule == "slack":
@@ -189,7 +196,8 @@ def stage_memory(
         optimizer_bytes=math.ceil(trainable * model.optimizer_factor),
         buffer_bytes=sum(node.buffer_bytes for node in nodes),
         activation_bytes=in_flight * model.microbatch_size * sum(node.activation_bytes for node in nodes),
-        message_bytes=model.message_slots * model.microbatch_size * (receive_bytes + send_bytes),
+        message_bytes=model.microbatch_size
+        * (receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots),
         reserve_bytes=model.reserve_bytes,
     )
 

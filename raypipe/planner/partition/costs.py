@@ -98,22 +98,45 @@ def exchange_ps(cut_bytes: Ints, bandwidth_bytes_s: float) -> Ints:
     return busy
 
 
-def least_feasible(probe: Callable[[int], _T | None], lowest: int, highest: int) -> tuple[int, _T] | None:
-    """The smallest number from ``lowest`` to ``highest`` that ``probe`` has an answer for, with the answer.
+def least_feasible(
+    probe: Callable[[int], _T | None],
+    lowest: int,
+    highest: int,
+    *,
+    following: Callable[[int], int] = lambda number: number + 1,
+    enough: Callable[[_T], int] | None = None,
+) -> tuple[int, _T] | None:
+    """The smallest number from ``lowest`` to ``highest`` that ``probe`` has an answer for, with that answer.
 
     Where a number has an answer, all larger ones must. The lower bound is usually close, so strides from it
     grow before halving begins.
+
+    Args:
+        following: for a number without an answer, the next one above it that could have one.
+        enough: for an answer, a number that has one too, often far below the one that was asked for.
     """
     below, stride, at = lowest - 1, max(1, lowest >> 8), lowest
     while (found := probe(at)) is None:
         if at >= highest:
             return None
-        below, at, stride = at, min(highest, at + stride), 4 * stride
+        below = min(following(at), highest) - 1
+        at, stride = min(highest, max(below + 1, at + stride)), 4 * stride
+    asked = at
+    at = _lower(at, found, below, enough)
     while at - below > 1:
         middle = (at + below) // 2
         answer = probe(middle)
         if answer is None:
-            below = middle
+            below = max(middle, min(following(middle), at) - 1)
         else:
-            at, found = middle, answer
+            found, asked = answer, middle
+            at = _lower(middle, answer, below, enough)
+    if asked != at:  # the same number has the same answer, however it was found
+        answer = probe(at)
+        assert answer is not None
+        found = answer
     return at, found
+
+
+def _lower(at: int, answer: _T, below: int, enough: Callable[[_T], int] | None) -> int:
+    return at if enough is None else max(below + 1, min(at, enough(answer)))

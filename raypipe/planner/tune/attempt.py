@@ -12,6 +12,7 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
 from raypipe.ir.prediction import Prediction
+from raypipe.ir.profile import Profile
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.microbatch import Hop, MicrobatchChoice, StageTime, choose_microbatches
 from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, solve_within
@@ -19,10 +20,11 @@ from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import any_cut
 from raypipe.planner.tune.coarse import coarse
 from raypipe.planner.tune.cut import solver_of
+from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.fits import memory_test
 from raypipe.planner.tune.predict import first_trainable_stage, hops_of, predict, stages_of
-from raypipe.planner.tune.profiled import Decision, Profiled
 from raypipe.planner.tune.request import Request, build_schedule, memory_model, microbatches, settled_schedule
+from raypipe.planner.tune.sizes import graph_at, seconds_at, times_of
 
 __all__ = ["Problem", "attempt", "predicted"]
 
@@ -40,7 +42,7 @@ class Problem:
     """
 
     request: Request
-    profiled: Profiled
+    profile: Profile
     cluster: Cluster
     described: bool
 
@@ -52,7 +54,20 @@ class Problem:
     @functools.cached_property
     def short(self) -> ModelGraph:
         """The graph to compare with."""
-        return coarse(self.profiled.graph) if self.searches else self.profiled.graph
+        return coarse(self.profile.graph) if self.searches else self.profile.graph
+
+    @functools.cached_property
+    def times(self) -> StageTime | None:
+        """t(b) of the whole model."""
+        return times_of(self.profile)
+
+    def seconds(self, samples: int) -> float:
+        """Of one micro-batch of so many samples through the whole model."""
+        return seconds_at(self.profile, self.times, samples)
+
+    def at(self, samples: int, graph: ModelGraph) -> ModelGraph:
+        """The profile's graph, or a coarser form of it, with seconds at this size."""
+        return graph_at(self.profile, samples, self.seconds(samples), graph)
 
     @property
     def bounded(self) -> bool:
@@ -78,15 +93,15 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
     Raises:
         PlanError: it does not fit; names stage, action and numbers.
     """
-    solver = solver_of(request, problem.profiled.graph, quick=quick)
+    solver = solver_of(request, problem.profile.graph, quick=quick)
     stages = num_stages or len(problem.cluster.devices)
     minibatch, size, count = microbatches(request, stages)
-    times, choice = problem.profiled.times, None
+    times, choice = problem.times, None
     if request.num_microbatches is None and times is not None:
-        quickest = solver_of(request, problem.profiled.graph, quick=True)
+        quickest = solver_of(request, problem.profile.graph, quick=True)
         choice = _choose(problem, request, num_stages, quickest, times, (minibatch, size, count))
         size, count = choice.microbatch_size, choice.num_microbatches
-    graph = problem.profiled.at(size, problem.short if quick else None)
+    graph = problem.at(size, problem.short if quick else problem.profile.graph)
     limits = _limits(request, num_stages, stages, count, size)
     partition = fitting_partition(solver, graph, problem.cluster, limits)
     if problem.request.schedule == "auto" and partition.num_stages == 1:
@@ -175,7 +190,7 @@ def _choose(
     minibatch, _, count = rule
     graph, cluster = problem.short, problem.cluster
     stages = num_stages or len(cluster.devices)
-    size = problem.profiled.microbatch_size
+    size = problem.profile.microbatch_size
     free = Cluster(tuple(dataclasses.replace(d, memory_bytes=None) for d in cluster.devices), cluster.links)
     unbound = dataclasses.replace(_limits(request, num_stages, stages, count, size), memory_limit_bytes=None)
     rough = solver(graph, free, unbound)
