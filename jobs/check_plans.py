@@ -1,6 +1,6 @@
 """Plans against real runs: what a plan promises of every stage, and what Ray actors then measure.
 
-    python jobs/check_plans.py                     VGG-16, ResNet-50, DenseNet-121, GPT-2 on 2 and 3 stages: seconds, bytes
+    python jobs/check_plans.py                     seconds and bytes of four nets on 2 and 3 stages
     python jobs/check_plans.py --what bits         gradients and parameters of two steps against plain PyTorch
     python jobs/check_plans.py --what compete      one copy of the model alone, then one per core at once
     python jobs/check_plans.py --nets gpt2 --stages 2 --rounds 3

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from pipeline_nets import densenet121, gpt2, images, resnet50, sentences, vgg16
-from stage_watch import Watch, read_lines
+from stage_watch import Watch, read_lines, stage_key
 
 import raypipe
 from raypipe.testing import reference
@@ -75,7 +75,7 @@ def measured_run(what: str, net: str, workers: int, steps: int, folder: Path) ->
     job = trainer._prepared()
     predicted, measured = [], []
     for program, promised in zip(job.programs, plan.prediction.stages, strict=True):
-        own = lines[next(name for name in program.parameters if name in program.trainable)]
+        own = lines[stage_key(name for name in program.parameters if name in program.trainable)]
         held = sum(job.tensors[name].nbytes for name in (*program.parameters, *program.buffers))
         counted = own[WARM:]
         predicted.append(

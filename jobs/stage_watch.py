@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Watch", "read_lines"]
+__all__ = ["Watch", "read_lines", "stage_key"]
 
 
 class Watch:
@@ -52,7 +53,7 @@ class _Stage:
         optimizer.register_step_post_hook(self.after)
 
     def before(self, *_: Any) -> None:
-        self.line: dict[str, Any] = {"first": self.named[0][0], "before_bytes": self.before_bytes}
+        self.line: dict[str, Any] = {"stage": stage_key(name for name, _ in self.named), "before_bytes": self.before_bytes}
         if self.what == "bits":
             grads = {name: p.grad for name, p in self.named}
             torch.save(grads, self.folder / f"{os.getpid()}-{self.steps}.pt")
@@ -76,6 +77,11 @@ class _Stage:
         self.ended_s = time.thread_time()
 
 
+def stage_key(names: Iterable[str]) -> str:
+    """Tells stages apart by what they train; a tied parameter may be the first of several."""
+    return " ".join(sorted(names))
+
+
 def _memory() -> dict[str, int]:
     """Of this process, in bytes: resident and its parts, and the high-water mark."""
     found = {}
@@ -87,9 +93,9 @@ def _memory() -> dict[str, int]:
 
 
 def read_lines(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The lines of every stage, by the first parameter that it trains."""
+    """The lines of every stage, by ``stage_key``."""
     found = {}
     for path in folder.glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        found[lines[0]["first"]] = lines
+        found[lines[0]["stage"]] = lines
     return found

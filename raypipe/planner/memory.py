@@ -33,8 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
-from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import human_bytes
+from raypipe.planner.columns import Sums, columns_of
 
 __all__ = ["SCHEDULES", "MemoryModel", "StageMemory", "check_memory", "stage_memory"]
 
@@ -118,12 +119,9 @@ class MemoryModel:
 
     def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
         """What each node adds once per weight version, once, and once per micro-batch in flight; shape (3, nodes)."""
-        rows = [
-            (n.param_bytes, n.param_bytes - n.frozen_bytes, n.buffer_bytes, n.activation_bytes) for n in graph.nodes
-        ]
-        params, trainable, buffers, activations = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        state = np.ceil(trainable * (self.gradient_factor + self.optimizer_factor)).astype(np.int64)
-        return np.stack([params, state + buffers, activations * self.microbatch_size])
+        found = columns_of(graph)
+        state = np.ceil(found.trainable_bytes * (self.gradient_factor + self.optimizer_factor)).astype(np.int64)
+        return np.stack([found.param_bytes, state + found.buffer_bytes, found.activation_bytes * self.microbatch_size])
 
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
         """Bytes on a stage of this depth, from ``node_parts`` or sums of them."""
@@ -174,28 +172,27 @@ class StageMemory:
 
 
 def stage_memory(
-    model: MemoryModel, nodes: Sequence[Node], stage: int, depth: int, *, receive_bytes: int = 0, send_bytes: int = 0
+    model: MemoryModel, held: Sums, stage: int, depth: int, *, receive_bytes: int = 0, send_bytes: int = 0
 ) -> StageMemory:
     """The memory of one stage.
 
     Args:
-        nodes: of the stage.
+        held: bytes of the stage's nodes.
         stage: its position, for the action.
         depth: see the module; ``S - stage`` without replicas.
         receive_bytes, send_bytes: per sample, of the cuts before and after it.
     """
     in_flight, versions = model.in_flight(depth), model.versions(depth)
-    trainable = sum(node.param_bytes - node.frozen_bytes for node in nodes)
     return StageMemory(
         stage=stage,
         action=f"{stage}F{in_flight - 1}",
         in_flight=in_flight,
         versions=versions,
-        weight_bytes=versions * sum(node.param_bytes for node in nodes),
-        gradient_bytes=math.ceil(trainable * model.gradient_factor),
-        optimizer_bytes=math.ceil(trainable * model.optimizer_factor),
-        buffer_bytes=sum(node.buffer_bytes for node in nodes),
-        activation_bytes=in_flight * model.microbatch_size * sum(node.activation_bytes for node in nodes),
+        weight_bytes=versions * held.param_bytes,
+        gradient_bytes=math.ceil(held.trainable_bytes * model.gradient_factor),
+        optimizer_bytes=math.ceil(held.trainable_bytes * model.optimizer_factor),
+        buffer_bytes=held.buffer_bytes,
+        activation_bytes=in_flight * model.microbatch_size * held.activation_bytes,
         message_bytes=model.microbatch_size
         * (receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots),
         reserve_bytes=model.reserve_bytes,

@@ -151,6 +151,7 @@ def predicted(
         decision.minibatch_size,
         links=links,
         one_f_one_b=plain,
+        check=compare,
     )
     choice = decision.choice
     if choice is None:
@@ -239,7 +240,10 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
     most = min(MOST_SLACK, limits.memory.num_microbatches)
     wanted = [max(least, min(most, 1 + math.ceil(2 * (h.latency_s + h.occupancy_s) / slowest_s - 1e-9))) for h in hops]
     best, best_s = request, math.inf
-    for cap in sorted({least, *(max(least, max(wanted) >> i) for i in range(max(wanted).bit_length()))}):
+    caps = sorted({least, *(max(least, max(wanted) >> i) for i in range(max(wanted).bit_length()))})
+    if caps == [least] and request.slack == least:
+        return request  # nothing to compare
+    for cap in caps:
         capped = tuple(min(cap, r) for r in wanted)
         new = dataclasses.replace(request, slack=capped[0] if len(set(capped)) == 1 else capped)
         memory = memory_model(new, partition.num_stages, limits.memory.num_microbatches, limits.memory.microbatch_size)
@@ -248,7 +252,14 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
         first = first_trainable_stage(graph, partition)
         schedule = build_schedule(new, partition.num_stages, limits.memory.num_microbatches, first)
         step_s = predict(
-            graph, partition, problem.cluster, dataclasses.replace(limits, memory=memory), schedule, 1, links=""
+            graph,
+            partition,
+            problem.cluster,
+            dataclasses.replace(limits, memory=memory),
+            schedule,
+            1,
+            links="",
+            check=False,
         ).step_s
         if step_s < best_s * (1 - GAIN):
             best, best_s = new, step_s
