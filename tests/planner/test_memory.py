@@ -80,7 +80,7 @@ def test_a_refusal_names_stage_action_numbers_and_the_cure() -> None:
         check_memory(found, [5 << 20, 5 << 20])
     text = str(caught.value)
     assert text.startswith(
-        "Stage 0 needs 6.0 MiB at 0F1, 1.0 MiB more than its limit of 5.0 MiB: weights x 1 1.0 MiB, "
+        "Stage 0 needs 7.0 MiB at 0F1, 2.0 MiB more than its limit of 5.0 MiB: weights x 1 1.0 MiB, "
     )
     assert "activations of 2 micro-batches 2.0 MiB" in text
     assert text.endswith("Use smaller micro-batches, more stages, or a schedule with fewer micro-batches in flight.")
