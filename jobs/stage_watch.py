@@ -53,7 +53,10 @@ class _Stage:
         optimizer.register_step_post_hook(self.after)
 
     def before(self, *_: Any) -> None:
-        self.line: dict[str, Any] = {"stage": stage_key(name for name, _ in self.named), "before_bytes": self.before_bytes}
+        self.line: dict[str, Any] = {
+            "stage": stage_key(name for name, _ in self.named),
+            "before_bytes": self.before_bytes,
+        }
         if self.what == "bits":
             grads = {name: p.grad for name, p in self.named}
             torch.save(grads, self.folder / f"{os.getpid()}-{self.steps}.pt")
