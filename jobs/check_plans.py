@@ -11,8 +11,10 @@ the machine is never the same twice. What is measured, from within the user's op
 
     seconds   processor time of the stage's thread from one optimizer step to the next, less the gradient norm, which is
               no part of F and B; another process on the core does not count, caches and memory that it takes do
-    bytes     the resident set's high-water mark of a step, less what the process had before the model's parameters;
-              in a run of its own, whose allocator hands freed memory back at once (slower, so never timed)
+    bytes     what lives from step to step (parameters, gradients, the optimizer's state, buffers), and on top the
+              resident set's high-water mark of a step over what was resident before it; in a run of its own, whose
+              allocator hands freed memory back at once (slower, so never timed). The process's own growth, code and
+              caches, is not part of it
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,8 @@ def measured_run(what: str, net: str, workers: int, steps: int, folder: Path) ->
     predicted, measured = [], []
     for program, promised in zip(job.programs, plan.prediction.stages, strict=True):
         own = lines[stage_key(name for name in program.parameters if name in program.trainable)]
-        held = sum(job.tensors[name].nbytes for name in (*program.parameters, *program.buffers))
+        other = (*program.buffers, *(name for name in program.parameters if name not in program.trainable))
+        other_bytes = sum(job.tensors[name].nbytes for name in other)
         counted = own[WARM:]
         predicted.append(
             {
@@ -91,10 +93,11 @@ def measured_run(what: str, net: str, workers: int, steps: int, folder: Path) ->
                 "all_busy_s": [line["busy_s"] for line in counted],
                 "norm_s": statistics.median(line["norm_s"] for line in counted),
                 "step_s": statistics.median(line["step_s"] for line in counted),
-                "bytes": statistics.median(_peak(line) - line["before_bytes"] + held for line in counted),
-                "rest_bytes": statistics.median(
-                    line["end"]["RssAnon"] - line["before_bytes"] + held for line in counted
+                "bytes": statistics.median(
+                    line["held_bytes"] + other_bytes + _over(line, before) for before, line in pairwise(own[WARM - 1 :])
                 ),
+                "held_bytes": counted[-1]["held_bytes"] + other_bytes,
+                "anonymous_bytes": counted[-1]["end"]["RssAnon"],
             }
         )
     return {
@@ -106,10 +109,9 @@ def measured_run(what: str, net: str, workers: int, steps: int, folder: Path) ->
     }
 
 
-def _peak(line: dict[str, Any]) -> int:
-    """Anonymous memory at the high-water mark: code and shared memory, which no plan is about, do not come and go."""
-    end = line["end"]
-    return int(end["VmHWM"] - end["RssFile"] - end["RssShmem"])
+def _over(line: dict[str, Any], before: dict[str, Any]) -> int:
+    """Bytes of a step's high-water mark over what was resident when it began."""
+    return int(line["end"]["VmHWM"] - before["end"]["VmRSS"])
 
 
 def bits(net: str, workers: int, folder: Path) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def _lone(asked: tuple[str, float]) -> float:
     model = model_of(net).train()
     data = data_of(net)
     items = [data[i] for i in range(8)]
-    seconds = []
+    seconds: list[float] = []
     end_s = time.monotonic() + for_s
     while time.monotonic() < end_s or len(seconds) < 4:
         begin_s = time.thread_time()

@@ -46,38 +46,45 @@ class _Stage:
     ) -> None:
         self.named, self.folder, self.what = named, folder, what
         self.file = folder / f"{os.getpid()}.jsonl"
+        self.optimizer = optimizer
         self.steps = 0
-        self.before_bytes = _memory()["RssAnon"]
         self.ended_s = 0.0
         optimizer.register_step_pre_hook(self.before)
         optimizer.register_step_post_hook(self.after)
 
     def before(self, *_: Any) -> None:
-        self.line: dict[str, Any] = {
-            "stage": stage_key(name for name, _ in self.named),
-            "before_bytes": self.before_bytes,
-        }
+        self.line: dict[str, Any] = {"stage": stage_key(name for name, _ in self.named)}
         if self.what == "bits":
             grads = {name: p.grad for name, p in self.named}
             torch.save(grads, self.folder / f"{os.getpid()}-{self.steps}.pt")
             return
         reached_s = time.thread_time()
-        for _, p in self.named:
-            if p.grad is not None:
-                torch.linalg.vector_norm(p.grad)
+        for _, parameter in self.named:
+            if parameter.grad is not None:
+                torch.linalg.vector_norm(parameter.grad)
         norm_s = time.thread_time() - reached_s
         self.line |= {"busy_s": reached_s - self.ended_s - norm_s, "norm_s": norm_s, "at": _memory()}
         self.began_s = time.thread_time()
 
     def after(self, *_: Any) -> None:
         if self.what != "bits":
-            self.line |= {"step_s": time.thread_time() - self.began_s, "end": _memory()}
+            self.line |= {
+                "step_s": time.thread_time() - self.began_s,
+                "end": _memory(),
+                "held_bytes": self.held_bytes(),
+            }
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.line) + "\n")
         if self.what == "bytes":
             Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the high-water mark begins anew
         self.steps += 1
         self.ended_s = time.thread_time()
+
+    def held_bytes(self) -> int:
+        """Of what lives from step to step and the optimizer can see: parameters, gradients, its own state."""
+        tensors = [p for _, p in self.named] + [p.grad for _, p in self.named if p.grad is not None]
+        kept = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in (*tensors, *kept))
 
 
 def stage_key(names: Iterable[str]) -> str:

@@ -79,7 +79,9 @@ def _columns(same: _Same) -> Columns:
     inside = [(i + 1, n.cut_bytes) for i, n in enumerate(nodes[:-1]) if n.cut_bytes is not None]
     places = np.array([0, *(place for place, _ in inside), len(nodes)], dtype=np.int64)
     cut_bytes = np.array([0, *(crossing for _, crossing in inside), 0], dtype=np.int64)
-    return Columns(busy_s, *parts, places, cut_bytes, np.stack([prefix(part) for part in parts]))
+    params, trainable, buffers, activations = parts
+    before = np.stack([prefix(part) for part in parts])
+    return Columns(busy_s, params, trainable, buffers, activations, places, cut_bytes, before)
 
 
 def prefix(values: Ints) -> Ints:
