@@ -47,6 +47,9 @@ class _Vgg(nn.Module):
     def __init__(self, features: nn.Module, classifier: nn.Module) -> None:
         super().__init__()
         self.features, self.classifier = features, classifier
+        for layer in self.modules():  # sixteen layers without batch statistics: torch's own start would fade away
+            if isinstance(layer, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = functional.adaptive_avg_pool2d(self.features(x), 7)
