@@ -17,7 +17,8 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from raypipe.ir.plan import Plan
-from raypipe.planner.tune import Profiled, Request, decide, plan_of
+from raypipe.ir.profile import Profile
+from raypipe.planner.tune import Request, decide, plan_of
 
 LAYERS, HIDDEN, INNER, HEADS, VOCABULARY = 32, 4096, 11008, 32, 32000
 RATE_FLOPS_S = 60e12
@@ -62,11 +63,11 @@ def llama(sequence: int, element_bytes: int) -> ModelGraph:
     return link_nodes(nodes, [(i, i + 1) for i in range(len(nodes) - 1)])
 
 
-def profiled(sequence: int, element_bytes: int) -> Profiled:
+def profiled(sequence: int, element_bytes: int) -> Profile:
     """The graph with its curve: a part that grows with the samples, and the launches, which do not."""
     graph = llama(sequence, element_bytes)
     per_sample_s = graph.busy_s - FIXED_S
-    return Profiled(graph, 1, tuple((b, FIXED_S + per_sample_s * b) for b in (1, 2, 4, 8)))
+    return Profile(graph, 1, tuple((b, FIXED_S + per_sample_s * b) for b in (1, 2, 4, 8)))
 
 
 def cluster(gpus: int, memory_gb: float, gbit_s: float) -> Cluster:

@@ -18,6 +18,7 @@ from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
 from raypipe.errors import ConfigError, DataError, PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
+from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Phase, RowsKey
 from raypipe.planner.schedule.asynchronous import finite, minibatches_to_drain, part
@@ -26,7 +27,6 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.segments import Flow
 from raypipe.planner.tune import (
-    Profiled,
     Request,
     build_schedule,
     decide,
@@ -132,7 +132,7 @@ def prepare(
     pipeline: PipelineConfig,
     num_workers: int | None,
     cluster: Cluster | None = None,
-    profiled: Profiled | None = None,
+    profiled: Profile | None = None,
 ) -> Job:
     """Open the data, capture the model, profile it where the plan needs that, make the plan.
 
@@ -156,7 +156,7 @@ def prepare(
         request = dataclasses.replace(
             request,
             optimizer_factor=optimizer_factor(optimizer, captured),
-            least_microbatch=min((size for size, _ in profiled.points), default=1),
+            least_microbatch=_least_microbatch(profiled),
         )
         decision = decide(request, profiled, cluster)
         request, partition = decision.request, decision.partition
@@ -193,7 +193,7 @@ def profile(
     train_data: Any,
     pipeline: PipelineConfig,
     num_workers: int | None,
-) -> Profiled:
+) -> Profile:
     """Seconds and bytes of every operation of the model, on this machine.
 
     Raises:
@@ -229,6 +229,12 @@ def _open(
 
 def _by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
     return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
+
+
+def _least_microbatch(profiled: Profile) -> int:
+    """The fewest samples that the model ran with; 1 where one size was tried only."""
+    sizes = [size for size, _ in profiled.seconds_by_size]
+    return min(sizes) if len(sizes) > 1 else 1
 
 
 def _needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:

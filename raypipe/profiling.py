@@ -15,7 +15,6 @@ from raypipe.engine.state import MakeOptimizer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
-from raypipe.planner.tune import Profiled
 from raypipe.progress import ProfilingBar
 
 __all__ = ["optimizer_factor", "profile_of", "refuse_other_graph", "stale_notes"]
@@ -24,7 +23,7 @@ ADAM_FACTOR = 2.0
 """Bytes of Adam's state per byte of parameters."""
 
 
-def profile_of(captured: Capture, example: Mapping[Any, torch.Tensor], *, by_size: bool) -> Profiled:
+def profile_of(captured: Capture, example: Mapping[Any, torch.Tensor], *, by_size: bool) -> Profile:
     """The graph with seconds, measured here or read from the cache; estimated where the model cannot be run alone.
 
     A terminal shows how far it is.
@@ -36,22 +35,16 @@ def profile_of(captured: Capture, example: Mapping[Any, torch.Tensor], *, by_siz
     samples = min((len(x) for x in example.values() if x.dim()), default=1)
     bar = ProfilingBar()
     try:
-        found, _ = cached_profile(captured, example, sizes=None if by_size else (), progress=bar)
+        return cached_profile(captured, example, sizes=None if by_size else (), progress=bar)[0]
     except StageError as error:
         with contextlib.suppress(ConfigError):  # an nn.Sequential cannot be estimated: what stopped it counts
-            found = estimate_graph(captured, samples, sizes=powers_of_two(samples) if by_size else ())
-            return _profiled(found, by_size)
+            return estimate_graph(captured, samples, sizes=powers_of_two(samples) if by_size else ())
         raise error from None
     finally:
         bar.close()
-    return _profiled(found, by_size)
 
 
-def _profiled(found: Profile, by_size: bool) -> Profiled:
-    return Profiled(found.graph, found.microbatch_size, found.seconds_by_size if by_size else (), found.notes)
-
-
-def refuse_other_graph(captured: Capture, profiled: Profiled) -> None:
+def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
     """A profile says nothing of a model with other operations.
 
     Raises:

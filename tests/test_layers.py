@@ -52,14 +52,15 @@ USE = Layer(
 
 # Inside decide: which of its parts each part knows, besides itself.
 PARTS = {
-    "memory": (),
+    "columns": (),
+    "memory": ("columns",),
     "microbatch": (),
-    "partition": ("memory",),
+    "partition": ("columns", "memory"),
     "program": (),
     "waves": ("program",),
     "simulate": ("program", "waves"),
     "schedule": ("program", "simulate"),
-    "tune": ("memory", "microbatch", "partition", "schedule", "program", "simulate"),
+    "tune": ("columns", "memory", "microbatch", "partition", "schedule", "program", "simulate"),
     "elastic": ("tune",),
     "control": ("tune", "elastic", "memory", "program", "schedule"),
 }

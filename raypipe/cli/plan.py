@@ -17,7 +17,7 @@ from raypipe.cli.common import ConfigFile, Overrides, open_runfile, trainer_of
 
 if TYPE_CHECKING:
     from raypipe.ir.plan import Plan
-    from raypipe.planner.tune import Profiled
+    from raypipe.ir.profile import Profile
 
 __all__ = ["plan", "profile"]
 
@@ -66,9 +66,9 @@ def profile(
             typer.echo(f"wrote {output}")
 
 
-def _read(path: Path) -> Profiled:
+def _read(path: Path) -> Profile:
     from raypipe.errors import ConfigError
-    from raypipe.planner.tune import Profiled
+    from raypipe.ir.profile import Profile
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -76,7 +76,7 @@ def _read(path: Path) -> Profiled:
         raise ConfigError(
             f"{path} cannot be read: {error}. Write it with `raypipe profile CONFIG.yaml -o FILE`."
         ) from error
-    return Profiled.from_json(text)
+    return Profile.from_json(text)
 
 
 def _draw(made: Plan, path: Path) -> None:

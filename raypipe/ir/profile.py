@@ -1,7 +1,6 @@
 """What a profile says: a graph with seconds in its nodes, how far to trust them, and how they grow with the batch.
 
-graph.nodes     seconds and kept bytes of each node, at ``microbatch_size`` samples
-whole           forward and backward of the whole model, measured in one piece
+graph.nodes     seconds and kept bytes of each node, at ``microbatch_size`` samples; they add up to the whole model's
 raw_ratio       sum over the nodes as they were measured, over the whole; the nodes are scaled by its inverse
 seconds_by_size (1, t), (2, t), (4, t), ...: the whole model again, for the number of micro-batches
 """
@@ -17,7 +16,8 @@ from raypipe.ir.graph import ModelGraph
 
 __all__ = ["DOUBTFUL", "Profile"]
 
-FORMAT = 1
+FORMAT = 2
+ANEW = "measure anew with `raypipe profile CONFIG.yaml -o FILE`"
 DOUBTFUL = 0.25
 """A raw sum further than this from the whole is mentioned in ``notes``."""
 
@@ -27,24 +27,36 @@ class Profile:
     """A profiled model.
 
     Attributes:
-        graph: its nodes have seconds per micro-batch, bytes kept per sample, and their source.
+        graph: its nodes have seconds per micro-batch, bytes kept per sample, and their source; the sum of the seconds
+            is the whole model's, its loss included.
         microbatch_size: samples at which the seconds were taken.
-        forward_s, backward_s: of the whole model with its loss; the nodes' sums agree with them.
+        seconds_by_size: (samples, forward and backward seconds of the whole model), by samples; fewer than two say
+            nothing of other sizes, whose seconds then count as proportional.
         raw_ratio: (forward, backward) sums of the nodes before scaling, over the whole in the same round, in the
-            median; 1 where estimated.
-        seconds_by_size: (samples, forward and backward seconds of the whole model), by samples.
+            median; 1 where nothing was scaled.
         device: what it was measured on, in words.
         notes: what a person should know, one sentence each.
+        small: (samples, forward and backward seconds by node) at a smaller size than ``microbatch_size``; None where
+            nodes were measured at one size only.
     """
 
     graph: ModelGraph
     microbatch_size: int
-    forward_s: float
-    backward_s: float
-    raw_ratio: tuple[float, float]
-    seconds_by_size: tuple[tuple[int, float], ...]
-    device: str
+    seconds_by_size: tuple[tuple[int, float], ...] = ()
+    raw_ratio: tuple[float, float] = (1.0, 1.0)
+    device: str = ""
     notes: tuple[str, ...] = ()
+    small: tuple[int, tuple[float, ...]] | None = None
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of one micro-batch forward through the whole model."""
+        return sum(node.forward_s for node in self.graph.nodes)
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of its backward."""
+        return sum(node.backward_s for node in self.graph.nodes)
 
     @property
     def source(self) -> str:
@@ -66,16 +78,16 @@ class Profile:
         try:
             found = json.loads(text)
             if found.pop("format") != FORMAT:
-                raise PlanError(f"This profile is not of format {FORMAT}, which this release reads: measure anew.")
+                raise PlanError(f"This profile is not of format {FORMAT}, which this release reads: {ANEW}.")
+            small = found["small"]
             return cls(
                 graph=ModelGraph.from_json(json.dumps(found["graph"])),
                 microbatch_size=int(found["microbatch_size"]),
-                forward_s=float(found["forward_s"]),
-                backward_s=float(found["backward_s"]),
-                raw_ratio=(float(found["raw_ratio"][0]), float(found["raw_ratio"][1])),
                 seconds_by_size=tuple((int(b), float(t)) for b, t in found["seconds_by_size"]),
+                raw_ratio=(float(found["raw_ratio"][0]), float(found["raw_ratio"][1])),
                 device=str(found["device"]),
                 notes=tuple(map(str, found["notes"])),
+                small=None if small is None else (int(small[0]), tuple(map(float, small[1]))),
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"This is not a saved profile ({error!r}): measure anew.") from None
+            raise PlanError(f"This is not a saved profile ({error!r}): {ANEW}.") from None

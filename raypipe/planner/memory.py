@@ -1,7 +1,7 @@
 """What a stage holds at its fullest moment: the memory model of every plan.
 
-    weights x versions | gradients | optimizer state | module buffers      for the whole run
-    activations x micro-batches in flight | messages on their way          most at the last forward of the warm-up
+    weights x versions | sums of gradients | optimizer state | module buffers     for the whole run
+    activations x micro-batches in flight | messages that came or go              most after the warm-up's last forward
 
 How many micro-batches a stage has in flight follows from its *depth*: the micro-batches that the workers from
 it to the end can hold, per replica of its own; without replicas stage s of S has depth S - s.
@@ -13,8 +13,11 @@ learn, u being the update interval; ``2bw`` keeps two. The numbers per node add 
 more than the stage: the partition solvers rest on that. Messages are the exception, they depend on the cut;
 ``partition.fit`` finds how much room the solvers must leave for them.
 
-The model leaves out: temporary memory inside one operation and in the optimizer step (put it into
-``reserve_bytes``), fragmentation, and the second copy of a parameter that two stages share.
+A message that came is the input of its micro-batch, kept until the backward, and others wait behind it.
+
+The model leaves out: temporary memory inside one operation and in the optimizer step, which come when the activations
+are gone (put it into ``reserve_bytes``), the gradients of one micro-batch before they are added (of one large parameter
+at a time, and of all small ones), fragmentation, and the second copy of a parameter that two stages share.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
-from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import human_bytes
+from raypipe.planner.columns import Sums, columns_of
 
 __all__ = ["SCHEDULES", "MemoryModel", "StageMemory", "check_memory", "stage_memory"]
 
@@ -111,7 +115,7 @@ class MemoryModel:
 
     @property
     def message_slots(self) -> int:
-        """Boundary messages that wait at a stage, per direction."""
+        """Boundary messages that wait at a stage, per direction, besides those of micro-batches in flight."""
         if self.schedule == "kfkb":
             return self.group_size
         if self.schedule == "slack":
@@ -120,13 +124,11 @@ class MemoryModel:
 
     def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
         """What each node adds once per weight version, once, and once per micro-batch in flight; shape (3, nodes)."""
-        rows = [
-            (n.param_bytes, n.param_bytes - n.frozen_bytes, n.buffer_bytes, n.activation_bytes) for n in graph.nodes
-        ]
-        params, trainable, buffers, activations = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-        state = np.ceil(trainable * (self.gradient_factor + self.optimizer_factor)).astype(np.int64)
+        found = columns_of(graph)
+        state = np.ceil(found.trainable_bytes * (self.gradient_factor + self.optimizer_factor)).astype(np.int64)
+        once = found.param_bytes - found.trainable_bytes + state + found.buffer_bytes
         # Only what learns has versions.
-        return np.stack([trainable, params - trainable + state + buffers, activations * self.microbatch_size])
+        return np.stack([found.trainable_bytes, once, found.activation_bytes * self.microbatch_size])
 
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
         """Bytes on a stage of this depth, from ``node_parts`` or sums of them."""
@@ -177,29 +179,29 @@ class StageMemory:
 
 
 def stage_memory(
-    model: MemoryModel, nodes: Sequence[Node], stage: int, depth: int, *, receive_bytes: int = 0, send_bytes: int = 0
+    model: MemoryModel, held: Sums, stage: int, depth: int, *, receive_bytes: int = 0, send_bytes: int = 0
 ) -> StageMemory:
     """The memory of one stage.
 
     Args:
-        nodes: of the stage.
+        held: bytes of the stage's nodes.
         stage: its position, for the action.
         depth: see the module; ``S - stage`` without replicas.
         receive_bytes, send_bytes: per sample, of the cuts before and after it.
     """
     in_flight, versions = model.in_flight(depth), model.versions(depth)
-    trainable = sum(node.param_bytes - node.frozen_bytes for node in nodes)
     return StageMemory(
         stage=stage,
         action=f"{stage}F{in_flight - 1}",
         in_flight=in_flight,
         versions=versions,
-        weight_bytes=(versions - 1) * trainable + sum(node.param_bytes for node in nodes),
-        gradient_bytes=math.ceil(trainable * model.gradient_factor),
-        optimizer_bytes=math.ceil(trainable * model.optimizer_factor),
-        buffer_bytes=sum(node.buffer_bytes for node in nodes),
-        activation_bytes=in_flight * model.microbatch_size * sum(node.activation_bytes for node in nodes),
-        message_bytes=model.message_slots * model.microbatch_size * (receive_bytes + send_bytes),
+        weight_bytes=(versions - 1) * held.trainable_bytes + held.param_bytes,
+        gradient_bytes=math.ceil(held.trainable_bytes * model.gradient_factor),
+        optimizer_bytes=math.ceil(held.trainable_bytes * model.optimizer_factor),
+        buffer_bytes=held.buffer_bytes,
+        activation_bytes=in_flight * model.microbatch_size * held.activation_bytes,
+        message_bytes=model.microbatch_size
+        * (receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots),
         reserve_bytes=model.reserve_bytes,
     )
 

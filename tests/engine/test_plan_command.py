@@ -17,7 +17,7 @@ from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.cli import app
 from raypipe.errors import PlanError, RaypipeError
 from raypipe.ir.plan import Plan
-from raypipe.planner.tune import Profiled
+from raypipe.ir.profile import Profile
 
 TASK = """\
 import torch
@@ -93,9 +93,11 @@ def test_a_described_cluster_is_planned_for(folder: Path) -> None:
 def test_a_profile_is_saved_and_used_again(folder: Path) -> None:
     text = command("profile", "run.yaml", "-o", "profile.json")
     assert "whole model, 11 operations" in text
-    saved = Profiled.from_json((folder / "profile.json").read_text())
-    assert len(saved.points) > 2
-    assert all(seconds > 0 for _, seconds in saved.points)
+    saved = Profile.from_json((folder / "profile.json").read_text())
+    assert len(saved.seconds_by_size) > 2
+    assert all(seconds > 0 for _, seconds in saved.seconds_by_size)
+    assert saved.device.startswith("cpu")
+    assert saved.raw_ratio != (1.0, 1.0)
     plans = [command("plan", "run.yaml", "--profile", "profile.json", "--json") for _ in range(2)]
     assert plans[0] == plans[1]  # nothing is measured anew
     assert json.loads(command("profile", "run.yaml", "--json"))["graph"]["nodes"]

@@ -108,7 +108,7 @@ def stage_bytes(graph: ModelGraph, nodes: list[int], memory: MemoryModel, depth:
     versions = {"pipedream": depth, "2bw": 2}.get(memory.schedule, 1)
     params = sum(graph.nodes[i].param_bytes for i in nodes)
     kept = sum(graph.nodes[i].activation_bytes for i in nodes)
-    return (versions + 3) * params + kept * in_flight(memory, depth) * memory.microbatch_size
+    return (versions + 4) * params + kept * in_flight(memory, depth) * memory.microbatch_size
 
 
 def crossing_bytes(graph: ModelGraph, stage_of: tuple[int, ...], cut: int) -> int | None:

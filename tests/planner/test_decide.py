@@ -15,8 +15,9 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from raypipe.ir.plan import Plan
+from raypipe.ir.profile import Profile
 from raypipe.planner.partition.fit import memory_of
-from raypipe.planner.tune import Decision, Profiled, Request, decide, plan_of, profile_table, timeline_of
+from raypipe.planner.tune import Decision, Request, decide, plan_of, profile_table, timeline_of
 from raypipe.planner.tune.coarse import coarse
 from raypipe.planner.tune.fits import memory_test
 from tests.planner.partition_cases import chain_of, clusters, graphs
@@ -34,10 +35,10 @@ def op(index: int, *, milliseconds: float = 1.0, params: int = MIB, kept: int = 
     )  # fmt: skip
 
 
-def chain(size: int, **of: float) -> Profiled:
+def chain(size: int, **of: float) -> Profile:
     """Seconds at 4 samples, and a curve that agrees: t(b) = total (b + 2) / 6."""
     graph = ModelGraph(tuple(op(i, **of) for i in range(size)))
-    return Profiled(graph, 4, tuple((b, graph.busy_s * (b + 2) / 6) for b in (1, 2, 4, 8)))
+    return Profile(graph, 4, tuple((b, graph.busy_s * (b + 2) / 6) for b in (1, 2, 4, 8)))
 
 
 def rented(count: int, *, memory: int | None = None, gbit_s: float = math.inf, latency_s: float = 0.0) -> Cluster:
@@ -67,7 +68,7 @@ def test_a_plan_keeps_every_limit_and_every_word_of_the_request(
 ) -> None:
     points = tuple((b, graph.busy_s * (b + 1) / 3) for b in (1, 2, 4)) if curve else ()
     try:
-        decision = decide(request, Profiled(graph, 2, points), cluster)
+        decision = decide(request, Profile(graph, 2, points), cluster)
     except PlanError:
         return  # the refusals have tests of their own
     plan = plan_of(decision)
@@ -99,7 +100,7 @@ def test_a_plan_keeps_every_limit_and_every_word_of_the_request(
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=7), st.integers(1, 4), st.sampled_from([0.1, 1.0, 10.0]))
 def test_no_other_number_of_stages_is_predicted_to_be_faster(ticks: list[int], workers: int, gbit_s: float) -> None:
     graph = chain_of(ticks, params=8, kept=2, cut=100_000)
-    profiled = Profiled(graph, 4, tuple((b, graph.busy_s * (b + 1) / 5) for b in (1, 2, 4)))
+    profiled = Profile(graph, 4, tuple((b, graph.busy_s * (b + 1) / 5) for b in (1, 2, 4)))
     cluster = rented(workers, gbit_s=gbit_s)
     request = dataclasses.replace(REQUEST, minibatch_size=8)
     free = decide(request, profiled, cluster)
@@ -138,10 +139,10 @@ def test_split_points_are_kept_and_get_their_seconds() -> None:
 def test_equal_parameters_stay_what_they_are_under_a_limit() -> None:
     graph = ModelGraph(tuple(op(i, milliseconds=1 + 9 * (i == 0), params=MIB) for i in range(8)))
     request = dataclasses.replace(REQUEST, partitioner="parameters", num_stages=2, memory_limit_bytes=1 << 30)
-    assert decide(request, Profiled(graph, 4)).partition.cuts == (4,)
-    assert decide(dataclasses.replace(request, partitioner="auto"), Profiled(graph, 4)).partition.cuts != (4,)
+    assert decide(request, Profile(graph, 4)).partition.cuts == (4,)
+    assert decide(dataclasses.replace(request, partitioner="auto"), Profile(graph, 4)).partition.cuts != (4,)
     with pytest.raises(PlanError, match=r"Stage 0 needs .* at 0F"):
-        decide(dataclasses.replace(request, memory_limit_bytes=10 * MIB), Profiled(graph, 4))
+        decide(dataclasses.replace(request, memory_limit_bytes=10 * MIB), Profile(graph, 4))
 
 
 def branching() -> ModelGraph:
@@ -155,7 +156,7 @@ def test_auto_takes_another_order_only_where_that_is_faster() -> None:
     found = {}
     for name in ("auto", "prefix_sum", "antichain"):
         request = dataclasses.replace(REQUEST, partitioner=name, num_stages=3, num_microbatches=4)
-        found[name] = decide(request, Profiled(branching(), 8), rented(3, gbit_s=8 * 8 * 2)).partition
+        found[name] = decide(request, Profile(branching(), 8), rented(3, gbit_s=8 * 8 * 2)).partition
     assert found["auto"].bottleneck_s == min(p.bottleneck_s for p in found.values())
     plain = decide(dataclasses.replace(REQUEST, num_stages=3), chain(12)).partition
     assert plain.order == ()
@@ -273,13 +274,13 @@ def test_what_fits_is_answered_as_if_each_were_asked(room: int, minibatch: int, 
 
 def test_a_profile_reads_back_and_as_a_table() -> None:
     profiled = chain(3)
-    assert Profiled.from_json(profiled.to_json()) == profiled
+    assert Profile.from_json(profiled.to_json()) == profiled
     text = profile_table(profiled)
     assert "whole model, 3 operations" in text
     assert "micro-batch of 4; seconds measured" in text
     assert "t(b) = 500 us x (b + 2)" in text
     with pytest.raises(PlanError, match="not a saved profile"):
-        Profiled.from_json("{}")
+        Profile.from_json("{}")
 
 
 def test_the_table_of_a_described_cluster() -> None:

@@ -121,9 +121,6 @@ def estimate_graph(
     return Profile(
         graph=dataclasses.replace(captured.graph, nodes=nodes),
         microbatch_size=microbatch_size,
-        forward_s=sum(node.forward_s for node in nodes),
-        backward_s=sum(node.backward_s for node in nodes),
-        raw_ratio=(1.0, 1.0),
         seconds_by_size=tuple((size, sum(map(sum, found))) for size, found in costs.items()),
         device=rates.device,
         notes=("Seconds are estimated from FLOPs and bytes, not measured.",),

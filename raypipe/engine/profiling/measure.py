@@ -5,8 +5,8 @@
 
 Both in every round, so that a machine that slows down slows both. Medians are taken over rounds after the first;
 the operations are then scaled to the whole, and the factor is reported. The user's loss counts as part of the last
-operation, for both are always in the last stage. What the model leaves out: another load on the machine that will
-run the stage, and the optimizer's step.
+operation, for both are always in the last stage. At the smallest size the operations are measured too, for they do
+not all grow alike. What the model leaves out: caches and memory that stages share, and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from raypipe.engine.capture import Capture
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, KeptBytes, Shares
+from raypipe.engine.profiling.rounds import Moment, Round, Seconds, seconds_between, seconds_of
 from raypipe.engine.profiling.steps import KEY, Steps, steps_of
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.weight_ring import WeightRing
@@ -88,7 +89,7 @@ def profile_graph(
             f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
             "Check that the example has the shapes of the training data."
         ) from error
-    return _profile(captured, samples, rounds[1:], kept, shares, by_size, notes)
+    return _profile(captured, samples, seconds_of(rounds[1:]), kept, shares, by_size, notes)
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
@@ -104,16 +105,6 @@ def device_name() -> str:
     except OSError:
         names = []
     return f"cpu, {names[0] if names else platform.processor() or platform.machine()}, 1 thread"
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """Seconds: (forward, backward) of the whole, and by operation forward, backward, sums of gradients."""
-
-    whole: tuple[float, float]
-    forward: list[float]
-    backward: list[float]
-    sums: list[float]
 
 
 @dataclass(slots=True)
@@ -148,14 +139,14 @@ class _Bench:
     def whole(self, columns: Columns) -> tuple[float, float]:
         """Seconds of forward and backward, as the executor runs them."""
         function, sink = self.program.train, self.sink
-        begin_s = time.perf_counter()
+        begin = Moment.now()
         outputs = function(self.leaves, self.buffers, (), [columns[name] for name in function.columns], KEY)
         loss = self._loss(outputs, columns)
-        middle_s = time.perf_counter()
+        middle = Moment.now()
         sink.add(gradients([loss], [torch.ones_like(loss)], self.trained))
-        return middle_s - begin_s, time.perf_counter() - middle_s
+        return seconds_between(begin, middle), seconds_between(middle, Moment.now())
 
-    def round(self, columns: Columns) -> _Round:
+    def round(self, columns: Columns) -> Round:
         """The whole, then its operations."""
         whole = self.whole(columns)
         count = len(self.steps.sites)
@@ -171,7 +162,7 @@ class _Bench:
         begin_s = time.perf_counter()
         found = gradients([loss], [seed], self.trained)
         seconds = backward.seconds(begin_s, time.perf_counter())
-        return _Round(whole, forward.seconds, seconds, self._sums(found))
+        return Round(whole, forward.seconds, seconds, self._sums(found))
 
     def _sums(self, found: Sequence[torch.Tensor | None]) -> list[float]:
         """By operation, seconds to add the gradients of its parameters to their sums."""
@@ -212,16 +203,21 @@ class _Bench:
 
 def _by_size(
     bench: _Bench, columns: Columns, sizes: Sequence[int], repeats: int, advance: Callable[[], None]
-) -> tuple[list[tuple[int, float]], list[str]]:
-    found, notes = [], []
-    for size in sizes:
+) -> tuple[dict[int, Seconds | float], list[str]]:
+    """Seconds of the whole model by size, and at the smallest size that can be run those of every operation."""
+    found: dict[int, Seconds | float] = {}
+    notes = []
+    for size in sorted(sizes):
         part = {name: t[:size] if t.dim() else t for name, t in columns.items()}
         try:
-            seconds = []
+            rounds, seconds = [], []
             for _ in range(repeats + 1):
-                seconds.append(sum(bench.whole(part)))
+                if found:
+                    seconds.append(sum(bench.whole(part)))
+                else:
+                    rounds.append(bench.round(part))
                 advance()
-            found.append((size, statistics.median(seconds[1:])))
+            found[size] = statistics.median(seconds[1:]) if found else seconds_of(rounds[1:])
         except (RuntimeError, ValueError) as error:  # batch statistics of a single value, for one
             notes.append(f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}.")
     return found, notes
@@ -230,31 +226,18 @@ def _by_size(
 def _profile(
     captured: Capture,
     samples: int,
-    rounds: Sequence[_Round],
+    found: Seconds,
     kept: Sequence[int],
     shares: Sequence[float],
-    by_size: Sequence[tuple[int, float]],
+    by_size: Mapping[int, Seconds | float],
     notes: Sequence[str],
 ) -> Profile:
-    forward_s = statistics.median(r.whole[0] for r in rounds)
-    backward_s = statistics.median(r.whole[1] for r in rounds)
-    forward, backward, sums = (
-        [statistics.median(seconds) for seconds in zip(*part, strict=True)]
-        for part in ([r.forward for r in rounds], [r.backward for r in rounds], [r.sums for r in rounds])
-    )
-    done = (sum(forward), sum(backward) + sum(sums))
-    # Of each round by itself, for what else the machine does changes from one to the next.
-    raw = (
-        statistics.median(sum(r.forward) / r.whole[0] for r in rounds),
-        statistics.median((sum(r.backward) + sum(r.sums)) / r.whole[1] for r in rounds),
-    )
-    scale = (forward_s / done[0], backward_s / done[1] if done[1] else 0.0)
     nodes = tuple(
         dataclasses.replace(
             node,
-            forward_s=forward[i] * scale[0],
-            backward_input_s=backward[i] * (1 - shares[i]) * scale[1],
-            backward_weight_s=(backward[i] * shares[i] + sums[i]) * scale[1],
+            forward_s=found.forward[i],
+            backward_input_s=found.backward[i] * (1 - shares[i]),
+            backward_weight_s=found.backward[i] * shares[i] + found.sums[i],
             activation_bytes=-(-kept[i] // samples),
             source="measured",
         )
@@ -262,16 +245,17 @@ def _profile(
     )
     doubts = [
         f"The {way} of the operations took {ratio:.2f} times that of the whole model before scaling."
-        for way, ratio in zip(("forward", "backward"), raw, strict=True)
+        for way, ratio in zip(("forward", "backward"), found.raw_ratio, strict=True)
         if abs(ratio - 1) > DOUBTFUL
     ]
+    whole_s = {size: s if isinstance(s, float) else sum(s.whole) for size, s in by_size.items()}
+    small = next(((size, s) for size, s in by_size.items() if isinstance(s, Seconds)), None)
     return Profile(
         graph=dataclasses.replace(captured.graph, nodes=nodes),
         microbatch_size=samples,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        raw_ratio=raw,
-        seconds_by_size=tuple(sorted([*by_size, (samples, forward_s + backward_s)])),
+        seconds_by_size=tuple(sorted([*whole_s.items(), (samples, sum(found.whole))])),
+        raw_ratio=found.raw_ratio,
         device=device_name(),
         notes=(*notes, *doubts),
+        small=None if small is None else (small[0], tuple(small[1].by_operation())),
     )

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
-from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Stage, human_bytes
+from raypipe.planner.columns import Sums, columns_of, sums_of
 from raypipe.planner.memory import stage_memory
 from raypipe.planner.partition.limits import Limits
 
@@ -36,36 +37,39 @@ def make_answer(
     graph: ModelGraph, cluster: Cluster, limits: Limits, pieces: Sequence[Piece], bottleneck_s: float, name: str
 ) -> Partition:
     """Stages with their predictions, and the reason in words."""
-    order = tuple(position for piece in pieces for position in piece.nodes)
     stages, start = [], 0
     behind = sum(len(piece.devices) for piece in pieces)
     for index, piece in enumerate(pieces):
-        nodes = [graph.nodes[i] for i in piece.nodes]
+        held = sums_of(graph, piece.nodes)
         after = pieces[index + 1].input_bytes if index + 1 < len(pieces) else 0
         memory = stage_memory(
             limits.memory,
-            nodes,
+            held,
             index,
             -(-behind // len(piece.devices)),
             receive_bytes=piece.input_bytes,
             send_bytes=after,
         )
-        stages.append(_stage(index, start, nodes, piece, memory.total_bytes))
-        start += len(nodes)
+        ends = (graph.nodes[piece.nodes[0]].name, graph.nodes[piece.nodes[-1]].name)
+        stages.append(_stage(index, start, ends, held, piece, memory.total_bytes))
+        start += len(piece.nodes)
         behind -= len(piece.devices)
-    contiguous = order == tuple(range(len(graph.nodes)))
+    order: tuple[int, ...] = ()
+    if not all(isinstance(piece.nodes, range) for piece in pieces):
+        order = tuple(position for piece in pieces for position in piece.nodes)
+        order = () if order == tuple(range(len(graph.nodes))) else order
     reason = f"{name}: {_reason(graph, cluster, stages, bottleneck_s, limits.num_stages is not None)}"
-    return Partition(tuple(stages), reason, () if contiguous else order, bottleneck_s)
+    return Partition(tuple(stages), reason, order, bottleneck_s)
 
 
-def _stage(index: int, start: int, nodes: Sequence[Node], piece: Piece, memory_bytes: int) -> Stage:
+def _stage(index: int, start: int, ends: tuple[str, str], held: Sums, piece: Piece, memory_bytes: int) -> Stage:
     return Stage(
         index=index,
         start=start,
-        stop=start + len(nodes),
-        first_node=nodes[0].name,
-        last_node=nodes[-1].name,
-        param_bytes=sum(node.param_bytes for node in nodes),
+        stop=start + len(piece.nodes),
+        first_node=ends[0],
+        last_node=ends[1],
+        param_bytes=held.param_bytes,
         input_bytes=piece.input_bytes,
         devices=piece.devices,
         period_s=piece.period_s,
@@ -76,7 +80,7 @@ def _stage(index: int, start: int, nodes: Sequence[Node], piece: Piece, memory_b
 def _reason(graph: ModelGraph, cluster: Cluster, stages: Sequence[Stage], bottleneck_s: float, fixed: bool) -> str:
     worst = max(stages, key=lambda stage: stage.period_s)
     used = [cluster.devices[i] for stage in stages for i in stage.devices]
-    ideal_s = graph.busy_s / math.fsum(device.speed for device in used)
+    ideal_s = float(columns_of(graph).busy_s.sum()) / math.fsum(device.speed for device in used)
     text = (
         f"{bottleneck_s * 1e3:.4g} ms per micro-batch, {max(0.0, bottleneck_s / ideal_s - 1):.1%} above an even share"
     )
@@ -106,8 +110,8 @@ def no_cut_fits(graph: ModelGraph, cluster: Cluster, limits: Limits, nearest: Pa
     behind = sum(len(stage.devices) for stage in nearest.stages)
     rows = []
     for stage in nearest.stages:
-        nodes = [graph.nodes[i] for i in (nearest.order or range(len(graph.nodes)))[stage.start : stage.stop]]
-        memory = stage_memory(limits.memory, nodes, stage.index, -(-behind // len(stage.devices)))
+        held = sums_of(graph, (nearest.order or range(len(graph.nodes)))[stage.start : stage.stop])
+        memory = stage_memory(limits.memory, held, stage.index, -(-behind // len(stage.devices)))
         device = cluster.devices[stage.devices[0]]
         cap = limits.capacity_bytes(device)
         if cap is not None:

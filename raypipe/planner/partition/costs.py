@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
 from raypipe.ir.graph import ModelGraph
+from raypipe.planner.columns import columns_of, prefix
 from raypipe.planner.partition.limits import Limits
 
 __all__ = [
@@ -30,7 +31,6 @@ __all__ = [
     "exchange_ps",
     "least_feasible",
     "node_picoseconds",
-    "prefix",
 ]
 
 Ints = NDArray[np.int64]
@@ -63,7 +63,7 @@ def node_picoseconds(graph: ModelGraph) -> Ints:
     Raises:
         PlanError: nothing has been profiled.
     """
-    seconds = np.array([node.busy_s for node in graph.nodes])
+    seconds = columns_of(graph).busy_s
     if not seconds.any():
         raise PlanError("No node of the graph has seconds: profile the model first, or cut it by parameters.")
     if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
@@ -74,20 +74,13 @@ def node_picoseconds(graph: ModelGraph) -> Ints:
 
 def chain_costs(graph: ModelGraph, limits: Limits) -> Chain:
     """The graph's nodes in their own order, cut only where ``cut_bytes`` allows it."""
-    positions = np.array([0, *graph.cut_positions(), len(graph.nodes)], dtype=np.int64)
-    trainable = np.array([node.param_bytes - node.frozen_bytes for node in graph.nodes], dtype=np.int64)
-    cuts = [0, *(graph.nodes[p - 1].cut_bytes or 0 for p in graph.cut_positions()), 0]
+    found = columns_of(graph)
     return Chain(
-        positions,
-        prefix(node_picoseconds(graph))[positions],
-        prefix(trainable)[positions],
-        np.array(cuts, dtype=np.int64) * limits.memory.microbatch_size,
+        found.places,
+        prefix(node_picoseconds(graph))[found.places],
+        prefix(found.trainable_bytes)[found.places],
+        found.cut_bytes * limits.memory.microbatch_size,
     )
-
-
-def prefix(values: Ints) -> Ints:
-    """Sums of the first 0, 1, ... all values."""
-    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(values)))
 
 
 def exchange_ps(cut_bytes: Ints, bandwidth_bytes_s: float) -> Ints:
@@ -98,22 +91,45 @@ def exchange_ps(cut_bytes: Ints, bandwidth_bytes_s: float) -> Ints:
     return busy
 
 
-def least_feasible(probe: Callable[[int], _T | None], lowest: int, highest: int) -> tuple[int, _T] | None:
-    """The smallest number from ``lowest`` to ``highest`` that ``probe`` has an answer for, with the answer.
+def least_feasible(
+    probe: Callable[[int], _T | None],
+    lowest: int,
+    highest: int,
+    *,
+    following: Callable[[int], int] = lambda number: number + 1,
+    enough: Callable[[_T], int] | None = None,
+) -> tuple[int, _T] | None:
+    """The smallest number from ``lowest`` to ``highest`` that ``probe`` has an answer for, with that answer.
 
     Where a number has an answer, all larger ones must. The lower bound is usually close, so strides from it
     grow before halving begins.
+
+    Args:
+        following: for a number without an answer, the next one above it that could have one.
+        enough: for an answer, a number that has one too, often far below the one that was asked for.
     """
     below, stride, at = lowest - 1, max(1, lowest >> 8), lowest
     while (found := probe(at)) is None:
         if at >= highest:
             return None
-        below, at, stride = at, min(highest, at + stride), 4 * stride
+        below = min(following(at), highest) - 1
+        at, stride = min(highest, max(below + 1, at + stride)), 4 * stride
+    asked = at
+    at = _lower(at, found, below, enough)
     while at - below > 1:
         middle = (at + below) // 2
         answer = probe(middle)
         if answer is None:
-            below = middle
+            below = max(middle, min(following(middle), at) - 1)
         else:
-            at, found = middle, answer
+            found, asked = answer, middle
+            at = _lower(middle, answer, below, enough)
+    if asked != at:  # the same number has the same answer, however it was found
+        answer = probe(at)
+        assert answer is not None
+        found = answer
     return at, found
+
+
+def _lower(at: int, answer: _T, below: int, enough: Callable[[_T], int] | None) -> int:
+    return at if enough is None else max(below + 1, min(at, enough(answer)))

@@ -15,6 +15,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, human_bytes
+from raypipe.planner.columns import sums_of
 from raypipe.planner.memory import MemoryModel, StageMemory, check_memory, stage_memory
 from raypipe.planner.partition.limits import Limits
 
@@ -28,15 +29,15 @@ ROUNDS = 4
 
 def memory_of(graph: ModelGraph, partition: Partition, model: MemoryModel) -> tuple[StageMemory, ...]:
     """The memory of every stage, messages included."""
-    order = partition.order or tuple(range(len(graph.nodes)))
+    order = partition.order or range(len(graph.nodes))
     behind = sum(max(1, len(stage.devices)) for stage in partition.stages)
     found = []
     for stage in partition.stages:
         replicas = max(1, len(stage.devices))
         after = partition.stages[stage.index + 1].input_bytes if stage.index + 1 < partition.num_stages else 0
-        nodes = [graph.nodes[i] for i in order[stage.start : stage.stop]]
+        held = sums_of(graph, order[stage.start : stage.stop])
         depth = -(-behind // replicas)
-        found.append(stage_memory(model, nodes, stage.index, depth, receive_bytes=stage.input_bytes, send_bytes=after))
+        found.append(stage_memory(model, held, stage.index, depth, receive_bytes=stage.input_bytes, send_bytes=after))
         behind -= replicas
     return tuple(found)
 

@@ -34,8 +34,9 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
+from raypipe.planner.columns import prefix
 from raypipe.planner.partition.answer import Piece, make_answer, no_cut_fits
-from raypipe.planner.partition.costs import EXCHANGE, PICO, Chain, chain_costs, exchange_ps, least_feasible, prefix
+from raypipe.planner.partition.costs import EXCHANGE, PICO, Chain, chain_costs, exchange_ps, least_feasible
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import nearest_cut
 

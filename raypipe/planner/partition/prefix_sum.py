@@ -27,14 +27,17 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
+from raypipe.planner.columns import prefix
 from raypipe.planner.partition.answer import Piece, make_answer, no_cut_fits
-from raypipe.planner.partition.costs import PICO, Chain, Ints, chain_costs, exchange_ps, least_feasible, prefix
+from raypipe.planner.partition.costs import PICO, Chain, Ints, chain_costs, exchange_ps, least_feasible
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.lineup import Lineup, Step, line_up
 
 __all__ = ["any_cut", "nearest_cut", "prefix_sum"]
 
 Bools = NDArray[np.bool_]
+ROUNDING = 1e-12
+"""Of periods that are divided by a speed: a few picoseconds more are looked at, so that none is missed."""
 
 
 class _Problem(NamedTuple):
@@ -43,6 +46,7 @@ class _Problem(NamedTuple):
     Attributes:
         memory: prefix sums of a stage's bytes at the places, by depth.
         traffic_ps: of the cut at each place, by bandwidth.
+        by_memory: by depth and bytes, what ``_earliest_by_memory`` found before.
     """
 
     chain: Chain
@@ -50,6 +54,7 @@ class _Problem(NamedTuple):
     limits: Limits
     memory: dict[int, Ints]
     traffic_ps: dict[float, Ints]
+    by_memory: dict[tuple[int, int], Ints]
 
 
 class _Cut(NamedTuple):
@@ -70,7 +75,13 @@ def prefix_sum(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition
     """
     problem = _problem(graph, cluster, limits)
     lowest, highest = _bounds(problem)
-    found = least_feasible(lambda period_ps: _probe(problem, period_ps), lowest, highest)
+    found = least_feasible(
+        lambda period_ps: _probe(problem, period_ps),
+        lowest,
+        highest,
+        following=lambda period_ps: _following(problem, period_ps),
+        enough=lambda cuts: _kept_ps(problem, cuts),
+    )
     if found is None:
         raise no_cut_fits(graph, cluster, limits, nearest_cut(graph, cluster, limits))
     return _answer(graph, cluster, problem, found[1], "prefix_sum")
@@ -115,6 +126,7 @@ def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
         limits,
         {depth: limits.memory.at_depth(parts, depth) for depth in sorted(set(lineup.depths) - {0})},
         {bandwidth: exchange_ps(chain.cut_bytes, bandwidth) for bandwidth in bandwidths},
+        {},
     )
 
 
@@ -129,16 +141,62 @@ def _bounds(problem: _Problem) -> tuple[int, int]:
     return int(lowest * (1 - 1e-9)), math.ceil(total / min(kind.speed for kind in kinds)) + traffic + 1
 
 
+def _following(problem: _Problem, period_ps: int) -> int:
+    """The next period above one, in picoseconds, at which a probe could do anything else than at that one.
+
+    Either a stage that is just too long comes in, or a cut whose traffic is.
+    """
+    time_ps, found = problem.chain.time_ps, math.inf
+    for speed, _, _ in problem.lineup.kinds:
+        first = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
+        longer = (time_ps - time_ps[np.maximum(first - 1, 0)])[first > 0]
+        if len(longer):
+            found = min(found, _at_speed(int(longer.min()), speed)[0])
+    for traffic_ps in problem.traffic_ps.values():
+        over = traffic_ps[traffic_ps > period_ps]
+        if len(over):
+            found = min(found, int(over.min()))
+    return period_ps + 1 if math.isinf(found) else max(period_ps + 1, int(found))
+
+
+def _kept_ps(problem: _Problem, cuts: list[_Cut]) -> int:
+    """A period that these stages keep, in picoseconds."""
+    time_ps, longest = problem.chain.time_ps, 0
+    for first, last, step in cuts:
+        _, busy_ps = _at_speed(int(time_ps[last] - time_ps[first]), problem.lineup.kinds[step.kind].speed)
+        longest = max(longest, busy_ps, int(problem.traffic_ps[step.bandwidth_bytes_s][last]))
+    return longest
+
+
+def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
+    """Whole picoseconds of this work, surely not too many and surely enough."""
+    if speed == 1:
+        return time_ps, time_ps
+    return math.floor(time_ps / speed * (1 - ROUNDING)), math.ceil(time_ps / speed * (1 + ROUNDING))
+
+
 def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
     """lo(e) by (kind, depth): the smallest place where a stage that ends at e may begin."""
     chain, found = problem.chain, {}
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
         by_time = np.searchsorted(chain.time_ps, chain.time_ps - math.floor(period_ps * speed))
-        for depth, memory in problem.memory.items():
+        for depth in problem.memory:
             found[kind, depth] = by_time
             if capacity is not None:
-                by_memory = np.searchsorted(memory, memory - (capacity + extra_bytes))
+                by_memory = _earliest_by_memory(problem, depth, capacity + extra_bytes, keep=not extra_bytes)
                 found[kind, depth] = np.maximum(by_time, by_memory)
+    return found
+
+
+def _earliest_by_memory(problem: _Problem, depth: int, capacity_bytes: int, *, keep: bool) -> Ints:
+    """The same for memory alone, which is no matter of the period: ``keep`` it for the next probe."""
+    key = (depth, capacity_bytes)
+    found = problem.by_memory.get(key)
+    if found is None:
+        memory = problem.memory[depth]
+        found = np.searchsorted(memory, memory - capacity_bytes)
+        if keep:
+            problem.by_memory[key] = found
     return found
 
 

@@ -11,12 +11,13 @@ the partition solvers do.
 
 from __future__ import annotations
 
+from raypipe.ir.profile import Profile as Profiled
 from raypipe.planner.tune.choose import ASSUMED_LINK, decide, plan_of
 from raypipe.planner.tune.cut import make_partition
+from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.plain import make_plan
 from raypipe.planner.tune.predict import timeline_of
 from raypipe.planner.tune.profile_table import profile_table
-from raypipe.planner.tune.profiled import Decision, Profiled
 from raypipe.planner.tune.request import Request, microbatches
 from raypipe.planner.tune.settled import build_schedule, memory_model
 from raypipe.planner.tune.weights import weight_policy, weight_reason

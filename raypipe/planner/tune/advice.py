@@ -34,7 +34,7 @@ def what_would_fit(problem: Problem) -> str:
     if request.num_microbatches is None:
         size = min(request.least_microbatch, minibatch)
         count = -(-minibatch // size)
-    places = len(problem.profiled.graph.cut_positions()) + 1
+    places = len(problem.profile.graph.cut_positions()) + 1
     stages = request.num_stages
 
     def fits(number: int, cap: int) -> bool:

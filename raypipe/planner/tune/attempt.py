@@ -12,6 +12,7 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
 from raypipe.ir.prediction import Prediction
+from raypipe.ir.profile import Profile
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.microbatch import Hop, MicrobatchChoice, StageTime, choose_microbatches
 from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, solve_within
@@ -19,11 +20,12 @@ from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import any_cut
 from raypipe.planner.tune.coarse import coarse
 from raypipe.planner.tune.cut import solver_of
+from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.fits import memory_test
 from raypipe.planner.tune.predict import first_trainable_stage, hops_of, predict, stages_of
-from raypipe.planner.tune.profiled import Decision, Profiled
 from raypipe.planner.tune.request import ASYNCHRONOUS, Request, microbatches, settled_schedule
 from raypipe.planner.tune.settled import build_schedule, memory_model
+from raypipe.planner.tune.sizes import graph_at, seconds_at, times_of
 
 __all__ = ["Problem", "attempt", "predicted"]
 
@@ -41,7 +43,7 @@ class Problem:
     """
 
     request: Request
-    profiled: Profiled
+    profile: Profile
     cluster: Cluster
     described: bool
 
@@ -53,7 +55,20 @@ class Problem:
     @functools.cached_property
     def short(self) -> ModelGraph:
         """The graph to compare with."""
-        return coarse(self.profiled.graph) if self.searches else self.profiled.graph
+        return coarse(self.profile.graph) if self.searches else self.profile.graph
+
+    @functools.cached_property
+    def times(self) -> StageTime | None:
+        """t(b) of the whole model."""
+        return times_of(self.profile)
+
+    def seconds(self, samples: int) -> float:
+        """Of one micro-batch of so many samples through the whole model."""
+        return seconds_at(self.profile, self.times, samples)
+
+    def at(self, samples: int, graph: ModelGraph) -> ModelGraph:
+        """The profile's graph, or a coarser form of it, with seconds at this size."""
+        return graph_at(self.profile, samples, self.seconds(samples), graph)
 
     @property
     def bounded(self) -> bool:
@@ -79,16 +94,16 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
     Raises:
         PlanError: it does not fit; names stage, action and numbers.
     """
-    solver = solver_of(request, problem.profiled.graph, quick=quick)
+    solver = solver_of(request, problem.profile.graph, quick=quick)
     stages = num_stages or len(problem.cluster.devices)
     minibatch, size, count = microbatches(request, stages)
-    times, choice = problem.profiled.times, None
+    times, choice = problem.times, None
     # The closed form counts a bubble per step, which an asynchronous schedule does not have.
     if request.num_microbatches is None and times is not None and request.schedule not in ASYNCHRONOUS:
-        quickest = solver_of(request, problem.profiled.graph, quick=True)
+        quickest = solver_of(request, problem.profile.graph, quick=True)
         choice = _choose(problem, request, num_stages, quickest, times, (minibatch, size, count))
         size, count = choice.microbatch_size, choice.num_microbatches
-    graph = problem.profiled.at(size, problem.short if quick else None)
+    graph = problem.at(size, problem.short if quick else problem.profile.graph)
     limits = _limits(request, num_stages, stages, count, size)
     partition = fitting_partition(solver, graph, problem.cluster, limits)
     if problem.request.schedule == "auto" and partition.num_stages == 1:
@@ -138,6 +153,7 @@ def predicted(
         decision.minibatch_size,
         links=links,
         one_f_one_b=plain,
+        check=compare,
     )
     choice = decision.choice
     if choice is None:
@@ -177,7 +193,7 @@ def _choose(
     minibatch, _, count = rule
     graph, cluster = problem.short, problem.cluster
     stages = num_stages or len(cluster.devices)
-    size = problem.profiled.microbatch_size
+    size = problem.profile.microbatch_size
     free = Cluster(tuple(dataclasses.replace(d, memory_bytes=None) for d in cluster.devices), cluster.links)
     unbound = dataclasses.replace(_limits(request, num_stages, stages, count, size), memory_limit_bytes=None)
     rough = solver(graph, free, unbound)
@@ -226,7 +242,10 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
     most = min(MOST_SLACK, limits.memory.num_microbatches)
     wanted = [max(least, min(most, 1 + math.ceil(2 * (h.latency_s + h.occupancy_s) / slowest_s - 1e-9))) for h in hops]
     best, best_s = request, math.inf
-    for cap in sorted({least, *(max(least, max(wanted) >> i) for i in range(max(wanted).bit_length()))}):
+    caps = sorted({least, *(max(least, max(wanted) >> i) for i in range(max(wanted).bit_length()))})
+    if caps == [least] and request.slack == least:
+        return request  # nothing to compare
+    for cap in caps:
         capped = tuple(min(cap, r) for r in wanted)
         new = dataclasses.replace(request, slack=capped[0] if len(set(capped)) == 1 else capped)
         memory = memory_model(new, partition.num_stages, limits.memory.num_microbatches, limits.memory.microbatch_size)
@@ -235,7 +254,14 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
         first = first_trainable_stage(graph, partition)
         schedule = build_schedule(new, partition.num_stages, limits.memory.num_microbatches, first)
         step_s = predict(
-            graph, partition, problem.cluster, dataclasses.replace(limits, memory=memory), schedule, 1, links=""
+            graph,
+            partition,
+            problem.cluster,
+            dataclasses.replace(limits, memory=memory),
+            schedule,
+            1,
+            links="",
+            check=False,
         ).step_s
         if step_s < best_s * (1 - GAIN):
             best, best_s = new, step_s

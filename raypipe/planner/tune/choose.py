@@ -18,13 +18,14 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Plan
+from raypipe.ir.profile import Profile
 from raypipe.planner.tune.advice import what_would_fit
 from raypipe.planner.tune.attempt import Problem, attempt, predicted
 from raypipe.planner.tune.cut import solver_of
+from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.plain import bubble_notes
 from raypipe.planner.tune.predict import first_trainable_stage
-from raypipe.planner.tune.profiled import Decision, Profiled
 from raypipe.planner.tune.request import ASYNCHRONOUS, AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
 from raypipe.planner.tune.settled import build_schedule
 from raypipe.planner.tune.weights import weight_policy
@@ -39,7 +40,7 @@ FEW = 8
 """Numbers of stages up to which every one is tried; beyond it, halves of the largest."""
 
 
-def decide(request: Request, profiled: Profiled, cluster: Cluster | None = None) -> Decision:
+def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -> Decision:
     """Choose everything that the request leaves open.
 
     Args:
@@ -48,7 +49,7 @@ def decide(request: Request, profiled: Profiled, cluster: Cluster | None = None)
     Raises:
         PlanError: nothing fits, or there are fewer places than stages; names stage or field, and numbers.
     """
-    problem = Problem(request, profiled, cluster or _assumed(request, profiled.graph), described=cluster is not None)
+    problem = Problem(request, profile, cluster or _assumed(request, profile.graph), described=cluster is not None)
     found: list[Decision] = []
     refusal: PlanError | None = None
     counts = _stage_counts(problem)
@@ -115,7 +116,7 @@ def _stage_counts(problem: Problem) -> list[int | None]:
         )
     if wanted is not None or request.partitioner == "hierarchical":
         return [wanted]
-    most = min(devices, len(problem.profiled.graph.cut_positions()) + 1)
+    most = min(devices, len(problem.profile.graph.cut_positions()) + 1)
     if request.num_workers is None and not problem.described:
         return [min(DEFAULT_STAGES, most)]
     if most <= FEW:
@@ -127,11 +128,11 @@ def _at_least_s(problem: Problem, num_stages: int) -> float:
     """A step that no plan with so many stages beats: all samples at once, shared out without a bubble."""
     request = problem.request
     minibatch, size, count = microbatches(request, num_stages)
-    if request.num_microbatches is None and problem.profiled.times is not None:
+    if request.num_microbatches is None and problem.times is not None:
         size, count = minibatch, 1
     fastest = sorted((device.speed for device in problem.cluster.devices), reverse=True)[:num_stages]
     # The last micro-batch may be smaller, and the simulator takes it as large as the others: so it counts in full.
-    return problem.profiled.seconds(size) * count / math.fsum(fastest)
+    return problem.seconds(size) * count / math.fsum(fastest)
 
 
 def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> Decision:
@@ -161,7 +162,7 @@ def _short_of_memory(found: Decision) -> bool:
 
 def _refined(problem: Problem, found: Decision) -> Decision:
     """The same number of stages with all nodes and the solver asked in full, where the search was quicker than that."""
-    graph, request = problem.profiled.graph, problem.request
+    graph, request = problem.profile.graph, problem.request
     same_solver = solver_of(request, graph) is solver_of(request, graph, quick=True)
     if not problem.searches or (problem.short is graph and same_solver):
         return dataclasses.replace(found, prediction=predicted(found, problem.links))

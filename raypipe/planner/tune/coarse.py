@@ -6,8 +6,11 @@ group   [a b] [c d e] [f g h] [i j]        groups end where little would cross
 
 from __future__ import annotations
 
+import numpy as np
+
 from raypipe.ir.coarse import merge_nodes
 from raypipe.ir.graph import ModelGraph, Node
+from raypipe.planner.columns import columns_of
 
 __all__ = ["coarse"]
 
@@ -22,13 +25,13 @@ def coarse(graph: ModelGraph, enough: int = ENOUGH) -> ModelGraph:
     """
     if len(graph.nodes) <= enough:
         return graph
-    totals = [max(1e-300, float(sum(getattr(n, f) for n in graph.nodes))) for f in _SHARED]
+    shares = _shares(graph)
     groups: list[Node] = []
     pending: list[Node] = []
     fill, best = 0.0, -1
-    for node in graph.nodes:
+    for node, share in zip(graph.nodes, shares, strict=True):
         pending.append(node)
-        fill += max(getattr(node, field) / total for field, total in zip(_SHARED, totals, strict=True))
+        fill += share
         if node.cut_bytes is not None and fill * enough >= 0.5:
             kept = None if best < 0 else pending[best].cut_bytes
             best = len(pending) - 1 if kept is None or node.cut_bytes <= kept else best
@@ -41,4 +44,10 @@ def coarse(graph: ModelGraph, enough: int = ENOUGH) -> ModelGraph:
     return ModelGraph(tuple(groups))
 
 
-_SHARED = ("busy_s", "param_bytes", "activation_bytes")
+def _shares(graph: ModelGraph) -> list[float]:
+    """By node, its part of all seconds, parameters or activations, whichever is the largest."""
+    found = columns_of(graph)
+    parts = [column / max(1e-300, float(column.sum())) for column in (found.busy_s, found.param_bytes)]
+    kept = found.activation_bytes / max(1e-300, float(found.activation_bytes.sum()))
+    largest: list[float] = np.maximum(np.maximum(*parts), kept).tolist()
+    return largest

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.tune.attempt import Problem
-from raypipe.planner.tune.profiled import Decision
+from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.request import ASYNCHRONOUS
 from raypipe.planner.tune.weights import weight_reason
 

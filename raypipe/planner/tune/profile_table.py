@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 from raypipe.ir.graph import Node
 from raypipe.ir.plan_table import human_bytes, human_s
+from raypipe.ir.profile import Profile
 from raypipe.planner.tune.predict import source_of
-from raypipe.planner.tune.profiled import Profiled
+from raypipe.planner.tune.sizes import times_of
 
 __all__ = ["profile_table"]
 
 LONGEST = 40
 
 
-def profile_table(found: Profiled) -> str:
+def profile_table(found: Profile) -> str:
     """Neighbouring operations of one module as one row each; of many rows, those that take longest.
 
     Seconds are those of one micro-batch, bytes of activations and outputs those of one sample.
@@ -29,9 +30,13 @@ def profile_table(found: Profiled) -> str:
         lines.append(f"... and {len(rows) - len(shown)} more that take less; --json has all")
     lines.append(_row(found.graph.nodes, total_s, f"whole model, {len(found.graph.nodes)} operations"))
     lines.append(f"micro-batch of {found.microbatch_size}; seconds {source_of(found.graph)}")
-    if found.points:
-        lines.append("seconds by micro-batch size: " + ", ".join(f"{b}: {human_s(s)}" for b, s in found.points))
-    if (times := found.times) is not None:
+    if found.device:
+        lines.append(f"on {found.device}")
+    if len(found.seconds_by_size) > 1:
+        lines.append(
+            "seconds by micro-batch size: " + ", ".join(f"{b}: {human_s(s)}" for b, s in found.seconds_by_size)
+        )
+    if (times := times_of(found)) is not None:
         lines.append(
             f"t(b) = {human_s(times.sigma_s)} x (b + {times.overhead_samples:.3g}), within {times.worst_error:.0%}"
         )

@@ -1,0 +1,122 @@
+"""Plans against real runs: what a plan promises of every stage, and what Ray actors then measure.
+
+    python jobs/check_plans.py                     seconds and bytes of four nets on 2 and 3 stages
+    python jobs/check_plans.py --what bits         gradients and parameters of two steps against plain PyTorch
+    python jobs/check_plans.py --what compete      one copy of the model alone, then one per core at once
+    python jobs/check_plans.py --nets gpt2 --stages 2 --rounds 3
+    python jobs/check_plans.py --profile           ten vision nets: the profile's total against an eager step
+
+Every run is a process of its own with num_stages="auto". Rounds go over all runs in turn and medians are compared, for
+the machine is never the same twice. What is measured, from within the user's optimizer, which every stage calls:
+
+    seconds   processor time of the stage's thread from one optimizer step to the next, less the gradient norm, which is
+              no part of F and B; another process on the core does not count, caches and memory that it takes do
+    bytes     what lives from step to step (parameters, gradients, the optimizer's state, buffers), and on top the
+              resident set's high-water mark of a step over what was resident before it; in a run of its own, whose
+              allocator hands freed memory back at once (slower, so never timed). The process's own growth, code and
+              caches, is not part of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_common import machine, machine_line, table
+
+NETS = ("vgg16", "resnet50", "densenet121", "gpt2")
+STAGES = (2, 3)
+STEPS = 8
+WARM = 2
+"""Steps that are not counted: the first makes the optimizer's state."""
+LIMIT_S = 600.0
+TIMED = {"OMP_NUM_THREADS": "1"}
+TIGHT = {**TIMED, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+
+
+def run_one(what: str, net: str, stages: int) -> dict[str, Any]:
+    """One run in a process of its own; what ``plan_runs.py`` prints on its last line."""
+    command = [sys.executable, str(Path(__file__).with_name("plan_runs.py")), what, net, str(stages), str(STEPS)]
+    environment = {**os.environ, **(TIGHT if what == "bytes" else TIMED)}
+    with tempfile.TemporaryFile() as complaints:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=complaints, timeout=LIMIT_S, check=False
+        )
+        complaints.seek(0)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{complaints.read().decode()[-4000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+    return found
+
+
+def compare(nets: list[str], stages: list[int], rounds: int) -> dict[str, Any]:
+    """Seconds and bytes by stage: medians over rounds of the medians over steps."""
+    found: dict[str, dict[str, list[Any]]] = {
+        f"{net}_{s}": {"seconds": [], "bytes": []} for net in nets for s in stages
+    }
+    for number in range(rounds):
+        for net in nets:
+            for count in stages:
+                for what in ("seconds", "bytes") if number == 0 else ("seconds",):
+                    found[f"{net}_{count}"][what].append(run_one(what, net, count))
+                    print(f"round {number + 1}: {net}, {count} workers, {what}; {machine_line()}", flush=True)
+    rows = []
+    for key, runs in found.items():
+        for stage, promised in enumerate(runs["seconds"][0]["predicted"]):
+            same = [run for run in runs["seconds"] if run["cuts"] == runs["seconds"][0]["cuts"]]
+            ratios = [run["measured"][stage]["busy_s"] / run["predicted"][stage]["busy_s"] for run in runs["seconds"]]
+            measured_s = statistics.median(run["measured"][stage]["busy_s"] for run in same)
+            held = runs["bytes"][0]
+            rows.append(
+                [
+                    key, stage, runs["seconds"][0]["microbatches"], promised["busy_s"] * 1e3, measured_s * 1e3,
+                    statistics.median(ratios), held["predicted"][stage]["bytes"] / 1e6,
+                    held["measured"][stage]["bytes"] / 1e6,
+                    held["measured"][stage]["bytes"] / held["predicted"][stage]["bytes"],
+                ]
+            )  # fmt: skip
+    columns = ("net", "stage", "M x b", "ms plan", "ms", "ratio", "MB plan", "MB", "ratio ")
+    print(table("a step of every stage: processor seconds and peak bytes, promised and measured", columns, rows))
+    return {"runs": found, "rows": rows}
+
+
+def main() -> None:
+    """Run, print, keep."""
+    asked = parse()
+    if asked.profile:
+        from profile_totals import profile_totals
+
+        kept: dict[str, Any] = profile_totals(asked.rounds)
+    elif asked.what == "all":
+        kept = compare(asked.nets, asked.stages, asked.rounds)
+    else:
+        kept = {}
+        for net in asked.nets:
+            for count in asked.stages if asked.what == "bits" else (1,):
+                kept[f"{net}_{count}"] = found = run_one(asked.what, net, count)
+                print(f"{net}, {count}: {found['text']}; {machine_line()}", flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps({"machine": machine(), **kept}, indent=1), encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=("all", "bits", "compete"), default="all")
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
+    parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES), metavar="WORKERS")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="ten vision nets, profiled; needs torchvision")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep everything that was measured")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

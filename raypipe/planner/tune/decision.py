@@ -1,0 +1,41 @@
+"""One decision about a profiled model, before the stages are built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Partition
+from raypipe.ir.prediction import Prediction
+from raypipe.planner.microbatch import MicrobatchChoice
+from raypipe.planner.partition.limits import Limits
+from raypipe.planner.tune.request import Request
+
+__all__ = ["Decision"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """All that is decided before the stages are built.
+
+    Attributes:
+        request: with the schedule settled; what ``build_schedule`` takes for any number of micro-batches.
+        graph: seconds at the micro-batch size decided on.
+        cluster: what it was planned for.
+        limits: with the memory model of the schedule.
+        choice: of the micro-batches; None where they were given, or a rule stands in.
+        reasons: (what, why) of each choice.
+    """
+
+    request: Request
+    graph: ModelGraph
+    cluster: Cluster
+    limits: Limits
+    partition: Partition
+    minibatch_size: int
+    microbatch_size: int
+    num_microbatches: int
+    choice: MicrobatchChoice | None
+    prediction: Prediction
+    reasons: tuple[tuple[str, str], ...] = ()

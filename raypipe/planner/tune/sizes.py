@@ -1,0 +1,97 @@
+"""A profile at other micro-batch sizes than the one that its nodes were measured at.
+
+    whole model   t(b), a curve through several sizes
+    one node      a line through two sizes, where it was measured at two; else it grows as the whole does
+
+A layer of many parameters and few activations takes as long for one sample as for eight, a convolution an eighth:
+with one factor for all nodes the cut of one size would be out of balance at another. The lines give the shares, the
+curve gives their sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.profile import Profile
+from raypipe.planner.columns import columns_of
+from raypipe.planner.microbatch import StageTime, fit_stage_time
+
+__all__ = ["graph_at", "seconds_at", "times_of"]
+
+Floats = NDArray[np.float64]
+LEAST = 1e-3
+"""Of its measured seconds, what a node takes at least at any size: lines are not followed to zero and below."""
+
+
+def times_of(profile: Profile) -> StageTime | None:
+    """t(b) of the whole model; None where it was measured at one size only."""
+    points = profile.seconds_by_size
+    return fit_stage_time(dict(points)) if len(points) > 1 else None
+
+
+def seconds_at(profile: Profile, times: StageTime | None, samples: int) -> float:
+    """Seconds of one micro-batch of so many samples through the whole model, by the curve through the points.
+
+    Args:
+        times: ``times_of(profile)``.
+    """
+    here_s = float(columns_of(profile.graph).busy_s.sum())
+    if times is None:
+        return here_s * samples / profile.microbatch_size
+    return here_s * times.seconds(samples) / times.seconds(profile.microbatch_size)
+
+
+def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) -> ModelGraph:
+    """The graph with seconds at another size.
+
+    Args:
+        total_s: of the whole model at that size, ``seconds_at``.
+        graph: the profile's, or a coarser form of it, whose nodes then all grow alike.
+    """
+    if samples == profile.microbatch_size:
+        return graph
+    busy_s = columns_of(graph).busy_s
+    factors = np.ones(len(graph.nodes))
+    if graph is profile.graph and profile.small is not None:
+        factors = _factors(
+            profile.small, busy_s, (samples - profile.small[0]) / (profile.microbatch_size - profile.small[0])
+        )
+    factors *= total_s / (float((factors * busy_s).sum()) or 1.0)
+    nodes = tuple(_slower(node, factor) for node, factor in zip(graph.nodes, factors.tolist(), strict=True))
+    return dataclasses.replace(graph, nodes=nodes)
+
+
+def _factors(small: tuple[int, tuple[float, ...]], busy_s: Floats, share: float) -> Floats:
+    """By node, its seconds at another size over ``busy_s``.
+
+    Args:
+        share: how far the size is from the small one, in steps from there to that of ``busy_s``.
+    """
+    small_s = np.array(small[1])
+    at_s = small_s + share * (busy_s - small_s)
+    ratio = np.divide(at_s, busy_s, out=np.ones_like(busy_s), where=busy_s > 0)
+    found: Floats = np.maximum(ratio, LEAST)
+    return found
+
+
+def _slower(node: Node, factor: float) -> Node:
+    """``dataclasses.replace`` with so many times the seconds, at a third of its price: there may be ten thousand."""
+    return Node(
+        node.name,
+        node.module,
+        node.param_names,
+        node.param_bytes,
+        node.cut_bytes,
+        node.forward_s * factor,
+        node.backward_input_s * factor,
+        node.backward_weight_s * factor,
+        node.activation_bytes,
+        node.output_bytes,
+        node.frozen_bytes,
+        node.buffer_bytes,
+        node.source,
+    )
