@@ -110,7 +110,7 @@ def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", choices=("all", "bits", "compete"), default="all")
-    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
+    parser.add_argument("--nets", nargs="+", choices=(*NETS, "gpt2_untied"), default=list(NETS))
     parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES), metavar="WORKERS")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="ten vision nets, profiled; needs torchvision")

@@ -71,9 +71,10 @@ def planned(name: str, layers: Any, num_devices: int, num_microbatches: int, han
         handicap_s: added to every forward and backward, after scaling.
     """
     from raypipe.ir.cluster import Cluster
+    from raypipe.ir.profile import Profile
     from raypipe.planner.schedule.lower import lower
     from raypipe.planner.simulate import Costs, makespan_s
-    from raypipe.planner.tune import Profiled, Request, build_schedule, decide
+    from raypipe.planner.tune import Request, build_schedule, decide
 
     # What the profile calls a micro-batch counts as one sample: its size is settled, and so is their number.
     request = Request(
@@ -85,7 +86,7 @@ def planned(name: str, layers: Any, num_devices: int, num_microbatches: int, han
         num_samples=num_microbatches,
         partitioner="antichain",
     )
-    decision = decide(request, Profiled(layers, 1), Cluster.uniform(num_devices))
+    decision = decide(request, Profile(layers, 1), Cluster.uniform(num_devices))
     stages = decision.prediction.stages
     factor = SLOWEST_S / max(stage.busy_s for stage in stages)
     times = [(s.forward_s * factor + handicap_s, s.backward_s * factor + handicap_s) for s in stages]

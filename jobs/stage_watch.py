@@ -52,21 +52,21 @@ class _Stage:
         optimizer.register_step_pre_hook(self.before)
         optimizer.register_step_post_hook(self.after)
 
-    def before(self, *_: Any) -> None:
+    def before(self, *given: Any) -> None:
         self.line: dict[str, Any] = {"stage": stage_key(name for name, _ in self.named)}
         if self.what == "bits":
             grads = {name: p.grad for name, p in self.named}
             torch.save(grads, self.folder / f"{os.getpid()}-{self.steps}.pt")
             return
         reached_s = time.thread_time()
-        for _name, parameter in self.named:
+        for parameter in dict(self.named).values():
             if parameter.grad is not None:
                 torch.linalg.vector_norm(parameter.grad)
         norm_s = time.thread_time() - reached_s
         self.line |= {"busy_s": reached_s - self.ended_s - norm_s, "norm_s": norm_s, "at": _memory()}
         self.began_s = time.thread_time()
 
-    def after(self, *_: Any) -> None:
+    def after(self, *given: Any) -> None:
         if self.what != "bits":
             self.line |= {
                 "step_s": time.thread_time() - self.began_s,

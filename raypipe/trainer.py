@@ -23,12 +23,12 @@ from raypipe.errors import ConfigError, PlanError
 from raypipe.handle import Result, RunHandle
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
+from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Phase, RowsKey
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.segments import num_steps_of, train_segments
 from raypipe.planner.simulate import Costs, simulate
-from raypipe.planner.tune import Profiled
 from raypipe.prepare import Job, prepare, profile
 from raypipe.progress import RunProgress
 from raypipe.resume import kept_microbatches
@@ -97,7 +97,7 @@ class PipelineTrainer:
         self.config_yaml = ""
         """What the run's config.yaml says; where it is empty, a description of the arguments."""
 
-    def plan(self, *, cluster: Cluster | None = None, profiled: Profiled | None = None) -> Plan:
+    def plan(self, *, cluster: Cluster | None = None, profiled: Profile | None = None) -> Plan:
         """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows a table.
 
         Args:
@@ -112,7 +112,7 @@ class PipelineTrainer:
             return self._prepared().plan
         return prepare(*self._arguments, self._pipeline, self._num_workers(), cluster, profiled).plan
 
-    def profile(self) -> Profiled:
+    def profile(self) -> Profile:
         """Seconds and bytes of every operation, and seconds by micro-batch size, measured here.
 
         Raises:

@@ -11,7 +11,6 @@ the partition solvers do.
 
 from __future__ import annotations
 
-from raypipe.ir.profile import Profile as Profiled
 from raypipe.planner.tune.choose import ASSUMED_LINK, decide, plan_of
 from raypipe.planner.tune.cut import make_partition
 from raypipe.planner.tune.decision import Decision
@@ -25,7 +24,6 @@ from raypipe.planner.tune.weights import weight_policy, weight_reason
 __all__ = [
     "ASSUMED_LINK",
     "Decision",
-    "Profiled",
     "Request",
     "build_schedule",
     "decide",
