@@ -99,16 +99,16 @@ def in_flight(memory: MemoryModel, depth: int) -> int:
         "1f1b": min(most, depth),
         "kfkb": min(most, 2 * depth),
         "slack": min(most, 2 * depth - 1),
-        "pipedream": depth,
-        "2bw": depth,
+        "pipedream": 2 * depth - 1,
+        "2bw": 2 * depth - 1,
     }[memory.schedule]
 
 
 def stage_bytes(graph: ModelGraph, nodes: list[int], memory: MemoryModel, depth: int) -> int:
-    versions = {"pipedream": depth, "2bw": 2}.get(memory.schedule, 1)
+    versions = {"pipedream": 2 * depth - 1, "2bw": 2}.get(memory.schedule, 1)
     params = sum(graph.nodes[i].param_bytes for i in nodes)
     kept = sum(graph.nodes[i].activation_bytes for i in nodes)
-    return (versions + 4) * params + kept * in_flight(memory, depth) * memory.microbatch_size
+    return (versions + 3) * params + kept * in_flight(memory, depth) * memory.microbatch_size
 
 
 def crossing_bytes(graph: ModelGraph, stage_of: tuple[int, ...], cut: int) -> int | None:
