@@ -17,7 +17,7 @@ from raypipe.planner.memory import MemoryModel
 from raypipe.planner.partition.hierarchical import hierarchical
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import prefix_sum
-from tests.planner.partition_cases import NEAR, chain_of, graphs, limits, node, stage_bytes
+from tests.planner.partition_cases import NEAR, chain_of, graphs, in_flight, limits, node, stage_bytes
 
 RATES = st.sampled_from([math.inf, 4096.0, 1024.0, 256.0])
 
@@ -139,7 +139,10 @@ def test_one_level_with_memory_is_the_best_of_every_choice(graph, count, memory_
 def messages(found, stage, bounds: Limits) -> int:
     """Bytes of the boundary messages, which the solvers leave to ``fit``."""
     after = found.stages[stage.index + 1].input_bytes if stage.index + 1 < found.num_stages else 0
-    return bounds.memory.message_slots * bounds.memory.microbatch_size * (stage.input_bytes + after)
+    workers = [max(1, len(s.devices)) for s in found.stages]
+    depth = math.ceil(sum(workers[stage.index :]) / workers[stage.index])
+    slots, held = bounds.memory.message_slots, in_flight(bounds.memory, depth)
+    return bounds.memory.microbatch_size * (stage.input_bytes * (slots + held) + after * slots)
 
 
 @pytest.mark.slow
