@@ -113,11 +113,17 @@ made.fit(num_steps=int(sys.argv[2]), local=sys.argv[3] == "local", progress=Fals
 """
 
 
+def _hear_ctrl_c() -> None:
+    """A shell starts what it runs in the background deaf to SIGINT, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def begin(folder: Path, steps: int, where: str) -> subprocess.Popen[str]:
     """A process of its own that trains, once it has said that it begins to."""
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(folder), str(steps), where],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=_hear_ctrl_c,
     )  # fmt: skip
     assert program.stdout is not None
     assert program.stdout.readline().strip() == "made"
