@@ -129,7 +129,7 @@ def parse() -> argparse.Namespace:
     """Command line; the defaults take under three minutes on two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--schedule", default="auto", help="auto, gpipe, 1f1b, kfkb or slack")
+    parser.add_argument("--schedule", default="auto", help="auto, gpipe, 1f1b, kfkb, slack, pipedream or 2bw")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--minibatch-size", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=8)

@@ -88,7 +88,7 @@ class Job:
         return self.rows(RowsKey(num_microbatches, training=training, update_interval=self.plan.weights.interval))
 
     def rows(self, key: RowsKey) -> Schedule:
-        """Lowered and checked rows of a kind of segment."""
+        """Lowered and checked rows of a segment that begins and ends with an empty pipeline."""
         if not key.training:
             return forward_only(self.num_stages, key.num_microbatches)
         first, request = self.programs[0].first_trainable, self.request
@@ -97,12 +97,27 @@ class Job:
             plain = dataclasses.replace(request, schedule="1f1b") if self.flow else request
             schedule = build_schedule(plain, self.num_stages, key.num_microbatches, first)
         else:
-            schedule = self.plan.schedule
-            if key.phase is Phase.WHOLE:
-                schedule = finite(schedule, key.num_minibatches)
-        lowered = lower(schedule)
-        validate(lowered)
-        return lowered if key.phase is Phase.WHOLE else part(lowered, key.phase)
+            schedule = finite(self.plan.schedule, key.num_minibatches)
+        return _checked(schedule)
+
+    def flowing_rows(self) -> dict[RowsKey, Schedule]:
+        """Rows of all segments of a schedule that runs on without a flush; none of a synchronous one."""
+        if self.flow is None:
+            return {}
+        count, drained, interval = self.plan.num_microbatches, self.flow.num_to_drain, self.flow.interval
+        wholes = (RowsKey(count, n, update_interval=interval) for n in range(1, max(1, drained) + 1))
+        found = {key: self.rows(key) for key in wholes}
+        if drained:
+            lowered = _checked(self.plan.schedule)
+            for phase, completed in ((Phase.FILL, 1), (Phase.STEADY, 1), (Phase.DRAIN, drained)):
+                found[RowsKey(count, completed, phase, update_interval=interval)] = part(lowered, phase)
+        return found
+
+
+def _checked(schedule: Schedule) -> Schedule:
+    lowered = lower(schedule)
+    validate(lowered)
+    return lowered
 
 
 @dataclass(frozen=True, slots=True)

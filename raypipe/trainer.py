@@ -25,10 +25,12 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import Phase, RowsKey
+from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Timeline
+from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import num_steps_of, train_segments
 from raypipe.planner.simulate import Costs, simulate
+from raypipe.planner.tune import step_of
 from raypipe.prepare import Job, prepare, profile
 from raypipe.progress import RunProgress
 from raypipe.resume import kept_microbatches
@@ -94,6 +96,7 @@ class PipelineTrainer:
         self._run = run_config
         self._job: Job | None = None
         self._predicted: Timeline | None = None
+        self._predicted_step_s = 0.0
         self.config_yaml = ""
         """What the run's config.yaml says; where it is empty, a description of the arguments."""
 
@@ -129,6 +132,9 @@ class PipelineTrainer:
             step_s = measure_steps(job.programs, job.tensors, job.make_optimizer)
             costs = Costs(forward_s=seconds.forward_s, backward_s=seconds.backward_s, step_s=step_s)
             self._predicted = simulate(job.schedule(job.plan.num_microbatches), costs)
+            self._predicted_step_s = self._predicted.makespan_s
+            if job.flow is not None:
+                self._predicted_step_s, _ = step_of(lower(job.plan.schedule), costs)
         return self._predicted
 
     def fit(
@@ -244,6 +250,7 @@ class PipelineTrainer:
             num_steps=num_steps,
             seed=job.settings.seed,
             predicted=self.simulate(),
+            predicted_step_s=self._predicted_step_s,
             aliases=job.aliases,
             sums_losses=job.settings.loss_reduction == "sum",
             flow=job.flow,
@@ -330,10 +337,4 @@ def _schedules(job: Job, num_samples: Mapping[str, int], num_steps: int) -> dict
         rest = num_samples.get(mode, 0) % plan.minibatch_size
         if rest:
             found[RowsKey(-(-rest // plan.microbatch_size), training=mode == "train")] = None
-    if job.flow is not None:
-        drained = job.flow.num_to_drain
-        parts = [(n, Phase.WHOLE) for n in range(1, max(1, drained) + 1)]
-        if drained:
-            parts += [(1, Phase.FILL), (1, Phase.STEADY), (drained, Phase.DRAIN)]
-        found |= {RowsKey(plan.num_microbatches, n, phase, True, job.flow.interval): None for n, phase in parts}
-    return {key: job.rows(key) for key in found}
+    return {key: job.rows(key) for key in found} | job.flowing_rows()

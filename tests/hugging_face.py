@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import pytest
 import torch
+import transformers
 from torch import nn
 
 from tests.models import Case, Records
@@ -42,7 +42,7 @@ def _llama() -> nn.Module:
 
 
 def hugging_face(name: str) -> Case:
-    """A case by name; skips the test where transformers is missing."""
-    pytest.importorskip("transformers").logging.set_verbosity_error()
+    """A case by name."""
+    transformers.logging.set_verbosity_error()
     builds = {"gpt2": partial(_gpt2, True), "gpt2-untied": partial(_gpt2, False), "llama": _llama}
     return Case(name, builds[name], _sentences, None, tied=name == "gpt2")

@@ -170,15 +170,16 @@ class WeightRing:
 
     def follow(self) -> None:
         """After a step: some optimizers assign ``parameter.data`` instead of changing it in place; leaves go along."""
-        slot = self._newest
+        slot, moved = self._newest, set()
         for position, name in enumerate(self._names):
-            data = self._parameters[name].data
-            if slot.tensors[position].data_ptr() != data.data_ptr():
-                slot.tensors[position] = data
-        for leaf, site in zip(slot.leaves, self._sites, strict=True):
-            parameter = self._parameters[site.parameter]
-            if leaf.data_ptr() != parameter.data_ptr():
-                leaf.data = parameter.data
+            parameter = self._parameters[name]
+            if slot.tensors[position].data_ptr() != parameter.data_ptr():
+                slot.tensors[position] = parameter.data
+                moved.add(name)
+        if moved:
+            for leaf, site in zip(slot.leaves, self._sites, strict=True):
+                if site.parameter in moved:
+                    leaf.data = self._parameters[site.parameter].data
 
     def _late(self, microbatch: int) -> int:
         """The version after all updates by micro-batches before this one."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["SYNCHRONOUS", "VersionRule", "WeightPolicy", "version_of", "versions_needed"]
+__all__ = ["SYNCHRONOUS", "VersionRule", "WeightPolicy", "versions_needed"]
 
 
 class VersionRule(Enum):
@@ -63,23 +63,6 @@ class WeightPolicy:
 
 SYNCHRONOUS = WeightPolicy()
 """One version, updated while the pipeline is empty."""
-
-
-def version_of(rule: VersionRule, microbatch: int, interval: int, warmups: Sequence[int], stage: int) -> int:
-    """The version that a micro-batch uses on a stage, counted from the last empty pipeline; updates never put off.
-
-    Args:
-        microbatch: k, counted likewise.
-        interval: u.
-        warmups: w_s by stage.
-    """
-    match rule:
-        case VersionRule.NEWEST:
-            return max(0, (microbatch - warmups[stage]) // interval)
-        case VersionRule.STAMPED:
-            return max(0, (microbatch - warmups[0]) // interval)
-        case VersionRule.DELAYED:
-            return max(0, microbatch // interval - 1)
 
 
 def versions_needed(rule: VersionRule, interval: int, warmups: Sequence[int], stage: int) -> int:

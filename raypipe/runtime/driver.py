@@ -59,7 +59,7 @@ class _DriverActor:
             fleet = Fleet(
                 len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name)
             )
-            journal = _Published(self._journal, Publisher(spec.name, len(setups)), spec.predicted.makespan_s)
+            journal = _Published(self._journal, Publisher(spec.name, len(setups)), spec.predicted_step_s)
             for note in fleet.notes:
                 RunFolder(spec.place).event("warning", note)
             try:

@@ -44,6 +44,8 @@ class _Flight:
     works: dict[Any, int]
     polls: dict[Any, int]
     received: list[list[list[StepReport]]]
+    last: bool = False
+    """It completes what a halt left under way, so that no other halt may cut it short."""
     limit: float = math.inf
     """Segments after which the stages end: a number once the run was halted."""
 
@@ -169,6 +171,7 @@ class Fleet:
             {actor.work.remote(self._run): stage for stage, actor in enumerate(self.actors)},
             {actor.reports.remote(self._run, 0): stage for stage, actor in enumerate(self.actors)},
             [[] for _ in self.actors],
+            last,
         )
         with self._halting:
             self._flight = flight
@@ -200,7 +203,7 @@ class Fleet:
         """From another thread: end after the segments that some stage has begun; runs that begin later are empty."""
         with self._halting:
             self._halted, flight = True, self._flight
-            if flight is None or flight.limit < math.inf:
+            if flight is None or flight.last or flight.limit < math.inf:
                 return
             with contextlib.suppress(RayError):  # a stage that failed meanwhile is run()'s affair
                 begun = ray.get([actor.halt.remote(flight.run) for actor in self.actors], timeout=GRACE_S)

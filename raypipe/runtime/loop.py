@@ -84,6 +84,7 @@ class RunSpec:
         num_steps: of the whole run, those of earlier submissions included.
         seed: of randomness and of the data's order.
         predicted: the simulated timeline of one step, for the trace.
+        predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state.
         aliases: further names of shared tensors -> the names that they are stored under.
         sums_losses: loss_reduction is "sum".
         checkpoints: when to save, what to keep.
@@ -100,6 +101,7 @@ class RunSpec:
     num_steps: int
     seed: int
     predicted: Timeline
+    predicted_step_s: float
     aliases: Mapping[str, str]
     sums_losses: bool
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.errors import PlanError
+from raypipe.errors import PlanError, StageError
 from raypipe.ir.plan import Plan
 from tests.engine.test_resume import adamw, cosine, outcome, wait_for
 from tests.exactness import same_bits
@@ -30,11 +30,20 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer(folder: Path, run: str, *, stages: int = 3, name: str = "mlp", samples: int = 80, **pipeline: Any) -> Any:
+def trainer(
+    folder: Path,
+    run: str,
+    *,
+    stages: int = 3,
+    name: str = "mlp",
+    samples: int = 80,
+    loss_fn: Any = None,
+    **pipeline: Any,
+) -> Any:
     case = CASES[name]
     return PipelineTrainer(
         case.model(),
-        loss_fn=case.loss_fn,
+        loss_fn=loss_fn or case.loss_fn,
         optimizer=adamw,
         lr_scheduler=cosine,
         train_data=case.data(samples),
@@ -142,3 +151,25 @@ def test_a_parameter_on_two_stages_needs_updates_that_are_far_apart(tmp_path: Pa
         trainer(tmp_path, "run", name="tied-sequential", stages=2, schedule="pipedream").plan()
     result = fit(trainer(tmp_path, "run", name="tied-sequential", stages=2, schedule="2bw"), 3)
     assert all(torch.isfinite(torch.tensor(r.loss)) for r in result.records)
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"), [("stashing", "so it refused the update"), ("2bw, clipped", "no stage took")]
+)
+def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(mode: str, words: str, tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    calls = iter(range(100))
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert case.loss_fn is not None
+        loss = case.loss_fn(output, target)
+        return loss * (float("nan") if next(calls) == 30 else 1.0)
+
+    with pytest.raises(StageError, match=words):
+        fit(trainer(tmp_path, "run", loss_fn=loss_fn, **MODES[mode]), STEPS)
+
+
+def test_the_predicted_step_has_no_flush_in_it(tmp_path: Path) -> None:
+    found = trainer(tmp_path, "run", schedule="2bw")
+    alone_s = found.simulate().makespan_s
+    assert 0.0 < found._predicted_step_s < alone_s

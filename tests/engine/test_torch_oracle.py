@@ -9,21 +9,21 @@ import contextlib
 import io
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
 if not torch.__version__.startswith("2.13."):
     pytest.skip(f"the private functions were read in torch 2.13, this is {torch.__version__}", allow_module_level=True)
 
-from torch.distributed.pipelining import schedules as oracle  # noqa: E402
+from torch.distributed.pipelining import schedules as oracle
 
-from raypipe.errors import ScheduleError  # noqa: E402
-from raypipe.ir.schedule import Op  # noqa: E402
-from raypipe.planner.schedule import make_schedule  # noqa: E402
-from raypipe.planner.schedule.interleaved import interleaved  # noqa: E402
-from raypipe.planner.schedule.lower import expected_sends, lower  # noqa: E402
-from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b  # noqa: E402
-from raypipe.planner.schedule.text import from_csv, to_csv  # noqa: E402
-from raypipe.planner.schedule.validate import validate  # noqa: E402
+from raypipe.errors import ScheduleError
+from raypipe.ir.schedule import Op
+from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule.interleaved import interleaved
+from raypipe.planner.schedule.lower import expected_sends, lower
+from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b
+from raypipe.planner.schedule.text import from_csv, to_csv
+from raypipe.planner.schedule.validate import validate
 
 
 def plans():

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from raypipe.engine.stage import Site
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
-from raypipe.ir.weights import VersionRule, version_of, versions_needed
+from raypipe.ir.weights import VersionRule, versions_needed
 from raypipe.planner.schedule.asynchronous import continuous, warmups_of
 from raypipe.planner.schedule.lower import lower
 from tests.engine.rings import program_of
+from tests.weight_rules import version_of
 
 
 @dataclass

@@ -65,7 +65,6 @@ def test_text_is_judged_between_knowing_nothing_and_bigrams() -> None:
 
 
 def test_no_digit_is_trained_on_and_held_out() -> None:
-    pytest.importorskip("sklearn")
     task = TASKS["digits"]
     train, held = task.train().tensors, task.heldout().tensors
     assert (len(train[0]), len(held[0])) == (1152, 599)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raypipe.errors import PlanError, ScheduleError
 from raypipe.ir.schedule import Op, Schedule
 from raypipe.ir.segment import Phase
-from raypipe.ir.weights import VersionRule, version_of, versions_needed
+from raypipe.ir.weights import VersionRule, versions_needed
 from raypipe.planner.schedule.asynchronous import continuous, finite, minibatches_to_drain, part, warmups_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.text import draw
@@ -19,6 +19,7 @@ from raypipe.planner.schedule.validate import validate
 from raypipe.planner.segments import Flow, Position, flowing_segments
 from raypipe.planner.simulate import Costs, makespan_s
 from raypipe.planner.tune import Request, build_schedule, weight_policy, weight_reason
+from tests.weight_rules import version_of
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(1, 3)).flatmap(
     lambda shape: st.tuples(

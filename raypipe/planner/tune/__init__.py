@@ -15,7 +15,7 @@ from raypipe.planner.tune.choose import ASSUMED_LINK, decide, plan_of
 from raypipe.planner.tune.cut import make_partition
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.plain import make_plan
-from raypipe.planner.tune.predict import timeline_of
+from raypipe.planner.tune.predict import step_of, timeline_of
 from raypipe.planner.tune.profile_table import profile_table
 from raypipe.planner.tune.request import Request, microbatches
 from raypipe.planner.tune.settled import build_schedule, memory_model
@@ -33,6 +33,7 @@ __all__ = [
     "microbatches",
     "plan_of",
     "profile_table",
+    "step_of",
     "timeline_of",
     "weight_policy",
     "weight_reason",

@@ -39,8 +39,8 @@ def what_would_fit(problem: Problem) -> str:
 
     def fits(number: int, cap: int) -> bool:
         like = Device("device", 1.0, cap)
-        limits = Limits(num_stages=stages, memory=memory_model(thrifty, stages or number, count, size))
         try:
+            limits = Limits(num_stages=stages, memory=memory_model(thrifty, stages or number, count, size))
             solve_within(any_cut, problem.short, Cluster((like,) * number), limits)
         except PlanError:
             return False

@@ -27,7 +27,16 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.simulate import Costs, makespan_s, simulate
 
-__all__ = ["costs_of", "first_trainable_stage", "hops_of", "predict", "source_of", "stages_of", "timeline_of"]
+__all__ = [
+    "costs_of",
+    "first_trainable_stage",
+    "hops_of",
+    "predict",
+    "source_of",
+    "stages_of",
+    "step_of",
+    "timeline_of",
+]
 
 STEADY = (4, 12)
 """Repetitions of an asynchronous schedule's body, between which its seconds per step are taken."""
@@ -140,7 +149,7 @@ def predict(
     costs, lowered = costs_of(stages, hops), lower(schedule)
     if check:
         validate(lowered)
-    step_s, bubble_fraction = _step(lowered, costs)
+    step_s, bubble_fraction = step_of(lowered, costs)
     return Prediction(
         step_s=step_s,
         bubble_fraction=bubble_fraction,
@@ -154,7 +163,7 @@ def predict(
     )
 
 
-def _step(lowered: Schedule, costs: Costs) -> tuple[float, float]:
+def step_of(lowered: Schedule, costs: Costs) -> tuple[float, float]:
     """(seconds, bubble) of one step; of a schedule that does not run empty, in the steady state."""
     if not lowered.prologue:
         timeline = simulate(lowered, costs)

@@ -99,21 +99,12 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
     )
     if policy.rule is VersionRule.NEWEST and num_stages > 1:
         text += ", each by its own stage's versions"
-    if any(policy.capacity(s) < versions_needed_by(request, policy, num_stages, num_microbatches, s)
-           for s in range(num_stages)):  # fmt: skip
+    warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
+    if any(held[s] < versions_needed(policy.rule, policy.interval, warmups, s) for s in range(num_stages)):
         text += "; where a stage has no room for another version, the update is put off and joins the next"
     if request.clips:
         text += "; the norm is that of " + ("each stage" if policy.norm_per_stage else "the whole model, waited for")
     return text
-
-
-def versions_needed_by(
-    request: Request, policy: WeightPolicy, num_stages: int, num_microbatches: int, stage: int
-) -> int:
-    """Versions with which no update would be put off."""
-    assert policy.interval is not None
-    warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
-    return versions_needed(policy.rule, policy.interval, warmups, stage)
 
 
 def _interval(request: Request, num_microbatches: int, ahead: int) -> int:
