@@ -9,15 +9,18 @@ micro-batch a micro-batch:
     bounded          two versions: one update ago for most micro-batches, and less on later stages
     pipedream        3, 2, 1, 0 updates ago on stages 0, 1, 2, 3
     pipedream_sync   3 updates ago on every stage (vertical sync)
+    bf16, int8_bf16  exact weights, but activations in bf16 or int8 and gradients in bf16 between stages
 
-Two tasks, each trained long enough for exact training to arrive:
+The learning rate of each task and optimizer is the one with which exact training of two other seeds has the least
+held-out loss, among a few; no other policy has a say. Two tasks, each trained long enough for exact training to arrive:
 
     digits   scikit-learn's, accuracy on a third that nobody trained on; exact training must reach 95 %
     text     bytes of the standard library's source, held-out nats per byte; exact training must lose 60 % of its
              excess over the bigram entropy of that text
 
 ``accuracy_drop_*`` is in points and ``loss_gap_*`` in nats, both less is better, means over seeds: initial weights
-and the order of the data. A run whose loss stops being a number counts as chance. It runs in threads of this process
+and the order of the data; ``loss_gap_error_*`` is one standard error of that. A run whose loss
+stops being a number counts as chance. It runs in threads of this process
 (``fit(local=True)``), which is the same arithmetic as on actors.
 """
 
@@ -62,8 +65,11 @@ POLICIES = {
     "bounded": Policy({"schedule": "pipedream", "weight_versions": 2}),
     "pipedream": Policy({"schedule": "pipedream"}, 1),
     "pipedream_sync": Policy({"schedule": "pipedream", "vertical_sync": True}, 1),
+    "bf16": Policy({"schedule": "1f1b", "codec_forward": "bf16", "codec_backward": "bf16"}),
+    "int8_bf16": Policy({"schedule": "1f1b", "codec_forward": "int8", "codec_backward": "bf16"}),
 }
 """By the name in the figures; "flush" is what the others are held against."""
+CHOOSING_SEEDS = (100, 101)
 
 OPTIMIZERS: dict[str, Callable[[float], Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd": lambda lr: lambda named: torch.optim.SGD(named, lr=lr, momentum=0.9),
@@ -103,7 +109,7 @@ def decayed(optimizer: torch.optim.Optimizer, num_updates: int) -> torch.optim.l
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: max(0.02, 1 - update / num_updates))
 
 
-def train(task: Task, policy: Policy, optimizer: str, seed: int, share: float = 1.0) -> Found:
+def train(task: Task, policy: Policy, optimizer: str, seed: int, rate: float, share: float = 1.0) -> Found:
     """One run from new weights."""
     begin_s = time.monotonic()
     torch.manual_seed(seed)
@@ -114,7 +120,7 @@ def train(task: Task, policy: Policy, optimizer: str, seed: int, share: float = 
         trainer = raypipe.PipelineTrainer(
             model,
             loss_fn=task.loss_fn,
-            optimizer=OPTIMIZERS[optimizer](task.learning_rates[optimizer]),
+            optimizer=OPTIMIZERS[optimizer](rate),
             lr_scheduler=partial(decayed, num_updates=num_updates),
             train_data=task.train(),
             pipeline=raypipe.PipelineConfig(
@@ -138,27 +144,52 @@ def train(task: Task, policy: Policy, optimizer: str, seed: int, share: float = 
     return Found(loss, accuracy, True, time.monotonic() - begin_s)
 
 
-def _run(key: tuple[str, str, str], seed: int, share: float) -> Found:
+def _run(key: tuple[str, str, str], seed: int, rate: float, share: float) -> Found:
     """In a process of its own."""
     torch.set_num_threads(1)
     task, optimizer, policy = key
-    return train(TASKS[task], POLICIES[policy], optimizer, seed, share)
+    return train(TASKS[task], POLICIES[policy], optimizer, seed, rate, share)
 
 
-def train_all(settings: Settings) -> Runs:
-    """Every run once, as many at a time as there are processors."""
+def choose_rates(settings: Settings, pool: ProcessPoolExecutor) -> dict[tuple[str, str], float]:
+    """The learning rate of each task and optimizer, by exact training alone."""
+    pairs = list(itertools.product(settings.tasks, settings.optimizers))
+    asked = {
+        (task, optimizer, rate): [
+            pool.submit(_run, (task, optimizer, "flush"), seed, rate, settings.share) for seed in CHOOSING_SEEDS
+        ]
+        for task, optimizer in pairs
+        for rate in TASKS[task].learning_rates[optimizer]
+    }
+    losses = {
+        key: statistics.mean(future.result(RUN_LIMIT_S).loss for future in futures) for key, futures in asked.items()
+    }
+    found = {}
+    for task, optimizer in pairs:
+        rates = TASKS[task].learning_rates[optimizer]
+        found[task, optimizer] = min(rates, key=lambda rate: losses[task, optimizer, rate])
+        tried = ", ".join(f"{rate:g}: {losses[task, optimizer, rate]:.4f}" for rate in rates)
+        print(f"{task} {optimizer}: rate {found[task, optimizer]:g}; exact held-out loss {tried}", flush=True)
+    return found
+
+
+def train_all(settings: Settings) -> tuple[Runs, dict[tuple[str, str], float]]:
+    """Every run once, as many at a time as there are processors; and the learning rates."""
     keys = list(itertools.product(settings.tasks, settings.optimizers, settings.policies))
     runs: Runs = {key: [] for key in keys}
     with ProcessPoolExecutor(min(4, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        rates = choose_rates(settings, pool)
         futures = [
-            (key, seed, pool.submit(_run, key, seed, settings.share)) for seed in range(settings.seeds) for key in keys
+            (key, seed, pool.submit(_run, key, seed, rates[key[:2]], settings.share))
+            for seed in range(settings.seeds)
+            for key in keys
         ]
         for key, seed, future in futures:
             runs[key].append(future.result(RUN_LIMIT_S))
             if key == keys[-1]:
                 spent_s = sum(found[-1].seconds for found in runs.values())
                 print(f"seed {seed}: {spent_s:.0f} process seconds; {machine_line()}", flush=True)
-    return runs
+    return runs, rates
 
 
 def figures_of(runs: Runs) -> dict[str, float]:
@@ -173,7 +204,10 @@ def figures_of(runs: Runs) -> dict[str, float]:
             continue
         pairs = list(zip(exact, found, strict=True))
         figures[f"accuracy_drop_{key}"] = statistics.mean(100 * (e.accuracy - f.accuracy) for e, f in pairs)
-        figures[f"loss_gap_{key}"] = statistics.mean(f.loss - e.loss for e, f in pairs)
+        gaps = [f.loss - e.loss for e, f in pairs]
+        figures[f"loss_gap_{key}"] = statistics.mean(gaps)
+        if len(gaps) > 1:
+            figures[f"loss_gap_error_{key}"] = statistics.stdev(gaps) / len(gaps) ** 0.5
     return figures
 
 
@@ -211,14 +245,19 @@ def main() -> int:
     if importlib.util.find_spec("sklearn") is None:
         raise SystemExit("The digits are scikit-learn's: pip install scikit-learn, which the extra 'bench' has.")
     settings = QUICK if asked.quick else Settings()
-    runs = train_all(settings)
+    runs, rates = train_all(settings)
     columns = ("task, optimizer, policy", "loss", "accuracy %", "spread", "loss gap", "drop, points", "ended")
     print("\n" + bench_common.table(f"held out, means over {settings.seeds} seeds", columns, rows_of(runs)))
     short = shortfalls(runs)
     for line in short:
         print(f"exact training did not arrive: {line}")
     raw = {" ".join(key): [run._asdict() for run in found] for key, found in runs.items()}
-    bench_common.finish("bench_convergence", figures_of(runs), {"runs": raw}, asked.json)
+    bench_common.finish(
+        "bench_convergence",
+        figures_of(runs),
+        {"runs": raw, "rates": {" ".join(key): rate for key, rate in rates.items()}},
+        asked.json,
+    )
     return 1 if short and not asked.quick else 0
 
 

@@ -29,6 +29,7 @@ class Task:
 
     Attributes:
         cuts: children that begin stages 1, 2, 3.
+        learning_rates: by optimizer, what exact training is tried with.
         chance: (loss, accuracy) of knowing nothing, for a run that did not end.
         measure, enough: what exact training must reach, see ``arrived``.
         arrived: (held-out loss, accuracy) -> the value of ``measure``.
@@ -39,7 +40,7 @@ class Task:
     train: Callable[[], TensorDataset]
     heldout: Callable[[], TensorDataset]
     loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    learning_rates: dict[str, float]
+    learning_rates: dict[str, tuple[float, ...]]
     num_updates: int
     chance: tuple[float, float]
     measure: str
@@ -123,7 +124,7 @@ TASKS = {
         train=lambda: _digits()[0],
         heldout=lambda: _digits()[1],
         loss_fn=functional.cross_entropy,
-        learning_rates={"sgd": 0.025, "adamw": 3e-3},
+        learning_rates={"sgd": (0.0125, 0.025, 0.05, 0.1), "adamw": (1e-3, 3e-3, 1e-2)},
         num_updates=864,
         chance=(math.log(10), 0.1),
         measure="accuracy",
@@ -136,7 +137,7 @@ TASKS = {
         train=lambda: _text()[0],
         heldout=lambda: _text()[1],
         loss_fn=loss_fn,
-        learning_rates={"sgd": 0.05, "adamw": 3e-3},
+        learning_rates={"sgd": (0.025, 0.05, 0.1, 0.2), "adamw": (1e-3, 3e-3, 1e-2)},
         num_updates=240,
         chance=(math.log(VOCABULARY), 1 / VOCABULARY),
         measure="share of excess loss lost",

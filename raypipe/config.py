@@ -32,9 +32,6 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "codec_backward": ("none", "bf16", "fp16", "int8"),
     "recompute": ("never",),
     "precision": ("fp32",),
-    "retune_interval_steps": (),
-    "link_drift_threshold": (),
-    "min_gain": (),
     "retune_microbatches": (False,),
 }
 """Values this release runs besides "auto"; a field that is not listed runs with every allowed value.
@@ -101,6 +98,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "schedule": _one_of("auto", "gpipe", "1f1b", "kfkb", "slack", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw")
     | _CSV,
     "group_size": _AUTO | _integer(1),
+    "slack": _AUTO | _integer(1) | _each(_integer(1), "a list of integers, one per hop"),
     "weight_versions": _AUTO | _integer(1),
     "update_interval": _AUTO | _integer(1),
     "vertical_sync": _AUTO | _FLAG,
@@ -112,7 +110,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "recompute": _RECOMPUTE | _each(_RECOMPUTE, "a list of these, one per stage"),
     "precision": _one_of("fp32", "bf16", "fp16"),
     "max_grad_norm": _NONE | _number(0),
-    "retune_interval_steps": _AUTO | _integer(1),
+    "retune_interval_steps": _AUTO | _integer(0),
     "link_drift_threshold": _AUTO | _number(0),
     "min_gain": _AUTO | _number(0),
     "retune_microbatches": _FLAG,
@@ -157,8 +155,12 @@ class PipelineConfig:
             order that the model allows, "hierarchical" with replicas (to plan with, not to run yet);
             "auto" takes the first two. "parameters" profiles nothing and gives every stage about the
             same parameter bytes; a list of module names starts a new stage at each of them.
-        schedule: order of forwards and backwards.
-        group_size: k of kFkB: forwards in a row before as many backwards.
+        schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for, or kFkB,
+            turned by the controller while the run trains.
+        group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
+            controller turns it.
+        slack: r of slack: forwards that each stage starts earlier than the next, 1 being 1F1B; a list gives one
+            number per hop.
         weight_versions: most weight versions that a stage keeps, in asynchronous schedules ("pipedream" and
             "2bw", which do not run empty between mini-batches). "pipedream" with a number updates as often as
             that many versions allow.
@@ -169,7 +171,8 @@ class PipelineConfig:
         link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each
             worker on a host takes one of its own. "auto" leaves the choice to the system.
         codec_forward, codec_backward: what boundary tensors and their gradients travel as; anything but "none"
-            is lossy, see raypipe.engine.codec for how much. "auto" is "none".
+            is lossy, see raypipe.engine.codec for how much. "auto" lets the controller compress a link, "bf16" or
+            "int8" forward and "bf16" back, while that makes steps shorter by more than min_gain.
         memory_limit_bytes: per worker, of everything that a stage holds; a plan that needs more is
             refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: run forwards again instead of keeping activations; a list gives one word per stage.
@@ -177,8 +180,9 @@ class PipelineConfig:
         max_grad_norm: clips the gradient norm of the whole model; None leaves it. Where updates come more often
             than once per num_stages micro-batches, each stage clips its own to this times the root of its
             share of the parameters.
-        retune_interval_steps, link_drift_threshold, min_gain: patience of the controller: steps
-            between looks, relative change of a link, relative gain in step time worth a change.
+        retune_interval_steps, link_drift_threshold, min_gain: patience of the controller, which turns k, the slack
+            and codecs where these are "auto": steps between looks (20; 0 never changes anything), relative change
+            of a link that is looked at sooner (0.25), relative gain in step time worth a change (0.03).
         retune_microbatches: the controller may change the number of micro-batches too.
         checkpoint_interval_steps: steps between two checkpoints; "auto" saves every ten minutes. A run
             saves at its end and when it is stopped in any case.
@@ -197,13 +201,14 @@ class PipelineConfig:
     partitioner: str | Sequence[str] = "auto"
     schedule: str = "auto"
     group_size: int | Auto = "auto"
+    slack: int | Sequence[int] | Auto = "auto"
     weight_versions: int | Auto = "auto"
     update_interval: int | Auto = "auto"
     vertical_sync: bool | Auto = "auto"
     transport: str = "auto"
     link_ports: tuple[int, int] | Auto = "auto"
-    codec_forward: str = "auto"
-    codec_backward: str = "auto"
+    codec_forward: str = "none"
+    codec_backward: str = "none"
     memory_limit_bytes: int | Auto = "auto"
     recompute: str | Sequence[str] = "auto"
     precision: str = "fp32"
@@ -227,6 +232,7 @@ class PipelineConfig:
         _check_per_stage("recompute", self.recompute, self.num_stages)
         _check_link_ports(self.link_ports, self.transport)
         _check_group_size(self.group_size, self.schedule, self.num_microbatches)
+        _check_slack(self.slack, self.schedule, self.num_stages)
         _check_weights(self)
 
 
@@ -324,6 +330,18 @@ def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: i
         raise ConfigError(
             f"group_size={group_size} is more than num_microbatches={num_microbatches}. "
             f"Set group_size to {num_microbatches} or less."
+        )
+
+
+def _check_slack(slack: int | Sequence[int] | Auto, schedule: str, num_stages: int | Auto) -> None:
+    if slack != "auto" and schedule != "slack":
+        raise ConfigError(
+            f"slack={slack!r} means nothing to schedule={schedule!r}. Set schedule='slack', or leave slack out."
+        )
+    if isinstance(slack, tuple) and num_stages not in ("auto", len(slack) + 1):
+        raise ConfigError(
+            f"slack={slack!r} speaks of {len(slack)} hops, but num_stages={num_stages} has {num_stages - 1}. "  # type: ignore[operator]
+            "Give one number per hop, or a single one for all."
         )
 
 

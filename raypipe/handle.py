@@ -21,7 +21,7 @@ from raypipe.ir.picture import curve_svg
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.journal import News
-from raypipe.runtime.loop import Outcome
+from raypipe.runtime.spec import Outcome
 from raypipe.runtime.status import RunStatus
 
 __all__ = ["Picture", "Result", "RunHandle", "attach"]

@@ -21,12 +21,16 @@ from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Phase, RowsKey
+from raypipe.planner.control import Room, rooms_of, unknown_rooms
+from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.schedule.asynchronous import finite, minibatches_to_drain, part
 from raypipe.planner.schedule.forward import forward_only
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.segments import Flow
 from raypipe.planner.tune import (
+    ASYNCHRONOUS,
+    Decision,
     Request,
     build_schedule,
     decide,
@@ -56,6 +60,7 @@ class Job:
         example: one micro-batch by column.
         aliases: further names of shared tensors in the state_dict -> the names that we use.
         sources: "train" and perhaps "eval".
+        rooms: memory that is left to the schedule, by stage.
     """
 
     plan: Plan
@@ -69,6 +74,7 @@ class Job:
     make_scheduler: MakeScheduler | None
     request: Request
     aliases: Mapping[str, str]
+    rooms: tuple[Room, ...]
 
     @property
     def num_stages(self) -> int:
@@ -166,6 +172,7 @@ def prepare(
         partition = make_partition(captured.graph, request)
         programs = captured.programs(partition.cuts)
         plan = make_plan(request, partition, programs[0].first_trainable, _notes(captured, programs))
+        rooms = unknown_rooms(len(programs))
     else:
         refuse_other_graph(captured, profiled)
         request = dataclasses.replace(
@@ -177,6 +184,7 @@ def prepare(
         request, partition = decision.request, decision.partition
         programs = captured.programs(partition.cuts, partition.order)
         plan = plan_of(decision, programs[0].first_trainable, [*_notes(captured, programs), *profiled.notes])
+        rooms = _rooms(decision)
     plan = _with_shares(plan, captured, programs)
     plan = dataclasses.replace(plan, notes=(*plan.notes, *stale_notes(plan, optimizer, captured)))
     _, example = _example(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
@@ -199,6 +207,7 @@ def prepare(
         make_scheduler=lr_scheduler,
         request=request,
         aliases=_aliases(found.model),
+        rooms=rooms,
     )
 
 
@@ -240,6 +249,14 @@ def _open(
     columns, example = _example(sources["train"], loss_fn is not None, size)
     captured = capture(built, example, columns, loss_fn)
     return _Opened(built, sources, request, columns, loss_fn is not None, captured, _by_name(columns, example))
+
+
+def _rooms(decision: Decision) -> tuple[Room, ...]:
+    memory = decision.limits.memory
+    if memory.schedule in ASYNCHRONOUS:  # which nobody turns
+        return unknown_rooms(decision.partition.num_stages)
+    held = memory_of(decision.graph, decision.partition, memory)
+    return rooms_of(held, memory, [stage.limit_bytes for stage in decision.prediction.stages])
 
 
 def _by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
@@ -326,6 +343,7 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         num_samples=num_samples,
         schedule=pipeline.schedule,
         group_size=_given(pipeline.group_size),
+        slack=_given(pipeline.slack),
         partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
         memory_limit_bytes=_given(pipeline.memory_limit_bytes),
         weight_versions=_given(pipeline.weight_versions),

@@ -51,7 +51,8 @@ class ProgressLine:
         return (
             f"step {record.step + 1}/{self._num_steps}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
             f"{record.samples / self._smooth_s:.0f} samples/s  bubble {record.bubble_fraction:.0%}  "
-            f"links {record.link_bytes_per_s / 1e6:.1f} MB/s  left {minutes}:{seconds:02d}"
+            f"links {record.link_bytes_per_s / 1e6:.1f} MB/s  "
+            f"{record.schedule + '  ' if record.schedule else ''}left {minutes}:{seconds:02d}"
         )
 
 

@@ -34,8 +34,9 @@ from raypipe.planner.tune import step_of
 from raypipe.prepare import Job, prepare, profile
 from raypipe.progress import RunProgress
 from raypipe.resume import kept_microbatches
+from raypipe.retuning import retune_setup
 from raypipe.runtime.checkpoints import CheckpointPolicy
-from raypipe.runtime.loop import RunSpec
+from raypipe.runtime.spec import RunSpec
 from raypipe.runtime.threads import ThreadLine
 from raypipe.signals import stopping_on_signals
 
@@ -218,7 +219,7 @@ class PipelineTrainer:
     def _start(self, num_steps: int | None, num_epochs: int | None, *, local: bool, detached: bool) -> RunHandle:
         job = self._prepared()
         _refuse_replicas(job.plan)
-        spec = self._spec(job, self._num_steps(job, num_steps, num_epochs))
+        spec = self._spec(job, self._num_steps(job, num_steps, num_epochs), local=local)
         if local:
             if detached:
                 raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
@@ -234,7 +235,7 @@ class PipelineTrainer:
             return RunHandle(spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
-    def _spec(self, job: Job, num_steps: int) -> RunSpec:
+    def _spec(self, job: Job, num_steps: int, *, local: bool) -> RunSpec:
         plan = job.plan
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
@@ -254,6 +255,9 @@ class PipelineTrainer:
             aliases=job.aliases,
             sums_losses=job.settings.loss_reduction == "sum",
             flow=job.flow,
+            # Threads of one process have no links to measure.
+            retune=None if local else retune_setup(self._pipeline, job),
+            first_trainable=job.programs[0].first_trainable,
             checkpoints=_policy(self._pipeline, getattr(self._run, "checkpoint_config", None)),
         )
 

@@ -7,32 +7,48 @@ under it. Together with the generation this is all the addressing there is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from raypipe.engine.codec import Codec
 from raypipe.ir.schedule import Action
 
-__all__ = ["Channel", "Message"]
+__all__ = ["Channel", "Message", "Stamp"]
 
 Payload = Sequence[torch.Tensor | None]
 """Boundary tensors in the order of the boundary; None where there is nothing (a gradient that is not needed)."""
 
 
+class Stamp(NamedTuple):
+    """How a message travelled.
+
+    Attributes:
+        sent_at_s: on the sender's wall clock, after any encoding.
+        arrived_at_s: on the receiver's, when its last byte was there, before any decoding.
+        wire_bytes: of the payload, after any codec.
+    """
+
+    sent_at_s: float = 0.0
+    arrived_at_s: float = 0.0
+    wire_bytes: int = 0
+
+
 class Message(tuple[torch.Tensor | None, ...]):
-    """What arrived: the tensors, and the weight version that the sender stamped on them.
+    """What arrived: the tensors, and what its header said.
 
     Attributes:
         weight_version: of the micro-batch; 0 where the sender said nothing.
+        stamp: how it travelled.
     """
 
     weight_version: int = 0
+    stamp: Stamp = Stamp()
 
     @classmethod
-    def of(cls, tensors: Payload, weight_version: int) -> Message:
+    def of(cls, tensors: Payload, weight_version: int, stamp: Stamp) -> Message:
         made = cls(tensors)
-        made.weight_version = weight_version
+        made.weight_version, made.stamp = weight_version, stamp
         return made
 
 

@@ -13,6 +13,7 @@ import torch
 
 from raypipe.engine.backward import gradients
 from raypipe.engine.channel import Channel, Message
+from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.codec.choice import message_bytes
 from raypipe.engine.data import Source
 from raypipe.engine.feed import Feed, MicrobatchData
@@ -23,6 +24,7 @@ from raypipe.engine.state import Settings, StageState
 from raypipe.engine.update import Update
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError, RaypipeError, StageError
+from raypipe.ir.links import MessageTimes, stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
 from raypipe.ir.segment import Segment
@@ -55,9 +57,9 @@ class Executor:
         self.last = stage == len(programs) - 1
         self.state = state
         self.channels = channels
-        for channel in channels.values():
-            channel.use(*settings.codecs)
         self.settings = settings
+        self._codecs = settings.codecs
+        self.use_codecs(((), ()))
         self.sink = GradientSink(self.program, state.parameters)
         weights = settings.weights
         self.ring = WeightRing(
@@ -97,12 +99,25 @@ class Executor:
         for channel in self.channels.values():
             channel.leave(reason)
 
-    def run(self, segment: Segment, row: Row, *, training: bool = True, keep_spans: bool = False) -> list[StepReport]:
+    def use_codecs(self, by_hop: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
+        """Send in these codecs from now on, forward and backward; an empty one stands for what was configured."""
+        forward, backward = by_hop
+        # What goes ahead crosses the hop behind this stage, what goes back the one before it.
+        ahead = Codec(forward[self.stage]) if forward and not self.last else self.settings.codecs.forward
+        back = Codec(backward[self.stage - 1]) if backward and self.stage else self.settings.codecs.backward
+        self._codecs = Codecs(ahead, back)
+        for channel in self.channels.values():
+            channel.use(ahead, back)
+
+    def run(
+        self, segment: Segment, row: Row, *, training: bool = True, keep_spans: bool = False, measure: bool = False
+    ) -> list[StepReport]:
         """Carry out one segment; returns one report per mini-batch.
 
         Args:
             row: this worker's actions with micro-batches counted from 0 within the segment.
             training: False runs the evaluation function without gradients.
+            measure: report how long actions and messages took.
 
         Raises:
             StageError: the user's code raised, or the loss is not a finite scalar; names stage and action.
@@ -120,7 +135,7 @@ class Executor:
             with torch.set_grad_enabled(training):
                 for part in _split(row, per_minibatch):
                     minibatch = part[-1].microbatch // per_minibatch
-                    reports.append(self._run_minibatch(part, minibatch, keep_spans))
+                    reports.append(self._run_minibatch(part, minibatch, keep_spans, measure))
         except RaypipeError:
             raise
         except Exception as error:
@@ -128,9 +143,10 @@ class Executor:
             raise StageError(f"Stage {self.stage} failed{where}: {type(error).__name__}: {error}") from error
         return reports
 
-    def _run_minibatch(self, row: Iterable[Action], minibatch: int, keep_spans: bool) -> StepReport:
+    def _run_minibatch(self, row: Iterable[Action], minibatch: int, keep_spans: bool, measure: bool) -> StepReport:
         segment = self._segment
-        first = segment.first_microbatch
+        first, step = segment.first_microbatch, segment.first_step + minibatch
+        self._times = _message_times(self.stage) if measure else {}
         self._wait_s, self._sent, self._plain, self._peak = 0.0, [0, 0], [0, 0], len(self._live)
         self._losses.clear()
         self._seed_tensors.clear()
@@ -148,13 +164,13 @@ class Executor:
             times.append(now)
         self._action = None
         spans: tuple[Span, ...] = ()
-        if keep_spans:
+        if keep_spans or measure:
             spans = tuple(Span(self.stage, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False))
         norm, loss = self._totals if self._totals is not None else (None, self._loss())
         self._totals = None
         return StepReport(
             stage=self.stage,
-            step=segment.first_step + minibatch,
+            step=step,
             samples=segment.minibatch_samples,
             loss=None if loss is None else float(loss),
             grad_norm=None if norm is None or self._alone else float(norm),
@@ -167,7 +183,9 @@ class Executor:
             plain_bytes=(self._plain[0], self._plain[1]),
             peak_in_flight=self._peak,
             weight_versions=self.ring.held,
-            spans=spans,
+            spans=spans if keep_spans else (),
+            sample=stage_sample(self.stage, step, spans) if measure else None,
+            messages=tuple(times for times in self._times.values() if times.wire_bytes),
         )
 
     _action: Action | None = None
@@ -186,11 +204,11 @@ class Executor:
                 outputs = self._live[microbatch][1] if kept else self._live.pop(microbatch)[1]
                 self._send(stage + 1, action, outputs, self.ring.version(microbatch))
             case Op.RECV_F:
-                self._arrived[microbatch] = self._recv(stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
+                self._arrived[microbatch] = self._hear(op, stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
             case Op.SEND_B:
                 self._send(stage - 1, action, self._seeds.pop(microbatch))
             case Op.RECV_B:
-                self._seeds[microbatch] = self._recv(stage + 1, Action(stage + 1, Op.SEND_B, microbatch))
+                self._seeds[microbatch] = self._hear(op, stage + 1, Action(stage + 1, Op.SEND_B, microbatch))
             case Op.REDUCE_GRAD:
                 self._update.reduce_grad(action)
             case Op.REDUCE_NORM:
@@ -283,10 +301,19 @@ class Executor:
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         direction = 0 if peer > self.stage else 1
-        plain, wire = message_bytes(action.op, tensors, self.settings.codecs)
+        plain, wire = message_bytes(action.op, tensors, self._codecs)
         self._plain[direction] += plain
         self._sent[direction] += wire
         self.channels[peer].send(action, tensors, weight_version)
+
+    def _hear(self, op: Op, peer: int, action: Action) -> Message:
+        """Receive an activation or a gradient, and note how it travelled where that is asked for."""
+        message = self._recv(peer, action)
+        if self._times:
+            sent_at_s, arrived_at_s, wire_bytes = message.stamp
+            raw_bytes = sum(x.nbytes for x in message if x is not None)
+            self._times[op].add(wire_bytes, raw_bytes, sent_at_s, arrived_at_s)
+        return message
 
     def _recv(self, peer: int, action: Action) -> Message:
         begin_s = time.monotonic()
@@ -300,6 +327,10 @@ class Executor:
 
 _NOTHING = Message()
 """What the first stage receives."""
+
+
+def _message_times(stage: int) -> dict[Op, MessageTimes]:
+    return {Op.RECV_F: MessageTimes(stage - 1, forward=True), Op.RECV_B: MessageTimes(stage, forward=False)}
 
 
 def _split(row: Row, per_minibatch: int) -> Iterable[list[Action]]:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from raypipe.engine.channel import Message
+from raypipe.engine.channel import Message, Stamp
+from raypipe.engine.frame import Head
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action
 
@@ -34,12 +35,19 @@ class Inbox:
         # A bare lock per waiting thread: half the time to wake of a Condition, and only the one concerned wakes.
         self._waiting: list[tuple[Action, threading.Lock]] = []
 
-    def deliver(self, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int) -> None:
-        """Leave a message. After a failure it is dropped; a second one of the same action is a failure."""
+    def deliver(self, head: Head, tensors: Sequence[torch.Tensor | None], arrived_at_s: float) -> None:
+        """Leave a message. After a failure it is dropped; a second one of the same action is a failure.
+
+        Args:
+            arrived_at_s: see Stamp.
+        """
+        action = head.action
+        stamp = Stamp(head.sent_at_s, arrived_at_s, head.payload_bytes)
+        message = Message.of(tensors, head.weight_version, stamp)
         with self._lock:
             twice = action in self._messages
             if self._error is None and not twice:
-                self._messages[action] = Message.of(tensors, weight_version)
+                self._messages[action] = message
                 self._wake(action)
         if twice:
             self.fail(LinkError(f"{self.name}: {action} came twice."))

@@ -136,12 +136,19 @@ class LocalFleet:
 
     def _run_segment(self, order: Order, schedule: Schedule) -> list[list[StepReport]]:
         outcomes: Queue[tuple[int, list[StepReport] | BaseException]] = Queue()
+        if order.training:
+            for executor in self.executors:
+                executor.use_codecs(order.codecs)
 
         def work(index: int) -> None:
             try:
                 row = schedule.row(index)
                 reports = self.executors[index].run(
-                    order.segment, row, training=order.training, keep_spans=order.keep_spans
+                    order.segment,
+                    row,
+                    training=order.training,
+                    keep_spans=order.keep_spans,
+                    measure=order.measure,
                 )
                 outcomes.put((index, reports))
             except BaseException as error:  # noqa: BLE001  (handed to the caller's thread, not swallowed)

@@ -8,6 +8,7 @@ sender encodes and decodes.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -58,7 +59,9 @@ class InMemoryChannel:
             self.abort(str(error))
             return
         if head.generation == self._peer.generation:
-            self._peer._inbox.deliver(head.action, frame.decode(head, frame.gather(message)), head.weight_version)
+            payload = frame.gather(message)
+            arrived_at_s = time.time()
+            self._peer._inbox.deliver(head, frame.decode(head, payload), arrived_at_s)
 
     def recv(self, action: Action, timeout_s: float) -> Message:
         return self._inbox.take(action, timeout_s)

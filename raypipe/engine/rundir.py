@@ -54,9 +54,10 @@ class RunFolder:
         """Records of the steps below ``before`` that an earlier submission of this run wrote."""
         if not self.place.exists("metrics.parquet"):
             return []
-        names = [f.name for f in fields(StepRecord)]
-        rows = pq.read_table(pa.BufferReader(self.place.read_bytes("metrics.parquet"))).to_pylist()
-        return [StepRecord(**{name: row[name] for name in names}) for row in rows if row["step"] < before]
+        table = pq.read_table(pa.BufferReader(self.place.read_bytes("metrics.parquet")))
+        names = [f.name for f in fields(StepRecord) if f.name in table.column_names]
+        rows = table.select(names).to_pylist()
+        return [StepRecord(**row) for row in rows if row["step"] < before]
 
     def write_timelines(self, timelines: Sequence[Timeline]) -> None:
         """timeline/trace.json for Perfetto, timeline.svg for any browser, and the spans as Parquet."""

@@ -7,15 +7,16 @@ receiver notes its own, and the two clocks need not agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
 from raypipe.ir.action import Op
 from raypipe.ir.timeline import Span
 
-__all__ = ["LinkEstimate", "LinkSample", "StageSample", "stage_sample"]
+__all__ = ["LinkEstimate", "LinkSample", "MessageTimes", "StageSample", "stage_sample"]
 
 
 class LinkSample(NamedTuple):
@@ -42,6 +43,36 @@ class LinkSample(NamedTuple):
     arrived_at_s: float
     raw_bytes: int = 0
     queued: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MessageTimes:
+    """The messages that one stage received over one hop in one step, as columns: what a report carries.
+
+    Attributes:
+        hop, forward: as in LinkSample.
+        wire_bytes, raw_bytes, sent_at_s, arrived_at_s: as in LinkSample, by micro-batch.
+    """
+
+    hop: int
+    forward: bool
+    wire_bytes: array[int] = field(default_factory=lambda: array("I"))
+    raw_bytes: array[int] = field(default_factory=lambda: array("I"))
+    sent_at_s: array[float] = field(default_factory=lambda: array("d"))
+    arrived_at_s: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, wire_bytes: int, raw_bytes: int, sent_at_s: float, arrived_at_s: float) -> None:
+        """The message of the next micro-batch."""
+        self.wire_bytes.append(wire_bytes)
+        self.raw_bytes.append(raw_bytes)
+        self.sent_at_s.append(sent_at_s)
+        self.arrived_at_s.append(arrived_at_s)
+
+    def samples(self, step: int) -> Iterator[LinkSample]:
+        """One by one."""
+        columns = zip(self.wire_bytes, self.sent_at_s, self.arrived_at_s, self.raw_bytes, strict=True)
+        for microbatch, (wire_bytes, sent_s, arrived_s, raw_bytes) in enumerate(columns):
+            yield LinkSample(self.hop, self.forward, step, microbatch, wire_bytes, sent_s, arrived_s, raw_bytes)
 
 
 class StageSample(NamedTuple):

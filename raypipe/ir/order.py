@@ -17,12 +17,16 @@ class Order(NamedTuple):
         keep_spans: note when every action began and ended.
         save_to: folder of a checkpoint, below the run's; every stage takes a snapshot after the segment and writes
             it there while training goes on. Empty for none.
+        measure: report how long actions and messages took.
+        codecs: of all messages from this segment on, by hop: forward, backward; empty for what was configured.
     """
 
     segment: Segment
     training: bool = True
     keep_spans: bool = False
     save_to: str = ""
+    measure: bool = False
+    codecs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
     @property
     def rows(self) -> RowsKey:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raypipe.ir.links import MessageTimes, StageSample
 from raypipe.ir.timeline import Span
 
 __all__ = ["StepRecord", "StepReport", "merge_reports"]
@@ -31,6 +32,7 @@ class StepReport:
         peak_in_flight: most micro-batches whose activations were held at once.
         weight_versions: copies of the weights that the stage holds.
         spans: every action, where asked for (monotonic clock).
+        sample, messages: how long actions and messages took, where asked for.
     """
 
     stage: int
@@ -48,6 +50,8 @@ class StepReport:
     weight_versions: int = 1
     plain_bytes: tuple[int, int] = (0, 0)
     spans: tuple[Span, ...] = ()
+    sample: StageSample | None = None
+    messages: tuple[MessageTimes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class StepRecord:
         bubble_fraction: share of worker time without computation.
         link_bytes_per_s: bytes over all links and both directions, per second.
         peak_in_flight: largest of any stage.
+        schedule: that it ran with, in words.
     """
 
     step: int
@@ -70,6 +75,7 @@ class StepRecord:
     bubble_fraction: float
     link_bytes_per_s: float
     peak_in_flight: int
+    schedule: str = ""
 
     @property
     def samples_per_s(self) -> float:

@@ -15,9 +15,9 @@ from raypipe.errors import ConfigError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver import DriverActor, driver_name
 from raypipe.runtime.journal import News
-from raypipe.runtime.loop import RunSpec
 from raypipe.runtime.packing import pack
 from raypipe.runtime.places import release_orphans
+from raypipe.runtime.spec import RunSpec
 from raypipe.runtime.worker import StageSetup
 
 __all__ = ["NAMESPACE", "RayLine", "connected", "find_run", "start_run"]

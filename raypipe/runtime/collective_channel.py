@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -185,7 +186,8 @@ class CollectiveChannel(QueuedChannel):
         if head.payload_bytes:
             self._in.recv(payload)
         if head.generation == self.generation:
-            self.inbox.deliver(head.action, frame.decode(head, payload), head.weight_version)
+            arrived_at_s = time.time()
+            self.inbox.deliver(head, frame.decode(head, payload), arrived_at_s)
         return True
 
     def _reason(self) -> str | None:

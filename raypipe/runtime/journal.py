@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from raypipe.errors import RaypipeError, StageError
 from raypipe.ir.report import StepRecord, StepReport
-from raypipe.runtime.loop import Outcome
+from raypipe.planner.control import Decision
+from raypipe.runtime.spec import Outcome
 from raypipe.runtime.status import RunStatus
 
 __all__ = ["Journal", "News"]
@@ -59,6 +60,12 @@ class Journal:
             self._records.append(record)
             self._status = self._status.after(record)
             self._changed.notify_all()
+
+    def decided(self, decision: Decision) -> None:
+        """The controller has said something; what it turned counts."""
+        if decision.choice is not None:
+            with self._changed:
+                self._status = dataclasses.replace(self._status, retunes=self._status.retunes + 1)
 
     def tell(self, **changes: Any) -> None:
         """Change fields of the status."""

@@ -2,7 +2,8 @@
 
 newest checkpoint --> where to begin
 orders --> fleet --> reports of all stages --> one StepRecord per step --> progress, metrics, run folder
-now and then, and at the end: a checkpoint
+   ^                        |
+   +------- retuner <-------+                  now and then, and at the end: a checkpoint
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from raypipe.engine.checkpoint import MANIFEST, Manifest, check_position, find_checkpoint, make_manifest
 from raypipe.engine.rundir import RunFolder
-from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepRecord, StepReport, merge_reports
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey, Segment
-from raypipe.ir.timeline import Span, Timeline
+from raypipe.ir.timeline import Timeline
+from raypipe.planner.control import Setup
 from raypipe.planner.segments import (
     Flow,
     Position,
@@ -30,104 +32,31 @@ from raypipe.planner.segments import (
     flowing_segments,
     train_segments,
 )
-from raypipe.runtime.checkpoints import CheckpointPolicy, Checkpoints
+from raypipe.runtime.checkpoints import Checkpoints
 from raypipe.runtime.requests import Requests
+from raypipe.runtime.retuner import Retuner, Setting, rows_of, step_done
+from raypipe.runtime.spec import AnyFleet, Outcome, RunSpec, Watcher
 
-__all__ = ["AnyFleet", "Outcome", "RunSpec", "run_loop"]
+__all__ = ["run_loop"]
 
+CONTROLLER = "controller.json"
 METRICS_EVERY_S = 30.0
 """metrics.parquet is written anew this often: what a crash costs, against a file that grows with the run."""
 
 
-class Watcher(Protocol):
-    """Who is told how a run goes; see runtime.journal.Journal."""
+def run_loop(
+    fleet: AnyFleet,
+    spec: RunSpec,
+    watcher: Watcher,
+    requests: Requests,
+    make_retuner: Callable[[Setup, str], Retuner] = Retuner,
+) -> Outcome:
+    """Begin where the newest checkpoint ends, train, evaluate, save. Metrics are written whatever happens.
 
-    def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str) -> None: ...
-
-    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None: ...
-
-    def tell(self, **changes: Any) -> None: ...
-
-
-class AnyFleet(Protocol):
-    """Stages that carry out orders: actors or threads."""
-
-    def run(
-        self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
-    ) -> Iterator[list[list[StepReport]]]: ...
-
-    def halt(self) -> None: ...
-
-    def spans(self) -> Sequence[Span]: ...
-
-    def save(self, folder: str) -> None: ...
-
-    def entries(self, folder: str) -> list[dict[str, Any]]: ...
-
-    def restore(self, folder: str) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunSpec:
-    """What the loop needs to know; small, and without a tensor.
-
-    Attributes:
-        name: of the run.
-        place: the run's folder.
-        plan_json: saved as plan.json.
-        config_yaml: saved as config.yaml.
-        schedules: lowered rows.
-        flow: of an asynchronous schedule; None runs empty after every step.
-        num_samples: of "train" and perhaps "eval".
-        num_steps: of the whole run, those of earlier submissions included.
-        seed: of randomness and of the data's order.
-        predicted: the simulated timeline of one step, for the trace.
-        predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state.
-        aliases: further names of shared tensors -> the names that they are stored under.
-        sums_losses: loss_reduction is "sum".
-        checkpoints: when to save, what to keep.
+    Args:
+        make_retuner: called with ``spec.retune`` and the state that an earlier submission left, where that is wanted.
     """
-
-    name: str
-    place: Place
-    plan_json: str
-    config_yaml: str
-    schedules: Mapping[RowsKey, Schedule]
-    num_samples: Mapping[str, int]
-    minibatch_size: int
-    microbatch_size: int
-    num_steps: int
-    seed: int
-    predicted: Timeline
-    predicted_step_s: float
-    aliases: Mapping[str, str]
-    sums_losses: bool
-    checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
-    flow: Flow | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a run ended.
-
-    Attributes:
-        eval_loss: on eval_data after the last step, None without, or when the run was stopped.
-        checkpoint: the last one, empty when a run was stopped before its first step.
-        step: optimizer steps done.
-        stopped: why the run ended early; empty when it did not.
-    """
-
-    eval_loss: float | None
-    checkpoint: str
-    step: int
-    stopped: str = ""
-
-
-def run_loop(fleet: AnyFleet, spec: RunSpec, watcher: Watcher, requests: Requests) -> Outcome:
-    """Begin where the newest checkpoint ends, train, evaluate, save. Metrics are written whatever happens."""
-    loop = _Loop(fleet, spec, watcher, requests)
+    loop = _Loop(fleet, spec, watcher, requests, make_retuner)
     try:
         outcome = loop.run()
     except BaseException as error:
@@ -137,8 +66,21 @@ def run_loop(fleet: AnyFleet, spec: RunSpec, watcher: Watcher, requests: Request
         raise
     finally:
         loop.checkpoints.close()
+        loop.close_retuner()
     loop.folder.write_metrics(loop.records)
     return outcome
+
+
+class _Ordered(NamedTuple):
+    """A segment that was ordered, the position after it, and what it runs with.
+
+    ``counts`` is false for a step whose seconds say nothing of the next: the first, and those with a checkpoint.
+    """
+
+    segment: Segment
+    after: Position
+    setting: Setting = Setting()
+    counts: bool = True
 
 
 class _Loop:
@@ -149,14 +91,24 @@ class _Loop:
         records: of all steps of the run, those of earlier submissions included.
     """
 
-    def __init__(self, fleet: AnyFleet, spec: RunSpec, watcher: Watcher, requests: Requests) -> None:
+    def __init__(
+        self,
+        fleet: AnyFleet,
+        spec: RunSpec,
+        watcher: Watcher,
+        requests: Requests,
+        make_retuner: Callable[[Setup, str], Retuner],
+    ) -> None:
         self.fleet, self.spec, self.watcher, self.requests = fleet, spec, watcher, requests
+        self._make_retuner = make_retuner
+        self._retuner: Retuner | None = None
+        self._schedules = dict(spec.schedules)
         self.folder = RunFolder(spec.place)
         self.records: list[StepRecord] = []
         self.at = Position()
         self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, self._manifest, self._tell)
-        # By first step of each segment that was ordered and has not ended: the segment, and the position after it.
-        self._ordered: dict[int, tuple[Segment, Position]] = {}
+        self._ordered: dict[int, _Ordered] = {}  # by first step: segments that have not ended
+        self._calm = False  # whether the step that is ordered next is like the one before
         self._asked = False  # for a checkpoint that has not been ordered
         self._empty = True  # whether the pipeline runs nothing of the steps to come
         self._ends: dict[int, Position] = {}  # where the steps ended after which there is a checkpoint
@@ -171,6 +123,7 @@ class _Loop:
     def run(self) -> Outcome:
         spec, requests = self.spec, self.requests
         self._resume()
+        self._begin_retuning()
         began_at = self._saved = self._completed = self.at.step
         self._trace_step = min(spec.num_steps - 1, began_at + max(2, (spec.num_steps - began_at) // 2))
         self.folder.write_plan(spec.plan_json)
@@ -228,22 +181,44 @@ class _Loop:
         self.watcher.resumed(self.records, self.at.step, self.checkpoints.latest)
         self.folder.event("resume", f"from {found.folder}", step=self.at.step)
 
+    def _begin_retuning(self) -> None:
+        """Where the controller of an earlier submission stood, with a run that has been trained before."""
+        spec = self.spec
+        if spec.retune is None:
+            return
+        known = self.at.step and spec.place.exists(CONTROLLER)
+        state = spec.place.read_bytes(CONTROLLER).decode(errors="replace") if known else ""
+        self._retuner = self._make_retuner(spec.retune, state)
+
+    def close_retuner(self) -> None:
+        """End the controller; what it knows stays in the run's folder."""
+        retuner = self._retuner
+        if retuner is not None:
+            retuner.close()
+            self.try_to(lambda: self.spec.place.write_bytes(CONTROLLER, retuner.state.encode()))
+
     def _train(self) -> None:
         """Train to the end, to a stop, or to a checkpoint whose score is an evaluation."""
+        self._calm = False
         self._follow(self.fleet.run(self._orders(), self._schedule))
         if not self._empty:  # stopped in the middle: what is under way is completed
             segment = draining_segment(self._flow(), self.spec.minibatch_size, self.spec.microbatch_size, self.at)
-            self._ordered[segment.first_step] = segment, self.at.after(segment, self.spec.num_samples["train"])
+            after = self.at.after(segment, self.spec.num_samples["train"])
+            self._ordered[segment.first_step] = _Ordered(segment, after)
             self._follow(self.fleet.run(iter([Order(segment)]), self._schedule, last=True))
 
     def _follow(self, news: Iterator[list[list[StepReport]]]) -> None:
         for reports in news:
+            segment, after, setting, counts = self._ordered.pop(self.at.step)
             for of_step in zip(*reports, strict=True):
                 record = merge_reports(of_step, self._end_s)
+                if setting.choice is not None:
+                    record = replace(record, schedule=str(setting.choice))
                 self._end_s = max(r.end_s for r in of_step)
                 self.records.append(record)
                 self.watcher.step(record, of_step)
-            segment, self.at = self._ordered.pop(self.at.step)
+                self._retune(record.seconds, of_step, setting, counts=counts)
+            self.at = after
             self._empty = segment.phase.ends_empty
             if self.at.step in self._saving:
                 self._saved = self.at.step
@@ -253,10 +228,23 @@ class _Loop:
                 self._written_s = time.monotonic()
                 self.try_to(lambda: self.folder.write_metrics(self.records))
 
+    def _retune(self, seconds: float, of_step: Sequence[StepReport], setting: Setting, *, counts: bool) -> None:
+        """Tell the controller of a step, and everybody else of what it has decided meanwhile."""
+        if self._retuner is None:
+            return
+        self._retuner.told(step_done(seconds, setting, of_step, counts=counts))
+        for found in self._retuner.decisions():
+            numbers = found.numbers if found.choice is None else {**found.numbers, "choice": str(found.choice)}
+            self.try_to(partial(self.folder.event, found.verdict, found.reason, step=found.step, **numbers))
+            self.watcher.decided(found)
+        if complaint := self._retuner.take_complaint():
+            self._tell("controller", complaint, step=of_step[0].step)
+
     def _orders(self) -> Iterator[Order]:
         spec = self.spec
-        for segment, after in self._segments():
-            self._ordered[segment.first_step] = segment, after
+        for plain, after in self._segments():
+            setting = self._retuner.setting if self._retuner is not None else Setting()
+            segment = plain if setting.variant is None else replace(plain, variant=setting.variant)
             self._asked = self._asked or self.requests.take_checkpoint()
             due = segment.phase.ends_empty and (
                 after.step == spec.num_steps or self.checkpoints.due(after.step) or self._asked
@@ -266,7 +254,11 @@ class _Loop:
                 self._asked = False
             save_to = self.checkpoints.begin(after.step) if due else ""
             traced = segment.first_step <= self._trace_step < after.step
-            yield Order(segment, keep_spans=traced, save_to=save_to)
+            calm = not due and not traced
+            self._ordered[segment.first_step] = _Ordered(segment, after, setting, counts=self._calm and calm)
+            self._calm = calm
+            measured = self._retuner is not None
+            yield Order(segment, keep_spans=traced, save_to=save_to, measure=measured, codecs=setting.codecs)
             if due and self._evaluates_after(after.step):
                 return
 
@@ -320,7 +312,10 @@ class _Loop:
         return total if spec.sums_losses else total / samples
 
     def _schedule(self, key: RowsKey) -> Schedule:
-        return self.spec.schedules[key]
+        if key not in self._schedules:
+            num_stages = next(iter(self.spec.schedules.values())).num_stages
+            self._schedules[key] = rows_of(key, num_stages, self.spec.first_trainable)
+        return self._schedules[key]
 
     def _metrics(self, eval_loss: float | None) -> dict[str, float]:
         last = self.records[-1]

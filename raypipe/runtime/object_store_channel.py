@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -192,6 +193,7 @@ class ObjectStoreChannel(QueuedChannel):
             self.peer_ended(self._goodbye.reason)
 
     def _take(self, pieces: Sequence[object]) -> None:
+        arrived_at_s = time.time()
         start = frame.header_bytes(self.max_tensors)
         arrays = [piece for piece in pieces if isinstance(piece, np.ndarray) and piece.dtype == np.uint8]
         if len(arrays) < max(1, len(pieces)) or arrays[0].size < start or any(array.ndim != 1 for array in arrays):
@@ -206,7 +208,7 @@ class ObjectStoreChannel(QueuedChannel):
         one_core()
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
         np.concatenate(arrays, out=payload.numpy())
-        self.inbox.deliver(head.action, frame.decode(head, payload), head.weight_version)
+        self.inbox.deliver(head, frame.decode(head, payload), arrived_at_s)
 
 
 def _pack(message: frame.Frame) -> np.ndarray:

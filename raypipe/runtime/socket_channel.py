@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -149,7 +150,8 @@ class SocketChannel(QueuedChannel):
         if head.payload_bytes and not _receive_exactly(self._in, landing.memory):
             raise ConnectionError(f"it ended inside {head.action}")
         if head.generation == self.generation:
-            self.inbox.deliver(head.action, landing.landed(head, self._memory), head.weight_version)
+            arrived_at_s = time.time()
+            self.inbox.deliver(head, landing.landed(head, self._memory), arrived_at_s)
         if head.payload_bytes <= LANDING_BYTES:
             # The next message is likely of the same shape: make room for it now, while nobody waits.
             self._landing = Landing.prepare(head, self._memory)

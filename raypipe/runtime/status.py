@@ -23,6 +23,8 @@ class RunStatus:
         loss, samples_per_s, bubble_fraction: of the last step.
         step_s, seconds_left: smoothed over the last steps.
         checkpoint: the newest one that is complete.
+        schedule: that the last step ran with, where the controller may turn it.
+        retunes: times that it turned something in this submission.
         message: why it stopped or failed, or what it cannot write at the moment.
         stages: host, process id and versions of each.
     """
@@ -38,6 +40,8 @@ class RunStatus:
     bubble_fraction: float = 0.0
     step_s: float = 0.0
     checkpoint: str = ""
+    schedule: str = ""
+    retunes: int = 0
     message: str = ""
     stages: tuple[dict[str, Any], ...] = ()
 
@@ -55,6 +59,7 @@ class RunStatus:
             samples_per_s=record.samples / step_s if step_s else 0.0,
             bubble_fraction=record.bubble_fraction,
             step_s=step_s,
+            schedule=record.schedule,
         )
 
     def __str__(self) -> str:
@@ -64,6 +69,8 @@ class RunStatus:
         if self.state == "running" and self.step_s:
             minutes, seconds = divmod(round(self.seconds_left), 60)
             parts.append(f"left {minutes}:{seconds:02d}")
+        if self.schedule:
+            parts.append(f"{self.schedule}, {self.retunes} retunes")
         if self.checkpoint:
             parts.append(f"checkpoint {self.checkpoint}")
         if self.message:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.journal import Journal, News
-from raypipe.runtime.loop import AnyFleet, RunSpec, run_loop
+from raypipe.runtime.loop import run_loop
 from raypipe.runtime.requests import Requests
+from raypipe.runtime.spec import AnyFleet, RunSpec
 
 __all__ = ["ThreadLine"]
 

@@ -186,7 +186,15 @@ class _StageActor(LinkedActor):
         try:
             while (order := self._inflow.next(run)) is not None:
                 row = self._rows[order.rows]
-                reports = executor.run(order.segment, row, training=order.training, keep_spans=order.keep_spans)
+                if order.training:
+                    executor.use_codecs(order.codecs)
+                reports = executor.run(
+                    order.segment,
+                    row,
+                    training=order.training,
+                    keep_spans=order.keep_spans,
+                    measure=order.measure,
+                )
                 if order.keep_spans:
                     self._spans = tuple(span for report in reports for span in report.spans)
                     reports = [replace(report, spans=()) for report in reports]

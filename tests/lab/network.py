@@ -104,6 +104,10 @@ class Network:
             _tool("tc", "-n", self.names[source], "qdisc", verb, "dev", _wire(target), "root", *shape)
             self._rates[source, target] = mbit
 
+    def address(self, host: int, to: int, address: str) -> None:
+        """Give a host's end of the wire to another an address of its own, for what asks interfaces for theirs."""
+        _tool("ip", "-n", self.names[host], "address", "add", address, "dev", _wire(to))
+
     def carried_bytes(self, a: int, b: int) -> int:
         """Bytes that went through the wire from a to b so far, headers of all layers included."""
         shown = _tool("ip", "-n", self.names[a], "-s", "link", "show", "dev", _wire(b))
@@ -214,7 +218,7 @@ def _wire(to: int) -> str:
 def _line(process: subprocess.Popen[Any]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline().strip()
-    assert line, f"{process.args} ended"
+    assert line, f"{process.args!r} ended"
     return line
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,13 +48,22 @@ class Home:
     def address(self) -> str:
         return f"{self.head}:{self.port}"
 
-    def start(self, *before: str, at: str = "", cpus: int = 1, shm_bytes: int = 0, **environment: str) -> None:
+    def start(
+        self,
+        *before: str,
+        at: str = "",
+        cpus: int = 1,
+        shm_bytes: int = 0,
+        environment: Mapping[str, str] | None = None,
+        **more: str,
+    ) -> None:
         """Start a node and wait until Ray says that it runs; the first one is the head.
 
         Args:
             before: words in front of the command, such as ip netns exec NAME.
             at: address of the node.
             shm_bytes: gives it a /dev/shm of its own of this size.
+            environment, more: variables of its environment.
         """
         head = ["--head", f"--port={self.port}", "--include-dashboard=false"]
         where = [f"--address={self.address}"] if self.started else head
@@ -69,7 +78,11 @@ class Home:
         log = self.folder / f"start-{len(self.started)}.log"
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [*before, *command], stdout=file, stderr=file, start_new_session=True, env={**os.environ, **environment}
+                [*before, *command],
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                env={**os.environ, **(environment or {}), **more},
             )
         self.started.append(process)
         deadline_s = time.monotonic() + START_TIMEOUT_S

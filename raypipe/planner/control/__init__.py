@@ -23,12 +23,13 @@ from raypipe.planner.control.controller import Controller, Setup
 from raypipe.planner.control.events import Decision, StepDone, Verdict
 from raypipe.planner.control.links import LinkEstimator
 from raypipe.planner.control.measured import Measured, predicted_s
-from raypipe.planner.control.room import Room, fits, rooms_of, why_not
+from raypipe.planner.control.room import UNKNOWN_IN_FLIGHT, Room, fits, rooms_of, unknown_rooms, why_not
 from raypipe.planner.control.search import Found, Scored, Space, search
 
 __all__ = [
     "LEVELS",
     "NO_CODEC",
+    "UNKNOWN_IN_FLIGHT",
     "Choice",
     "Codec",
     "Contention",
@@ -49,5 +50,6 @@ __all__ = [
     "rooms_of",
     "schedule_of",
     "search",
+    "unknown_rooms",
     "why_not",
 ]

@@ -15,7 +15,11 @@ from raypipe.ir.plan_table import human_bytes
 from raypipe.planner.control.choice import Choice
 from raypipe.planner.memory import MemoryModel, StageMemory
 
-__all__ = ["Room", "fits", "rooms_of", "why_not"]
+__all__ = ["UNKNOWN_IN_FLIGHT", "Room", "fits", "rooms_of", "unknown_rooms", "why_not"]
+
+UNKNOWN_IN_FLIGHT = 4
+"""Micro-batches in flight per stage from here to the end, where nobody said how much memory there is: a 1F1B
+of four times the depth, which hides a round trip of three times a stage's own time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +67,25 @@ def rooms_of(found: Sequence[StageMemory], model: MemoryModel, limits: Sequence[
     Args:
         found: by stage, of the plan.
         model: that it was made with.
-        limits: bytes by stage; None for no limit.
+        limits: bytes by stage; None where nobody said, which bounds the micro-batches in flight instead.
     """
+    unknown = unknown_rooms(len(found))
     return tuple(
         Room(
+            most_in_flight=free.most_in_flight if limit is None else None,
             limit_bytes=limit,
             fixed_bytes=m.weight_bytes + m.gradient_bytes + m.optimizer_bytes + m.buffer_bytes + m.reserve_bytes,
             activation_bytes=m.activation_bytes // max(1, m.in_flight),
             message_bytes=m.message_bytes // max(1, model.message_slots),
             num_microbatches=model.num_microbatches,
         )
-        for m, limit in zip(found, limits, strict=True)
+        for m, limit, free in zip(found, limits, unknown, strict=True)
     )
+
+
+def unknown_rooms(num_stages: int) -> tuple[Room, ...]:
+    """Rooms where neither bytes nor limits are known."""
+    return tuple(Room(most_in_flight=UNKNOWN_IN_FLIGHT * (num_stages - stage)) for stage in range(num_stages))
 
 
 def why_not(choice: Choice, rooms: Sequence[Room]) -> str:

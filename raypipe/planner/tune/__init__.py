@@ -17,12 +17,13 @@ from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.plain import make_plan
 from raypipe.planner.tune.predict import step_of, timeline_of
 from raypipe.planner.tune.profile_table import profile_table
-from raypipe.planner.tune.request import Request, microbatches
+from raypipe.planner.tune.request import ASYNCHRONOUS, Request, microbatches, settled_schedule
 from raypipe.planner.tune.settled import build_schedule, memory_model
 from raypipe.planner.tune.weights import weight_policy, weight_reason
 
 __all__ = [
     "ASSUMED_LINK",
+    "ASYNCHRONOUS",
     "Decision",
     "Request",
     "build_schedule",
@@ -33,6 +34,7 @@ __all__ = [
     "microbatches",
     "plan_of",
     "profile_table",
+    "settled_schedule",
     "step_of",
     "timeline_of",
     "weight_policy",

@@ -1,0 +1,198 @@
+"""Our pipeline against torch's over a slow link: two namespaces, one stage on each, the same model and micro-batches.
+
+    auto     PipelineTrainer.fit on two raylets, schedule "auto": the controller measures the link and turns the slack
+    codec    the same with both codecs on "auto"
+    torch    torch.distributed.pipelining over gloo through the same wire: its seven schedules
+    plan     torch's own runtime with the schedule that "auto" ended with
+
+Real compute: a GPT of eight blocks, 256 KiB per boundary message, M = 8, AdamW, one thread per process. Candidates take
+turns at each rate; the steps before the last ``counted`` ones warm up, and let the controller settle. The limit is the
+quickest lossless schedule on paper, with the stages' seconds as they were in our run and the link's goodput as a flow
+of its own measures it: ``fraction_of_limit`` is that over our step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import sys
+from typing import Any, NamedTuple
+
+import bench_common
+import links_gpt
+from bench_common import machine, machine_line, median
+from links_torch import SCHEDULES
+from shaped import Rig, rig
+
+from raypipe.ir.schedule import Schedule
+from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.text import to_csv
+from raypipe.planner.simulate import Costs, makespan_s
+from tests.lab.flow import flow
+
+MESSAGE_BYTES = 4 * links_gpt.MICROBATCH_SIZE * links_gpt.CONTEXT * 256
+MICROBATCHES = links_gpt.MICROBATCHES
+PORT = 29_511
+LIMIT_S = 400.0
+CODEC = {"codec_forward": "auto", "codec_backward": "auto"}
+OURS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "codec": CODEC,
+    "object_store": {"transport": "object_store"},
+    "1f1b": {"schedule": "1f1b"},
+}
+
+
+class Settings(NamedTuple):
+    """How much is measured."""
+
+    rates_mbit: tuple[int, ...] = (1000, 100, 50, 25)
+    steps: int = 32
+    counted: int = 14
+    torch_steps: int = 8
+    rounds: int = 2
+    ours: tuple[str, ...] = ("auto", "codec")
+    once: tuple[str, ...] = ("1f1b", "object_store")
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+
+
+QUICK = Settings((50,), 14, 4, 4, 1, ("auto",), (), ("1F1B",))
+"""One rate, too short for the controller to settle: whether all of it works."""
+
+
+class Candidate(NamedTuple):
+    """All that one candidate did at one rate."""
+
+    step_s: list[float]
+    peak_bytes: list[int]
+    told: list[dict[str, Any]]
+
+
+def run_ours(lab: Rig, name: str, settings: Settings) -> dict[str, Any]:
+    """One run of ours."""
+    asked = json.dumps({"steps": settings.steps, "pipeline": OURS[name]})
+    found: dict[str, Any] = lab.answer(lab.start(0, "links_ours.py", asked), LIMIT_S)
+    return found
+
+
+def run_torch(lab: Rig, settings: Settings, plans: dict[str, str]) -> dict[str, Any]:
+    """All of torch's schedules and ``plans``: seconds of the steps behind the first two, and peaks, by name."""
+    asked = json.dumps({"steps": settings.torch_steps + 2, "schedules": settings.schedules, "plans": plans})
+    meeting = f"10.79.0.1:{PORT}"
+    ranks = [lab.start(rank, "links_torch.py", str(rank), meeting, f"to{1 - rank}", asked) for rank in range(2)]
+    answers = [lab.answer(rank, LIMIT_S) for rank in ranks]
+    found = {}
+    for name in answers[0]:
+        # A step ends when its last stage does, as in our records; all processes read the same clock.
+        ends_s = [max(at) for at in zip(*(answer[name]["ends_s"] for answer in answers), strict=True)]
+        seconds = [after - before for before, after in itertools.pairwise(ends_s)]
+        found[name] = {"seconds": seconds[1:], "peak_bytes": [answer[name]["peak_bytes"] for answer in answers]}
+        found[name]["losses"] = (
+            answers[-1][name]["losses"] if any(answers[-1][name]["losses"]) else answers[0][name]["losses"]
+        )
+    return found
+
+
+def schedule_named(text: str) -> Schedule:
+    """The schedule that a step's record names: "slack r=3", "kfkb k=2 + int8/bf16 on hop 0", ..."""
+    kind = text.split()[0]
+    number = re.search(r"[kr]=(\d+)", text)
+    group = int(number[1]) if number and kind == "kfkb" else None
+    slack = (int(number[1]),) if number and kind == "slack" else None
+    return make_schedule(kind, 2, MICROBATCHES, group_size=group, slack=slack)
+
+
+def limit_s(forward_s: tuple[float, float], backward_s: tuple[float, float], occupancy_s: float) -> float:
+    """The quickest lossless step on paper: 1F1B with any slack, kFkB with any k, GPipe; full duplex, no latency."""
+    costs = Costs(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        forward_occupancy_s=(occupancy_s,),
+        backward_occupancy_s=(occupancy_s,),
+    )
+    candidates = [make_schedule("gpipe", 2, MICROBATCHES)]
+    for number in range(1, MICROBATCHES + 1):
+        candidates.append(make_schedule("slack", 2, MICROBATCHES, slack=(number,)))
+        candidates.append(make_schedule("kfkb", 2, MICROBATCHES, group_size=number))
+    return min(makespan_s(lower(candidate), costs) for candidate in candidates)
+
+
+def measure(lab: Rig, rate: int, settings: Settings) -> dict[str, Any]:
+    """All candidates at one rate, in turn."""
+    lab.rate(rate)
+    with flow(lab.lab, 0, 1) as meter:
+        goodput = meter.mbit_per_s(1.0)
+    found: dict[str, Any] = {"goodput_mbit": goodput, "ours": {}, "torch": {}}
+    for turn in range(settings.rounds):
+        for name in settings.ours + (settings.once if turn == 0 else ()):
+            run = run_ours(lab, name, settings)
+            found["ours"].setdefault(name, []).append(run)
+            step_s = median(run["seconds"][-settings.counted :])
+            print(f"{rate} Mbit/s {name}: {step_s * 1e3:.0f} ms, {run['schedules'][-1]}; {machine_line()}", flush=True)
+        plan = to_csv(schedule_named(found["ours"]["auto"][-1]["schedules"][-1]))
+        for name, row in run_torch(lab, settings, {"plan": plan}).items():
+            found["torch"].setdefault(name, []).append(row)
+            print(f"{rate} Mbit/s torch {name}: {median(row['seconds']) * 1e3:.0f} ms", flush=True)
+    return found
+
+
+def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[dict[str, float], list[list[Any]]]:
+    """vs_torch_1f1b_50mbit and its kin, and the rows of the table."""
+    ours = {
+        name: [s for run in runs for s in run["seconds"][-settings.counted :]] for name, runs in found["ours"].items()
+    }
+    torch_s = {name: [s for row in rows for s in row["seconds"]] for name, rows in found["torch"].items()}
+    middle = {name: median(seconds) for name, seconds in torch_s.items()}
+    best = min((name for name in middle if name != "plan"), key=middle.__getitem__)
+    took = [run["stage_s"] for run in found["ours"]["auto"]]
+    forward, backward = (
+        tuple(median(s for run in took for s in run[f"{stage}{op}"]) for stage in range(2)) for op in "FB"
+    )
+    bound_s = limit_s(forward, backward, MESSAGE_BYTES * 8e-6 / found["goodput_mbit"])  # type: ignore[arg-type]
+    figures: dict[str, float] = {}
+    for name, kind in (("auto", ""), ("codec", "_codec")):
+        if name in ours:
+            step_s = median(ours[name])
+            figures[f"vs_torch_1f1b_{rate}mbit{kind}"] = middle["1F1B"] / step_s
+            figures[f"vs_torch_best_{rate}mbit{kind}"] = middle[best] / step_s
+            figures[f"vs_torch_runtime_our_plan_{rate}mbit{kind}"] = middle["plan"] / step_s
+    figures[f"fraction_of_limit_{rate}mbit"] = bound_s / median(ours["auto"])
+    rows: list[list[Any]] = [["limit", rate, bound_s * 1e3, "", "", ""]]
+    for name, seconds in ours.items():
+        peak = max(max(run["peak_bytes"], default=0) for run in found["ours"][name]) / 2**20
+        last = found["ours"][name][-1]["schedules"][-1] or name
+        rows.append([f"ours {name}", rate, median(seconds) * 1e3, middle["1F1B"] / median(seconds), round(peak), last])
+    for name in torch_s:
+        peak = max(max(row["peak_bytes"]) for row in found["torch"][name]) / 2**20
+        rows.append([f"torch {name}", rate, middle[name] * 1e3, middle["1F1B"] / middle[name], round(peak), ""])
+    return figures, rows
+
+
+def main() -> int:
+    """Measure at every rate."""
+    asked = bench_common.arguments(__doc__)
+    settings = QUICK if asked.quick else Settings()
+    raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
+    figures: dict[str, float] = {}
+    rows: list[list[Any]] = []
+    with rig() as lab:
+        for host in range(2):  # gloo takes the address of an interface
+            lab.lab.address(host, 1 - host, f"10.79.0.{host + 1}/24")
+        for rate in settings.rates_mbit:
+            raw[str(rate)] = found = measure(lab, rate, settings)
+            some, more = figures_of(rate, found, settings)
+            figures |= some
+            rows += more
+    columns = ("candidate", "Mbit/s", "ms", "x torch 1F1B", "peak MiB", "at the end")
+    print("\n" + bench_common.table(f"median steps; {machine_line()}", columns, rows))
+    if not all(math.isfinite(value) for value in figures.values()):
+        raise RuntimeError("a figure is no number")
+    bench_common.finish("bench_links", figures, raw, asked.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

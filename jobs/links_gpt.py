@@ -1,0 +1,68 @@
+"""What bench_links trains: a GPT of eight blocks whose boundary is 256 KiB per micro-batch of two samples."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from train_lm import VOCABULARY, Block, loss_fn
+
+__all__ = ["CONTEXT", "MICROBATCHES", "MICROBATCH_SIZE", "chain", "loss_fn", "optimizer_of", "peak_bytes", "samples"]
+
+CONTEXT, WIDTH, DEPTH, HEADS = 128, 256, 8, 4
+MICROBATCHES, MICROBATCH_SIZE = 8, 2
+
+
+class Embed(nn.Module):
+    """Bytes and their places -> (batch, context, width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.word(tokens) + self.place(torch.arange(CONTEXT))
+
+
+class Head(nn.Module):
+    """(batch, context, width) -> logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x))
+
+
+def chain() -> nn.Sequential:
+    """The same in every process: children "0" (embedding), "1" to "8" (blocks), "9" (head)."""
+    torch.manual_seed(5)
+    return nn.Sequential(Embed(), *(Block(WIDTH, HEADS) for _ in range(DEPTH)), Head())
+
+
+def pieces(count: int) -> list[nn.Sequential]:
+    """The chain in ``count`` parts of equally many blocks."""
+    whole, blocks = list(chain()), DEPTH // count
+    cuts = [0, *(1 + blocks * i for i in range(1, count)), len(whole)]
+    return [nn.Sequential(*whole[a:b]) for a, b in itertools.pairwise(cuts)]
+
+
+def samples(steps: int) -> TensorDataset:
+    """Drawn bytes: how fast they are learnt is of no interest here."""
+    drawn = torch.Generator().manual_seed(6)
+    shape = (steps * MICROBATCHES * MICROBATCH_SIZE, CONTEXT)
+    return TensorDataset(*(torch.randint(VOCABULARY, shape, generator=drawn) for _ in range(2)))
+
+
+def optimizer_of(named: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-4)  # type: ignore[arg-type]
+
+
+def peak_bytes(process: int | str) -> int:
+    """The most resident memory that a process of this machine has held."""
+    text = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(text.partition("VmHWM:")[2].split()[0])

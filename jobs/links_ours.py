@@ -1,0 +1,80 @@
+"""One candidate of bench_links through PipelineTrainer.fit, inside the first namespace.
+
+python links_ours.py '{"steps": 40, "pipeline": {...}}'    says how far it is, and at last seconds, schedules and peaks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import links_gpt
+import pyarrow.parquet as pq
+import ray
+from ray.train import RunConfig, ScalingConfig
+
+import raypipe
+
+
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train ``steps`` steps; seconds, loss and schedule of each, and each stage's peak resident memory."""
+    head = os.environ["RAY_HEAD"]
+    ray.init(address=head, _node_ip_address=head.partition(":")[0], log_to_driver=False)
+    with tempfile.TemporaryDirectory(prefix="bench-links-") as folder:
+        trainer = raypipe.PipelineTrainer(
+            links_gpt.chain(),
+            loss_fn=links_gpt.loss_fn,
+            optimizer=links_gpt.optimizer_of,
+            train_data=links_gpt.samples(asked["steps"]),
+            pipeline=raypipe.PipelineConfig(
+                num_stages=2,
+                minibatch_size=links_gpt.MICROBATCHES * links_gpt.MICROBATCH_SIZE,
+                num_microbatches=links_gpt.MICROBATCHES,
+                partitioner=("5",),
+                **asked["pipeline"],
+            ),
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(name="run", storage_path=folder),
+        )
+        handle = trainer.start(num_steps=asked["steps"])
+        peaks: dict[int, int] = {}
+        watch = threading.Thread(target=_watch, args=(handle, peaks), daemon=True)
+        watch.start()
+        handle.wait(on_news=lambda news: print(f"step {news.status.step}", flush=True))
+        run = Path(folder) / "run"
+        rows = pq.read_table(run / "metrics.parquet").to_pylist()
+        spans = pq.read_table(run / "timeline" / "spans.parquet").to_pylist()
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    took: dict[str, list[float]] = {}
+    for span in spans:
+        name = span["action"].rstrip("0123456789")
+        if span["source"] == "measured" and name[1:] in ("F", "B"):
+            took.setdefault(name, []).append(span["end_s"] - span["start_s"])
+    return {
+        "seconds": [row["seconds"] for row in rows],
+        "schedules": [row["schedule"] for row in rows],
+        "losses": [row["loss"] for row in rows],
+        "stage_s": took,
+        "peak_bytes": list(peaks.values()),
+        "events": [event for event in events if event["decision"] not in ("keep", "start", "finish")],
+    }
+
+
+def _watch(handle: Any, peaks: dict[int, int]) -> None:
+    """The most that each stage's process has held, asked while it lives."""
+    while True:
+        for stage in handle.status().stages:
+            with contextlib.suppress(OSError):  # it has ended
+                peaks[stage["process"]] = links_gpt.peak_bytes(stage["process"])
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))), flush=True)

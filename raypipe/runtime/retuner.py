@@ -1,0 +1,175 @@
+"""The controller beside the loop: told of every step, asked before every order.
+
+    loop: reports of a step --> told() --> [queue] --> thread: Controller.handle, which may simulate for seconds
+    loop: next order        <-- setting                    |
+    loop: events, metrics   <-- decisions() <--------------+
+
+The loop never waits for it: until it has decided, the pipeline goes on as it is. A setting exchanges rows of actions
+and codecs; processes, links and weights stay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+from raypipe.errors import PlanError
+from raypipe.ir.report import StepReport
+from raypipe.ir.schedule import Schedule
+from raypipe.ir.segment import RowsKey, Variant
+from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone
+from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.validate import validate
+
+__all__ = ["Retuner", "Setting", "rows_of", "step_done"]
+
+END_TIMEOUT_S = 1.0
+
+
+class Setting(NamedTuple):
+    """What an order runs with.
+
+    Attributes:
+        choice: None where nothing is ever turned.
+        variant, codecs: as in Segment and Order.
+    """
+
+    choice: Choice | None = None
+    variant: Variant | None = None
+    codecs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+
+class _Machine(Protocol):
+    """A Controller, or a script that stands in for it."""
+
+    @property
+    def wanted(self) -> Choice: ...
+
+    def handle(self, event: StepDone) -> list[Decision]: ...
+
+    def to_json(self) -> str: ...
+
+
+class Retuner:
+    """Runs the controller in a thread of its own.
+
+    Args:
+        setup: of the run.
+        state: what ``state`` said when an earlier submission of the run ended; "" for a new run.
+        machine: instead of the controller.
+    """
+
+    def __init__(self, setup: Setup, state: str = "", machine: _Machine | None = None) -> None:
+        self._setup = setup
+        self._complaint = ""
+        if machine is None:
+            machine = Controller(setup)
+            if state:
+                try:
+                    machine = Controller.from_json(setup, state)
+                except PlanError as error:
+                    self._complaint = str(error)
+        self._machine = machine
+        self._state = machine.to_json()
+        self._setting = self._setting_of(machine.wanted)
+        self._events: SimpleQueue[StepDone | None] = SimpleQueue()
+        self._decided: SimpleQueue[Decision] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="raypipe controller", daemon=True)
+        self._thread.start()
+
+    @property
+    def setting(self) -> Setting:
+        """What the next order runs with."""
+        return self._setting
+
+    def told(self, event: StepDone) -> None:
+        """A step is over."""
+        self._events.put(event)
+
+    def decisions(self) -> list[Decision]:
+        """What was decided since the last call."""
+        found = []
+        while not self._decided.empty():
+            found.append(self._decided.get())
+        return found
+
+    def take_complaint(self) -> str:
+        """What went wrong with the controller, once; training does not need it."""
+        complaint, self._complaint = self._complaint, ""
+        return complaint
+
+    @property
+    def state(self) -> str:
+        """For a later submission of this run: the controller after the newest event that it has taken in."""
+        return self._state
+
+    def close(self) -> None:
+        """End the thread; one that simulates is not waited for."""
+        self._events.put(None)
+        self._thread.join(END_TIMEOUT_S)
+
+    def _work(self) -> None:
+        try:
+            while (event := self._events.get()) is not None:
+                for decision in self._machine.handle(event):
+                    if decision.choice is not None:
+                        self._setting = self._setting_of(decision.choice)
+                        self._state = self._machine.to_json()
+                    self._decided.put(decision)
+        except Exception as error:  # noqa: BLE001  (told to people; the run goes on as it is)
+            self._complaint = f"The controller failed and turns nothing any more: {error!r}"
+
+    def _setting_of(self, choice: Choice) -> Setting:
+        setup = self._setup
+        begun = setup.choice
+        same = (choice.kind, choice.group_size, choice.slack) == (begun.kind, begun.group_size, begun.slack)
+        # A direction that the controller may not turn stays as it was configured.
+        forward = choice.forward_codecs if setup.forward_codecs else ()
+        backward = choice.backward_codecs if setup.backward_codecs else ()
+        variant = None if same else Variant(choice.kind, choice.group_size, choice.slack)
+        return Setting(choice, variant, (forward, backward))
+
+
+def rows_of(key: RowsKey, num_stages: int, first_trainable: int) -> Schedule:
+    """Lowered and checked rows of a variant.
+
+    Raises:
+        ScheduleError: it cannot work.
+    """
+    variant, count = key.variant, key.num_microbatches
+    assert variant is not None, "rows without a variant are the plan's"
+    schedule = make_schedule(
+        variant.kind,
+        num_stages,
+        count,
+        group_size=variant.group_size if variant.kind == "kfkb" else None,
+        slack=variant.slack if variant.kind == "slack" else None,
+        first_trainable=first_trainable,
+    )
+    lowered = lower(schedule)
+    validate(lowered)
+    return lowered
+
+
+def step_done(seconds: float, setting: Setting, reports: Sequence[StepReport], *, counts: bool) -> StepDone:
+    """The controller's event, from what the stages report.
+
+    Args:
+        seconds: from the end of the step before to its own end.
+        counts: see StepDone.
+    """
+    assert setting.choice is not None
+    step = reports[0].step
+    turned = setting.codecs
+    messages = (
+        # A codec that is never turned is part of the link: what counts are the bytes on the wire.
+        sample if turned[0 if sample.forward else 1] else sample._replace(raw_bytes=0)
+        for report in reports
+        for times in report.messages
+        for sample in times.samples(step)
+    )
+    stages = tuple(report.sample for report in reports if report.sample is not None)
+    return StepDone(step, seconds, setting.choice, stages, tuple(messages), counts)

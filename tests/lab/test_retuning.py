@@ -1,0 +1,118 @@
+"""The controller at work: a link becomes slow while a run trains, and the schedule is turned to hide it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+
+from raypipe.config import PipelineConfig
+from raypipe.trainer import PipelineTrainer
+from tests.lab.network import ROOT, network
+from tests.runtime.raylets import private_cluster
+
+pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
+SLOW_MBIT = 80.0
+STEPS, SLOW_FROM, MICROBATCHES, SAMPLES, WIDTH = 36, 6, 8, 256, 2048
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+MESSAGE_BYTES = 4 * SAMPLES // MICROBATCHES * WIDTH
+
+
+class _Busy(torch.autograd.Function):
+    """x as it is, after as long as an accelerator would take."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(FORWARD_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Busy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Busy.apply(x)
+        return found
+
+
+def trainer(storage: str, name: str) -> PipelineTrainer:
+    from ray.train import RunConfig
+
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(16, WIDTH), Busy(), nn.Linear(WIDTH, 16), Busy(), nn.Linear(16, 4))
+    drawn = torch.Generator().manual_seed(4)
+    return PipelineTrainer(
+        model,
+        loss_fn=nn.functional.mse_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        train_data=torch.utils.data.TensorDataset(
+            torch.randn(SAMPLES * 4, 16, generator=drawn), torch.randn(SAMPLES * 4, 4, generator=drawn)
+        ),
+        pipeline=PipelineConfig(
+            num_stages=2, minibatch_size=SAMPLES, num_microbatches=MICROBATCHES, partitioner=("2",),
+            retune_interval_steps=8, min_gain=0.01,
+        ),
+        run_config=RunConfig(name=name, storage_path=storage),
+    )  # fmt: skip
+
+
+DRIVER = """
+import json, sys, ray
+from tests.lab.test_retuning import STEPS, SLOW_FROM, trainer
+head, port, storage = sys.argv[1:]
+ray.init(address=f"{head}:{port}", _node_ip_address=head, log_to_driver=False)
+handle = trainer(storage, "ray").start(num_steps=STEPS)
+slow = False
+def news(found):
+    global slow
+    if not slow and found.status.step >= SLOW_FROM:
+        slow = True
+        print("slow", [stage["process"] for stage in found.status.stages], flush=True)
+result = handle.wait(on_news=news)
+print("done", [stage["process"] for stage in handle.status().stages], flush=True)
+"""
+
+
+def test_a_link_that_becomes_slow_is_hidden_by_more_slack(tmp_path: Path) -> None:
+    with network() as lab, private_cluster(lab.addresses[0]) as home:
+        for host, address in enumerate(lab.addresses):
+            home.start(*lab.prefix(host), at=address, PYTHONPATH=str(ROOT), **TOKEN)
+        driver = lab.python(
+            0, "-c", DRIVER, home.head, str(home.port), str(tmp_path),
+            env={**os.environ, **TOKEN}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert driver.stdout is not None
+        told = driver.stdout.readline()
+        assert told.startswith("slow"), told
+        lab.rate(0, 1, SLOW_MBIT)
+        said, _ = driver.communicate(timeout=180)
+    assert driver.returncode == 0
+    assert said.split()[0] == "done"
+    assert said.split()[1:] == told.split()[1:], "the same processes, with the same links"
+    rows = pq.read_table(tmp_path / "ray" / "metrics.parquet").to_pylist()
+    events = [json.loads(line) for line in (tmp_path / "ray" / "events.jsonl").read_text().splitlines()]
+    assert any(event["decision"] == "drift" and event["step"] >= SLOW_FROM for event in events)
+    switch = next(event for event in events if event["decision"] == "switch")
+    assert SLOW_FROM <= switch["step"] < STEPS - 10
+    assert switch["gain"] > 0.01
+    assert switch["reason"].strip()
+    # Both ways of a message; the wire's bucket lets the first 80 kB of each through at once, where it had time to fill.
+    occupancy_s = MESSAGE_BYTES * 8e-6 / SLOW_MBIT
+    assert 0.5 * 2 * occupancy_s < sum(switch["link_s"]) < 1.4 * 2 * occupancy_s
+    assert rows[-1]["schedule"] == switch["choice"] != rows[0]["schedule"]
+    still = trainer(str(tmp_path), "local").fit(num_steps=STEPS, local=True, progress=False)
+    assert [row["loss"] for row in rows] == list(still.metrics_dataframe["loss"]), "and no bit differs"
+    assert [row["grad_norm"] for row in rows] == list(still.metrics_dataframe["grad_norm"])
