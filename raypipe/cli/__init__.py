@@ -6,6 +6,7 @@
     cli/runs.py      status, stop, trace      of a run, by its name or folder
     cli/export.py    export                   a checkpoint for others
     cli/doctor.py    doctor                   this machine and cluster
+    cli/probe.py     probe                    the links between a cluster's nodes
 
 Exit status: 0 all is well, 1 an error of raypipe (one paragraph on standard error; RAYPIPE_DEBUG=1 shows where it
 comes from), 2 a mistake in the command itself. torch, Ray and numpy are imported by the verbs that need them.
@@ -22,6 +23,7 @@ from raypipe import __version__
 from raypipe.cli.doctor import doctor
 from raypipe.cli.export import export
 from raypipe.cli.plan import plan, profile
+from raypipe.cli.probe import probe
 from raypipe.cli.runs import status, stop, trace
 from raypipe.cli.simulate import simulate
 from raypipe.cli.train import train
@@ -42,7 +44,7 @@ def root() -> None:
     """Pipelines of Ray actors that adapt and survive."""
 
 
-for _verb in (train, plan, profile, simulate, status, stop, trace, export, doctor):
+for _verb in (train, plan, profile, simulate, status, stop, trace, export, doctor, probe):
     app.command()(_verb)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from raypipe.cli.common import open_runfile
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "port_range"]
 
 
 def doctor(
@@ -27,7 +27,7 @@ def doctor(
     from raypipe.doctor import examine
 
     run = None if config is None else open_runfile(config, None)
-    wishes = wishes_of(run, _range(ports))
+    wishes = wishes_of(run, port_range(ports))
     findings = examine(collect(address or os.environ.get("RAY_ADDRESS", ""), wishes, devices), wishes)
     for finding in findings:
         typer.echo(finding)
@@ -35,7 +35,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _range(text: str | None) -> tuple[int, int] | None:
+def port_range(text: str | None) -> tuple[int, int] | None:
+    """(lowest, highest) of LOW-HIGH; BadParameter where it is none."""
     if text is None:
         return None
     low, _, high = text.partition("-")

@@ -20,7 +20,7 @@ from typing import Any
 
 from raypipe.runtime import node_facts
 
-__all__ = ["ask_cluster", "ask_here"]
+__all__ = ["ask_cluster", "ask_here", "knock"]
 
 NODE_TIMEOUT_S = 60.0
 REACH_TIMEOUT_S = 3.0
@@ -56,7 +56,7 @@ def ask_cluster(request: Mapping[str, Any]) -> dict[str, Any]:
     from ray.exceptions import AuthenticationError
 
     try:
-        _knock(request["address"])
+        knock(request["address"])
         ray.init(address=request["address"], namespace="raypipe", logging_level="ERROR", log_to_driver=False)
     except (AuthenticationError, ConnectionError, RuntimeError, ValueError, OSError) as error:
         kind = "authentication" if isinstance(error, AuthenticationError) else type(error).__name__
@@ -67,7 +67,7 @@ def ask_cluster(request: Mapping[str, Any]) -> dict[str, Any]:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
+def knock(address: str) -> None:
     """Ask for anything at all: ray.init waits long for a cluster that is not there, or that refuses our token.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -10,7 +12,8 @@ import pytest
 
 from tests import processes
 from tests.lab.flow import Flow, flow
-from tests.lab.network import Network, network
+from tests.lab.network import ROOT, Network, network
+from tests.runtime.raylets import private_cluster
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -126,3 +129,22 @@ def test_everything_ends_with_the_network_also_when_a_test_fails() -> None:
     finally:
         mine.kill()
         mine.wait()
+
+
+def test_probe_measures_a_wire_both_ways() -> None:
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
+    with network(rate_mbit=100) as lab, private_cluster(lab.addresses[0]) as home:
+        for host, address in enumerate(lab.addresses):
+            home.start(*lab.prefix(host), at=address, PYTHONPATH=str(ROOT), **token)
+        lab.rate(1, 0, 400, back=False)
+        asked = lab.python(
+            0, "-m", "raypipe.cli", "probe", "--address", home.address, "--json",
+            env={**os.environ, **token}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        said, _ = asked.communicate(timeout=120)
+    assert asked.returncode == 0
+    found = {(link["source"], link["target"]): link for link in json.loads(said.splitlines()[-1])}
+    assert found.keys() == {lab.addresses, lab.addresses[::-1]}
+    for pair, mbit in ((lab.addresses, 100), (lab.addresses[::-1], 400)):
+        assert 0.75 * mbit < found[pair]["bandwidth_bytes_s"] * 8e-6 < 1.02 * mbit
+        assert 0 < found[pair]["latency_s"] < 0.05

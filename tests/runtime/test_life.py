@@ -162,7 +162,7 @@ SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "3"))
 """How often a run is interrupted here; the figures in jobs/README.md come from 20."""
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300 + 90 * SIGNALS)
 @pytest.mark.parametrize("where", ["local", "ray"])
 def test_signals_at_any_moment(tmp_path: Path, leftovers: None, where: str) -> None:
     """Interrupted again and again, a run loses no checkpoint and does every step once, like one without a break."""
