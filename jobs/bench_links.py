@@ -5,10 +5,10 @@
     torch    torch.distributed.pipelining over gloo through the same wire: its seven schedules
     plan     torch's own runtime with the schedule that "auto" ended with
 
-Real compute: a GPT of eight blocks, 256 KiB per boundary message, M = 8, AdamW, one thread per process. Candidates take
-turns at each rate; the steps before the last ``counted`` ones warm up, and let the controller settle. The limit is the
-quickest lossless schedule on paper, with the stages' seconds as they were in our run and the link's goodput as a flow
-of its own measures it: ``fraction_of_limit`` is that over our step.
+Real compute: a GPT of eight blocks, 256 KiB per boundary message, M = 8, AdamW, one thread per process. At each rate
+ours run before and after torch's; the steps before the last ``counted`` ones warm up, and let the controller settle.
+The limit is the quickest lossless schedule on paper, with the stages' seconds as they were in our run and the link's
+goodput as a flow of its own measures it: ``fraction_of_limit`` is that over our step.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Settings(NamedTuple):
     rounds: int = 2
     ours: tuple[str, ...] = ("auto", "codec")
     once: tuple[str, ...] = ("1f1b", "object_store")
+    once_at: int = 50
     schedules: tuple[str, ...] = tuple(SCHEDULES)
 
 
-QUICK = Settings((50,), 14, 4, 4, 1, ("auto",), (), ("1F1B",))
+QUICK = Settings((50,), 14, 4, 4, 1, ("auto",), (), schedules=("1F1B",))
 """One rate, too short for the controller to settle: whether all of it works."""
 
 
@@ -121,17 +122,20 @@ def limit_s(forward_s: tuple[float, float], backward_s: tuple[float, float], occ
 
 
 def measure(lab: Rig, rate: int, settings: Settings) -> dict[str, Any]:
-    """All candidates at one rate, in turn."""
+    """All candidates at one rate: ours, torch's, ours again."""
     lab.rate(rate)
     with flow(lab.lab, 0, 1) as meter:
         goodput = meter.mbit_per_s(1.0)
     found: dict[str, Any] = {"goodput_mbit": goodput, "ours": {}, "torch": {}}
     for turn in range(settings.rounds):
-        for name in settings.ours + (settings.once if turn == 0 else ()):
+        once = settings.once if turn == 0 and rate == settings.once_at else ()
+        for name in settings.ours + once:
             run = run_ours(lab, name, settings)
             found["ours"].setdefault(name, []).append(run)
             step_s = median(run["seconds"][-settings.counted :])
             print(f"{rate} Mbit/s {name}: {step_s * 1e3:.0f} ms, {run['schedules'][-1]}; {machine_line()}", flush=True)
+        if turn:
+            continue
         plan = to_csv(schedule_named(found["ours"]["auto"][-1]["schedules"][-1]))
         for name, row in run_torch(lab, settings, {"plan": plan}).items():
             found["torch"].setdefault(name, []).append(row)

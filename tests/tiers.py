@@ -22,7 +22,8 @@ __all__ = ["TIERS", "Outcome", "Tier", "files_of", "has_gpu", "judge", "main", "
 
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("-n", "auto")
-"""One worker of pytest-xdist per core, for tests that compute and bound no time."""
+"""One worker of pytest-xdist per core, for tests that compute and bound no time. The engine's go file by file, because
+the tests of a file share what they captured."""
 LINT = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
 
 
@@ -35,7 +36,7 @@ class Tier:
         aim_s: seconds that it should stay below.
         patterns: its test files, as globs below tests/.
         options: further options of pytest.
-        patient: test files among them that bound no time tightly; they run beside the others, at low priority.
+        patient: those of them that bound no time tightly, as globs; they run beside the others, at low priority.
         optional: may have no tests yet, or a machine that cannot run it.
     """
 
@@ -50,12 +51,19 @@ class Tier:
 TIERS = (
     Tier("lint", 60),
     Tier("core", 10, ("test_*.py", "ir/**/test_*.py", "planner/**/test_*.py"), ("--forbid=torch,ray", *PARALLEL)),
-    Tier("engine", 180, ("engine/**/test_*.py",), ("--forbid=ray", *PARALLEL)),
+    Tier("engine", 180, ("engine/**/test_*.py",), ("--forbid=ray", *PARALLEL, "--dist=loadfile")),
     Tier(
         "ray",
         300,
         ("runtime/**/test_*.py", "jobs/**/test_*.py", "lab/**/test_*.py"),
-        patient=("runtime/test_jobs.py", "runtime/test_cli_runs.py", "runtime/test_doctor.py"),
+        patient=(
+            "jobs/test_*.py",
+            "lab/test_retuning.py",
+            "runtime/test_asynchronous.py",
+            "runtime/test_cli_runs.py",
+            "runtime/test_doctor.py",
+            "runtime/test_jobs.py",
+        ),
     ),
     Tier("gpu", 300, ("gpu/**/test_*.py",), optional=True),
 )
@@ -100,7 +108,7 @@ def run(tier: Tier) -> Outcome:
         return Outcome("SKIPPED", "no tests yet", could_run=not tier.optional)
     if tier.name == "gpu" and not has_gpu():
         return Outcome("SKIPPED", "no NVIDIA device on this machine", could_run=False)
-    patient = [path for path in files if path in {ROOT / "tests" / name for name in tier.patient}]
+    patient = [path for path in files if any(path.match(f"tests/{pattern}") for pattern in tier.patient)]
     prompt = [path for path in files if path not in patient]
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder) / "prompt.xml", Path(folder) / "patient.xml"]
@@ -115,7 +123,7 @@ def run(tier: Tier) -> Outcome:
 
 
 def _pytest(tier: Tier, report: Path, files: list[Path]) -> list[str]:
-    return ["pytest", "-q", "--durations=5", f"--junitxml={report}", *tier.options, *map(str, files)]
+    return ["pytest", "-q", "--durations=8", f"--junitxml={report}", *tier.options, *map(str, files)]
 
 
 def _beside(command: list[str], log: Path) -> subprocess.Popen[bytes]:

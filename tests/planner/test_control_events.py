@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 
@@ -194,3 +195,26 @@ def test_a_trial_needs_steps_on_both_sides_and_waits_while_noise_hides_the_answe
 def test_uncertainty_shrinks_with_steps():
     assert uncertainty_s([1.0]) == 0.0
     assert uncertainty_s([1.0, 2.0] * 2) == pytest.approx(2 * uncertainty_s([1.0, 2.0] * 8))
+
+
+def test_a_link_that_is_never_the_same_is_not_searched_for_after_every_step() -> None:
+    """News that leads to nothing has to wait longer each time, and a real change is answered all the same."""
+    rng = Random(4)
+
+    def restless(hop: int, forward: bool, step: int, microbatch: int) -> tuple[float, float]:
+        if step >= 120:
+            return 0.030, 0.0
+        return (0.0002, 0.004)[step // 2 % 2] * (1 + rng.random()), 0.0
+
+    pipeline = Pipeline([(0.010, 0.020)] * 2, restless)
+    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2, retune_interval_steps=40)
+    controller, choice, looks, answered = Controller(setup), setup.choice, [], []
+    for step in range(160):
+        for decision in controller.handle(pipeline.step(step, choice)):
+            if decision.verdict is Verdict.KEEP:
+                looks.append(step)
+            if decision.choice is not None:
+                choice = decision.choice
+                answered.append(step)
+    assert len([step for step in looks if step < 120]) <= 20
+    assert any(120 <= step < 160 for step in answered)

@@ -158,7 +158,7 @@ def leftovers() -> Iterator[None]:
     assert processes.survivors(os.getpid(), known, 90.0) == {}
 
 
-SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "3"))
+SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "2"))
 """How often a run is interrupted here; the figures in jobs/README.md come from 20."""
 
 

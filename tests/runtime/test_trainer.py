@@ -17,6 +17,7 @@ import torch
 import raypipe.runtime.places
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.errors import PlanError, StageError
+from raypipe.planner.control import Verdict
 from raypipe.runtime.fleet import Fleet
 from tests import processes
 from tests.exactness import SHAPES, config_of, same_bits
@@ -108,7 +109,8 @@ def check_folder(folder: Path, result: Any) -> None:
     assert [row["samples"] for row in rows] == [8, 8, 3, 8, 8, 3]
     assert all(row["seconds"] > 0 and 0 <= row["bubble_fraction"] < 1 and row["link_bytes_per_s"] > 0 for row in rows)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    assert [event["decision"] for event in events] == ["start", "checkpoint", "finish"]
+    own = [event["decision"] for event in events if event["decision"] not in set(Verdict)]
+    assert own == ["start", "checkpoint", "finish"], "besides what the controller says"
     assert json.loads((folder / "plan.json").read_text())["schedule"]["kind"].startswith("slack")
     trace = json.loads((folder / "timeline/trace.json").read_text())
     spans = trace["traceEvents"] if isinstance(trace, dict) else trace

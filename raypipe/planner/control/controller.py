@@ -37,6 +37,9 @@ RECENT = 8
 """Steps that a change is compared with."""
 SETTLE = 1
 """Steps of a run before the first look."""
+FREE_LOOKS = 8
+"""Looks in a row that news may cause and that change nothing; every further one has to wait twice as long as the last,
+up to the usual interval. On a link that is never the same the controller would search after every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class _State:
         quiet_until: step before which no switch is asked for.
         undone: switches taken back since the last one that paid.
         held_bytes: by stage, the most that any choice so far was expected to hold.
+        vain: looks in a row that news caused and that changed nothing.
+        rest_until: step before which news causes no further one.
     """
 
     wanted: Choice
@@ -106,6 +111,8 @@ class _State:
     quiet_until: int = 0
     undone: int = 0
     held_bytes: list[int] = field(default_factory=list)
+    vain: int = 0
+    rest_until: int = 0
 
 
 class Controller:
@@ -161,7 +168,9 @@ class Controller:
         if event.step < state.quiet_until:
             # After one switch too many a change is a reason again; after several only time is.
             return news is News.CHANGED and state.undone <= 1
-        if news is not News.STEADY or state.waiting or state.looked is None:
+        if state.waiting or state.looked is None:
+            return True
+        if news is not News.STEADY and event.step >= state.rest_until:
             return True
         return event.step - state.looked >= self.setup.retune_interval_steps
 
@@ -211,6 +220,7 @@ class Controller:
         plainer = event.choice.lossy and not best.lossy and found.best.seconds <= found.current.seconds * (1 + EVEN)
         if best == event.choice or (gain <= setup.min_gain and not plainer):
             state.waiting = 0
+            self._rest(event.step, news)
             return [Decision(event.step, Verdict.KEEP, why, numbers)]
         if setup.frozen:
             return [Decision(event.step, Verdict.KEEP, f"Frozen, else it would change. {why}", numbers)]
@@ -220,6 +230,16 @@ class Controller:
         trial = Trial(event.choice, best, gain, tuple(recent))
         return self._switch(event, best, trial, why, numbers)
 
+    def _rest(self, step: int, news: News) -> None:
+        """After a look that changed nothing."""
+        state = self._state
+        if news is News.STEADY:
+            state.vain = state.rest_until = 0
+            return
+        state.vain += 1
+        pause = min(self.setup.retune_interval_steps, 2 ** min(30, max(0, state.vain - FREE_LOOKS)))
+        state.rest_until = step + pause
+
     def _switch(
         self, event: StepDone, choice: Choice, trial: Trial | None, reason: str, numbers: dict[str, Any]
     ) -> list[Decision]:
@@ -227,6 +247,7 @@ class Controller:
         if self.setup.frozen:
             return [Decision(event.step, Verdict.KEEP, f"Frozen, else it would change. {reason}", numbers)]
         state.wanted, state.trial, state.waiting, state.seconds = choice, trial, 0, []
+        state.vain = state.rest_until = 0
         return [Decision(event.step, Verdict.SWITCH, reason, numbers, choice)]
 
     def _space(self) -> Space:
@@ -294,7 +315,7 @@ class Controller:
         return controller
 
 
-_PLAIN = ("seconds", "steps", "waiting", "looked", "quiet_until", "undone", "held_bytes")
+_PLAIN = ("seconds", "steps", "waiting", "looked", "quiet_until", "undone", "held_bytes", "vain", "rest_until")
 
 
 def _why(found: Found, gain: float, who: str) -> str:
