@@ -218,3 +218,28 @@ def test_a_link_that_is_never_the_same_is_not_searched_for_after_every_step() ->
                 answered.append(step)
     assert len([step for step in looks if step < 120]) <= 20
     assert any(120 <= step < 160 for step in answered)
+
+
+def test_there_and_back_is_not_done_again_and_again() -> None:
+    """A link that looks faster while it is compressed: each switch makes the next look take it back."""
+    codec = Codec("int8", ratio=4.0)
+
+    def link(hop: int, forward: bool, step: int, microbatch: int) -> tuple[float, float]:
+        # What a token bucket does: compressed messages get through it at once.
+        return (0.0005, 0.0) if compressed[0] else (0.045, 0.0)
+
+    compressed = [False]
+    pipeline = Pipeline([(0.010, 0.020)] * 2, link, codecs={"int8": 4.0})
+    setup = Setup(
+        "slack", Choice("slack", 8, slack=(2,)), (Room(most_in_flight=4),) * 2, retune_interval_steps=10,
+        forward_codecs=(codec,), backward_codecs=(codec,),
+    )  # fmt: skip
+    controller, choice, switches = Controller(setup), setup.choice, []
+    for step in range(100):
+        compressed[0] = choice.lossy
+        for decision in controller.handle(pipeline.step(step, choice)):
+            if decision.choice is not None:
+                choice = decision.choice
+                switches.append(step)
+    assert switches, "the codec was tried"
+    assert len(switches) <= 8

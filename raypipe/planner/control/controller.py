@@ -97,6 +97,7 @@ class _State:
         quiet_until: step before which no switch is asked for.
         undone: switches taken back since the last one that paid.
         held_bytes: by stage, the most that any choice so far was expected to hold.
+        left: what the last switch left, and when; empty where that switch paid.
         vain: looks in a row that news caused and that changed nothing.
         rest_until: step before which news causes no further one.
     """
@@ -111,6 +112,7 @@ class _State:
     quiet_until: int = 0
     undone: int = 0
     held_bytes: list[int] = field(default_factory=list)
+    left: tuple[Choice, int] | None = None
     vain: int = 0
     rest_until: int = 0
 
@@ -193,7 +195,7 @@ class Controller:
             "were predicted"
         )
         if paid:
-            state.undone = 0
+            state.undone, state.left = 0, None
             return [Decision(event.step, Verdict.PAID, _sentence(f"{text}."), numbers)]
         state.undone += 1
         quiet = self.setup.retune_interval_steps * 2**state.undone
@@ -230,6 +232,13 @@ class Controller:
         trial = Trial(event.choice, best, gain, tuple(recent))
         return self._switch(event, best, trial, why, numbers)
 
+    def _went_back(self, step: int, since: int) -> None:
+        """There and back within an interval or two is a switch that did not pay, though nobody could tell."""
+        state, interval = self._state, self.setup.retune_interval_steps
+        if step - since <= 2 * interval:
+            state.undone += 1
+            state.quiet_until = step + interval * 2**state.undone
+
     def _rest(self, step: int, news: News) -> None:
         """After a look that changed nothing."""
         state = self._state
@@ -246,6 +255,9 @@ class Controller:
         state = self._state
         if self.setup.frozen:
             return [Decision(event.step, Verdict.KEEP, f"Frozen, else it would change. {reason}", numbers)]
+        if state.left is not None and state.left[0] == choice:
+            self._went_back(event.step, state.left[1])
+        state.left = event.choice, event.step
         state.wanted, state.trial, state.waiting, state.seconds = choice, trial, 0, []
         state.vain = state.rest_until = 0
         return [Decision(event.step, Verdict.SWITCH, reason, numbers, choice)]
@@ -287,6 +299,7 @@ class Controller:
                 "wanted": state.wanted.to_dict(),
                 "extra_bytes": [room.extra_bytes for room in state.rooms],
                 "trial": None if state.trial is None else state.trial.to_dict(),
+                "left": None if state.left is None else [state.left[0].to_dict(), state.left[1]],
                 **{name: getattr(state, name) for name in _PLAIN},
             }
         )
@@ -306,8 +319,9 @@ class Controller:
                 replace(room, extra_bytes=extra) for room, extra in zip(setup.rooms, found["extra_bytes"], strict=True)
             )
             trial = None if found["trial"] is None else Trial.from_dict(found["trial"])
+            left = None if found["left"] is None else (Choice.from_dict(found["left"][0]), int(found["left"][1]))
             plain = {name: found[name] for name in _PLAIN}
-            controller._state = _State(Choice.from_dict(found["wanted"]), rooms, trial=trial, **plain)
+            controller._state = _State(Choice.from_dict(found["wanted"]), rooms, trial=trial, left=left, **plain)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"This is no state of a controller of {len(setup.rooms)} stages ({error!r}): begin anew without it."
