@@ -180,13 +180,8 @@ def _rows(name: str, seconds: list[float], fixed: list[Fixed], settings: Setting
 
 def main() -> int:
     """Both scenarios."""
-    plot = None
-    given = sys.argv[1:]
-    if "--plot" in given:
-        place = given.index("--plot")
-        plot = Path(given[place + 1])
-        del given[place : place + 2]
-    asked = bench_common.arguments(__doc__, given)
+    asked = bench_common.arguments(__doc__, folders={"--plot": "keep the histories there as pictures"})
+    plot: Path | None = asked.plot
     settings = QUICK if asked.quick else Settings()
     raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
     figures: dict[str, float] = {}

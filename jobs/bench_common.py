@@ -32,14 +32,22 @@ _COMPUTE = ("F", "B", "I", "W")
 _ACTION = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d+)")
 
 
-def arguments(description: str | None, given: Sequence[str] | None = None) -> argparse.Namespace:
-    """``--quick``, ``--json FILE`` and ``--handicap SECONDS``, which every benchmark takes."""
+def arguments(
+    description: str | None, given: Sequence[str] | None = None, folders: Mapping[str, str] | None = None
+) -> argparse.Namespace:
+    """``--quick``, ``--json FILE`` and ``--handicap SECONDS``, which every benchmark takes.
+
+    Args:
+        folders: further options that name a folder, with their help.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute: fewer configurations, fewer steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw seconds of every trial there")
     parser.add_argument(
         "--handicap", type=float, default=0.0, metavar="SECONDS", help="slow each of our actions down by that much"
     )
+    for name, text in (folders or {}).items():
+        parser.add_argument(name, type=Path, metavar="FOLDER", help=text)
     asked = parser.parse_args(given)
     if asked.handicap < 0:
         parser.error(f"--handicap {asked.handicap:g}: seconds must be a number from 0 up")

@@ -33,7 +33,7 @@ from raypipe.planner.schedule.text import to_csv
 from raypipe.planner.simulate import Costs, makespan_s
 from tests.lab.flow import flow
 
-MESSAGE_BYTES = 4 * links_gpt.MICROBATCH_SIZE * links_gpt.CONTEXT * 256
+MESSAGE_BYTES = 4 * links_gpt.MICROBATCH_SIZE * links_gpt.CONTEXT * links_gpt.WIDTH
 MICROBATCHES = links_gpt.MICROBATCHES
 PORT = 29_511
 LIMIT_S = 400.0

@@ -10,7 +10,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from train_lm import VOCABULARY, Block, loss_fn
 
-__all__ = ["CONTEXT", "MICROBATCHES", "MICROBATCH_SIZE", "chain", "loss_fn", "optimizer_of", "peak_bytes", "samples"]
+__all__ = [
+    "CONTEXT",
+    "MICROBATCHES",
+    "MICROBATCH_SIZE",
+    "WIDTH",
+    "chain",
+    "loss_fn",
+    "optimizer_of",
+    "peak_bytes",
+    "samples",
+]
 
 CONTEXT, WIDTH, DEPTH, HEADS = 128, 256, 8, 4
 MICROBATCHES, MICROBATCH_SIZE = 8, 2

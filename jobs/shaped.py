@@ -22,12 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the tests are no package that is installed
 
 from tests.lab.network import Network, missing, network  # noqa: E402
-from tests.runtime.raylets import Home, private_cluster  # noqa: E402
+from tests.runtime.raylets import TOKEN, Home, private_cluster  # noqa: E402
 
 __all__ = ["Rig", "rig"]
-
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
-"""Of a cluster that lives as long as one benchmark, in namespaces that nobody else is in."""
 
 
 @dataclass

@@ -25,8 +25,7 @@ from raypipe.planner.control import Room, rooms_of, unknown_rooms
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.schedule.asynchronous import finite, minibatches_to_drain, part
 from raypipe.planner.schedule.forward import forward_only
-from raypipe.planner.schedule.lower import lower
-from raypipe.planner.schedule.validate import validate
+from raypipe.planner.schedule.validate import lowered_and_checked
 from raypipe.planner.segments import Flow
 from raypipe.planner.tune import (
     ASYNCHRONOUS,
@@ -104,7 +103,7 @@ class Job:
             schedule = build_schedule(plain, self.num_stages, key.num_microbatches, first)
         else:
             schedule = finite(self.plan.schedule, key.num_minibatches)
-        return _checked(schedule)
+        return lowered_and_checked(schedule)
 
     def flowing_rows(self) -> dict[RowsKey, Schedule]:
         """Rows of all segments of a schedule that runs on without a flush; none of a synchronous one."""
@@ -114,16 +113,10 @@ class Job:
         wholes = (RowsKey(count, n, update_interval=interval) for n in range(1, max(1, drained) + 1))
         found = {key: self.rows(key) for key in wholes}
         if drained:
-            lowered = _checked(self.plan.schedule)
+            lowered = lowered_and_checked(self.plan.schedule)
             for phase, completed in ((Phase.FILL, 1), (Phase.STEADY, 1), (Phase.DRAIN, drained)):
                 found[RowsKey(count, completed, phase, update_interval=interval)] = part(lowered, phase)
         return found
-
-
-def _checked(schedule: Schedule) -> Schedule:
-    lowered = lower(schedule)
-    validate(lowered)
-    return lowered
 
 
 @dataclass(frozen=True, slots=True)

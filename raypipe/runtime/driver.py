@@ -3,8 +3,9 @@
     trainer --run(spec, setups, states)--> DriverActor --orders--> StageActors
             --news(since) --------------->     |       <--reports---
             --stop(), checkpoint() ------>     |
-            <-- records, status, outcome -     |        (under 10 KB per step
-                                                              of 4 stages, 16 micro-batches)
+            <-- records, status, outcome -     |        (3 KB per step of 4 stages and 16 micro-batches)
+
+The controller of the schedule works in here too, see runtime/retuner.py.
 
 It is named ``raypipe/<run>``. The stages belong to it and die with it; it belongs to whoever started it, or to
 nobody when it is detached.
@@ -62,7 +63,7 @@ class _DriverActor:
             fleet = Fleet(
                 len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name)
             )
-            journal = _Published(self._journal, Publisher(spec.name, len(setups)), spec.predicted_step_s)
+            journal = _Published(self._journal, Publisher(spec.name, len(setups)), spec)
             for note in fleet.notes:
                 RunFolder(spec.place).event("warning", note)
             try:
@@ -111,13 +112,15 @@ class _Published:
     """A journal whose steps Prometheus sees too.
 
     Args:
-        predicted_s: of one step.
+        spec: of the run, for what is known before its first step.
     """
 
-    def __init__(self, journal: Journal, publisher: Publisher, predicted_s: float) -> None:
+    def __init__(self, journal: Journal, publisher: Publisher, spec: RunSpec) -> None:
         self._journal = journal
         self._publisher = publisher
-        publisher.event("predicted_step_seconds", predicted_s)
+        publisher.event("predicted_step_seconds", spec.predicted_step_s)
+        if spec.retune is not None:
+            publisher.event("group_size", spec.retune.choice.group_size)
         self.resumed, self.tell = journal.resumed, journal.tell
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:

@@ -66,7 +66,7 @@ def run_loop(
         raise
     finally:
         loop.checkpoints.close()
-        loop.close_retuner()
+        loop.end_retuning()
     loop.folder.write_metrics(loop.records)
     return outcome
 
@@ -146,6 +146,7 @@ class _Loop:
         if self.at.step > began_at:
             measured = Timeline(tuple(self.fleet.spans()), "measured", name=spec.name)
             self.try_to(lambda: self.folder.write_timelines([spec.predicted, measured]))
+        self.end_retuning()
         stopped = requests.stop_reason if self.at.step < spec.num_steps else ""
         decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")
         self._tell(decision, reason, step=self.at.step, checkpoint=self.checkpoints.latest)
@@ -190,12 +191,17 @@ class _Loop:
         state = spec.place.read_bytes(CONTROLLER).decode(errors="replace") if known else ""
         self._retuner = self._make_retuner(spec.retune, state)
 
-    def close_retuner(self) -> None:
-        """End the controller; what it knows stays in the run's folder."""
+    def end_retuning(self) -> None:
+        """End the controller, once; what it has decided is told, and what it knows stays in the run's folder."""
         retuner = self._retuner
         if retuner is not None:
             retuner.close()
-            self.try_to(lambda: self.spec.place.write_bytes(CONTROLLER, retuner.state.encode()))
+            self._hear(retuner)
+            self._keep(retuner)
+            self._retuner = None
+
+    def _keep(self, retuner: Retuner) -> None:
+        self.try_to(lambda: self.spec.place.write_bytes(CONTROLLER, retuner.state.encode()))
 
     def _train(self) -> None:
         """Train to the end, to a stop, or to a checkpoint whose score is an evaluation."""
@@ -229,16 +235,22 @@ class _Loop:
                 self.try_to(lambda: self.folder.write_metrics(self.records))
 
     def _retune(self, seconds: float, of_step: Sequence[StepReport], setting: Setting, *, counts: bool) -> None:
-        """Tell the controller of a step, and everybody else of what it has decided meanwhile."""
-        if self._retuner is None:
-            return
-        self._retuner.told(step_done(seconds, setting, of_step, counts=counts))
-        for found in self._retuner.decisions():
+        """Tell the controller of a step, and hear what it has decided meanwhile."""
+        if self._retuner is not None:
+            self._retuner.told(step_done(seconds, setting, of_step, counts=counts))
+            self._hear(self._retuner)
+
+    def _hear(self, retuner: Retuner) -> None:
+        """Tell everybody of what was decided; a change is kept at once, for the driver may die."""
+        decisions = retuner.decisions()
+        for found in decisions:
             numbers = found.numbers if found.choice is None else {**found.numbers, "choice": str(found.choice)}
             self.try_to(partial(self.folder.event, found.verdict, found.reason, step=found.step, **numbers))
             self.watcher.decided(found)
-        if complaint := self._retuner.take_complaint():
-            self._tell("controller", complaint, step=of_step[0].step)
+        if any(found.choice is not None for found in decisions):
+            self._keep(retuner)
+        if complaint := retuner.take_complaint():
+            self._tell("controller", complaint, step=self.at.step)
 
     def _orders(self) -> Iterator[Order]:
         spec = self.spec

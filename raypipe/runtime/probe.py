@@ -70,7 +70,11 @@ def probe_links(ports: tuple[int, int] | None = None, large_bytes: int = LARGE_B
         return _measured(actors, large_bytes)
     except RayError as error:
         cause = getattr(error, "cause", None)
-        raise LinkError(f"The links cannot be measured: {str(cause or error).strip().splitlines()[-1]}") from None
+        reason = str(cause or error).strip().splitlines()[-1]
+        raise LinkError(
+            f"The links cannot be measured: {reason} `raypipe doctor --address ...` says which nodes do not reach each "
+            "other; --ports keeps to ports that a firewall lets through."
+        ) from None
     finally:
         for actor in actors:
             ray.kill(actor)

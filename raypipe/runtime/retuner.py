@@ -19,10 +19,8 @@ from raypipe.errors import PlanError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey, Variant
-from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone
-from raypipe.planner.schedule import make_schedule
-from raypipe.planner.schedule.lower import lower
-from raypipe.planner.schedule.validate import validate
+from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone, schedule_of
+from raypipe.planner.schedule.validate import lowered_and_checked
 
 __all__ = ["Retuner", "Setting", "rows_of", "step_done"]
 
@@ -103,13 +101,15 @@ class Retuner:
 
     @property
     def state(self) -> str:
-        """For a later submission of this run: the controller after the newest event that it has taken in."""
+        """For a later submission of this run: the controller after its last change, once closed after all events."""
         return self._state
 
     def close(self) -> None:
         """End the thread; one that simulates is not waited for."""
         self._events.put(None)
         self._thread.join(END_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._state = self._machine.to_json()
 
     def _work(self) -> None:
         try:
@@ -124,12 +124,10 @@ class Retuner:
 
     def _setting_of(self, choice: Choice) -> Setting:
         setup = self._setup
-        begun = setup.choice
-        same = (choice.kind, choice.group_size, choice.slack) == (begun.kind, begun.group_size, begun.slack)
         # A direction that the controller may not turn stays as it was configured.
         forward = choice.forward_codecs if setup.forward_codecs else ()
         backward = choice.backward_codecs if setup.backward_codecs else ()
-        variant = None if same else Variant(choice.kind, choice.group_size, choice.slack)
+        variant = None if choice.order == setup.choice.order else Variant(choice.kind, choice.group_size, choice.slack)
         return Setting(choice, variant, (forward, backward))
 
 
@@ -139,19 +137,10 @@ def rows_of(key: RowsKey, num_stages: int, first_trainable: int) -> Schedule:
     Raises:
         ScheduleError: it cannot work.
     """
-    variant, count = key.variant, key.num_microbatches
+    variant = key.variant
     assert variant is not None, "rows without a variant are the plan's"
-    schedule = make_schedule(
-        variant.kind,
-        num_stages,
-        count,
-        group_size=variant.group_size if variant.kind == "kfkb" else None,
-        slack=variant.slack if variant.kind == "slack" else None,
-        first_trainable=first_trainable,
-    )
-    lowered = lower(schedule)
-    validate(lowered)
-    return lowered
+    choice = Choice(variant.kind, key.num_microbatches, variant.group_size, variant.slack)
+    return lowered_and_checked(schedule_of(choice, num_stages, first_trainable))
 
 
 def step_done(seconds: float, setting: Setting, reports: Sequence[StepReport], *, counts: bool) -> StepDone:

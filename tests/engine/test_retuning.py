@@ -230,3 +230,19 @@ def test_what_is_left_open_is_turned(given: dict[str, Any], mode: str | None, tm
         assert (setup.retune_interval_steps, setup.link_drift_threshold, setup.min_gain) == tuple(PATIENCE.values())
         assert bool(setup.forward_codecs) == ("codec_forward" in given)
         assert not setup.backward_codecs
+
+
+def test_what_is_decided_last_is_told_too(tmp_path: Path) -> None:
+    """A controller that answers late is heard before the run is over."""
+
+    class Late(Script):
+        def handle(self, event: StepDone) -> list[Decision]:
+            if event.step < STEPS - 1:
+                return []
+            time.sleep(0.2)
+            return super().handle(event)
+
+    train(trainer(tmp_path, "late", "mlp"), lambda setup, state: Retuner(setup, state, Late(setup, KINDS)))
+    lines = [json.loads(line) for line in (tmp_path / "late" / "events.jsonl").read_text().splitlines()]
+    assert [line["decision"] for line in lines][-2:] == ["switch", "finish"]
+    assert json.loads((tmp_path / "late" / "controller.json").read_text()) == {"steps": 1}

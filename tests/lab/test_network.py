@@ -13,7 +13,7 @@ import pytest
 from tests import processes
 from tests.lab.flow import Flow, flow
 from tests.lab.network import ROOT, Network, network
-from tests.runtime.raylets import private_cluster
+from tests.runtime.raylets import TOKEN, private_cluster
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -132,14 +132,13 @@ def test_everything_ends_with_the_network_also_when_a_test_fails() -> None:
 
 
 def test_probe_measures_a_wire_both_ways() -> None:
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
     with network(rate_mbit=100) as lab, private_cluster(lab.addresses[0]) as home:
         for host, address in enumerate(lab.addresses):
-            home.start(*lab.prefix(host), at=address, PYTHONPATH=str(ROOT), **token)
+            home.start(*lab.prefix(host), at=address, PYTHONPATH=str(ROOT), **TOKEN)
         lab.rate(1, 0, 400, back=False)
         asked = lab.python(
             0, "-m", "raypipe.cli", "probe", "--address", home.address, "--json",
-            env={**os.environ, **token}, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **TOKEN}, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         said, _ = asked.communicate(timeout=120)
     assert asked.returncode == 0

@@ -17,11 +17,10 @@ from torch import nn
 from raypipe.config import PipelineConfig
 from raypipe.trainer import PipelineTrainer
 from tests.lab.network import ROOT, network
-from tests.runtime.raylets import private_cluster
+from tests.runtime.raylets import TOKEN, private_cluster
 
 pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
 SLOW_MBIT = 80.0
 STEPS, SLOW_FROM, MICROBATCHES, SAMPLES, WIDTH = 36, 6, 8, 256, 2048
 FORWARD_S, BACKWARD_S = 0.010, 0.020

@@ -243,3 +243,21 @@ def test_there_and_back_is_not_done_again_and_again() -> None:
                 switches.append(step)
     assert switches, "the codec was tried"
     assert len(switches) <= 8
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"mode": "kfkb"},
+        {"forward_codecs": (Codec("int8", ratio=4.0),)},
+        {"rooms": (Room(most_in_flight=4),) * 4},
+        {"choice": SLACK},
+    ],
+)
+def test_a_state_is_of_no_use_to_another_setup(other: dict[str, object]) -> None:
+    """Its choice might not fit there, or name a codec that is not allowed any more."""
+    controller = Controller(setup_of())
+    controller.handle(pipeline_of().step(0, ONE))
+    Controller.from_json(setup_of(), controller.to_json())
+    with pytest.raises(PlanError, match="other stages, limits or settings"):
+        Controller.from_json(setup_of(**other), controller.to_json())

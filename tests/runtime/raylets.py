@@ -22,9 +22,11 @@ from pathlib import Path
 
 from tests import processes
 
-__all__ = ["Home", "namespaces", "private_cluster"]
+__all__ = ["TOKEN", "Home", "namespaces", "private_cluster"]
 
 RAY = str(Path(sys.executable).parent / "ray")
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
+"""For the environment of clusters that live as long as one test, in namespaces or on loopback."""
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 

@@ -21,11 +21,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.raylets import Home, namespaces, private_cluster
+from tests.runtime.raylets import TOKEN, Home, namespaces, private_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
 LOW, HIGH = 25600, 25603
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for namespaces")
 

@@ -8,6 +8,7 @@ import torch
 
 from raypipe.engine.codec import host
 from raypipe.engine.codec.choice import wire_bytes
+from raypipe.engine.local import one_thread
 
 __all__ = ["codec_cost"]
 
@@ -23,9 +24,7 @@ def codec_cost(name: str) -> tuple[float, float, float]:
     plain = torch.linspace(-3.0, 3.0, SAMPLE_ELEMENTS)
     wire = torch.empty(wire_bytes(name, plain.dtype, plain.numel()), dtype=torch.uint8)
     encode_s, decode_s = [], []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for _ in range(ROUNDS):
             begin_s = time.perf_counter()
             host.encode(name, plain, wire, None)
@@ -33,6 +32,4 @@ def codec_cost(name: str) -> tuple[float, float, float]:
             host.decode(name, wire, plain)
             encode_s.append(middle_s - begin_s)
             decode_s.append(time.perf_counter() - middle_s)
-    finally:
-        torch.set_num_threads(threads)
     return plain.nbytes / wire.nbytes, min(encode_s) / plain.nbytes, min(decode_s) / plain.nbytes

@@ -16,7 +16,7 @@ through JSON in between.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raypipe.errors import PlanError
@@ -295,6 +295,7 @@ class Controller:
         state = self._state
         return json.dumps(
             {
+                "setup": _identity(self.setup),
                 "observer": self._observer.to_dict(),
                 "wanted": state.wanted.to_dict(),
                 "extra_bytes": [room.extra_bytes for room in state.rooms],
@@ -313,6 +314,8 @@ class Controller:
         """
         try:
             found = json.loads(text)
+            if found["setup"] != _identity(setup):
+                raise ValueError("it was written by a run with other stages, limits or settings")
             controller = cls(setup)
             controller._observer.load(found["observer"])
             rooms = tuple(
@@ -330,6 +333,13 @@ class Controller:
 
 
 _PLAIN = ("seconds", "steps", "waiting", "looked", "quiet_until", "undone", "held_bytes", "vain", "rest_until")
+
+
+def _identity(setup: Setup) -> str:
+    """What a state belongs to, in words: its measurements and its choice mean nothing to another plan."""
+    codecs = [[codec.name for codec in codecs] for codecs in (setup.forward_codecs, setup.backward_codecs)]
+    rooms = [asdict(room) for room in setup.rooms]
+    return json.dumps([setup.mode, asdict(setup.choice), rooms, setup.first_trainable, codecs])
 
 
 def _why(found: Found, gain: float, who: str) -> str:

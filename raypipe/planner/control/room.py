@@ -19,7 +19,7 @@ __all__ = ["UNKNOWN_IN_FLIGHT", "Room", "fits", "rooms_of", "unknown_rooms", "wh
 
 UNKNOWN_IN_FLIGHT = 4
 """Micro-batches in flight per stage from here to the end, where nobody said how much memory there is: a 1F1B
-of four times the depth, which hides a round trip of three times a stage's own time."""
+of four times the depth, which hides round trips of at least three times a stage's own time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,20 @@ import numpy as np
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Action, Op, Schedule
 from raypipe.planner.program import OP_CODE, Program, build
+from raypipe.planner.schedule.lower import lower
 
-__all__ = ["validate"]
+__all__ = ["lowered_and_checked", "validate"]
+
+
+def lowered_and_checked(schedule: Schedule) -> Schedule:
+    """The rows that stages carry out, from compute actions alone.
+
+    Raises:
+        ScheduleError: see ``validate``.
+    """
+    lowered = lower(schedule)
+    validate(lowered)
+    return lowered
 
 
 def validate(lowered: Schedule, repeats: int = 1) -> None:
