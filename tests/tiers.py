@@ -37,6 +37,7 @@ class Tier:
         patterns: its test files, as globs below tests/.
         options: further options of pytest.
         patient: those of them that bound no time tightly, as globs; they run beside the others, at low priority.
+        long: those that take longest, as globs: they are begun first, so that no core waits for another at the end.
         optional: may have no tests yet, or a machine that cannot run it.
     """
 
@@ -45,24 +46,37 @@ class Tier:
     patterns: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     patient: tuple[str, ...] = ()
+    long: tuple[str, ...] = ()
     optional: bool = False
 
 
 TIERS = (
     Tier("lint", 60),
     Tier("core", 10, ("test_*.py", "ir/**/test_*.py", "planner/**/test_*.py"), ("--forbid=torch,ray", *PARALLEL)),
-    Tier("engine", 180, ("engine/**/test_*.py",), ("--forbid=ray", *PARALLEL, "--dist=loadfile")),
+    Tier(
+        "engine",
+        180,
+        ("engine/**/test_*.py",),
+        ("--forbid=ray", *PARALLEL, "--dist=loadfile", "--no-loadscope-reorder"),
+        long=(
+            "engine/test_exactness.py",
+            "engine/test_resume.py",
+            "engine/test_asynchronous.py",
+            "engine/test_planned_*",
+        ),
+    ),
     Tier(
         "ray",
         300,
         ("runtime/**/test_*.py", "jobs/**/test_*.py", "lab/**/test_*.py"),
         patient=(
             "jobs/test_*.py",
-            "lab/test_retuning.py",
-            "runtime/test_asynchronous.py",
+            "lab/test_two_raylets.py",
             "runtime/test_cli_runs.py",
             "runtime/test_doctor.py",
             "runtime/test_jobs.py",
+            "runtime/test_publish.py",
+            "runtime/test_trainer.py",
         ),
     ),
     Tier("gpu", 300, ("gpu/**/test_*.py",), optional=True),
@@ -79,8 +93,9 @@ class Outcome:
 
 
 def files_of(tier: Tier, root: Path = ROOT / "tests") -> list[Path]:
-    """The tier's test files, sorted."""
-    return sorted(path for pattern in tier.patterns for path in root.glob(pattern))
+    """The tier's test files: the long ones first, else sorted."""
+    long = [path for pattern in tier.long for path in sorted(root.glob(pattern))]
+    return long + sorted({path for pattern in tier.patterns for path in root.glob(pattern)} - set(long))
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:

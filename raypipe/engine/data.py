@@ -10,18 +10,21 @@ stage that needs data opens the same source and reads its own columns of the sam
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import pyarrow as pa
-import pyarrow.dataset
 import pyarrow.fs
 import torch
 
 from raypipe.engine.arrow_source import ArrowSource, survey
 from raypipe.engine.map_source import MapSource
 from raypipe.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow.dataset
 
 __all__ = ["Source", "open_data"]
 
@@ -78,7 +81,7 @@ def open_data(source: Any, *, seed: int, shuffle: bool = True, rows_per_window: 
         raise DataError(f"rows_per_window={rows_per_window} is not possible: give at least 1, or shuffle=False.")
     if isinstance(source, str | os.PathLike):
         filesystem, paths = _find(os.fspath(source))
-    elif isinstance(source, pyarrow.dataset.Dataset):
+    elif _is_dataset(source):
         filesystem, paths = _fragments(source)
     elif isinstance(source, pa.Table | pa.RecordBatch):
         raise DataError(_IN_MEMORY.format("A pyarrow table"))
@@ -136,8 +139,16 @@ def _sniff(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
     raise DataError(f"The file {path} is neither Parquet nor Arrow. Write it with pyarrow.parquet.write_table.")
 
 
+def _is_dataset(source: object) -> TypeGuard[pyarrow.dataset.Dataset]:
+    """Whoever holds one has imported it. Importing it here brings pandas: 0.6 s of every process that starts."""
+    module = sys.modules.get("pyarrow._dataset")
+    return module is not None and isinstance(source, module.Dataset)
+
+
 def _fragments(data: pyarrow.dataset.Dataset) -> tuple[pyarrow.fs.FileSystem, list[tuple[str, str]]]:
     """The files of a pyarrow dataset, in its own order."""
+    import pyarrow.dataset
+
     if getattr(data, "_scan_options", None):
         raise DataError(
             "A filtered pyarrow.dataset does not know its number of rows. Write the filtered rows with "

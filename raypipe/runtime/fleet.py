@@ -117,7 +117,7 @@ class Fleet:
         """
         self.generation += 1
         self.actors = self.workers[: len(setups)]
-        self._rows = set()
+        self._rows, self._halted = set(), False
         addresses = [member["address"] for member in self.members[: len(setups)]]
         self._all(
             [

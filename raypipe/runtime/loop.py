@@ -231,8 +231,7 @@ class _Loop:
                 if not self._evaluates_after(self.at.step):
                     self._complete(None)
             if time.monotonic() - self._written_s > METRICS_EVERY_S:
-                self._written_s = time.monotonic()
-                self.try_to(lambda: self.folder.write_metrics(self.records))
+                self._write_metrics()
 
     def _retune(self, seconds: float, of_step: Sequence[StepReport], setting: Setting, *, counts: bool) -> None:
         """Tell the controller of a step, and hear what it has decided meanwhile."""
@@ -297,7 +296,12 @@ class _Loop:
             return False
         return step >= self.spec.num_steps or self.spec.checkpoints.score_attribute == "eval_loss"
 
+    def _write_metrics(self) -> None:
+        self._written_s = time.monotonic()
+        self.try_to(lambda: self.folder.write_metrics(self.records))
+
     def _complete(self, eval_loss: float | None) -> None:
+        self._write_metrics()  # first: a run that goes on from this checkpoint finds the steps before it here
         self._completed = self.at.step
         self._ends[self.at.step] = self.at
         self.checkpoints.complete(self.at.step, self._metrics(eval_loss))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -12,8 +10,7 @@ import pytest
 
 from tests import processes
 from tests.lab.flow import Flow, flow
-from tests.lab.network import ROOT, Network, network
-from tests.runtime.raylets import TOKEN, private_cluster
+from tests.lab.network import Network, network
 
 pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -23,7 +20,7 @@ FRAME_SHARE = 1448 / 1514
 
 def settled(found: Flow, least: float, most: float) -> float:
     """Mbit/s within these bounds: a machine that is busy gets more tries, a wrong rate does not pass any."""
-    for _ in range(4):
+    for _ in range(12):
         got = found.mbit_per_s(1.0)
         print(f"{got:.1f} Mbit/s, expected {least:.1f} to {most:.1f}")
         if least <= got <= most:
@@ -129,21 +126,3 @@ def test_everything_ends_with_the_network_also_when_a_test_fails() -> None:
     finally:
         mine.kill()
         mine.wait()
-
-
-def test_probe_measures_a_wire_both_ways() -> None:
-    with network(rate_mbit=100) as lab, private_cluster(lab.addresses[0]) as home:
-        for host, address in enumerate(lab.addresses):
-            home.start(*lab.prefix(host), at=address, PYTHONPATH=str(ROOT), **TOKEN)
-        lab.rate(1, 0, 400, back=False)
-        asked = lab.python(
-            0, "-m", "raypipe.cli", "probe", "--address", home.address, "--json",
-            env={**os.environ, **TOKEN}, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        said, _ = asked.communicate(timeout=120)
-    assert asked.returncode == 0
-    found = {(link["source"], link["target"]): link for link in json.loads(said.splitlines()[-1])}
-    assert found.keys() == {lab.addresses, lab.addresses[::-1]}
-    for pair, mbit in ((lab.addresses, 100), (lab.addresses[::-1], 400)):
-        assert 0.75 * mbit < found[pair]["bandwidth_bytes_s"] * 8e-6 < 1.02 * mbit
-        assert 0 < found[pair]["latency_s"] < 0.05

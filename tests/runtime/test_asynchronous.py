@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raypipe.runtime.fleet import Fleet
 from tests.engine.test_asynchronous_life import same, trainer
 from tests.engine.test_resume import outcome
-from tests.runtime.test_life import cluster, nothing_is_left, wait_until
-
-__all__ = ["cluster"]
+from tests.runtime.left_over import wait_until
+from tests.runtime.on_fleet import start_on
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
 STEPS = 8
 
 
-@pytest.fixture
-def left_clean(cluster: None) -> Iterator[None]:
-    yield
-    wait_until(nothing_is_left)
-
-
 @pytest.mark.parametrize(
     "mode",
     [
-        {"schedule": "pipedream", "vertical_sync": True, "transport": "tcp"},
+        {"schedule": "pipedream", "vertical_sync": True},
         {"schedule": "2bw", "max_grad_norm": 0.1, "codec_forward": "int8", "codec_backward": "bf16"},
     ],
     ids=["vertical sync", "2bw with codecs"],
 )
-def test_equal_to_threads(mode: dict[str, Any], left_clean: None, tmp_path: Path) -> None:
+def test_equal_to_threads(fleet: Fleet, mode: dict[str, Any], tmp_path: Path) -> None:
     trainer(tmp_path, "threads", **mode).fit(num_steps=STEPS, local=True, progress=False)
-    trainer(tmp_path, "actors", **mode).fit(num_steps=STEPS, progress=False)
+    start_on(fleet, trainer(tmp_path, "actors", **mode), STEPS).wait()
     rows, state = outcome(tmp_path / "actors")
     expected_rows, expected = outcome(tmp_path / "threads")
     assert rows == expected_rows
     assert same(state, expected)
 
 
-def test_a_stop_in_the_middle_drains(left_clean: None, tmp_path: Path) -> None:
+def test_a_stop_in_the_middle_drains(fleet: Fleet, tmp_path: Path) -> None:
     mode: dict[str, Any] = {"schedule": "pipedream", "samples": 80_000, "checkpoint_interval_steps": 100_000}
-    handle = trainer(tmp_path, "run", **mode).start(num_steps=9_000)
+    handle = start_on(fleet, trainer(tmp_path, "run", **mode), 9_000)
     wait_until(lambda: handle.status().step >= 7)
     for _ in range(5):  # an impatient user: what is under way is completed all the same
         handle.stop()

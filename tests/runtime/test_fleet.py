@@ -22,13 +22,14 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
+import raypipe.runtime.places
 from raypipe.engine.capture import capture
 from raypipe.engine.checkpoint import checkpoint_name, commit, load_state_dict, make_manifest
 from raypipe.engine.data import open_data
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.engine.storage import Place
-from raypipe.errors import LinkError, StageError
+from raypipe.errors import LinkError, PlanError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.ir.segment import RowsKey
@@ -99,25 +100,6 @@ class FileRecorder:
                 assert name not in step or same_bits(step[name], gradient), f"holders of {name} differ"
                 step[name] = gradient
         return found
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.init(
-        address="local", num_cpus=4, resources={"spare": 5}, include_dashboard=False, log_to_driver=False,
-        logging_level="ERROR",
-    )  # fmt: skip
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def fleet(local_ray: None) -> Iterator[Fleet]:
-    made = Fleet(4, {"CPU": 1})
-    yield made
-    made.stop()
 
 
 def gone_within(pid: int, seconds: float) -> bool:
@@ -266,10 +248,10 @@ def test_a_missed_deadline_names_the_edge(fleet: Fleet) -> None:
 
 
 def test_killed_stages_are_named_and_the_others_go_on(local_ray: None) -> None:
-    """First, middle and last stage in turn; every time the survivors make the next pipeline."""
-    own = Fleet(5, {"CPU": 0, "spare": 1})
+    """First and middle stage, and every time the survivors make the next pipeline; the last: test_transports.py."""
+    own = Fleet(4, {"CPU": 0, "spare": 1})
     try:
-        for victim in range(3):
+        for victim in range(2):
             stages, tensors = faulty(3, 1, Nap(9, 1.0))
             configure(own, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
             running = steps(own, stages, SHAPES["even"], "1f1b", count=100_000)
@@ -305,3 +287,13 @@ def test_the_driver_says_and_hears_little(fleet: Fleet) -> None:
     orders = len(stages) * len(ray.cloudpickle.dumps((segment, True, False)))
     answers = sum(len(ray.cloudpickle.dumps([report])) for report in reports)
     assert orders + answers < 10_000
+
+
+def test_a_stage_without_a_place_is_refused(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raypipe.runtime.places, "PLACE_TIMEOUT_S", 6.0)
+    with pytest.raises(PlanError) as caught:
+        Fleet(2, {"CPU": 3})
+    message = str(caught.value)
+    assert "found no place within 6 s: each of the 2 stages needs 3 CPU, 1 got it" in message
+    assert "1 of 4 CPU free" in message
+    assert "resources_per_worker" in message

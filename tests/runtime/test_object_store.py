@@ -129,18 +129,6 @@ End = ray.remote(num_cpus=0, concurrency_groups=GROUPS)(_End)
 
 
 @pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.init(
-        address="local", num_cpus=2, object_store_memory=STORE_BYTES, include_dashboard=False,
-        log_to_driver=False, logging_level="ERROR",
-    )  # fmt: skip
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def both(local_ray: None) -> Iterator[Any]:
     actor = BothEnds.remote()
     yield actor

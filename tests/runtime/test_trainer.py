@@ -1,4 +1,4 @@
-"""PipelineTrainer.fit on Ray: the files of a run, the same bits as in threads, and what is refused."""
+"""PipelineTrainer.fit where no Ray runs: it starts one, the bits are those of threads, and nothing stays."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ import pytest
 import ray
 import torch
 
-import raypipe.runtime.places
-from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.errors import PlanError, StageError
+from raypipe import PipelineTrainer, load_state_dict
 from raypipe.planner.control import Verdict
-from raypipe.runtime.fleet import Fleet
 from tests import processes
 from tests.exactness import SHAPES, config_of, same_bits
-from tests.mishaps import Fuse, chain
 from tests.models import CASES
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
@@ -63,22 +59,6 @@ def no_ray_before() -> Iterator[None]:
     assert processes.survivors(os.getpid(), known, 10.0) == {}
 
 
-def test_a_stage_without_a_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two stages of one CPU each in a cluster that has one, which somebody else's actor does not make two."""
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        # The driver runs in a worker process, where a patch of this process would not be seen; so no driver here.
-        monkeypatch.setattr(raypipe.runtime.places, "PLACE_TIMEOUT_S", 6.0)
-        with pytest.raises(PlanError) as caught:
-            Fleet(2, {"CPU": 1})
-        message = str(caught.value)
-        assert "found no place within 6 s: each of the 2 stages needs 1 CPU, 1 got it" in message
-        assert "0 of 1 CPU free" in message
-        assert "resources_per_worker" in message
-    finally:
-        ray.shutdown()
-
-
 def test_a_run_on_ray_is_the_run_in_threads(tmp_path: Path, no_ray_before: None) -> None:
     threads = trainer("cnn", tmp_path, "threads").fit(num_steps=STEPS, local=True, progress=False)
     actors = trainer("cnn", tmp_path, "actors").fit(num_steps=STEPS, progress=False)
@@ -116,17 +96,3 @@ def check_folder(folder: Path, result: Any) -> None:
     spans = trace["traceEvents"] if isinstance(trace, dict) else trace
     named = [event["args"]["name"] for event in spans if event.get("name") == "process_name"]
     assert [name.split()[0] for name in named] == ["simulated", "measured"]
-
-
-def test_a_failed_run_says_why_and_leaves_nothing_running(tmp_path: Path, no_ray_before: None) -> None:
-    torch.manual_seed(0)
-    failing = trainer(
-        "mlp", tmp_path, "failing", model=chain(2, 1, Fuse("B", 5)), eval_data=None,
-        pipeline=PipelineConfig(partitioner=["2"], minibatch_size=8, num_microbatches=4),
-    )  # fmt: skip
-    with pytest.raises(StageError, match=r"^Stage 1 failed in 1B5: ValueError: the user's own mistake"):
-        failing.fit(num_steps=STEPS, progress=False)
-    events = [json.loads(line) for line in (tmp_path / "failing/events.jsonl").read_text().splitlines()]
-    assert events[-1]["decision"] == "fail"
-    assert "the user's own mistake" in events[-1]["reason"]
-    assert pq.read_table(tmp_path / "failing/metrics.parquet").num_rows == 1

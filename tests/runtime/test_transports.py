@@ -20,9 +20,7 @@ from raypipe.runtime.fleet import Fleet
 from tests.exactness import SHAPES, captured, programs, same_bits, train
 from tests.mishaps import Fuse, Nap
 from tests.models import CASES, case
-from tests.runtime.test_fleet import SOON_S, alive, configure, faulty, local_ray, pids, saved_state, sgd, steps
-
-__all__ = ["local_ray"]
+from tests.runtime.test_fleet import SOON_S, alive, configure, faulty, pids, saved_state, sgd, steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -32,7 +30,7 @@ TRANSPORTS = ("object_store", "collective")
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def fleet(request: pytest.FixtureRequest, local_ray: None) -> Iterator[Fleet]:
     """The last test of each transport kills a stage."""
-    made = Fleet(3, {"CPU": 1}, request.param)
+    made = Fleet(3, {"CPU": 0, "spare": 1}, request.param)
     yield made
     made.stop()
 
@@ -77,10 +75,10 @@ def test_a_killed_stage_is_named(fleet: Fleet) -> None:
 
     def kill() -> None:
         killed_s.append(time.monotonic())
-        os.kill(pids(fleet)[1], signal.SIGKILL)
+        os.kill(pids(fleet)[2], signal.SIGKILL)
 
     threading.Timer(0.3, kill).start()
-    with pytest.raises(StageError, match=r"^Stage 1 died"):
+    with pytest.raises(StageError, match=r"^Stage 2 died"):
         list(running)
     assert time.monotonic() - killed_s[0] < SOON_S
-    assert [alive(pid) for pid in pids(fleet)] == [True, False, True]
+    assert [alive(pid) for pid in pids(fleet)] == [True, True, False]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -253,10 +254,9 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         samples = min((len(t) for t in (*args, *kwargs.values()) if t.dim()), default=1)
         if samples < 2:
             raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
-        modes = [
-            analyse(trace(model, args, kwargs, inputs, returns_loss=loss_fn is None, training=training))
-            for training in (True, False)
-        ]
+        run = partial(trace, model, args, kwargs, inputs, returns_loss=loss_fn is None)
+        training = run(training=True)
+        modes = [analyse(training), analyse(run(training=False, one_length=training.one_length))]
         graph = model_graph(modes[0], samples, frozen)
         other = model_graph(modes[1], samples)
         cut_bytes = tuple(node.cut_bytes for node in other.nodes)

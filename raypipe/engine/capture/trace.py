@@ -59,6 +59,12 @@ class Traced:
     out_spec: pytree.TreeSpec
     pinned: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
+    @property
+    def one_length(self) -> bool:
+        """Whether a column of token ids must be as long as the example's."""
+        shapes = [value.shape for value in (node.meta["val"] for node in self.columns) if is_tokens(value)]
+        return any(isinstance(shape[1], int) for shape in shapes)
+
 
 def trace(
     model: torch.nn.Module,
@@ -68,6 +74,7 @@ def trace(
     *,
     returns_loss: bool,
     training: bool,
+    one_length: bool = False,
 ) -> Traced:
     """Export the model in one mode with a dynamic batch dimension (dimension 0 of every input).
 
@@ -79,6 +86,7 @@ def trace(
         columns: names of the data columns behind args, then kwargs.
         returns_loss: the model computes its own loss; only that output is kept.
         training: which mode.
+        one_length: the other mode was traced for one length, so that this one need not try.
 
     Raises:
         CaptureError: torch.export cannot trace the model; quotes the place in the user's code.
@@ -89,7 +97,7 @@ def trace(
     model.train(training)
     try:
         with nothing_lost(), loss_only(model) if returns_loss else nullcontext():
-            if any(is_tokens(value) for value in values):
+            if not one_length and any(is_tokens(value) for value in values):
                 with suppress(Exception):  # whatever it was, the second attempt says it better
                     program = _export(model, args, kwargs, free_length=True)
             if program is None or asks_for_length(program):

@@ -1,4 +1,4 @@
-"""Two raylets with a token in two namespaces: a link becomes slow while a run trains, and the schedule hides it."""
+"""Two raylets with a token in two namespaces: what a wire is like is measured, and a slow one is hidden."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import nn
 
 from raypipe.config import PipelineConfig
 from raypipe.trainer import PipelineTrainer
-from tests.lab.network import ROOT, network
-from tests.runtime.raylets import TOKEN, private_cluster
+from tests.lab.network import ROOT, Network, network
+from tests.runtime.raylets import TOKEN, Home, private_cluster
 
 pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -70,7 +71,7 @@ def trainer(storage: str, name: str) -> PipelineTrainer:
 
 DRIVER = """
 import json, sys, ray
-from tests.lab.test_retuning import STEPS, SLOW_FROM, trainer
+from tests.lab.test_two_raylets import STEPS, SLOW_FROM, trainer
 head, port, storage = sys.argv[1:]
 ray.init(address=f"{head}:{port}", _node_ip_address=head, log_to_driver=False)
 handle = trainer(storage, "ray").start(num_steps=STEPS)
@@ -85,21 +86,46 @@ print("done", [stage["process"] for stage in handle.status().stages], flush=True
 """
 
 
-def test_a_link_that_becomes_slow_is_hidden_by_more_slack(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Network, Home]]:
+    """A raylet on each of two hosts, the head on the first."""
     with network() as lab, private_cluster(lab.addresses[0]) as home:
         for host, address in enumerate(lab.addresses):
             home.start(*lab.prefix(host), at=address, PYTHONPATH=str(ROOT), **TOKEN)
-        driver = lab.python(
-            0, "-c", DRIVER, home.head, str(home.port), str(tmp_path),
-            env={**os.environ, **TOKEN}, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert driver.stdout is not None
-        told = driver.stdout.readline()
-        assert told.startswith("slow"), told
-        lab.rate(0, 1, SLOW_MBIT)
-        before = [lab.carried_bytes(0, 1), lab.carried_bytes(1, 0)]
-        said, _ = driver.communicate(timeout=180)
-        carried = [lab.carried_bytes(0, 1) - before[0], lab.carried_bytes(1, 0) - before[1]]
+        yield lab, home
+
+
+def test_probe_measures_a_wire_both_ways(hosts: tuple[Network, Home]) -> None:
+    lab, home = hosts
+    lab.rate(0, 1, 100, back=False)
+    lab.rate(1, 0, 400, back=False)
+    asked = lab.python(
+        0, "-m", "raypipe.cli", "probe", "--address", home.address, "--json",
+        env={**os.environ, **TOKEN}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    said, _ = asked.communicate(timeout=120)
+    assert asked.returncode == 0
+    found = {(link["source"], link["target"]): link for link in json.loads(said.splitlines()[-1])}
+    assert found.keys() == {lab.addresses, lab.addresses[::-1]}
+    for pair, mbit in ((lab.addresses, 100), (lab.addresses[::-1], 400)):
+        assert 0.75 * mbit < found[pair]["bandwidth_bytes_s"] * 8e-6 < 1.02 * mbit
+        assert 0 < found[pair]["latency_s"] < 0.05
+
+
+def test_a_link_that_becomes_slow_is_hidden_by_more_slack(hosts: tuple[Network, Home], tmp_path: Path) -> None:
+    lab, home = hosts
+    lab.rate(0, 1, None)
+    driver = lab.python(
+        0, "-c", DRIVER, home.head, str(home.port), str(tmp_path),
+        env={**os.environ, **TOKEN}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert driver.stdout is not None
+    told = driver.stdout.readline()
+    assert told.startswith("slow"), told
+    lab.rate(0, 1, SLOW_MBIT)
+    before = [lab.carried_bytes(0, 1), lab.carried_bytes(1, 0)]
+    said, _ = driver.communicate(timeout=180)
+    carried = [lab.carried_bytes(0, 1) - before[0], lab.carried_bytes(1, 0) - before[1]]
     assert driver.returncode == 0
     assert min(carried) > MESSAGE_BYTES * MICROBATCHES * (STEPS - SLOW_FROM - 4), "a stage on each host"
     assert said.split()[0] == "done"
@@ -114,7 +140,10 @@ def test_a_link_that_becomes_slow_is_hidden_by_more_slack(tmp_path: Path) -> Non
     # Both ways of a message; the wire's bucket lets the first 80 kB of each through at once, where it had time to fill.
     occupancy_s = MESSAGE_BYTES * 8e-6 / SLOW_MBIT
     assert 0.5 * 2 * occupancy_s < sum(switch["link_s"]) < 1.4 * 2 * occupancy_s
-    assert rows[-1]["schedule"] == switch["choice"] != rows[0]["schedule"]
+    # On a busy machine a later look may turn it further, or find that it did not pay.
+    last = [event["choice"] for event in events if event["decision"] in ("switch", "undo")][-1]
+    assert rows[-1]["schedule"] == last
+    assert rows[0]["schedule"] != switch["choice"] in {row["schedule"] for row in rows}
     still = trainer(str(tmp_path), "local").fit(num_steps=STEPS, local=True, progress=False)
     assert [row["loss"] for row in rows] == list(still.metrics_dataframe["loss"]), "and no bit differs"
     assert [row["grad_norm"] for row in rows] == list(still.metrics_dataframe["grad_norm"])

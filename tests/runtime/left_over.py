@@ -1,0 +1,38 @@
+"""What runs hold of a cluster, by its own account, and a bounded wait until that is given back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import ray
+
+__all__ = ["Held", "ours", "wait_until"]
+
+
+class Held(NamedTuple):
+    """Names of drivers, ids of placement groups, and CPUs in use."""
+
+    drivers: frozenset[str]
+    groups: frozenset[str]
+    cpus: float
+
+
+def ours() -> Held:
+    """What all runs together hold now."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    groups = ray.util.placement_group_table().items()
+    return Held(
+        frozenset(actor["name"] for actor in actors if actor["name"].startswith("raypipe/")),
+        frozenset(group for group, row in groups if row["state"] != "REMOVED"),
+        ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0.0),
+    )
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Return when ``condition`` holds; AssertionError when it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not reached"
+        time.sleep(0.05)

@@ -1,0 +1,42 @@
+"""A trainer's run on workers that are there already: what a driver actor does, in a thread of the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from raypipe.handle import RunHandle
+from raypipe.runtime.fleet import Fleet
+from raypipe.runtime.packing import pack
+from raypipe.runtime.threads import ThreadLine
+from raypipe.trainer import PipelineTrainer
+
+__all__ = ["start_on"]
+
+
+class _Lent:
+    """A fleet that goes on when the run ends."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fleet, name)
+
+    def stop(self) -> None:
+        pass
+
+
+def start_on(fleet: Fleet, trainer: PipelineTrainer, num_steps: int) -> RunHandle:
+    """Like ``trainer.start(num_steps)``, without a process that starts."""
+    job = trainer._prepared()
+    spec = trainer._spec(job, num_steps, local=False)
+    setups = trainer._setups(job, spec.place)
+    states = [ray.put(pack(job.tensors, (*p.parameters, *p.buffers))) for p in job.programs]
+
+    def lent() -> Any:
+        fleet.configure(setups, states)
+        return _Lent(fleet)
+
+    return RunHandle(spec.name, ThreadLine(spec, lent))
