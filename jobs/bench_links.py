@@ -6,9 +6,10 @@
     plan     torch's own runtime with the schedule that "auto" ended with
 
 Real compute: a GPT of eight blocks, 256 KiB per boundary message, M = 8, AdamW, one thread per process. At each rate
-ours run before and after torch's; the steps before the last ``counted`` ones warm up, and let the controller settle.
-The limit is the quickest lossless schedule on paper, with the stages' seconds as they were in our run and the link's
-goodput as a flow of its own measures it: ``fraction_of_limit`` is that over our step.
+ours and torch's take turns; the steps before the last ``counted`` ones warm up, and let the controller settle.
+The limit is the quickest lossless schedule on paper, with the stages' seconds as they were in our runs and the link's
+goodput as a flow of its own measures it: ``fraction_of_limit`` is that over our step. A stage's seconds per forward and
+backward are those of the traced step, times what all counted steps were busy over what the traced one was.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Settings(NamedTuple):
     rates_mbit: tuple[int, ...] = (1000, 100, 50, 25)
     steps: int = 32
     counted: int = 14
-    torch_steps: int = 8
+    torch_steps: int = 5
     rounds: int = 2
     ours: tuple[str, ...] = ("auto", "codec")
     once: tuple[str, ...] = ("1f1b", "object_store")
@@ -121,6 +122,12 @@ def limit_s(forward_s: tuple[float, float], backward_s: tuple[float, float], occ
     return min(makespan_s(lower(candidate), costs) for candidate in candidates)
 
 
+def seconds_of(run: dict[str, Any], name: str, settings: Settings) -> list[float]:
+    """Of a run's passes of one kind ("0F"), as they were in its counted steps."""
+    usual = median(run["busy_s"][-settings.counted :]) / run["busy_s"][run["traced"]]
+    return [seconds * usual for seconds in run["stage_s"][name]]
+
+
 def measure(lab: Rig, rate: int, settings: Settings) -> dict[str, Any]:
     """All candidates at one rate: ours, torch's, ours again."""
     lab.rate(rate)
@@ -134,8 +141,6 @@ def measure(lab: Rig, rate: int, settings: Settings) -> dict[str, Any]:
             found["ours"].setdefault(name, []).append(run)
             step_s = median(run["seconds"][-settings.counted :])
             print(f"{rate} Mbit/s {name}: {step_s * 1e3:.0f} ms, {run['schedules'][-1]}; {machine_line()}", flush=True)
-        if turn:
-            continue
         plan = to_csv(schedule_named(found["ours"]["auto"][-1]["schedules"][-1]))
         for name, row in run_torch(lab, settings, {"plan": plan}).items():
             found["torch"].setdefault(name, []).append(row)
@@ -151,9 +156,12 @@ def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[di
     torch_s = {name: [s for row in rows for s in row["seconds"]] for name, rows in found["torch"].items()}
     middle = {name: median(seconds) for name, seconds in torch_s.items()}
     best = min((name for name in middle if name != "plan"), key=middle.__getitem__)
-    took = [run["stage_s"] for run in found["ours"]["auto"]]
     forward, backward = (
-        tuple(median(s for run in took for s in run[f"{stage}{op}"]) for stage in range(2)) for op in "FB"
+        tuple(
+            median(s for run in found["ours"]["auto"] for s in seconds_of(run, f"{stage}{op}", settings))
+            for stage in range(2)
+        )
+        for op in "FB"
     )
     bound_s = limit_s(forward, backward, MESSAGE_BYTES * 8e-6 / found["goodput_mbit"])  # type: ignore[arg-type]
     figures: dict[str, float] = {}

@@ -53,15 +53,19 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         spans = pq.read_table(run / "timeline" / "spans.parquet").to_pylist()
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     took: dict[str, list[float]] = {}
+    traced = 0
     for span in spans:
         name = span["action"].rstrip("0123456789")
         if span["source"] == "measured" and name[1:] in ("F", "B"):
+            traced = int(span["action"][len(name) :]) // links_gpt.MICROBATCHES
             took.setdefault(name, []).append(span["end_s"] - span["start_s"])
     return {
         "seconds": [row["seconds"] for row in rows],
         "schedules": [row["schedule"] for row in rows],
         "losses": [row["loss"] for row in rows],
+        "busy_s": [row["seconds"] * (1 - row["bubble_fraction"]) for row in rows],
         "stage_s": took,
+        "traced": traced,
         "peak_bytes": list(peaks.values()),
         "events": [event for event in events if event["decision"] not in ("keep", "start", "finish")],
     }

@@ -22,8 +22,8 @@ __all__ = ["TIERS", "Outcome", "Tier", "files_of", "has_gpu", "judge", "main", "
 
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("-n", "auto")
-"""One worker of pytest-xdist per core, for tests that compute and bound no time. The engine's go file by file, because
-the tests of a file share what they captured."""
+"""One worker of pytest-xdist per core, for tests that compute and bound no time. The engine's go group by group, as its
+conftest.py says, because tests share what they captured."""
 LINT = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
 
 
@@ -57,7 +57,7 @@ TIERS = (
         "engine",
         180,
         ("engine/**/test_*.py",),
-        ("--forbid=ray", *PARALLEL, "--dist=loadfile", "--no-loadscope-reorder"),
+        ("--forbid=ray", *PARALLEL, "--dist=loadgroup", "--no-loadscope-reorder"),
         long=(
             "engine/test_exactness.py",
             "engine/test_resume.py",
@@ -70,13 +70,13 @@ TIERS = (
         300,
         ("runtime/**/test_*.py", "jobs/**/test_*.py", "lab/**/test_*.py"),
         patient=(
-            "jobs/test_*.py",
-            "lab/test_two_raylets.py",
-            "runtime/test_cli_runs.py",
-            "runtime/test_doctor.py",
-            "runtime/test_jobs.py",
-            "runtime/test_publish.py",
-            "runtime/test_trainer.py",
+            ("runtime/test_jobs.py", "lab/test_two_raylets.py", "jobs/test_*.py"),
+            (
+                "runtime/test_doctor.py",
+                "runtime/test_cli_runs.py",
+                "runtime/test_publish.py",
+                "runtime/test_trainer.py",
+            ),
         ),
     ),
     Tier("gpu", 300, ("gpu/**/test_*.py",), optional=True),

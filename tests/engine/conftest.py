@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+
+_TRACING = {"test_capture", "test_capture_graph", "test_exactness", "test_profile_graph"}
+"""They use the same captures, each of which takes a process seconds, once."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests share a worker of pytest-xdist: those of a file, and all that use the same captures."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            group = "tracing" if item.path.stem in _TRACING else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from raypipe.build import make_trainer
 from raypipe.cli import app
 from raypipe.errors import ConfigError
 from raypipe.runfile import read_runfile
+from tests import processes
 from tests.exactness import same_bits
 from tests.hugging_face import _gpt2
 from tests.runtime.raylets import Home, private_cluster
@@ -100,8 +101,11 @@ def cli(*arguments: object) -> str:
 
 
 def test_the_sample_trains(tmp_path: Path) -> None:
+    """Where no Ray runs: it starts one, which is gone afterwards."""
+    known = set(processes.descendants(os.getpid()))
     overrides = [word for override in SMALL for word in ("--set", override)]
-    out = program(tmp_path, "train", SAMPLE, "--local", *overrides, PYTHONPATH=str(ROOT / "jobs"))
+    out = program(tmp_path, "train", SAMPLE, *overrides, PYTHONPATH=str(ROOT / "jobs"))
+    assert processes.survivors(os.getpid(), known, 10.0) == {}
     assert out.startswith("plan: 2 stages")
     assert "eval_loss" in out
     run = tmp_path / "runs/text_lm"

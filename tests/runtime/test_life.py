@@ -154,7 +154,7 @@ SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "0"))
 
 
 @pytest.mark.timeout(300 + 90 * SIGNALS)
-@pytest.mark.parametrize(("where", "few"), [("local", 3), ("ray", 1)])
+@pytest.mark.parametrize(("where", "few"), [("local", 2), ("ray", 1)])
 def test_signals_at_any_moment(tmp_path: Path, leftovers: None, where: str, few: int) -> None:
     """Interrupted again and again, a run loses no checkpoint and does every step once, like one without a break."""
     steps, chance = 20_000, random.Random(where)

@@ -1,24 +1,22 @@
-"""PipelineTrainer.fit where no Ray runs: it starts one, the bits are those of threads, and nothing stays."""
+"""A trainer's run on Ray actors: the files that it leaves, and the same bits as in threads."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import ray
 import torch
 
 from raypipe import PipelineTrainer, load_state_dict
 from raypipe.planner.control import Verdict
-from tests import processes
+from raypipe.runtime.fleet import Fleet
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.models import CASES
+from tests.runtime.on_fleet import start_on
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -49,19 +47,9 @@ def trainer(name: str, folder: Path, run: str, **more: Any) -> PipelineTrainer:
     return PipelineTrainer(arguments.pop("model"), **arguments)
 
 
-@pytest.fixture
-def no_ray_before() -> Iterator[None]:
-    """fit() starts a Ray of its own and ends it, with every process."""
-    assert not ray.is_initialized()
-    known = set(processes.descendants(os.getpid()))
-    yield
-    assert not ray.is_initialized()
-    assert processes.survivors(os.getpid(), known, 10.0) == {}
-
-
-def test_a_run_on_ray_is_the_run_in_threads(tmp_path: Path, no_ray_before: None) -> None:
+def test_a_run_on_ray_is_the_run_in_threads(fleet: Fleet, tmp_path: Path) -> None:
     threads = trainer("cnn", tmp_path, "threads").fit(num_steps=STEPS, local=True, progress=False)
-    actors = trainer("cnn", tmp_path, "actors").fit(num_steps=STEPS, progress=False)
+    actors = start_on(fleet, trainer("cnn", tmp_path, "actors"), STEPS).wait()
     assert [(r.loss, r.grad_norm) for r in actors.records] == [(r.loss, r.grad_norm) for r in threads.records]
     assert actors.metrics["eval_loss"] == threads.metrics["eval_loss"]
     ours, theirs = load_state_dict(tmp_path / "actors"), load_state_dict(tmp_path / "threads")
