@@ -1,0 +1,155 @@
+"""What a retune costs: steps that run other rows than the step before, against the steps around them that do not.
+
+Stages that sleep 10 and 20 ms on Ray actors, over links that are free. A script in the controller's place asks for more
+slack every few steps; on a free link no amount of it beyond 2 makes a step longer or shorter, so what is left is the
+exchange. Every setting is new to the run: its rows are made, checked, sent and stored too. ``retune_ms_s*`` is the
+median of turned steps less the median of the others, of the same run; ``others_spread_ms_s*``, from their lower to
+their upper quartile, says what a difference means. ``same_processes`` is 1 when no stage changed its process.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import bench_common
+import pyarrow.parquet as pq
+import ray
+import torch
+from bench_common import machine, machine_line, median
+from emulated import CPU_SHARE, Block, loss_of
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raypipe
+from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
+from raypipe.runtime.client import connected
+from raypipe.runtime.fleet import Fleet
+from raypipe.runtime.journal import Journal
+from raypipe.runtime.loop import run_loop
+from raypipe.runtime.packing import pack
+from raypipe.runtime.requests import Requests
+from raypipe.runtime.retuner import Retuner
+
+TIMES_S = (0.010, 0.020)
+EVERY = 5
+"""Steps from one turn to the next."""
+
+
+class Settings(NamedTuple):
+    """How much is measured; a shape is (stages, micro-batches)."""
+
+    shapes: tuple[tuple[int, int], ...] = ((2, 16), (4, 16))
+    turns: int = 12
+    rounds: int = 3
+
+
+QUICK = Settings(((2, 8),), 4, 1)
+
+
+class Script:
+    """Asks for one more slack every few steps."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.wanted = setup.choice
+        self._hops = len(setup.rooms) - 1
+        self._slack = 2
+
+    def handle(self, event: StepDone) -> list[Decision]:
+        if event.step % EVERY:
+            return []
+        self._slack = self._slack + 1 if self._slack < self.wanted.num_microbatches else 3
+        self.wanted = Choice("slack", self.wanted.num_microbatches, slack=(self._slack,) * self._hops)
+        return [Decision(event.step, Verdict.SWITCH, "The benchmark turns.", {}, self.wanted)]
+
+    def to_json(self) -> str:
+        return "{}"
+
+
+class Ran(NamedTuple):
+    """Seconds of the steps of one run."""
+
+    turned_s: list[float]
+    others_s: list[float]
+    same_processes: bool
+
+
+def run(shape: tuple[int, int], turns: int) -> Ran:
+    """One run; its first steps are left out, and its traced one."""
+    num_stages, count = shape
+    steps = EVERY * (turns + 1)
+    blocks = [Block([TIMES_S], count, last=index == num_stages - 1) for index in range(num_stages)]
+    needs = {"CPU": CPU_SHARE}
+    with tempfile.TemporaryDirectory(prefix="bench-retune-") as folder, connected(num_stages, needs):
+        trainer = raypipe.PipelineTrainer(
+            nn.Sequential(*blocks),
+            loss_fn=loss_of,
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
+            train_data=TensorDataset(torch.ones(count * steps, 1), torch.ones(count * steps, 1)),
+            pipeline=raypipe.PipelineConfig(
+                num_stages=num_stages,
+                minibatch_size=count,
+                num_microbatches=count,
+                partitioner=tuple(str(index) for index in range(1, num_stages)),
+                schedule="slack",
+                slack=2,
+            ),
+            scaling_config=SimpleNamespace(num_workers=num_stages, resources_per_worker=needs),
+            run_config=SimpleNamespace(name="run", storage_path=folder),
+        )
+        job = trainer._prepared()
+        spec = trainer._spec(job, steps, local=False)
+        fleet = Fleet(num_stages, needs)
+        try:
+            processes = [member["process"] for member in fleet.members]
+            states = [ray.put(pack(job.tensors, (*p.parameters, *p.buffers))) for p in job.programs]
+            fleet.configure(trainer._setups(job, spec.place), states)
+            made = lambda setup, state: Retuner(setup, state, Script(setup))  # noqa: E731
+            run_loop(fleet, spec, Journal(spec.name, str(spec.place)), Requests(), made)
+            same = all(Path(f"/proc/{process}").exists() for process in processes)
+        finally:
+            fleet.stop()
+        rows = pq.read_table(Path(folder) / "run" / "metrics.parquet").to_pylist()
+    turned_s: list[float] = []
+    others_s: list[float] = []
+    for before_row, row in zip(rows[EVERY:], rows[EVERY + 1 :], strict=False):
+        (others_s if row["schedule"] == before_row["schedule"] else turned_s).append(row["seconds"])
+    if len(turned_s) < turns // 2:
+        raise RuntimeError(f"only {len(turned_s)} of {turns} turns were carried out: {json.dumps(rows[-1])}")
+    return Ran(turned_s, others_s, same)
+
+
+def main() -> int:
+    """All shapes, in turn."""
+    asked = bench_common.arguments(__doc__)
+    settings = QUICK if asked.quick else Settings()
+    raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
+    found: dict[tuple[int, int], list[Ran]] = {shape: [] for shape in settings.shapes}
+    for _ in range(settings.rounds):
+        for shape, runs in found.items():
+            runs.append(run(shape, settings.turns))
+            print(f"{shape}: {median(runs[-1].turned_s) * 1e3:.1f} ms turned; {machine_line()}", flush=True)
+    figures: dict[str, float] = {}
+    rows: list[list[Any]] = []
+    for (num_stages, count), runs in found.items():
+        turned_s, others_s = ([s for one in runs for s in getattr(one, name)] for name in ("turned_s", "others_s"))
+        low_s, _, high_s = statistics.quantiles(others_s, n=4)
+        cost_ms = (median(turned_s) - median(others_s)) * 1e3
+        figures[f"retune_ms_s{num_stages}"] = cost_ms
+        figures[f"others_spread_ms_s{num_stages}"] = (high_s - low_s) * 1e3
+        rows.append([num_stages, count, len(turned_s), median(others_s) * 1e3, cost_ms, (high_s - low_s) * 1e3])
+        raw[f"{num_stages}"] = [one._asdict() for one in runs]
+    figures["same_processes"] = float(all(one.same_processes for runs in found.values() for one in runs))
+    columns = ("stages", "micro-batches", "turns", "other steps, ms", "a turn adds, ms", "quartiles apart, ms")
+    print("\n" + bench_common.table(f"turned steps; {machine_line()}", columns, rows))
+    bench_common.finish("bench_retune", figures, raw, asked.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
