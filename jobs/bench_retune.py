@@ -3,12 +3,13 @@
 Stages that sleep 10 and 20 ms on Ray actors, over links that are free. A script in the controller's place asks for more
 slack every few steps; on a free link no amount of it beyond 2 makes a step longer or shorter, so what is left is the
 exchange. Every setting is new to the run: its rows are made, checked, sent and stored too. ``retune_ms_s*`` is the
-median of turned steps less the median of the others, of the same run; ``others_spread_ms_s*``, from their lower to
-their upper quartile, says what a difference means. ``same_processes`` is 1 when no stage changed its process.
+median, over all turned steps, of what each took more than the median of the steps just before and after it;
+``others_ms_s*`` is the same for steps that were not turned. ``same_processes`` is 1 when no stage changed its process.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -72,8 +73,9 @@ class Script:
 
 
 class Ran(NamedTuple):
-    """Seconds of the steps of one run."""
+    """Of one run: seconds of a step, and what turned steps and the others took more than their neighbours."""
 
+    step_s: float
     turned_s: list[float]
     others_s: list[float]
     same_processes: bool
@@ -96,8 +98,6 @@ def run(shape: tuple[int, int], turns: int) -> Ran:
                 minibatch_size=count,
                 num_microbatches=count,
                 partitioner=tuple(str(index) for index in range(1, num_stages)),
-                schedule="slack",
-                slack=2,
             ),
             scaling_config=SimpleNamespace(num_workers=num_stages, resources_per_worker=needs),
             run_config=SimpleNamespace(name="run", storage_path=folder),
@@ -115,13 +115,16 @@ def run(shape: tuple[int, int], turns: int) -> Ran:
         finally:
             fleet.stop()
         rows = pq.read_table(Path(folder) / "run" / "metrics.parquet").to_pylist()
-    turned_s: list[float] = []
-    others_s: list[float] = []
-    for before_row, row in zip(rows[EVERY:], rows[EVERY + 1 :], strict=False):
-        (others_s if row["schedule"] == before_row["schedule"] else turned_s).append(row["seconds"])
+    turned = [row["schedule"] != before["schedule"] for before, row in itertools.pairwise(rows)]
+    seconds = [row["seconds"] for row in rows[1:]]
+    excess_s: dict[bool, list[float]] = {True: [], False: []}
+    for place in range(EVERY, len(seconds) - 2):
+        beside = [at for at in range(place - 2, place + 3) if at != place and not turned[at]]
+        excess_s[turned[place]].append(seconds[place] - median(seconds[at] for at in beside))
+    turned_s, others_s = excess_s[True], excess_s[False]
     if len(turned_s) < turns // 2:
         raise RuntimeError(f"only {len(turned_s)} of {turns} turns were carried out: {json.dumps(rows[-1])}")
-    return Ran(turned_s, others_s, same)
+    return Ran(median(seconds[EVERY:]), turned_s, others_s, same)
 
 
 def main() -> int:
@@ -133,19 +136,21 @@ def main() -> int:
     for _ in range(settings.rounds):
         for shape, runs in found.items():
             runs.append(run(shape, settings.turns))
-            print(f"{shape}: {median(runs[-1].turned_s) * 1e3:.1f} ms turned; {machine_line()}", flush=True)
+            print(f"{shape}: a turn adds {median(runs[-1].turned_s) * 1e3:.1f} ms; {machine_line()}", flush=True)
     figures: dict[str, float] = {}
     rows: list[list[Any]] = []
     for (num_stages, count), runs in found.items():
-        turned_s, others_s = ([s for one in runs for s in getattr(one, name)] for name in ("turned_s", "others_s"))
-        low_s, _, high_s = statistics.quantiles(others_s, n=4)
-        cost_ms = (median(turned_s) - median(others_s)) * 1e3
-        figures[f"retune_ms_s{num_stages}"] = cost_ms
-        figures[f"others_spread_ms_s{num_stages}"] = (high_s - low_s) * 1e3
-        rows.append([num_stages, count, len(turned_s), median(others_s) * 1e3, cost_ms, (high_s - low_s) * 1e3])
+        turned_ms, others_ms = (
+            [s * 1e3 for one in runs for s in getattr(one, name)] for name in ("turned_s", "others_s")
+        )
+        figures[f"retune_ms_s{num_stages}"] = median(turned_ms)
+        figures[f"others_ms_s{num_stages}"] = median(others_ms)
+        low, _, high = statistics.quantiles(turned_ms, n=4)
+        step_ms = median(one.step_s for one in runs) * 1e3
+        rows.append([num_stages, count, len(turned_ms), step_ms, median(turned_ms), median(others_ms), low, high])
         raw[f"{num_stages}"] = [one._asdict() for one in runs]
     figures["same_processes"] = float(all(one.same_processes for runs in found.values() for one in runs))
-    columns = ("stages", "micro-batches", "turns", "other steps, ms", "a turn adds, ms", "quartiles apart, ms")
+    columns = ("stages", "micro-batches", "turns", "step, ms", "a turn adds, ms", "no turn", "lower quartile", "upper")
     print("\n" + bench_common.table(f"turned steps; {machine_line()}", columns, rows))
     bench_common.finish("bench_retune", figures, raw, asked.json)
     return 0

@@ -35,7 +35,7 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fleet(local_ray: None) -> Iterator[Fleet]:
-    """Four workers that are made one pipeline after the other. Whoever kills one of them starts his own."""
+    """Four workers that are made one pipeline after the other. Only test_transports.py, the last file, kills some."""
     made = Fleet(4, {"CPU": 0, "spare": 1})
     yield made
     made.stop()

@@ -1,14 +1,12 @@
 """Stage actors: the same bits as eager PyTorch, and quick, telling ends when something goes wrong.
 
-One fleet of four processes becomes one pipeline after another; only what must die has a fleet of its own.
+One fleet of four processes becomes one pipeline after another; what must die is in test_transports.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -245,34 +243,6 @@ def test_a_missed_deadline_names_the_edge(fleet: Fleet) -> None:
     assert message.startswith("Stage 0 in 0RECV_B5: ")
     assert "stage 0 <-> stage 1: 1SEND_B5 (micro-batch 5) did not come within 0.4 s" in message
     assert all(map(alive, pids(fleet)))
-
-
-def test_killed_stages_are_named_and_the_others_go_on(local_ray: None) -> None:
-    """First and middle stage, and every time the survivors make the next pipeline; the last: test_transports.py."""
-    own = Fleet(4, {"CPU": 0, "spare": 1})
-    try:
-        for victim in range(2):
-            stages, tensors = faulty(3, 1, Nap(9, 1.0))
-            configure(own, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
-            running = steps(own, stages, SHAPES["even"], "1f1b", count=100_000)
-            next(running)
-            killed_s: list[float] = []
-            of_stages = pids(own)[:3]
-
-            def kill(pid: int = of_stages[victim], killed_s: list[float] = killed_s) -> None:
-                killed_s.append(time.monotonic())
-                os.kill(pid, signal.SIGKILL)
-
-            threading.Timer(0.3, kill).start()
-            with pytest.raises(StageError, match=rf"^Stage {victim} died"):
-                list(running)
-            assert time.monotonic() - killed_s[0] < SOON_S
-            assert [alive(pid) for pid in of_stages] == [stage != victim for stage in range(3)]
-            own.workers.append(own.workers.pop(victim))
-            own.members.append(own.members.pop(victim))
-    finally:
-        own.stop()
-    assert all(gone_within(pid, SOON_S) for pid in pids(own))
 
 
 def test_the_driver_says_and_hears_little(fleet: Fleet) -> None:

@@ -1,4 +1,4 @@
-"""Stages joined by each transport but "tcp", which test_fleet.py has: the same bits, and the same ends."""
+"""Stages joined by each transport but "tcp", which test_fleet.py has: the same bits and ends. And killed stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raypipe.runtime.fleet import Fleet
 from tests.exactness import SHAPES, captured, programs, same_bits, train
 from tests.mishaps import Fuse, Nap
 from tests.models import CASES, case
-from tests.runtime.test_fleet import SOON_S, alive, configure, faulty, pids, saved_state, sgd, steps
+from tests.runtime.test_fleet import SOON_S, alive, configure, faulty, gone_within, pids, saved_state, sgd, steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -28,7 +28,7 @@ TRANSPORTS = ("object_store", "collective")
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
-def fleet(request: pytest.FixtureRequest, local_ray: None) -> Iterator[Fleet]:
+def joined(request: pytest.FixtureRequest, local_ray: None) -> Iterator[Fleet]:
     """The last test of each transport kills a stage."""
     made = Fleet(3, {"CPU": 0, "spare": 1}, request.param)
     yield made
@@ -36,13 +36,13 @@ def fleet(request: pytest.FixtureRequest, local_ray: None) -> Iterator[Fleet]:
 
 
 @pytest.mark.parametrize(("name", "stages", "schedule"), [("mlp", 2, "1f1b"), ("unet", 3, "slack")])
-def test_the_same_bits(fleet: Fleet, tmp_path: Path, name: str, stages: int, schedule: str) -> None:
+def test_the_same_bits(joined: Fleet, tmp_path: Path, name: str, stages: int, schedule: str) -> None:
     made, cut, shape = captured(name)[1], programs(name, stages), SHAPES["even"]
     tensors = {**made.parameters, **made.buffers}
     data = case(name).data(shape.samples)
-    configure(fleet, cut, tensors, adamw, data, Settings(0, "mean", 0.5, 20.0), place=Place.of(tmp_path))
-    losses = [of_stages[-1].loss for of_stages in steps(fleet, cut, shape, schedule)]
-    state = saved_state(fleet, tmp_path)
+    configure(joined, cut, tensors, adamw, data, Settings(0, "mean", 0.5, 20.0), place=Place.of(tmp_path))
+    losses = [of_stages[-1].loss for of_stages in steps(joined, cut, shape, schedule)]
+    state = saved_state(joined, tmp_path)
     local = train(name, stages, shape, schedule, "adamw", max_grad_norm=0.5)
     assert losses == local.losses
     for trained in (local.parameters, local.buffers):
@@ -53,32 +53,57 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
 
-def test_a_stage_that_raises(fleet: Fleet) -> None:
+def test_a_stage_that_raises(joined: Fleet) -> None:
     stages, tensors = faulty(3, 1, Fuse("F", 9))
     data = CASES["mlp"].data(SHAPES["even"].samples)
-    configure(fleet, stages, tensors, sgd, data, Settings(0, "mean", None, 20.0))
+    configure(joined, stages, tensors, sgd, data, Settings(0, "mean", None, 20.0))
     finished = []
     begin_s = time.monotonic()
     with pytest.raises(StageError, match=r"^Stage 1 failed in 1F9: ValueError: the user's own mistake"):
-        finished.extend(steps(fleet, stages, SHAPES["even"], "1f1b"))
+        finished.extend(steps(joined, stages, SHAPES["even"], "1f1b"))
     assert time.monotonic() - begin_s < SOON_S
     assert len(finished) == 2
-    assert all(map(alive, pids(fleet)))
+    assert all(map(alive, pids(joined)))
 
 
-def test_a_killed_stage_is_named(fleet: Fleet) -> None:
-    stages, tensors = faulty(3, 1, Nap(9, 1.0))
-    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
-    running = steps(fleet, stages, SHAPES["even"], "1f1b", count=100_000)
-    next(running)
+def kill_soon(pid: int) -> list[float]:
+    """Kill a process in a moment; when that was, once it was."""
     killed_s: list[float] = []
 
     def kill() -> None:
         killed_s.append(time.monotonic())
-        os.kill(pids(fleet)[2], signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
 
     threading.Timer(0.3, kill).start()
+    return killed_s
+
+
+def test_a_killed_stage_is_named(joined: Fleet) -> None:
+    stages, tensors = faulty(3, 1, Nap(9, 1.0))
+    configure(joined, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
+    running = steps(joined, stages, SHAPES["even"], "1f1b", count=100_000)
+    next(running)
+    killed_s = kill_soon(pids(joined)[2])
     with pytest.raises(StageError, match=r"^Stage 2 died"):
         list(running)
     assert time.monotonic() - killed_s[0] < SOON_S
-    assert [alive(pid) for pid in pids(fleet)] == [True, True, False]
+    assert [alive(pid) for pid in pids(joined)] == [True, True, False]
+
+
+def test_killed_stages_are_named_and_the_others_go_on(fleet: Fleet) -> None:
+    """Over "tcp" the middle stage, then the first; survivors make the next pipeline. The last test of its session."""
+    for victim in (1, 0):
+        stages, tensors = faulty(3, 1, Nap(9, 1.0))
+        configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
+        running = steps(fleet, stages, SHAPES["even"], "1f1b", count=100_000)
+        next(running)
+        of_stages = pids(fleet)[:3]
+        killed_s = kill_soon(of_stages[victim])
+        with pytest.raises(StageError, match=rf"^Stage {victim} died"):
+            list(running)
+        assert time.monotonic() - killed_s[0] < SOON_S
+        assert [alive(pid) for pid in of_stages] == [stage != victim for stage in range(3)]
+        fleet.workers.append(fleet.workers.pop(victim))
+        fleet.members.append(fleet.members.pop(victim))
+    fleet.stop()
+    assert all(gone_within(pid, SOON_S) for pid in pids(fleet))
