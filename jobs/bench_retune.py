@@ -82,7 +82,7 @@ class Ran(NamedTuple):
 
 
 def run(shape: tuple[int, int], turns: int) -> Ran:
-    """One run; its first steps are left out, and its traced one."""
+    """One run; its first steps, which warm up, are left out."""
     num_stages, count = shape
     steps = EVERY * (turns + 1)
     blocks = [Block([TIMES_S], count, last=index == num_stages - 1) for index in range(num_stages)]

@@ -70,10 +70,10 @@ def probe_links(ports: tuple[int, int] | None = None, large_bytes: int = LARGE_B
         return _measured(actors, large_bytes)
     except RayError as error:
         cause = getattr(error, "cause", None)
-        reason = str(cause or error).strip().splitlines()[-1]
+        reason = str(cause or error).strip().splitlines()[-1].rstrip(".")
         raise LinkError(
-            f"The links cannot be measured: {reason} `raypipe doctor --address ...` says which nodes do not reach each "
-            "other; --ports keeps to ports that a firewall lets through."
+            f"The links cannot be measured: {reason}. `raypipe doctor --address ...` says which nodes do not reach "
+            "each other; --ports keeps to ports that a firewall lets through."
         ) from None
     finally:
         for actor in actors:

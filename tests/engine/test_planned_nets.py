@@ -1,7 +1,7 @@
 """Large nets, planned from a profile and trained in stages, have the bits of plain PyTorch; so has an encoder-decoder.
 
-VGG-16 and ResNet-50 with all their layers, thin; GPT-2 tied and not; T5, the encoder-decoder, whose encoder's output
-goes to every layer of the decoder and so over every cut after it. jobs/check_plans.py has more, DenseNet-121 too.
+VGG-16, ResNet-50 and DenseNet-121 with all their layers, thin; GPT-2 tied and not; T5, the encoder-decoder, whose
+encoder's output goes to every layer of the decoder and so over every cut after it.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Planned:
 VISION = {
     "vgg16": lambda: vgg16(width=4),
     "resnet50": lambda: resnet50(width=4),
+    "densenet121": lambda: densenet121(width=8),
 }
 CASES = {
     **{name: Planned(build, images(32, 16), functional.cross_entropy) for name, build in VISION.items()},
@@ -79,7 +80,7 @@ def made(case: Planned) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        *((name, 2) for name in ("vgg16", "gpt2-tied")),
+        *((name, 2) for name in ("vgg16", "densenet121", "gpt2-tied")),
         *((name, 3) for name in ("resnet50", "gpt2", "t5")),
     ],
 )

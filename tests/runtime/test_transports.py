@@ -91,18 +91,18 @@ def test_a_killed_stage_is_named(joined: Fleet) -> None:
 
 
 def test_killed_stages_are_named_and_the_others_go_on(fleet: Fleet) -> None:
-    """Over "tcp" the middle stage, then the first; survivors make the next pipeline. The last test of its session."""
-    for victim in (1, 0):
-        stages, tensors = faulty(3, 1, Nap(9, 1.0))
+    """Over "tcp" a middle, a first and a last stage; survivors make the next pipeline. The last test of its session."""
+    for num_stages, victim in ((3, 1), (3, 0), (2, 1)):
+        stages, tensors = faulty(num_stages, 1, Nap(9, 1.0))
         configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
         running = steps(fleet, stages, SHAPES["even"], "1f1b", count=100_000)
         next(running)
-        of_stages = pids(fleet)[:3]
+        of_stages = pids(fleet)[:num_stages]
         killed_s = kill_soon(of_stages[victim])
         with pytest.raises(StageError, match=rf"^Stage {victim} died"):
             list(running)
         assert time.monotonic() - killed_s[0] < SOON_S
-        assert [alive(pid) for pid in of_stages] == [stage != victim for stage in range(3)]
+        assert [alive(pid) for pid in of_stages] == [stage != victim for stage in range(num_stages)]
         fleet.workers.append(fleet.workers.pop(victim))
         fleet.members.append(fleet.members.pop(victim))
     fleet.stop()
