@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
@@ -22,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
-    "StageGaps", "arguments", "final_line", "finish", "gap_table", "handicap_seen", "ideal_seconds", "lone_sleeps_s",
-    "machine", "machine_line", "median", "quantile", "stage_gaps", "table",
+    "StageGaps", "arguments", "end_with_parent", "final_line", "finish", "gap_table", "handicap_seen",
+    "ideal_seconds", "lone_sleeps_s", "machine", "machine_line", "median", "quantile", "stage_gaps", "table",
 ]  # fmt: skip
 
 HANDICAP_TOLERANCE = 0.03
@@ -74,6 +77,20 @@ def machine_line() -> str:
     found = machine()
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return f"load {' '.join(f'{value:.2f}' for value in found['load'])} on {found['cpus']} CPUs; {versions}"
+
+
+def end_with_parent() -> None:
+    """For the initializer of a pool's processes: without it they wait for ever when their parent is killed."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    sentinel = parent.sentinel
+
+    def wait() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 # Numbers.

@@ -12,7 +12,10 @@ micro-batch a micro-batch:
     bf16, int8_bf16  exact weights, but activations in bf16 or int8 and gradients in bf16 between stages
 
 The learning rate of each task and optimizer is the one with which exact training of two other seeds has the least
-held-out loss, among a few; no other policy has a say. Two tasks, each trained long enough for exact training to arrive:
+held-out loss, among a few; no other policy has a say. That rate may lie at the edge of what exact training bears, where
+any delay is too much, and people would choose another; so a second table, figures ``own_rate_*``, gives every policy of
+old weights the rate that suits itself, chosen in the same way, against exact training with the first.
+Two tasks, each trained long enough for exact training to arrive:
 
     digits   scikit-learn's, accuracy on a third that nobody trained on; exact training must reach 95 %
     text     bytes of the standard library's source, held-out nats per byte; exact training must lose 60 % of its
@@ -22,6 +25,8 @@ held-out loss, among a few; no other policy has a say. Two tasks, each trained l
 and the order of the data; ``loss_gap_error_*`` is one standard error of that. A run whose loss
 stops being a number counts as chance. It runs in threads of this process
 (``fit(local=True)``), which is the same arithmetic as on actors.
+
+With --json FILE, every run that has ended is a line of FILE.runs.jsonl: the benchmark goes on where it was cut off.
 """
 
 from __future__ import annotations
@@ -34,16 +39,18 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import bench_common
 import torch
-from bench_common import machine_line
+from bench_common import end_with_parent, machine_line
 from convergence_tasks import TASKS, Task
+from kept_runs import KeptRuns
 
 import raypipe
 from raypipe.errors import StageError
@@ -69,6 +76,8 @@ POLICIES = {
     "int8_bf16": Policy({"schedule": "1f1b", "codec_forward": "int8", "codec_backward": "bf16"}),
 }
 """By the name in the figures; "flush" is what the others are held against."""
+STALE = ("2bw", "bounded", "pipedream", "pipedream_sync")
+"""Those that compute with old weights."""
 CHOOSING_SEEDS = (100, 101)
 
 OPTIMIZERS: dict[str, Callable[[float], Callable[[Any], torch.optim.Optimizer]]] = {
@@ -102,6 +111,8 @@ class Found(NamedTuple):
 
 Runs = dict[tuple[str, str, str], list[Found]]
 """By task, optimizer and policy: one for each seed."""
+Rates = dict[tuple[str, str, str], float]
+"""Learning rates by task, optimizer and policy."""
 
 
 def decayed(optimizer: torch.optim.Optimizer, num_updates: int) -> torch.optim.lr_scheduler.LambdaLR:
@@ -151,45 +162,72 @@ def _run(key: tuple[str, str, str], seed: int, rate: float, share: float) -> Fou
     return train(TASKS[task], POLICIES[policy], optimizer, seed, rate, share)
 
 
-def choose_rates(settings: Settings, pool: ProcessPoolExecutor) -> dict[tuple[str, str], float]:
-    """The learning rate of each task and optimizer, by exact training alone."""
-    pairs = list(itertools.product(settings.tasks, settings.optimizers))
-    asked = {
-        (task, optimizer, rate): [
-            pool.submit(_run, (task, optimizer, "flush"), seed, rate, settings.share) for seed in CHOOSING_SEEDS
-        ]
-        for task, optimizer in pairs
-        for rate in TASKS[task].learning_rates[optimizer]
-    }
-    losses = {
-        key: statistics.mean(future.result(RUN_LIMIT_S).loss for future in futures) for key, futures in asked.items()
-    }
-    found = {}
-    for task, optimizer in pairs:
-        rates = TASKS[task].learning_rates[optimizer]
-        found[task, optimizer] = min(rates, key=lambda rate: losses[task, optimizer, rate])
-        tried = ", ".join(f"{rate:g}: {losses[task, optimizer, rate]:.4f}" for rate in rates)
-        print(f"{task} {optimizer}: rate {found[task, optimizer]:g}; exact held-out loss {tried}", flush=True)
-    return found
+class Bench:
+    """Runs in processes of a pool, as many at a time as there are processors; none of them twice.
 
+    Args:
+        keep_in: file of runs that have ended, which are not run again.
+    """
 
-def train_all(settings: Settings) -> tuple[Runs, dict[tuple[str, str], float]]:
-    """Every run once, as many at a time as there are processors; and the learning rates."""
-    keys = list(itertools.product(settings.tasks, settings.optimizers, settings.policies))
-    runs: Runs = {key: [] for key in keys}
-    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        rates = choose_rates(settings, pool)
-        futures = [
-            (key, seed, pool.submit(_run, key, seed, rates[key[:2]], settings.share))
-            for seed in range(settings.seeds)
+    def __init__(self, settings: Settings, pool: ProcessPoolExecutor, keep_in: Path | None) -> None:
+        self._settings, self._pool = settings, pool
+        self._kept: KeptRuns[Found] = KeptRuns(keep_in, Found)
+        if len(self._kept):
+            print(f"{len(self._kept)} runs are in {keep_in}; delete it to begin anew", flush=True)
+
+    def keys(self, policies: Iterable[str]) -> list[tuple[str, str, str]]:
+        """Every task and optimizer with those of these policies that are asked for."""
+        asked = [policy for policy in self._settings.policies if policy in policies]
+        return list(itertools.product(self._settings.tasks, self._settings.optimizers, asked))
+
+    def choose_rates(self, policies: Iterable[str]) -> Rates:
+        """By the held-out loss of each policy itself, with seeds that count for nothing else."""
+        keys = self.keys(policies)
+        futures = {
+            (*key, rate): [self._submit(key, seed, rate) for seed in CHOOSING_SEEDS]
             for key in keys
-        ]
-        for key, seed, future in futures:
-            runs[key].append(future.result(RUN_LIMIT_S))
-            if key == keys[-1]:
-                spent_s = sum(found[-1].seconds for found in runs.values())
-                print(f"seed {seed}: {spent_s:.0f} process seconds; {machine_line()}", flush=True)
-    return runs, rates
+            for rate in TASKS[key[0]].learning_rates[key[1]]
+        }
+        losses = {key: statistics.mean(future.result(RUN_LIMIT_S).loss for future in futures[key]) for key in futures}
+        found = {}
+        for key in keys:
+            rates = TASKS[key[0]].learning_rates[key[1]]
+            found[key] = min(rates, key=lambda rate: losses[(*key, rate)])
+            tried = ", ".join(f"{rate:g}: {losses[(*key, rate)]:.4f}" for rate in rates)
+            print(f"{' '.join(key)}: rate {found[key]:g}; held-out loss {tried}", flush=True)
+        return found
+
+    def runs(self, rates: Rates) -> Runs:
+        """One run for each seed of all these."""
+        futures = {key: [self._submit(key, seed, rates[key]) for seed in range(self._settings.seeds)] for key in rates}
+        found = {}
+        for key, asked in futures.items():
+            found[key] = [future.result(RUN_LIMIT_S) for future in asked]
+            spent_s = sum(run.seconds for run in found[key])
+            print(f"{' '.join(key)}: {spent_s:.0f} process seconds; {machine_line()}", flush=True)
+        return found
+
+    def _submit(self, key: tuple[str, str, str], seed: int, rate: float) -> Future[Found]:
+        return self._kept.submit(self._pool, _run, key, seed, rate, self._settings.share)
+
+
+class Measured(NamedTuple):
+    """All runs with the rate of exact training, and with each policy's own."""
+
+    runs: Runs
+    own: Runs
+    rates: Rates
+
+
+def measure(settings: Settings, keep_in: Path | None = None) -> Measured:
+    """Everything."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(4, os.cpu_count() or 1), spawn, initializer=end_with_parent) as pool:
+        bench = Bench(settings, pool, keep_in)
+        exact = bench.choose_rates(["flush"])
+        runs = bench.runs({key: exact[*key[:2], "flush"] for key in bench.keys(POLICIES)})
+        rates = exact | bench.choose_rates(STALE)
+        return Measured(runs, bench.runs(rates), rates)
 
 
 def figures_of(runs: Runs) -> dict[str, float]:
@@ -237,6 +275,10 @@ def rows_of(runs: Runs) -> list[list[Any]]:
     return rows
 
 
+def _by_name(runs: Runs) -> dict[str, list[dict[str, Any]]]:
+    return {" ".join(key): [run._asdict() for run in found] for key, found in runs.items()}
+
+
 def main() -> int:
     """1 when exact training did not arrive (not with --quick), else 0."""
     asked = bench_common.arguments(__doc__)
@@ -245,19 +287,22 @@ def main() -> int:
     if importlib.util.find_spec("sklearn") is None:
         raise SystemExit("The digits are scikit-learn's: pip install scikit-learn, which the extra 'bench' has.")
     settings = QUICK if asked.quick else Settings()
-    runs, rates = train_all(settings)
+    keep_in = None if asked.json is None else asked.json.with_name(f"{asked.json.name}.runs.jsonl")
+    measured = measure(settings, keep_in)
     columns = ("task, optimizer, policy", "loss", "accuracy %", "spread", "loss gap", "drop, points", "ended")
-    print("\n" + bench_common.table(f"held out, means over {settings.seeds} seeds", columns, rows_of(runs)))
-    short = shortfalls(runs)
+    for title, runs in (("the rate of exact training", measured.runs), ("each policy's own rate", measured.own)):
+        heading = f"{title}: held out, means over {settings.seeds} seeds"
+        print("\n" + bench_common.table(heading, columns, rows_of(runs)))
+    short = shortfalls(measured.runs)
     for line in short:
         print(f"exact training did not arrive: {line}")
-    raw = {" ".join(key): [run._asdict() for run in found] for key, found in runs.items()}
-    bench_common.finish(
-        "bench_convergence",
-        figures_of(runs),
-        {"runs": raw, "rates": {" ".join(key): rate for key, rate in rates.items()}},
-        asked.json,
-    )
+    own = {f"own_rate_{name}": value for name, value in figures_of(measured.own).items() if "_flush_" not in name}
+    raw = {
+        "runs": _by_name(measured.runs),
+        "own": _by_name(measured.own),
+        "rates": {" ".join(key): rate for key, rate in measured.rates.items()},
+    }
+    bench_common.finish("bench_convergence", figures_of(measured.runs) | own, raw, asked.json)
     return 1 if short and not asked.quick else 0
 
 

@@ -190,7 +190,7 @@ def _stage_seconds(
 ) -> dict[int, list[tuple[float, float]]]:
     """The least of rounds in which every size has its turn: whatever else the machine does only adds to it."""
     x, y = data[: max(sizes)]
-    captured = capture(built, (x[:2], y[:2]), ("x", "y"), model.loss_fn)
+    captured = capture(built, (x[:2], y[:2]), ("x", "y"), model.loss_fn, evaluates=False)
     programs = captured.programs(cuts)
     tensors = {**captured.parameters, **captured.buffers}
     rounds: dict[int, list[Any]] = {size: [] for size in sizes}

@@ -240,7 +240,7 @@ def _open(
         # How seconds grow with the micro-batch shows in sizes of up to this many samples.
         size = max(size, min(minibatch, CURVE_SAMPLES))
     columns, example = _example(sources["train"], loss_fn is not None, size)
-    captured = capture(built, example, columns, loss_fn)
+    captured = capture(built, example, columns, loss_fn, evaluates=eval_data is not None)
     return _Opened(built, sources, request, columns, loss_fn is not None, captured, _by_name(columns, example))
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import time
 from pathlib import Path
 
-__all__ = ["adopt_orphans", "alive", "descendants", "end", "survivors"]
+__all__ = ["adopt_orphans", "alive", "descendants", "end", "outlive", "survivors"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 # The standard library's own helper: it lives as long as its parent, by design.
@@ -60,10 +61,29 @@ def survivors(root: int, known: set[int], patience_s: float) -> dict[int, str]:
         time.sleep(0.05)
 
 
+def outlive(found: dict[int, str], patience_s: float) -> dict[int, str]:
+    """Those of these processes that are still there after ``patience_s``; returns when none is."""
+    deadline_s, left = time.monotonic() + patience_s, {}
+    for pid, command in found.items():
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not select.select([handle], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+                left[pid] = command
+        finally:
+            os.close(handle)
+    return left
+
+
 def alive(pid: int) -> bool:
     """Whether this process runs: one that has ended and waits for its parent does not."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def end(pids: dict[int, str]) -> None:

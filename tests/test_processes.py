@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import descendants
+from tests.processes import descendants, outlive
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 ROOT = Path(__file__).parents[1]
@@ -61,3 +61,11 @@ def test_a_session_that_leaves_an_orphan_fails_and_ends_it(tmp_path: Path, worke
     assert f"process {pid} was left behind" in done.stdout
     stat = Path(f"/proc/{pid}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_what_outlives_its_time_is_named_and_the_rest_not_waited_for() -> None:
+    with subprocess.Popen(["sleep", "60"]) as stays, subprocess.Popen(["sleep", "0.1"]) as goes:
+        found = {stays.pid: "stays", goes.pid: "goes", 2**22 - 1: "never was"}
+        assert outlive(found, 1.0) == {stays.pid: "stays"}
+        stays.kill()
+        assert outlive(found, 60.0) == {}

@@ -65,9 +65,10 @@ class Executor:
         self.ring = WeightRing(
             self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
         )
+        self._modes = self.program.modes
         self.feed = Feed(
             sources,
-            {"train": self.program.train.columns, "eval": self.program.eval.columns},
+            {mode: function.columns for mode, function in self._modes.items()},
             self.program.targets
             or (("labels",) if self.last and settings.loss_reduction not in ("mean", "sum") else ()),
             weighs=self.last,
@@ -75,8 +76,7 @@ class Executor:
         )
         self._update = Update(programs, stage, state, self.sink, self.ring, self._send, self._recv, settings)
         self._buffers = {
-            mode: [state.buffers[name] for name in function.buffers]
-            for mode, function in ((True, self.program.train), (False, self.program.eval))
+            mode: [state.buffers[name] for name in function.buffers] for mode, function in self._modes.items()
         }
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -224,7 +224,8 @@ class Executor:
 
     def _forward(self, microbatch: int) -> None:
         segment, training = self._segment, self._training
-        function = self.program.train if training else self.program.eval
+        mode = "train" if training else "eval"
+        function = self._modes[mode]
         inputs = self._arrived.pop(microbatch, _NOTHING)
         data = self.feed.microbatch(segment, microbatch, training=training)
         leaves: Sequence[torch.Tensor]
@@ -237,7 +238,7 @@ class Executor:
             leaves = self.ring.leaves(microbatch)
         outputs = function(
             leaves,
-            self._buffers[training],
+            self._buffers[mode],
             inputs,  # type: ignore[arg-type]
             [data.columns[name] for name in function.columns],
             RandomKey(self.settings.seed, segment.locate(microbatch)[0], microbatch),

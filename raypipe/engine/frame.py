@@ -233,9 +233,9 @@ def decode(head: Head, payload: torch.Tensor, allocate: Allocate | None = None) 
     return tuple(tensors)
 
 
-def gather(frame: Frame) -> torch.Tensor:
-    """The payload of a frame, copied into one fresh uint8 tensor."""
-    payload = torch.empty(frame.payload_bytes, dtype=torch.uint8)
+def gather(frame: Frame, into: torch.Tensor | None = None) -> torch.Tensor:
+    """The payload of a frame, copied into the front of a uint8 tensor, a fresh one where none is given."""
+    payload = torch.empty(frame.payload_bytes, dtype=torch.uint8) if into is None else into
     target, start = payload.numpy(), 0
     for buffer in frame.buffers:
         target[start : start + buffer.nbytes] = np.frombuffer(buffer, np.uint8)

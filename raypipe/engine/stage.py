@@ -69,7 +69,8 @@ class StageProgram:
 
     Attributes:
         index, num_stages: position.
-        train, eval: the two modes; both from one capture, with the same names and the same cut.
+        train: training's mode.
+        eval: evaluation's, of the same capture, with the same names and the same cut; None where nothing is evaluated.
         parameters: canonical names of the trainable and frozen parameters held here.
         buffers: names of the buffers held here.
         trainable: names among parameters with requires_grad.
@@ -84,7 +85,7 @@ class StageProgram:
     index: int
     num_stages: int
     train: StageFunction
-    eval: StageFunction
+    eval: StageFunction | None
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     trainable: frozenset[str]
@@ -94,6 +95,11 @@ class StageProgram:
     loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor] | None
     targets: tuple[str, ...]
     first_trainable: int
+
+    @property
+    def modes(self) -> dict[str, StageFunction]:
+        """By name: "train", and "eval" where there is one."""
+        return {"train": self.train} if self.eval is None else {"train": self.train, "eval": self.eval}
 
 
 def neighbours(programs: Sequence[StageProgram], stage: int) -> set[int]:
@@ -107,7 +113,7 @@ def message_capacity(programs: Sequence[StageProgram], one: int, other: int) -> 
     """The most tensors that a message between two stages can hold (the header has room for so many)."""
     most = 3  # REDUCE_NORM: positions, norms, loss
     if abs(one - other) == 1:
-        most = max(most, programs[min(one, other)].train.num_outputs, programs[min(one, other)].eval.num_outputs)
+        most = max(most, *(mode.num_outputs for mode in programs[min(one, other)].modes.values()))
     for stage, peer in ((one, other), (other, one)):
         shared = {name for name, stages in programs[stage].shared_with.items() if peer in stages}
         most = max(most, sum(1 for site in programs[stage].train.sites if site.parameter in shared))

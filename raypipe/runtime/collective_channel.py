@@ -5,7 +5,13 @@
     inbox <-- receiving thread <==in===                peer's sending thread
                        --in--> notice, rarely
 
-    message on the wire:  envelope of a fixed size (kind, header or reason), then the payload of the size it announced
+    message on the wire:  +-------------------------+----------+  then, where the payload is larger than the slot,
+                          | slot: payload, padding  | envelope |  it alone
+                          +-------------------------+----------+
+
+The envelope (kind, header or reason) has a fixed size. The slot is as large as both ends expect the payload to be, up
+to SLOT_LIMIT_BYTES; a wrong guess costs padding, or a second transfer, which takes a quarter of a message's processor
+time.
 
 What gloo cannot do is contained here:
 
@@ -34,6 +40,7 @@ import torch
 from raypipe.engine import frame
 from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkAbortedError, LinkError
+from raypipe.runtime.forecast import Forecast
 from raypipe.runtime.queued_channel import END_TIMEOUT_S, QueuedChannel
 
 __all__ = ["NO_END", "CollectiveChannel", "Group"]
@@ -46,6 +53,8 @@ GOODBYE_END = timedelta(seconds=1)
 NOTICE_WAIT = timedelta(milliseconds=100)
 """After a link broke, how long its reason may take: it was sent before the end, on another connection."""
 REASON_BYTES = 512
+SLOT_LIMIT_BYTES = 1 << 20
+"""Above it a wrong guess costs more padding than right ones save."""
 DATA, NOTICE = 1, 2
 
 _MESSAGE, _CLOSED, _LEFT = 1, 2, 3
@@ -103,6 +112,7 @@ class CollectiveChannel(QueuedChannel):
         self._sockets = sockets
         self._notice, self._notice_work = notice, notice_work
         self._notice_lock = threading.Lock()
+        self._expected = Forecast()  # by the peer, of what this end sends
         self._envelope_bytes = _KIND_BYTES + max(frame.header_bytes(max_tensors), REASON_BYTES)
         self._receiver = threading.Thread(target=self._receive_loop, name=f"raypipe-recv {name}", daemon=True)
         self.start()
@@ -111,15 +121,20 @@ class CollectiveChannel(QueuedChannel):
     # The sending thread.
 
     def transmit(self, message: frame.Frame) -> None:
-        self._out.send(self._envelope(_MESSAGE, message.header))
-        if message.payload_bytes:
+        first = self._first(_MESSAGE, message.header)
+        fits = message.payload_bytes <= _slot(self._expected)
+        if fits:
+            frame.gather(message, first)
+        self._out.send(first)
+        self._expected.saw(message.payload_bytes)
+        if not fits:
             whole = len(message.buffers) == 1
             payload = torch.frombuffer(message.buffers[0], dtype=torch.uint8) if whole else frame.gather(message)
             self._out.send(payload)
 
     def goodbye(self, reason: str | None) -> None:
         text = b"" if reason is None else reason.encode()[: REASON_BYTES - 1]
-        self._out.send(self._envelope(_CLOSED if reason is None else _LEFT, text), GOODBYE_END)
+        self._out.send(self._first(_CLOSED if reason is None else _LEFT, text), GOODBYE_END)
 
     def broke(self, cause: ConnectionError) -> None:
         reason = self._reason()
@@ -128,11 +143,14 @@ class CollectiveChannel(QueuedChannel):
         else:
             super().broke(cause)
 
-    def _envelope(self, kind: int, content: bytes) -> torch.Tensor:
-        envelope = bytearray(self._envelope_bytes)
-        envelope[0] = kind
-        envelope[_KIND_BYTES : _KIND_BYTES + len(content)] = content
-        return torch.frombuffer(envelope, dtype=torch.uint8)
+    def _first(self, kind: int, content: bytes) -> torch.Tensor:
+        """What the peer is waiting for: an empty slot, and an envelope."""
+        slot = _slot(self._expected)
+        first = bytearray(slot + self._envelope_bytes)
+        first[slot] = kind
+        start = slot + _KIND_BYTES
+        first[start : start + len(content)] = content
+        return torch.frombuffer(first, dtype=torch.uint8)
 
     # Any thread.
 
@@ -156,9 +174,9 @@ class CollectiveChannel(QueuedChannel):
 
     def _receive_loop(self) -> None:
         one_core()
-        envelope = torch.empty(self._envelope_bytes, dtype=torch.uint8)
+        expected = Forecast()
         try:
-            while self._receive(envelope):
+            while self._receive(expected):
                 pass
         except LinkError as error:
             self.fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
@@ -171,10 +189,12 @@ class CollectiveChannel(QueuedChannel):
         except (RuntimeError, MemoryError) as error:  # no memory for what was announced
             self.fail(LinkError(f"{self.name}: receiving failed: {error!r}"), tell_peer=repr(error))
 
-    def _receive(self, envelope: torch.Tensor) -> bool:
+    def _receive(self, expected: Forecast) -> bool:
         """Take one message off the link; False after the peer's goodbye."""
-        self._in.recv(envelope)
-        kind, content = int(envelope[0]), envelope[_KIND_BYTES:].numpy()
+        slot = _slot(expected)
+        first = torch.empty(slot + self._envelope_bytes, dtype=torch.uint8)
+        self._in.recv(first)
+        kind, content = int(first[slot]), first[slot + _KIND_BYTES :].numpy()
         if kind in (_CLOSED, _LEFT):
             self.peer_ended(_text(content.tobytes()) if kind == _LEFT else None)
             return False
@@ -182,12 +202,14 @@ class CollectiveChannel(QueuedChannel):
             raise LinkError(f"An envelope of kind {kind} came: do both ends run one version?")
         header = content[: frame.header_bytes(self.max_tensors)].tobytes()
         head = frame.parse(header, generation=self.generation, max_tensors=self.max_tensors)
-        payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
-        if head.payload_bytes:
+        payload = first[: head.payload_bytes]
+        if head.payload_bytes > slot:
+            payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
             self._in.recv(payload)
         if head.generation == self.generation:
             arrived_at_s = time.time()
             self.inbox.deliver(head, frame.decode(head, payload), arrived_at_s)
+        expected.saw(head.payload_bytes)
         return True
 
     def _reason(self) -> str | None:
@@ -199,6 +221,11 @@ class CollectiveChannel(QueuedChannel):
                 self._notice_work = None
             content = self._notice.numpy().tobytes()
         return _text(content[1:]) if content[0] else None
+
+
+def _slot(expected: Forecast) -> int:
+    """Bytes for the payload in the next transfer."""
+    return expected.next_bytes if expected.next_bytes <= SLOT_LIMIT_BYTES else 0
 
 
 def notice_of(reason: str = "") -> torch.Tensor:

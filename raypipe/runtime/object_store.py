@@ -1,9 +1,10 @@
 """Links through Ray's object store: no port, no connection of our own, and so it works wherever Ray does.
 
     stage 0                                                   stage 1
-    sending thread: header + payload = array(s)
-        | link_deliver(Letter(link), *arrays) --------------> group "links": copy out, inbox
-        | <------------------------------------- "taken": the window has room, the object has no user left
+    sending thread: header + payload = bytes, or an array
+        | link_message(link, *pieces) ----------------------> group "links": copy out, inbox
+        | link_asked(link, *pieces), every few messages ----> the same
+        | <-------------------------------- "taken": the window has room, objects of the store have no user left
     link_notify(hello | abort) -----------------------------> group "notices", which no message can hold up
     link_watch(link), never answered while the link lives --> its failure tells that the other process died
 
@@ -65,12 +66,21 @@ class ObjectStoreEndpoint:
             raise
         return channels
 
-    def deliver(self, letter: Letter, *pieces: object) -> str:
-        """A message or goodbye came: "taken" when its memory has no user here any more, or "gone"."""
+    def message(self, packed_link: object, *pieces: object) -> str:
+        """A message came: "taken" when its memory has no user here any more, or "gone"."""
+        link = Link.unpack(packed_link)
+        channel = None if link is None else self._channel(link)
+        if channel is None or channel.shut:
+            return "gone"
+        channel.receive(pieces)
+        return "taken"
+
+    def goodbye(self, letter: Letter) -> str:
+        """The peer ends its side of a link: "taken", or "gone"."""
         channel = self._channel(letter.link)
         if channel is None or channel.shut:
             return "gone"
-        channel.receive(letter, pieces)
+        channel.receive_goodbye(letter)
         return "taken"
 
     def notify(self, letter: Letter) -> str:
@@ -143,11 +153,23 @@ class LinkedActor:
     _endpoint: Any = None
     """Of whatever transport. Without an object-store endpoint nobody calls these methods but late peers."""
 
-    @ray.method(concurrency_group="links")
-    def link_deliver(self, letter: Letter, *pieces: object) -> str:
-        """See ObjectStoreEndpoint.deliver."""
+    @ray.method(concurrency_group="links", enable_task_events=False, num_returns=0)
+    def link_message(self, packed_link: bytes, *pieces: object) -> None:
+        """See ObjectStoreEndpoint.message. Ray's list of tasks is spared hundreds of these per second."""
+        if isinstance(self._endpoint, ObjectStoreEndpoint):
+            self._endpoint.message(packed_link, *pieces)
+
+    @ray.method(concurrency_group="links", enable_task_events=False)
+    def link_asked(self, packed_link: bytes, *pieces: object) -> str:
+        """The same, with an answer."""
         endpoint = self._endpoint
-        return endpoint.deliver(letter, *pieces) if isinstance(endpoint, ObjectStoreEndpoint) else "gone"
+        return endpoint.message(packed_link, *pieces) if isinstance(endpoint, ObjectStoreEndpoint) else "gone"
+
+    @ray.method(concurrency_group="links")
+    def link_goodbye(self, letter: Letter) -> str:
+        """See ObjectStoreEndpoint.goodbye."""
+        endpoint = self._endpoint
+        return endpoint.goodbye(letter) if isinstance(endpoint, ObjectStoreEndpoint) else "gone"
 
     @ray.method(concurrency_group="notices")
     def link_notify(self, letter: Letter) -> str:

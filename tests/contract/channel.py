@@ -378,6 +378,17 @@ class ChannelContract:
             assert got is not None
             assert torch.equal(got, x)
 
+    def test_sizes_that_change_at_any_message(self, pair: Pair) -> None:
+        """A medium may expect the size that came before, or treat the large ones in another way from 1 MiB on."""
+        mib = 1 << 20
+        sizes = [0, 1, 100, 100, 99, 101, mib - 64, mib, mib + 1, mib, 4, 4, 2 * mib, 0, 0, 7]
+        for m, size in enumerate(sizes):
+            pair[0].send(f(m), (torch.full((size,), m, dtype=torch.uint8),))
+        for m, size in enumerate(sizes):
+            (found,) = pair[1].recv(f(m), WAIT_S)
+            assert found is not None
+            assert torch.equal(found, torch.full((size,), m, dtype=torch.uint8)), (m, size)
+
     @pytest.mark.slow
     @pytest.mark.timeout(300)
     def test_one_gib(self, pair: Pair) -> None:

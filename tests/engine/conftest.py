@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engine.shared_captures import shared_capture
+
 _TRACING = {"test_capture", "test_capture_graph", "test_exactness", "test_profile_graph"}
 """They use the same captures, each of which takes a process seconds, once."""
+_TRAINING = {"test_asynchronous", "test_asynchronous_life", "test_resume", "test_retuning"}
+"""Their trainers get the capture of the first one whose model is equal."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -24,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _steady_torch() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.path.stem in _TRAINING:
+        monkeypatch.setattr("raypipe.prepare.capture", shared_capture)
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import bench_common
 import pytest
+
+from tests import processes
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -106,3 +111,31 @@ def test_it_loads_neither_torch_nor_ray() -> None:
     check = "import sys, bench_common; print(*sorted({'torch', 'ray', 'raypipe'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], cwd=JOBS, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split()) == (0, [])
+
+
+POOL = """
+import multiprocessing, os, sys, time
+from concurrent.futures import ProcessPoolExecutor
+from bench_common import end_with_parent
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        time.sleep(60)
+"""
+
+
+def test_the_processes_of_a_pool_end_with_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "pool.py"
+    script.write_text(POOL)
+    path = os.pathsep.join(sys.path)
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert processes.alive(child)
+        parent.send_signal(signal.SIGKILL)
+    deadline_s = time.monotonic() + 20
+    while processes.alive(child):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

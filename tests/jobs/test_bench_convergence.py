@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from pathlib import Path
 
 import bench_convergence
 import convergence_tasks
@@ -34,6 +36,28 @@ def test_figures_are_differences_seed_by_seed() -> None:
         "accuracy_digits_flush_adamw": pytest.approx(0.9),
         "loss_digits_flush_adamw": pytest.approx(1.0),
     }
+
+
+def test_every_policy_of_old_weights_may_choose_its_own_rate(tmp_path: Path) -> None:
+    """From runs that are known, so that none is run."""
+    settings = bench_convergence.Settings(2, ("digits",), ("flush", "2bw", "bf16"), ("sgd",))
+    best = {"flush": 0.1, "2bw": 0.025, "bf16": 0.1}
+    kept = tmp_path / "runs.jsonl"
+    with kept.open("w") as file:
+        for policy, rate, seed in itertools.product(
+            best, TASKS["digits"].learning_rates["sgd"], (*range(2), *bench_convergence.CHOOSING_SEEDS)
+        ):
+            if policy == "bf16" and (rate != 0.1 or seed > 1):
+                continue  # it computes with the newest weights: exact training chooses for it
+            found = Found(abs(rate - best[policy]), rate, True, 1.0)
+            file.write(json.dumps([[("digits", "sgd", policy), seed, rate, 1.0], found]) + "\n")
+    lines = kept.read_text()
+    measured = bench_convergence.measure(settings, kept)
+    assert kept.read_text() == lines
+    accuracies = {name: {key[2]: [run.accuracy for run in found] for key, found in runs.items()}
+                  for name, runs in (("same", measured.runs), ("own", measured.own))}  # fmt: skip
+    assert accuracies["same"] == {"flush": [0.1] * 2, "2bw": [0.1] * 2, "bf16": [0.1] * 2}
+    assert accuracies["own"] == {"flush": [0.1] * 2, "2bw": [0.025] * 2}
 
 
 def test_exact_training_must_arrive() -> None:

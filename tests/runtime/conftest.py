@@ -18,6 +18,7 @@ import ray
 
 from raypipe.runtime.fleet import Fleet
 from tests.runtime.left_over import ours, wait_until
+from tests.runtime.raylets import Home, private_cluster
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +40,14 @@ def fleet(local_ray: None) -> Iterator[Fleet]:
     made = Fleet(4, {"CPU": 0, "spare": 1})
     yield made
     made.stop()
+
+
+@pytest.fixture(scope="session")
+def head() -> Iterator[Home]:
+    """A node with a dashboard, for tests that come to it from other processes."""
+    with private_cluster() as home:
+        home.start(cpus=4, dashboard=True)
+        yield home
 
 
 @pytest.fixture

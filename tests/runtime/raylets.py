@@ -22,12 +22,14 @@ from pathlib import Path
 
 from tests import processes
 
-__all__ = ["TOKEN", "Home", "namespaces", "private_cluster"]
+__all__ = ["RAY", "TOKEN", "Home", "namespaces", "private_cluster"]
 
 RAY = str(Path(sys.executable).parent / "ray")
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
 """For the environment of clusters that live as long as one test, in namespaces or on loopback."""
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
+GAVE_UP = b"timed out during startup"
+"""What ``ray start`` says after 30 s, which nothing can prolong; a machine that others use may need more."""
 STOP_TIMEOUT_S = 10.0
 
 
@@ -38,13 +40,16 @@ class Home:
     Attributes:
         folder: short, because Unix sockets lie in it.
         port: of the head.
+        head: its address.
         started: processes that end their raylets with them.
+        dashboard_port: where the head takes jobs; 0 where it does not.
     """
 
     folder: Path
     port: int
     head: str = "127.0.0.1"
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    dashboard_port: int = 0
 
     @property
     def address(self) -> str:
@@ -56,6 +61,7 @@ class Home:
         at: str = "",
         cpus: int = 1,
         shm_bytes: int = 0,
+        dashboard: bool = False,
         environment: Mapping[str, str] | None = None,
         **more: str,
     ) -> None:
@@ -65,9 +71,18 @@ class Home:
             before: words in front of the command, such as ip netns exec NAME.
             at: address of the node.
             shm_bytes: gives it a /dev/shm of its own of this size.
+            dashboard: the head shall take jobs, at ``dashboard_port``.
             environment, more: variables of its environment.
         """
-        head = ["--head", f"--port={self.port}", "--include-dashboard=false"]
+        page = ["--include-dashboard=false"]
+        if dashboard:
+            self.dashboard_port = free_port()
+            page = [
+                f"--dashboard-host={self.head}", f"--dashboard-port={self.dashboard_port}",
+                f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}",
+                f"--metrics-export-port={free_port()}",
+            ]  # fmt: skip
+        head = ["--head", f"--port={self.port}", *page]
         where = [f"--address={self.address}"] if self.started else head
         command = [
             RAY, "start", "--block", *where, f"--node-ip-address={at or self.head}", f"--num-cpus={cpus}",
@@ -77,21 +92,25 @@ class Home:
         if shm_bytes:
             mount = f'mount -t tmpfs -o size={shm_bytes} tmpfs /dev/shm && exec "$@"'
             command = ["unshare", "-m", "sh", "-c", mount, "sh", *command]
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        known = set(processes.descendants(os.getpid()))
+        while not self._runs([*before, *command], {**os.environ, **(environment or {}), **more}, deadline_s):
+            processes.end(processes.survivors(os.getpid(), known, STOP_TIMEOUT_S))
+
+    def _runs(self, command: list[str], environment: dict[str, str], deadline_s: float) -> bool:
+        """Start one node; False where Ray gave up waiting for it."""
         log = self.folder / f"start-{len(self.started)}.log"
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [*before, *command],
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-                env={**os.environ, **(environment or {}), **more},
-            )
+            process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, env=environment)
         self.started.append(process)
-        deadline_s = time.monotonic() + START_TIMEOUT_S
         while b"will now block forever" not in log.read_bytes():
-            assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s, log.read_text()
+            if process.poll() is not None:
+                assert GAVE_UP in log.read_bytes(), log.read_text()
+                self.started.remove(process)
+                return False
             time.sleep(0.1)
+        return True
 
     def stop(self) -> None:
         """End all nodes, and what hangs on them: a detached actor outlives its raylet for a while."""
@@ -108,13 +127,17 @@ class Home:
         processes.end({pid: command for pid, command in below.items() if pid in running})
 
 
+def free_port() -> int:
+    """One that nobody listens at."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 @contextlib.contextmanager
 def private_cluster(head: str = "127.0.0.1") -> Iterator[Home]:
     """Room for a cluster that shares neither port nor folder with any other; all of it is gone afterwards."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    home = Home(Path(tempfile.mkdtemp(prefix="rp", dir="/tmp")), port, head)
+    home = Home(Path(tempfile.mkdtemp(prefix="rp", dir="/tmp")), free_port(), head)
     try:
         yield home
     finally:

@@ -13,7 +13,7 @@ from tests.engine.test_resume import outcome
 from tests.runtime.left_over import wait_until
 from tests.runtime.on_fleet import start_on
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 8
 

@@ -90,8 +90,12 @@ def test_threads_and_descriptors_are_bounded_and_gone_after_close() -> None:
     assert settled(lambda: len(list(descriptors.iterdir())), files) <= files
 
 
-def test_a_damaged_header_ends_the_link_and_not_the_process() -> None:
+@pytest.mark.parametrize("before_bytes", [0, 999, 1000, 1001])
+def test_a_damaged_header_ends_the_link_and_not_the_process(before_bytes: int) -> None:
+    """Also where the size of the message before leaves room for the payload in the first transfer."""
     a, z = open_link()
+    a.send(f(1), (torch.ones(before_bytes, dtype=torch.uint8),))
+    z.recv(f(1), WAIT_S)
     nonsense: Any = frame.Frame(bytes(frame.header_bytes(4)), [memoryview(bytes(1000))], 1000)
     Failing(lambda: a.transmit(nonsense))  # type: ignore[attr-defined]
     with pytest.raises(LinkError, match="Not a raypipe frame"):

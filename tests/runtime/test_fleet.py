@@ -56,7 +56,7 @@ from tests.mishaps import Fuse, Nap, chain
 from tests.models import CASES, case
 from tests.processes import alive
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SOON_S = 5.0
 MODELS = ("unet", "tied-lm", "frozen-below", "gpt2-untied")

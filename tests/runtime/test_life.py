@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from tests.exactness import SHAPES, config_of, same_bits
 from tests.mishaps import Fuse, chain
 from tests.runtime.left_over import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,12 +142,22 @@ def interrupted(folder: Path, steps: int, where: str, number: signal.Signals, wa
     return program.returncode
 
 
+@pytest.fixture(scope="session")
+def looking() -> Iterator[Callable[[dict[int, str]], None]]:
+    """Looks, while other tests run, that these processes are gone within 90 s."""
+    looks = []
+    with ThreadPoolExecutor(4) as pool:
+        yield lambda found: looks.append(pool.submit(processes.outlive, found, 90.0))
+    for look in looks:
+        assert look.result() == {}
+
+
 @pytest.fixture
-def leftovers() -> Iterator[None]:
+def leftovers(looking: Callable[[dict[int, str]], None]) -> Iterator[None]:
+    """Ray's agents look for their raylet every 2 s, five times, and then try for a while to tell who is gone too."""
     known = set(processes.descendants(os.getpid()))
     yield
-    # Ray's agents look for their raylet every 2 s, five times, and then try for a while to tell who is gone too.
-    assert processes.survivors(os.getpid(), known, 90.0) == {}
+    looking(processes.survivors(os.getpid(), known, 0.0))
 
 
 SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "2"))

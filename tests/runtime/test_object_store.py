@@ -18,11 +18,11 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.object_store import LINK_GROUPS, LinkedActor, ObjectStoreEndpoint
-from raypipe.runtime.object_store_channel import Letter
+from raypipe.runtime.object_store_channel import Letter, Link
 from raypipe.runtime.transport import Opening
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Pair, b, f
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STORE_BYTES = 1536 << 20
 GROUPS = {**LINK_GROUPS, "waiting": 2}
@@ -65,9 +65,22 @@ class _BothEnds(ChannelContract):
                 end.close()
         return own_threads()
 
+    @ray.method(concurrency_group="links", num_returns=0)
+    def link_message(self, packed_link: bytes, *pieces: object) -> None:
+        self._message(packed_link, *pieces)
+
     @ray.method(concurrency_group="links")
-    def link_deliver(self, letter: Letter, *pieces: object) -> str:
-        return self.ends[letter.link.receiver].deliver(letter, *pieces)
+    def link_asked(self, packed_link: bytes, *pieces: object) -> str:
+        return self._message(packed_link, *pieces)
+
+    def _message(self, packed_link: bytes, *pieces: object) -> str:
+        link = Link.unpack(packed_link)
+        assert link is not None
+        return self.ends[link.receiver].message(packed_link, *pieces)
+
+    @ray.method(concurrency_group="links")
+    def link_goodbye(self, letter: Letter) -> str:
+        return self.ends[letter.link.receiver].goodbye(letter)
 
     @ray.method(concurrency_group="notices")
     def link_notify(self, letter: Letter) -> str:
@@ -101,8 +114,11 @@ class _End(LinkedActor):
         self.channel.close()
         return own_threads()
 
-    def deliver(self, letter: Letter) -> str:
-        return self._endpoint.deliver(letter)
+    def goodbye(self, letter: Letter) -> str:
+        return self._endpoint.goodbye(letter)
+
+    def message(self, *pieces: object) -> str:
+        return self._endpoint.message(self.channel.link._replace(sender=0, receiver=1).pack(), *pieces)
 
     def link(self) -> Any:
         return self.channel.link
@@ -219,13 +235,34 @@ def test_the_store_does_not_grow(linked: tuple[Any, Any, list[int]]) -> None:
     assert after[0] <= before[0] + (1 << 20)
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [(), ("text",), (b"",), (b"short",), (bytes(4096),), (torch.ones(3).numpy(),), (b"x" * 400, 7)],
+    ids=["nothing", "text", "empty", "short", "zeros", "floats", "mixed"],
+)
+def test_what_is_no_message_ends_the_link(linked: tuple[Any, Any, list[int]], pieces: tuple[Any, ...]) -> None:
+    first, second, _ = linked
+    waits = [first.fail_at.remote(b(0)), second.fail_at.remote(f(0))]
+    assert get(second.message.remote(*pieces)) == ["taken"]
+    for kind, text, _ in get(*waits):
+        print(text)
+        assert kind in (LinkError.__name__, LinkAbortedError.__name__)
+        assert "not a message" in text or "Not a raypipe frame" in text
+    assert get(first.close.remote(), second.close.remote()) == [0, 0]
+
+
+def test_a_message_for_no_link_is_not_taken() -> None:
+    for link in (b"", b"x" * 35, bytes(36), "text", None):
+        assert ObjectStoreEndpoint().message(link, b"x") == "gone"
+
+
 def test_a_letter_of_another_generation_is_not_taken(ends: tuple[list[Any], list[Any], list[int]]) -> None:
     (first, second), addresses, _ = ends
     get(first.open.remote(opening(0, 1, addresses[1])), second.open.remote(opening(1, 0, addresses[0])))
     old = get(first.link.remote())[0]
     get(first.close.remote(), second.close.remote())
     get(first.open.remote(opening(0, 1, addresses[1], 4)), second.open.remote(opening(1, 0, addresses[0], 4)))
-    assert get(second.deliver.remote(Letter("goodbye", old, "late", 0))) == ["gone"]
+    assert get(second.goodbye.remote(Letter("goodbye", old, "late", 0))) == ["gone"]
     get(first.call.remote("send", f(0), (torch.ones(2),)))
     assert get(second.call.remote("recv", f(0), WAIT_S))[0][0].tolist() == [1.0, 1.0]
 

@@ -22,7 +22,7 @@ from raypipe.ir.report import StepRecord, StepReport
 from raypipe.metrics import METRICS, Kind, exported_name
 from raypipe.runtime.publish import DETAILS_EVERY_S, Publisher
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 RUN = "published run"
 NO_NORM = "no norm"

@@ -18,7 +18,7 @@ from tests.exactness import SHAPES, config_of, same_bits
 from tests.models import CASES
 from tests.runtime.on_fleet import start_on
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 6
 

@@ -22,7 +22,7 @@ from tests.mishaps import Fuse, Nap
 from tests.models import CASES, case
 from tests.runtime.test_fleet import SOON_S, alive, configure, faulty, gone_within, pids, saved_state, sgd, steps
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TRANSPORTS = ("object_store", "collective")
 

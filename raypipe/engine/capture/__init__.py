@@ -69,17 +69,17 @@ def _own_loss(outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TracedModel:
-    """Both modes of a model that torch.export traced; see analyse.py."""
+    """A model that torch.export traced, in both modes where it is evaluated; see analyse.py."""
 
     train: Analysis
-    eval: Analysis
+    eval: Analysis | None
     together: tuple[tuple[int, int], ...]
     cut_bytes: tuple[int | None, ...]
     title: str
 
     def functions(
         self, cuts: Sequence[int], order: Sequence[int]
-    ) -> tuple[Sequence[StageFunction], Sequence[StageFunction]]:
+    ) -> tuple[Sequence[StageFunction], Sequence[StageFunction] | None]:
         """The stages of both modes; evaluation follows what training holds.
 
         Raises:
@@ -87,6 +87,9 @@ class TracedModel:
         """
         num_stages, train = len(cuts) + 1, self.train
         stages = assign_by_position(train, cuts, order)
+        trains = slice_stages(train, stages, num_stages, f"{self.title} train")
+        if self.eval is None:
+            return trains, None
         names = {**train.traced.parameters, **{b: train.traced.buffers[b] for b in train.changing_buffers}}
         holders: dict[str, set[int]] = {}
         for node, stage in stages.items():
@@ -97,10 +100,7 @@ class TracedModel:
         places = None if order else assign_by_anchors(self.eval, held, self.cut_bytes, num_stages)
         if places is None:
             places = assign_by_owner(self.eval, held, self.together)
-        return (
-            slice_stages(train, stages, num_stages, f"{self.title} train"),
-            slice_stages(self.eval, places, num_stages, f"{self.title} eval"),
-        )
+        return trains, slice_stages(self.eval, places, num_stages, f"{self.title} eval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +108,15 @@ class SequentialModel:
     """The children of an nn.Sequential in both modes, and the data column that the first one reads."""
 
     train: tuple[Child, ...]
-    eval: tuple[Child, ...]
+    eval: tuple[Child, ...] | None
     column: Any
 
     def functions(
         self, cuts: Sequence[int], order: Sequence[int]
-    ) -> tuple[Sequence[StageFunction], Sequence[StageFunction]]:
+    ) -> tuple[Sequence[StageFunction], Sequence[StageFunction] | None]:
         """The stages of both modes; a chain has one order only."""
-        return sequential_stages(self.train, cuts, self.column), sequential_stages(self.eval, cuts, self.column)
+        evals = None if self.eval is None else sequential_stages(self.eval, cuts, self.column)
+        return sequential_stages(self.train, cuts, self.column), evals
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,8 @@ class Capture:
         """
         if order:
             check_order(self.graph, cuts, order)
-        trains, evals = self.model.functions(cuts, order)
+        trains, found = self.model.functions(cuts, order)
+        evals: Sequence[StageFunction | None] = found or [None] * len(trains)
         num_stages = len(trains)
         holders: dict[str, list[int]] = {}
         num_sites: dict[str, int] = {}
@@ -170,9 +172,9 @@ class Capture:
             for name in dict.fromkeys(site.parameter for site in function.sites):
                 holders.setdefault(name, []).append(index)
         for name in self.parameters:  # not used in training: held by who evaluates with it, or kept by stage 0
-            evaluating = [i for i, f in enumerate(evals) if any(site.parameter == name for site in f.sites)]
+            evaluating = [i for i, f in enumerate(found or ()) if any(site.parameter == name for site in f.sites)]
             holders.setdefault(name, evaluating or [0])
-        read = {name for function in (*trains, *evals) for name in function.buffers}
+        read = {name for function in (*trains, *(found or ())) for name in function.buffers}
         unread = [name for name in self.buffers if name not in read]  # kept too
         trainable = self.trainable
         first_trainable = min((holders[name][0] for name in trainable if name in num_sites), default=None)
@@ -186,7 +188,8 @@ class Capture:
         for index, (train, evaluation) in enumerate(zip(trains, evals, strict=True)):
             held = tuple(name for name in self.parameters if index in holders[name])
             last = index == num_stages - 1
-            buffers = dict.fromkeys((*train.buffers, *evaluation.buffers, *(unread if index == 0 else ())))
+            of_eval = () if evaluation is None else evaluation.buffers
+            buffers = dict.fromkeys((*train.buffers, *of_eval, *(unread if index == 0 else ())))
             programs.append(
                 StageProgram(
                     index=index,
@@ -208,7 +211,7 @@ class Capture:
 
 
 def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
-            loss_fn: LossFn | None) -> Capture:  # fmt: skip
+            loss_fn: LossFn | None, *, evaluates: bool = True) -> Capture:  # fmt: skip
     """Turn a model into a graph that can be cut into stages. The model is not changed.
 
     Args:
@@ -216,6 +219,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         example: one micro-batch of at least two samples: (input, ..., target), or columns by name.
         columns: names of the data columns in the order of the example.
         loss_fn: (output, target) -> scalar, None where the model returns its own loss.
+        evaluates: whether anything will be evaluated; without, evaluation's mode is not traced, half of the time.
 
     Raises:
         CaptureError: names the place that cannot be traced or trained, and what to do.
@@ -249,20 +253,23 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         train, evaluation = sequential_children(model, args[0])
         sizes = {name: t.nbytes for name, t in (*model.named_parameters(), *model.named_buffers())}
         graph = sequential_graph(train, sizes, frozen)
-        source = SequentialModel(tuple(train), tuple(evaluation), inputs[0])
+        source = SequentialModel(tuple(train), tuple(evaluation) if evaluates else None, inputs[0])
     else:
         samples = min((len(t) for t in (*args, *kwargs.values()) if t.dim()), default=1)
         if samples < 2:
             raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
         run = partial(trace, model, args, kwargs, inputs, returns_loss=loss_fn is None)
         training = run(training=True)
-        modes = [analyse(training), analyse(run(training=False, one_length=training.one_length))]
-        graph = model_graph(modes[0], samples, frozen)
-        other = model_graph(modes[1], samples)
-        cut_bytes = tuple(node.cut_bytes for node in other.nodes)
-        source = TracedModel(modes[0], modes[1], other.together, cut_bytes, type(model).__name__)
+        analysed = analyse(training)
+        graph = model_graph(analysed, samples, frozen)
+        source = TracedModel(analysed, None, (), (), type(model).__name__)
+        if evaluates:
+            other = analyse(run(training=False, one_length=training.one_length))
+            seen = model_graph(other, samples)
+            cut_bytes = tuple(node.cut_bytes for node in seen.nodes)
+            source = TracedModel(analysed, other, seen.together, cut_bytes, type(model).__name__)
         if loss_fn is not None:
-            loss = _UserLoss(loss_fn, modes[0].traced.out_spec, modes[0].fixed)
+            loss = _UserLoss(loss_fn, analysed.traced.out_spec, analysed.fixed)
     named = dict(model.named_parameters())
     return Capture(graph, named, buffers, persistent, source, shapes, loss, targets)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -157,12 +157,16 @@ def _slopes(steps: Sequence[Sequence[LinkSample]]) -> list[float]:
     """Seconds per byte of every two messages of a step whose sizes differ (Theil and Sen)."""
     found: list[float] = []
     for messages in steps:
-        for i, a in enumerate(messages):
-            for b in messages[i + 1 :]:
-                small, large = sorted((a, b), key=lambda m: m.wire_bytes)
-                if large.wire_bytes >= SIZES * max(1, small.wire_bytes) and len(found) < MOST_PAIRS:
-                    later_s = (large.arrived_at_s - large.sent_at_s) - (small.arrived_at_s - small.sent_at_s)
-                    found.append(later_s / (large.wire_bytes - small.wire_bytes))
+        sizes = [m.wire_bytes for m in messages]
+        if not sizes or max(sizes) < SIZES * max(1, min(sizes)):
+            continue  # as in nearly every run: no pair differs enough, and there are many pairs
+        for a, b in combinations(messages, 2):
+            small, large = (a, b) if a.wire_bytes <= b.wire_bytes else (b, a)
+            if large.wire_bytes >= SIZES * max(1, small.wire_bytes):
+                later_s = (large.arrived_at_s - large.sent_at_s) - (small.arrived_at_s - small.sent_at_s)
+                found.append(later_s / (large.wire_bytes - small.wire_bytes))
+                if len(found) == MOST_PAIRS:
+                    return found
     return found
 
 

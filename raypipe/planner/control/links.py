@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from operator import is_
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ class LinkEstimator:
         self._window: deque[Step] = deque(maxlen=window_steps)
         self._drift = Drift(drift_threshold, FLOOR_S)  # of both ways together, which no clock and no split can move
         self._odd = 0  # newest steps that disagree with those before
+        self._seen: tuple[list[Step], _Seen | None] = ([], None)  # the last that was measured for an estimate
 
     def add(self, messages: Iterable[LinkSample]) -> News:
         """Take in the messages of one step; what they say.
@@ -72,7 +74,9 @@ class LinkEstimator:
     def estimate(self, forward: bool) -> LinkEstimate | None:
         """Of the window, or of the newest step where that disagrees with the window; None before any message."""
         steps = list(self._window)[-self._odd :]
-        seen = _measure(steps)
+        if not (len(steps) == len(self._seen[0]) and all(map(is_, steps, self._seen[0]))):
+            self._seen = steps, _measure(steps)  # one answer for both ways
+        seen = self._seen[1]
         way = 0 if forward else 1
         if seen is None or not seen.draws_s[way]:
             return None
