@@ -1,7 +1,8 @@
 """Measuring the links of a cluster while nothing trains: an actor per node, and one pair of them at a time.
 
     latency     the quickest of some small messages there and back, halved
-    bandwidth   messages of a few MiB one behind the other, until the last is answered; the first fills the buffers
+    bandwidth   messages of a few MiB one behind the other; the median time between two answers, which a pause of a
+                machine does not move
 
 They go over the run's own "tcp" links, so what is measured is what a run gets.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -141,7 +143,7 @@ class _Prober:
         for number in range(SMALL, SMALL + LARGE):
             self._channel.recv(Action(1 - me, Op.SEND_B, number), LIMIT_S)
             ends_s.append(time.monotonic())
-        return min(trips_s) / 2, (LARGE - 1) * large_bytes / (ends_s[-1] - ends_s[0])
+        return min(trips_s) / 2, large_bytes / statistics.median(b - a for a, b in itertools.pairwise(ends_s))
 
     def answer(self, me: int, peer: int) -> None:
         """Answer every message of the other end."""

@@ -20,11 +20,12 @@ from raypipe.engine.codec import NONE, Codec
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action, Op
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 """Deadline of every wait that is meant to succeed."""
 
-WAKE_S = 0.5
-"""Bound asserted on a wake-up; the promise is 0.05 s, which a loaded machine cannot always keep."""
+WAKE_S = 20.0
+"""Bound asserted on a wake-up: the event woke it, not the deadline. How soon is promised, 0.05 s, is no matter of tests,
+which may get no processor for seconds; they print it, and docs/design/0007 has figures."""
 
 Pair = tuple[Channel, Channel]
 

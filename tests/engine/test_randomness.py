@@ -124,7 +124,7 @@ def test_threads_at_once_draw_what_one_alone_draws() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert wrong == []
     assert not any(thread.is_alive() for thread in threads)
 

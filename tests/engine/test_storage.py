@@ -199,7 +199,7 @@ def mounted(options: str, folder: Path, script: str) -> str:
         script,
     ]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     except FileNotFoundError:
         pytest.skip("no unshare on this machine")
     if done.returncode == 77 or "unshare:" in done.stderr:

@@ -36,7 +36,7 @@ def data(count: int) -> TensorDataset:
 
 
 def run_torch(folder: Path, world: int) -> None:
-    """All ranks as processes, which end within a minute whatever happens."""
+    """All ranks as processes, which end within four minutes whatever happens."""
     command = [sys.executable, torch_peer.__file__]
     ranks = [
         subprocess.Popen(
@@ -45,7 +45,7 @@ def run_torch(folder: Path, world: int) -> None:
         for rank in range(world)
     ]
     try:
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -34,7 +34,7 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=240))
     batch = load_file(folder / "batch.safetensors")
     cuts = [int(word) for word in (folder / "cuts.txt").read_text().split()]
     bounds = [0, *cuts, len(model())]

@@ -12,7 +12,7 @@ from tests import processes
 from tests.lab.flow import Flow, flow
 from tests.lab.network import Network, network
 
-pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.net, pytest.mark.slow, pytest.mark.timeout(300)]
 
 FRAME_SHARE = 1448 / 1514
 """Of a full Ethernet frame, what TCP carries."""

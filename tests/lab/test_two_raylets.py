@@ -108,7 +108,8 @@ def test_probe_measures_a_wire_both_ways(hosts: tuple[Network, Home]) -> None:
     found = {(link["source"], link["target"]): link for link in json.loads(said.splitlines()[-1])}
     assert found.keys() == {lab.addresses, lab.addresses[::-1]}
     for pair, mbit in ((lab.addresses, 100), (lab.addresses[::-1], 400)):
-        assert 0.75 * mbit < found[pair]["bandwidth_bytes_s"] * 8e-6 < 1.02 * mbit
+        # A machine that has no processor for the probe makes a wire look slower, never faster.
+        assert 0.5 * mbit < found[pair]["bandwidth_bytes_s"] * 8e-6 < 1.02 * mbit
         assert 0 < found[pair]["latency_s"] < 0.05
 
 
@@ -139,7 +140,7 @@ def test_a_link_that_becomes_slow_is_hidden_by_more_slack(hosts: tuple[Network, 
     assert switch["reason"].strip()
     # Both ways of a message; the wire's bucket lets the first 80 kB of each through at once, where it had time to fill.
     occupancy_s = MESSAGE_BYTES * 8e-6 / SLOW_MBIT
-    assert 0.5 * 2 * occupancy_s < sum(switch["link_s"]) < 1.4 * 2 * occupancy_s
+    assert 0.5 * 2 * occupancy_s < sum(switch["link_s"]) < 3 * 2 * occupancy_s
     # On a busy machine a later look may turn it further, or find that it did not pay.
     last = [event["choice"] for event in events if event["decision"] in ("switch", "undo")][-1]
     assert rows[-1]["schedule"] == last

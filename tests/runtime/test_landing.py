@@ -120,7 +120,7 @@ def test_the_last_holder_may_go_in_any_thread() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30.0)
+        thread.join(120.0)
         assert not thread.is_alive()
     assert wrong == []
     assert len(memory._free) <= 2

@@ -52,10 +52,10 @@ def test_a_run_is_watched_stopped_and_goes_on_at_another_number_of_stages(cluste
     assert "step" in str(status)
     with pytest.raises(ConfigError, match="run named 'run' is on this cluster"):
         trainer("cnn", tmp_path, "run", 2).start(num_steps=3000)
-    saved = seen.checkpoint(timeout_s=60)
+    saved = seen.checkpoint(timeout_s=180)
     assert raypipe.load_state_dict(saved)
     seen.stop("seen enough")
-    result = begun.wait(timeout_s=60)
+    result = begun.wait(timeout_s=180)
     assert result.stopped == "seen enough"
     done = len(result.records)
     assert done < 3000
@@ -69,8 +69,8 @@ def test_a_run_is_watched_stopped_and_goes_on_at_another_number_of_stages(cluste
     assert len(stages) == 3
     ray.kill(ray.get_actor("raypipe/run", namespace="raypipe"))
     with pytest.raises(StageError, match="driver of run 'run' is gone"):
-        handle.wait(timeout_s=30)
-    wait_until(lambda: not any(processes.alive(pid) for pid in stages), 20.0)
+        handle.wait(timeout_s=120)
+    wait_until(lambda: not any(processes.alive(pid) for pid in stages))
 
     steps = newest_step(tmp_path / "run") + 5
     trainer("cnn", tmp_path, "run", 1).fit(num_steps=steps, local=True, progress=False)
@@ -129,7 +129,7 @@ def interrupted(folder: Path, steps: int, where: str, number: signal.Signals, wa
         try:
             wait()
             program.send_signal(number)
-            _, errors = program.communicate(timeout=60)
+            _, errors = program.communicate(timeout=240)
         except (subprocess.TimeoutExpired, AssertionError) as error:  # say where it hangs
             program.send_signal(signal.SIGUSR1)
             time.sleep(1.0)

@@ -187,7 +187,7 @@ def test_another_network_namespace_is_another_machine_though_the_hostname_is_the
         results = []
         for prefix in ((), ("unshare", "--net")):
             command = [*prefix, sys.executable, "-c", NEIGHBOUR, first.address.unix]
-            results.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT))
+            results.append(subprocess.run(command, capture_output=True, text=True, timeout=240, check=True, cwd=ROOT))
     here, there = (result.stdout.splitlines() for result in results)
     assert here == [addresses.machine(), "0"]
     assert there[0] != addresses.machine()

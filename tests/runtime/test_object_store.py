@@ -176,7 +176,7 @@ def linked(ends: tuple[list[Any], list[Any], list[int]]) -> tuple[Any, Any, list
 
 
 def get(*refs: Any) -> list[Any]:
-    return ray.get(list(refs), timeout=60)
+    return ray.get(list(refs), timeout=240)
 
 
 def contract() -> Iterator[Any]:

@@ -20,7 +20,7 @@ from raypipe.runtime.fleet import Fleet
 from tests.exactness import SHAPES, captured, programs, same_bits, train
 from tests.mishaps import Fuse, Nap
 from tests.models import CASES, case
-from tests.runtime.test_fleet import SOON_S, alive, configure, faulty, gone_within, pids, saved_state, sgd, steps
+from tests.runtime.test_fleet import LINK_S, SOON_S, alive, configure, faulty, gone_within, pids, saved_state, sgd, steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -40,7 +40,7 @@ def test_the_same_bits(joined: Fleet, tmp_path: Path, name: str, stages: int, sc
     made, cut, shape = captured(name)[1], programs(name, stages), SHAPES["even"]
     tensors = {**made.parameters, **made.buffers}
     data = case(name).data(shape.samples)
-    configure(joined, cut, tensors, adamw, data, Settings(0, "mean", 0.5, 20.0), place=Place.of(tmp_path))
+    configure(joined, cut, tensors, adamw, data, Settings(0, "mean", 0.5, LINK_S), place=Place.of(tmp_path))
     losses = [of_stages[-1].loss for of_stages in steps(joined, cut, shape, schedule)]
     state = saved_state(joined, tmp_path)
     local = train(name, stages, shape, schedule, "adamw", max_grad_norm=0.5)
@@ -56,7 +56,7 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 def test_a_stage_that_raises(joined: Fleet) -> None:
     stages, tensors = faulty(3, 1, Fuse("F", 9))
     data = CASES["mlp"].data(SHAPES["even"].samples)
-    configure(joined, stages, tensors, sgd, data, Settings(0, "mean", None, 20.0))
+    configure(joined, stages, tensors, sgd, data, Settings(0, "mean", None, LINK_S))
     finished = []
     begin_s = time.monotonic()
     with pytest.raises(StageError, match=r"^Stage 1 failed in 1F9: ValueError: the user's own mistake"):
@@ -80,7 +80,7 @@ def kill_soon(pid: int) -> list[float]:
 
 def test_a_killed_stage_is_named(joined: Fleet) -> None:
     stages, tensors = faulty(3, 1, Nap(9, 1.0))
-    configure(joined, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
+    configure(joined, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, LINK_S))
     running = steps(joined, stages, SHAPES["even"], "1f1b", count=100_000)
     next(running)
     killed_s = kill_soon(pids(joined)[2])
@@ -94,7 +94,7 @@ def test_killed_stages_are_named_and_the_others_go_on(fleet: Fleet) -> None:
     """Over "tcp" a middle, a first and a last stage; survivors make the next pipeline. The last test of its session."""
     for num_stages, victim in ((3, 1), (3, 0), (2, 1)):
         stages, tensors = faulty(num_stages, 1, Nap(9, 1.0))
-        configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, 20.0))
+        configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, LINK_S))
         running = steps(fleet, stages, SHAPES["even"], "1f1b", count=100_000)
         next(running)
         of_stages = pids(fleet)[:num_stages]
