@@ -24,8 +24,8 @@ WAIT_S = 60.0
 """Deadline of every wait that is meant to succeed."""
 
 WAKE_S = 20.0
-"""Bound asserted on a wake-up: the event woke it, not the deadline. How soon is promised, 0.05 s, is no matter of tests,
-which may get no processor for seconds; they print it, and docs/design/0007 has figures."""
+"""Bound asserted on a wake-up: the event woke it, not the deadline. The promise is 0.05 s, but a test may get no
+processor for seconds: what it took is printed, and docs/design/0007 has figures."""
 
 Pair = tuple[Channel, Channel]
 

@@ -20,7 +20,18 @@ from raypipe.runtime.fleet import Fleet
 from tests.exactness import SHAPES, captured, programs, same_bits, train
 from tests.mishaps import Fuse, Nap
 from tests.models import CASES, case
-from tests.runtime.test_fleet import LINK_S, SOON_S, alive, configure, faulty, gone_within, pids, saved_state, sgd, steps
+from tests.runtime.test_fleet import (
+    LINK_S,
+    SOON_S,
+    alive,
+    configure,
+    faulty,
+    gone_within,
+    pids,
+    saved_state,
+    sgd,
+    steps,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
