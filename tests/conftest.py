@@ -29,6 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--must-run", action="store_true", help="what a machine lacks the rights for fails, not skips")
 
 
+# MKL chooses its kernels by the alignment and the layout of operands where the processor is not Intel's, so that plain
+# PyTorch is not equal to itself there; see docs/design/0017. It is read when torch first multiplies.
+if "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
+    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+
 # Profiles of one session; nobody's own cache is read or filled.
 _CACHE = tempfile.TemporaryDirectory(prefix="raypipe-cache-")
 os.environ["RAYPIPE_CACHE_DIR"] = _CACHE.name

@@ -76,6 +76,7 @@ TIERS = (
             "runtime/test_jobs.py",
             "runtime/test_publish.py",
         ),
+        long=("runtime/test_jobs.py",),
     ),
     Tier("gpu", 300, ("gpu/**/test_*.py",), optional=True),
 )
