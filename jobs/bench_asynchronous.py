@@ -10,6 +10,9 @@ end of each, so 41 micro-batch times pass where 40 are worked: 0.976 is the most
 same model in plain PyTorch on the same micro-batches: an update per micro-batch for "pipedream", per mini-batch for
 "2bw". Alone, two at once and ours take turns. With --handicap, our runs repeat with that much sleep in every forward
 and backward.
+
+All of it runs on one Ray node that is up from first to last: its daemons take some percent of two processors, and c is
+what these two are worth where a Ray node is. ``daemons`` is the node's share of two processors while two copies run.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -32,9 +36,10 @@ from torch.utils.data import TensorDataset
 from train_lm import Block
 
 import raypipe
+from raypipe.runtime.client import connected
 
 MICROBATCHES, MICROBATCH_SIZE, MINIBATCHES = 4, 4, 10
-WIDTH, HEADS = 128, 4
+WIDTH, HEADS = 256, 4
 UPDATES = {"2bw": 1, "pipedream": MICROBATCHES}
 """Optimizer steps per mini-batch, by schedule."""
 LIMIT_S = 300.0
@@ -45,7 +50,7 @@ class Settings(NamedTuple):
 
     depth: int = 8
     context: int = 128
-    epochs: int = 4
+    epochs: int = 3
     rounds: int = 3
     local: bool = False
 
@@ -149,6 +154,20 @@ def copies_s(settings: Settings, updates: int, count: int) -> list[float]:
         return [s for file in files for s in json.loads(file.read_text())]
 
 
+def node_s() -> float:
+    """Processor seconds so far of the Ray node that this process started."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            ours = b"/ray/" in (stat.parent / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended
+        if ours and int(fields[1]) == os.getpid():
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 # Ours.
 
 
@@ -207,6 +226,7 @@ class Measured(NamedTuple):
     whole_s: list[float]
     steady_s: list[float]
     slowed_s: list[float]
+    node_share: list[float]
 
 
 def figures_of(schedule: str, found: Measured) -> dict[str, float]:
@@ -219,6 +239,7 @@ def figures_of(schedule: str, found: Measured) -> dict[str, float]:
         f"c_{schedule}": c,
         f"of_c_{schedule}": efficiency / c,
         f"of_c_{schedule}_steady": steady / c,
+        f"daemons_{schedule}": median(found.node_share),
     }
 
 
@@ -230,12 +251,14 @@ def handicap_predicted(found: Measured, handicap_s: float) -> float:
 
 def measure(settings: Settings, handicap_s: float) -> dict[str, Measured]:
     """Alone, two at once and ours in turn, round by round."""
-    found = {schedule: Measured([], [], [], [], []) for schedule in UPDATES}
+    found = {schedule: Measured([], [], [], [], [], []) for schedule in UPDATES}
     for _ in range(settings.rounds):
         for schedule, updates in UPDATES.items():
             kept = found[schedule]
             kept.alone_s.extend(copies_s(settings, updates, 1))
+            begin_s, used_s = time.monotonic(), node_s()
             kept.both_s.extend(copies_s(settings, updates, 2))
+            kept.node_share.append((node_s() - used_s) / (time.monotonic() - begin_s) / 2)
             trial = run_ours(settings, schedule)
             kept.whole_s.extend(trial.whole_s)
             kept.steady_s.extend(trial.steady_s)
@@ -251,7 +274,8 @@ def main() -> int:
     asked = bench_common.arguments(__doc__)
     settings = QUICK if asked.quick else Settings()
     torch.set_num_threads(1)
-    measured = measure(settings, asked.handicap)
+    with connected(2, {"CPU": 1}):
+        measured = measure(settings, asked.handicap)
     figures: dict[str, float] = {}
     rows, seen = [], True
     for schedule, found in measured.items():

@@ -26,7 +26,7 @@ from raypipe.runtime.status import RunStatus
 
 __all__ = ["Picture", "Result", "RunHandle", "attach"]
 
-POLL_S = 0.25
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)

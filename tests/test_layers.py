@@ -165,7 +165,7 @@ def test_what_is_allowed_is_not_a_breach(path: str, source: str) -> None:
 @pytest.mark.parametrize("module", ["raypipe", "raypipe.ir.timeline", "raypipe.config", "raypipe.planner"])
 def test_the_light_layers_load_alone(module: str) -> None:
     check = f"import sys, {module}; print(*sorted({{'torch', 'ray', 'pyarrow'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
@@ -177,6 +177,6 @@ def test_every_module_of_the_planner_loads_alone() -> None:
         if path.is_relative_to(ROOT / "raypipe" / "planner") and path.name != "__init__.py"
     ]
     check = f"import importlib, sys; [importlib.import_module(m) for m in {modules!r}]; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert {"torch", "ray"}.isdisjoint(done.stdout.split())

@@ -55,7 +55,7 @@ def test_a_session_that_leaves_an_orphan_fails_and_ends_it(tmp_path: Path, worke
         str(tmp_path),
     ]
     bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half the time of the test otherwise
-    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=240)
     pid = int((tmp_path / "pid").read_text())
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"process {pid} was left behind" in done.stdout

@@ -19,6 +19,8 @@ from raypipe.runtime.status import RunStatus
 
 __all__ = ["Journal", "News"]
 
+GATHER_S = 0.25
+
 
 class News(NamedTuple):
     """What is new: records, where the run stands, and how it ended (one of the last two) once it has."""
@@ -96,9 +98,15 @@ class Journal:
             self._changed.notify_all()
 
     def news(self, since: int, wait_s: float) -> News:
-        """Records number ``since`` and later; waits up to ``wait_s`` for the first of them, or for the end."""
+        """Records number ``since`` and later; waits up to ``wait_s`` for the first of them, or for the end.
+
+        What comes shortly after the first is told with it: an answer per step would cost a driver of quick steps more
+        than the steps do. With ``wait_s`` 0 the answer is what is known now.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: len(self._records) > since or self._over, timeout=wait_s)
+            if not self._changed.wait_for(lambda: len(self._records) > since or self._over, timeout=wait_s):
+                return News([], self._status, None, None)
+            self._changed.wait_for(lambda: self._over, timeout=min(wait_s, GATHER_S))
             return News(self._records[since:], self._status, self._outcome, self._error)
 
     def wait_started(self, wait_s: float) -> bool:

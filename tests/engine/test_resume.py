@@ -108,7 +108,7 @@ def test_stopping_and_going_on(tmp_path: Path) -> None:
     while handle.status().step < 3:
         assert handle.status().state in ("starting", "running")
     handle.stop("enough")
-    stopped = handle.wait(timeout_s=60)
+    stopped = handle.wait(timeout_s=240)
     assert stopped.stopped == "enough"
     assert handle.status().state == "stopped"
     assert 3 <= len(stopped.records) < 150
@@ -145,7 +145,7 @@ def test_a_checkpoint_on_demand(tmp_path: Path) -> None:
     handle = trainer("mlp", tmp_path, "run", 2).start(num_steps=2000, local=True)
     while handle.status().step < 2:
         pass
-    path = Path(handle.checkpoint(timeout_s=60))
+    path = Path(handle.checkpoint(timeout_s=240))
     # The driver may die now, and whoever goes on from here needs the steps before it.
     assert pq.read_table(tmp_path / "run/metrics.parquet").num_rows >= int(path.name.removeprefix("step_"))
     assert load_state_dict(path).keys() == CASES["mlp"].model().state_dict().keys()
@@ -153,7 +153,7 @@ def test_a_checkpoint_on_demand(tmp_path: Path) -> None:
     assert "<svg" in handle.plot()._repr_svg_()
     assert handle.timeline() is not None
     handle.stop()
-    assert handle.wait(timeout_s=60).stopped
+    assert handle.wait(timeout_s=240).stopped
 
 
 def test_a_full_disk_does_not_harm_training(tmp_path: Path) -> None:
@@ -192,9 +192,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True, timeout=60)
     yield folder
-    subprocess.run(["umount", str(folder)], check=True, timeout=10)
+    subprocess.run(["umount", str(folder)], check=True, timeout=60)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small file system")
@@ -219,10 +219,10 @@ def test_a_full_disk_ends_no_training(
     wait_for(lambda: handle.status().step >= min(full_at + 40, steps))
     if freed:
         filler.unlink()
-        assert len(handle.wait(timeout_s=60).records) == steps
+        assert len(handle.wait(timeout_s=240).records) == steps
     else:
         with pytest.raises(CheckpointError, match="No space left"):
-            handle.wait(timeout_s=60)
+            handle.wait(timeout_s=240)
         filler.unlink()
         made(folder=small_disk, run="run").fit(num_steps=steps, local=True, progress=False)
     (rows, state), (expected_rows, expected) = outcome(small_disk / "run"), outcome(tmp_path / "whole")

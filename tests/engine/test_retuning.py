@@ -28,7 +28,7 @@ from tests.models import CASES
 pytestmark = pytest.mark.slow
 
 STEPS, STAGES, COUNT = 9, 3, 4
-ANSWER_S = 20.0
+ANSWER_S = 120.0
 PATIENCE = {"retune_interval_steps": 1, "link_drift_threshold": 0.1, "min_gain": 0.01}
 KINDS = (
     Choice("kfkb", COUNT, group_size=3),

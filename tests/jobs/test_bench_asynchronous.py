@@ -19,17 +19,18 @@ def test_an_epoch_counts_whole_and_the_first_one_not() -> None:
 
 
 def test_efficiency_is_against_two_processors() -> None:
-    figures = bench_asynchronous.figures_of("2bw", Measured([1.0], [1.25], [0.625], [0.5], []))
+    figures = bench_asynchronous.figures_of("2bw", Measured([1.0], [1.25], [0.625], [0.5], [], [0.01]))
     assert figures == {
         "efficiency_2bw": pytest.approx(0.8),
         "c_2bw": pytest.approx(0.8),
         "of_c_2bw": pytest.approx(1.0),
         "of_c_2bw_steady": pytest.approx(1.25),
+        "daemons_2bw": 0.01,
     }
 
 
 def test_a_handicap_is_two_sleeps_per_microbatch_and_one_time_to_fill() -> None:
-    found = Measured([1.0], [1.0], [0.5], [0.5], [])
+    found = Measured([1.0], [1.0], [0.5], [0.5], [], [0.0])
     assert bench_asynchronous.handicap_predicted(found, 0.0) == pytest.approx(1.0)
     more_s = 2 * 0.01 * (MICROBATCHES * MINIBATCHES + 1) / MINIBATCHES
     assert bench_asynchronous.handicap_predicted(found, 0.01) == pytest.approx(1 / (2 * (0.5 + more_s)))

@@ -109,7 +109,7 @@ def test_a_lone_process_sleeps_at_least_as_long_as_asked() -> None:
 
 def test_it_loads_neither_torch_nor_ray() -> None:
     check = "import sys, bench_common; print(*sorted({'torch', 'ray', 'raypipe'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", check], cwd=JOBS, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", check], cwd=JOBS, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout.split()) == (0, [])
 
 
@@ -135,7 +135,7 @@ def test_the_processes_of_a_pool_end_with_their_parent(tmp_path: Path) -> None:
         child = int(parent.stdout.readline())
         assert processes.alive(child)
         parent.send_signal(signal.SIGKILL)
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 120
     while processes.alive(child):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)

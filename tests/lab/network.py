@@ -33,7 +33,7 @@ from typing import Any
 __all__ = ["ROOT", "Network", "missing", "network"]
 
 ROOT = Path(__file__).parents[2]
-COMMAND_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
 QUEUE_MS = 200
 BUCKET_BYTES = 80_000

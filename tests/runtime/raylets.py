@@ -152,7 +152,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
     one, two = f"rp{os.getpid()}-1", f"rp{os.getpid()}-2"
 
     def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, timeout=10, capture_output=True)
+        subprocess.run(["ip", *words], check=True, timeout=60, capture_output=True)
 
     try:
         for name in (one, two):
@@ -165,8 +165,8 @@ def namespaces() -> Iterator[tuple[str, str]]:
         yield one, two
     finally:
         for name in (one, two):
-            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=10).stdout
+            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=60).stdout
             for pid in left.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "delete", name], timeout=10, capture_output=True, check=False)
+            subprocess.run(["ip", "netns", "delete", name], timeout=60, capture_output=True, check=False)

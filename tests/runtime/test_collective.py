@@ -182,10 +182,10 @@ from tests.runtime.test_collective import opening
 import torch
 endpoint = CollectiveEndpoint("127.0.0.1")
 print(endpoint.address[1], flush=True)
-channel = endpoint.open(opening(1, {0: ("127.0.0.1", int(sys.argv[1]))}, timeout_s=30.0))[0]
-channel.recv(f(0), 30.0)
+channel = endpoint.open(opening(1, {0: ("127.0.0.1", int(sys.argv[1]))}, timeout_s=60.0))[0]
+channel.recv(f(0), 60.0)
 channel.send(b(0), (torch.ones(1 << 20),))
-time.sleep(30)
+time.sleep(120)
 """
 
 
@@ -198,9 +198,9 @@ def distant() -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
         try:
             assert peer.stdout is not None
             address = (HOST, int(peer.stdout.readline()))
-            channel = endpoint.open(opening(0, {1: address}, timeout_s=30.0))[1]
+            channel = endpoint.open(opening(0, {1: address}, timeout_s=WAIT_S))[1]
             channel.send(f(0), (torch.ones(1 << 20),))
-            assert len(channel.recv(b(0), 30.0)) == 1
+            assert len(channel.recv(b(0), WAIT_S)) == 1
             yield channel, peer
         finally:
             peer.kill()

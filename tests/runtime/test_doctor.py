@@ -65,7 +65,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, tup
         home.start(*exec_two, at=other, shm_bytes=64 << 20, PYTHONPATH=str(stub), **TOKEN)
         # What the head's ports answer is dropped on the way, as a firewall would do it.
         rule = ["rule", "add", "ipproto", "tcp", "sport", f"{LOW}-{HIGH}", "blackhole"]
-        subprocess.run(["ip", "-n", one, *rule], check=True, timeout=10)
+        subprocess.run(["ip", "-n", one, *rule], check=True, timeout=60)
         yield home, ("ip", "netns", "exec", one)
 
 

@@ -74,7 +74,7 @@ class Jobs(NamedTuple):
     def left(self) -> dict[str, object]:
         """What is left of jobs, after the while that it may take them to go."""
         found: dict[str, object] = json.loads(self.run(sys.executable, "-c", LEFT).stdout.splitlines()[-1])
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while (running := actors()) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         return found | {"processes": running}
