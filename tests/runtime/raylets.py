@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests import processes
 
-__all__ = ["RAY", "TOKEN", "Home", "namespaces", "private_cluster"]
+__all__ = ["RAY", "TOKEN", "Home", "free_port", "namespaces", "private_cluster"]
 
 RAY = str(Path(sys.executable).parent / "ray")
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.raylets import TOKEN, Home, namespaces, private_cluster
+from tests.runtime.raylets import TOKEN, Home, free_port, namespaces, private_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -141,9 +141,7 @@ def test_this_machine_alone_is_well(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_is_not_there(tmp_path: Path) -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     run = doctor("--address", address, HOME=str(tmp_path))
     assert run.returncode == 1
     assert f"problem {address} cannot be reached: nothing listens there" in findings(run)["cluster"]

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import socket
 import subprocess
 import time
 import urllib.parse
@@ -21,6 +20,7 @@ import ray
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.metrics import METRICS, Kind, exported_name
 from raypipe.runtime.publish import DETAILS_EVERY_S, Publisher
+from tests.runtime.raylets import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -203,9 +203,7 @@ def test_prometheus_finds_the_node_and_the_run(published: tuple[Any, float], tmp
             }
         )
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = [f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
