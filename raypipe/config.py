@@ -160,7 +160,8 @@ class PipelineConfig:
         group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
             controller turns it.
         slack: r of slack: forwards that each stage starts earlier than the next, 1 being 1F1B; a list gives one
-            number per hop.
+            number per hop. Asynchronous schedules take it too: more micro-batches under way hide slower links,
+            and in "pipedream" cost weight versions and make gradients later.
         weight_versions: most weight versions that a stage keeps, in asynchronous schedules ("pipedream" and
             "2bw", which do not run empty between mini-batches). "pipedream" with a number updates as often as
             that many versions allow.
@@ -334,9 +335,10 @@ def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: i
 
 
 def _check_slack(slack: int | Sequence[int] | Auto, schedule: str, num_stages: int | Auto) -> None:
-    if slack != "auto" and schedule != "slack":
+    if slack != "auto" and schedule not in ("slack", "pipedream", "2bw"):
         raise ConfigError(
-            f"slack={slack!r} means nothing to schedule={schedule!r}. Set schedule='slack', or leave slack out."
+            f"slack={slack!r} means nothing to schedule={schedule!r}. Set schedule='slack', 'pipedream' or '2bw', or "
+            "leave slack out."
         )
     if isinstance(slack, tuple) and num_stages not in ("auto", len(slack) + 1):
         raise ConfigError(

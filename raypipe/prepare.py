@@ -99,7 +99,7 @@ class Job:
         first, request = self.programs[0].first_trainable, self.request
         if key.update_interval is None:
             # A mini-batch smaller than the others runs by itself in any case.
-            plain = dataclasses.replace(request, schedule="1f1b") if self.flow else request
+            plain = dataclasses.replace(request, schedule="1f1b", slack=None) if self.flow else request
             schedule = build_schedule(plain, self.num_stages, key.num_microbatches, first)
         else:
             schedule = finite(self.plan.schedule, key.num_minibatches)

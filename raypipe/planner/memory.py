@@ -118,7 +118,7 @@ class MemoryModel:
         """Boundary messages that wait at a stage, per direction, besides those of micro-batches in flight."""
         if self.schedule == "kfkb":
             return self.group_size
-        if self.schedule == "slack":
+        if self.schedule in ("slack", "pipedream", "2bw"):
             return self.slack if isinstance(self.slack, int) else max(self.slack, default=1)
         return 1
 

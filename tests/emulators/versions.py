@@ -44,14 +44,16 @@ def flush(num_microbatches: int) -> Mode:
     return Mode("flush", num_microbatches, lambda stage, k: k // num_microbatches)
 
 
-def stashing(num_stages: int) -> Mode:
-    """PipeDream: an update per micro-batch; stage s has num_stages - 1 - s younger micro-batches in flight."""
-    return Mode("stashing", 1, lambda stage, k: max(0, k - (num_stages - 1 - stage)))
+def stashing(num_stages: int, depth: int = 1) -> Mode:
+    """PipeDream: an update per micro-batch; over each hop ``depth`` micro-batches are in flight, as published one."""
+    return Mode("stashing", 1, lambda stage, k: max(0, k - depth * (num_stages - 1 - stage)))
 
 
-def bounded(num_stages: int, every: int) -> Mode:
+def bounded(num_stages: int, every: int, depth: int = 1) -> Mode:
     """The same with an update every so many micro-batches, so that fewer versions are alive."""
-    return Mode(f"bounded, u = {every}", every, lambda stage, k: max(0, (k - (num_stages - 1 - stage)) // every))
+    return Mode(
+        f"bounded, u = {every}", every, lambda stage, k: max(0, (k - depth * (num_stages - 1 - stage)) // every)
+    )
 
 
 def vertical_sync(num_stages: int, every: int = 1) -> Mode:
@@ -64,9 +66,9 @@ def two_buffered(num_microbatches: int) -> Mode:
     return Mode("2bw", num_microbatches, lambda stage, k: max(0, k // num_microbatches - 1))
 
 
-def interval_of(num_stages: int, num_microbatches: int, num_versions: int) -> int:
+def interval_of(num_stages: int, num_microbatches: int, num_versions: int, depth: int = 1) -> int:
     """The least u that divides a mini-batch and with which no stage needs more than ``num_versions`` (at least 2)."""
-    least = -(-(num_stages - 1) // (num_versions - 1))
+    least = -(-depth * (num_stages - 1) // (num_versions - 1))
     return min(u for u in range(1, num_microbatches + 1) if num_microbatches % u == 0 and u >= least)
 
 

@@ -47,8 +47,8 @@ class Policy:
     mode: Callable[[int], Mode]
 
 
-def _bounded(versions: int) -> Callable[[int], Mode]:
-    return lambda stages: bounded(stages, interval_of(stages, MICROBATCHES, versions))
+def _bounded(versions: int, depth: int = 1) -> Callable[[int], Mode]:
+    return lambda stages: bounded(stages, interval_of(stages, MICROBATCHES, versions, depth), depth)
 
 
 POLICIES = {
@@ -62,6 +62,8 @@ POLICIES = {
         {"schedule": "pipedream", "vertical_sync": True, "update_interval": 2}, lambda stages: vertical_sync(stages, 2)
     ),
     "2bw": Policy({"schedule": "2bw"}, lambda stages: two_buffered(MICROBATCHES)),
+    "stashing, deeper": Policy({"schedule": "pipedream", "slack": 2}, lambda stages: stashing(stages, 2)),
+    "three versions, deeper": Policy({"schedule": "pipedream", "slack": 2, "weight_versions": 3}, _bounded(3, 2)),
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda named: torch.optim.SGD(named, lr=5e-2, momentum=0.9),

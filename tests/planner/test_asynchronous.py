@@ -24,13 +24,13 @@ from tests.weight_rules import version_of
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 8), st.integers(1, 3)).flatmap(
     lambda shape: st.tuples(
         st.just(shape[0]), st.just(shape[1]), st.sampled_from([u for u in range(1, 9) if shape[1] % u == 0]),
-        st.just(shape[2]), st.integers(0, shape[0] - 1),
+        st.one_of(st.just(shape[2]), st.tuples(*[st.integers(1, 3)] * (shape[0] - 1))), st.integers(0, shape[0] - 1),
     )
 )  # fmt: skip
-"""Stages, micro-batches, interval, slack, first trainable stage."""
+"""Stages, micro-batches, interval, slack (one, or by hop), first trainable stage."""
 
 
-def made(shape: tuple[int, int, int, int, int]) -> Schedule:
+def made(shape: tuple[int, int, int, int | tuple[int, ...], int]) -> Schedule:
     stages, count, interval, slack, first = shape
     return continuous("x", stages, count, interval, slack=slack, first_trainable=first)
 
@@ -84,8 +84,10 @@ def test_no_bubble_between_mini_batches(stages: int, count: int, backward_s: flo
     assert period_s == pytest.approx(count * (1.0 + backward_s))
 
 
-@pytest.mark.parametrize(("count", "interval", "slack"), [(4, 3, 1), (4, 0, 1), (4, 2, 0)])
-def test_numbers_that_make_no_schedule(count: int, interval: int, slack: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "interval", "slack"), [(4, 3, 1), (4, 0, 1), (4, 2, 0), (4, 2, (1, 0)), (4, 2, (1,))]
+)
+def test_numbers_that_make_no_schedule(count: int, interval: int, slack: int | tuple[int, ...]) -> None:
     with pytest.raises(ScheduleError):
         continuous("x", 3, count, interval, slack=slack)
 
@@ -115,9 +117,9 @@ def test_the_newest_version_is_what_the_row_says(shape: tuple[int, ...]) -> None
 def test_no_more_versions_are_alive_than_needed(shape: tuple[int, ...], rule: VersionRule) -> None:
     """A version lives from the update that makes it to the last backward of a micro-batch that uses it."""
     stages, count, interval, slack, _ = shape
-    if rule is VersionRule.DELAYED:
-        interval = count = max(count, stages * slack)
     warmups = warmups_of(stages, slack)
+    if rule is VersionRule.DELAYED:
+        interval = count = max(count, warmups[0])
     rows = lower(continuous("x", stages, count, interval, slack=slack)).rows(4)
     for stage, row in enumerate(rows):
         last_use = {}
@@ -150,6 +152,10 @@ def request(**changes: object) -> Request:
         ({"schedule": "pipedream", "update_interval": 4}, 4, (2, 2, 2, 1)),
         ({"schedule": "pipedream", "update_interval": 1, "weight_versions": 2}, 1, (2, 2, 2, 1)),
         ({"schedule": "2bw"}, 12, (2, 2, 2, 2)),
+        ({"schedule": "2bw", "slack": 4}, 12, (2, 2, 2, 2)),
+        ({"schedule": "pipedream", "slack": 2}, 1, (7, 5, 3, 1)),
+        ({"schedule": "pipedream", "slack": (1, 1, 3)}, 1, (6, 5, 4, 1)),
+        ({"schedule": "pipedream", "slack": 2, "weight_versions": 3}, 3, (3, 3, 2, 1)),
     ],
 )
 def test_policies(changes: dict[str, object], interval: int | None, capacities: tuple[int, ...]) -> None:
@@ -164,6 +170,7 @@ def test_policies(changes: dict[str, object], interval: int | None, capacities: 
     ("changes", "count", "words"),
     [
         ({"schedule": "2bw"}, 3, ["num_microbatches", "4", "3"]),
+        ({"schedule": "2bw", "slack": 5}, 12, ["slack=5", "15 forwards", "12"]),
         ({"schedule": "pipedream", "update_interval": 5}, 12, ["update_interval=5", "12"]),
         ({"schedule": "pipedream", "weight_versions": 1}, 12, ["weight_versions=1", "1f1b"]),
         ({"schedule": "pipedream", "weight_versions": 2}, 2, ["weight_versions=2", "at least 3"]),

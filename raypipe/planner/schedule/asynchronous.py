@@ -15,7 +15,8 @@ and in time, one slot per action:
 
 Stage s runs w_s forwards ahead, in the prologue; the body takes turns, one mini-batch per repetition; the epilogue
 completes the mini-batches that have been begun by then.
-How far ahead is PipeDream's NOAM for slack 1 (w_s = S - 1 - s); more slack hides slower links.
+How far ahead is PipeDream's NOAM for slack 1 (w_s = S - 1 - s); more slack, r_h on hop h, hides slower links
+(w_s = r_s + ... + r_(S-2)).
 
 Which version of the weights a micro-batch uses is not the schedule's business: see ``raypipe.ir.weights``.
 """
@@ -23,6 +24,7 @@ Which version of the weights a micro-batch uses is not the schedule's business: 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -36,9 +38,14 @@ from raypipe.planner.schedule.sync import check_counts
 __all__ = ["continuous", "finite", "minibatches_to_drain", "part", "warmups_of"]
 
 
-def warmups_of(num_stages: int, slack: int = 1) -> tuple[int, ...]:
-    """w_s: forwards that each stage runs ahead of its backwards."""
-    return tuple(accumulate([0] + [slack] * (num_stages - 1)))[::-1]
+def warmups_of(num_stages: int, slack: Sequence[int] | int = 1) -> tuple[int, ...]:
+    """w_s: forwards that each stage runs ahead of its backwards.
+
+    Args:
+        slack: forwards that may be under way over each hop, or over all of them alike.
+    """
+    by_hop = [slack] * (num_stages - 1) if isinstance(slack, int) else list(slack)
+    return tuple(accumulate([0, *reversed(by_hop)]))[::-1]
 
 
 def minibatches_to_drain(num_microbatches: int, warmups: tuple[int, ...]) -> int:
@@ -52,7 +59,7 @@ def continuous(
     num_microbatches: int,
     interval: int,
     *,
-    slack: int = 1,
+    slack: Sequence[int] | int = 1,
     first_trainable: int = 0,
     norm_per_stage: bool = True,
 ) -> Schedule:
@@ -63,7 +70,7 @@ def continuous(
         num_stages: S.
         num_microbatches: M, of one mini-batch: the body's stride.
         interval: u, micro-batches per update; divides M.
-        slack: forwards that may be under way over each hop.
+        slack: forwards that may be under way over each hop, or over all of them alike.
         first_trainable: lowest stage with a backward.
         norm_per_stage: see Wiring.
 
@@ -71,7 +78,9 @@ def continuous(
         ScheduleError: a number is out of range, or u does not divide M.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
-    if slack < 1:
+    if not isinstance(slack, int) and len(slack) != num_stages - 1:
+        raise ScheduleError(f"{num_stages} stages have {num_stages - 1} hops, but slack lists {len(slack)}: {slack}.")
+    if any(r < 1 for r in ((slack,) if isinstance(slack, int) else slack)):
         raise ScheduleError(f"slack is {slack}: every hop needs at least 1, which is 1F1B.")
     if interval < 1 or num_microbatches % interval:
         raise ScheduleError(

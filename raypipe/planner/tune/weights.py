@@ -19,12 +19,14 @@ from raypipe.planner.tune.request import ASYNCHRONOUS, Request
 __all__ = ["continuous_schedule", "slack_of", "staleness", "weight_policy", "weight_reason"]
 
 
-def slack_of(request: Request, num_stages: int, num_microbatches: int) -> int:
-    """Forwards that may be under way over each hop.
+def slack_of(request: Request, num_stages: int, num_microbatches: int) -> int | tuple[int, ...]:
+    """Forwards that may be under way over each hop, or over all of them alike.
 
-    "pipedream" keeps to NOAM. In "2bw" the version does not depend on it, so it hides half a micro-batch's transfer
-    like the synchronous default, where a mini-batch has room for that.
+    Where nobody says, "pipedream" keeps to NOAM. In "2bw" the version does not depend on it, so it hides half a
+    micro-batch's transfer like the synchronous default, where a mini-batch has room for that.
     """
+    if request.slack is not None:
+        return request.slack
     return 2 if request.schedule == "2bw" and num_microbatches >= 2 * (num_stages - 1) else 1
 
 
@@ -43,6 +45,12 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
             raise PlanError(
                 f"schedule='2bw' needs num_microbatches of at least the number of stages, {num_stages}, so that two "
                 f"weight versions are enough; it is {num_microbatches}. Raise it, or take schedule='pipedream'."
+            )
+        if warmups[0] > num_microbatches:
+            raise PlanError(
+                f"slack={request.slack} runs {warmups[0]} forwards ahead on stage 0, but two weight versions are "
+                f"enough for {num_microbatches} only, the micro-batches of a mini-batch. Lower slack or raise "
+                "num_microbatches."
             )
         rule = VersionRule.DELAYED
     else:
