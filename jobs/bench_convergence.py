@@ -147,7 +147,7 @@ def train(task: Task, policy: Policy, optimizer: str, seed: int, rate: float, sh
         try:
             result = trainer.fit(num_steps=num_updates * policy.every // MICROBATCHES, local=True, progress=False)
         except StageError as error:
-            if "the loss is" not in str(error):
+            if "gradient norm" not in str(error):  # every refusal of what is not finite names it
                 raise
             return Found(*task.chance, False, time.monotonic() - begin_s)
         model.load_state_dict(raypipe.load_state_dict(result.checkpoint))
