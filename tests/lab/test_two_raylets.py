@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -141,10 +142,14 @@ def test_a_link_that_becomes_slow_is_hidden_by_more_slack(hosts: tuple[Network, 
     # Both ways of a message; the wire's bucket lets the first 80 kB of each through at once, where it had time to fill.
     occupancy_s = MESSAGE_BYTES * 8e-6 / SLOW_MBIT
     assert 0.5 * 2 * occupancy_s < sum(switch["link_s"]) < 3 * 2 * occupancy_s
-    # On a busy machine a later look may turn it further, or find that it did not pay.
-    last = [event["choice"] for event in events if event["decision"] in ("switch", "undo")][-1]
-    assert rows[-1]["schedule"] == last
-    assert rows[0]["schedule"] != switch["choice"] in {row["schedule"] for row in rows}
+    # On a busy machine later looks may turn it further, or find that it did not pay; one that answers close to the end
+    # comes too late for the steps that are ordered.
+    turned = [event for event in events if event["decision"] in ("switch", "undo")]
+    first, *then = (schedule for schedule, _ in itertools.groupby(row["schedule"] for row in rows))
+    assert first != turned[0]["choice"]
+    assert then == [event["choice"] for event in turned[: len(then)]]
+    assert then
+    assert all(event["step"] >= STEPS // 2 for event in turned[len(then) :])
     still = trainer(str(tmp_path), "local").fit(num_steps=STEPS, local=True, progress=False)
     assert [row["loss"] for row in rows] == list(still.metrics_dataframe["loss"]), "and no bit differs"
     assert [row["grad_norm"] for row in rows] == list(still.metrics_dataframe["grad_norm"])
