@@ -24,7 +24,7 @@ from tests.runtime.raylets import TOKEN, Home, private_cluster
 pytestmark = [pytest.mark.net, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SLOW_MBIT = 80.0
-STEPS, SLOW_FROM, MICROBATCHES, SAMPLES, WIDTH = 36, 6, 8, 256, 2048
+STEPS, SLOW_FROM, MICROBATCHES, SAMPLES, WIDTH = 48, 6, 8, 256, 2048
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 MESSAGE_BYTES = 4 * SAMPLES // MICROBATCHES * WIDTH
 
