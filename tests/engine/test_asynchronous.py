@@ -182,6 +182,7 @@ def test_weights_are_the_emulators(tmp_path: Path, net: str, stages: int, policy
         (4, "two versions", "adamw", False),
         (3, "2bw", "sgd", False),
         (3, "2bw", "adamw", False),
+        (4, "three versions, deeper", "sgd", False),
     ],
 )
 def test_clipping(tmp_path: Path, stages: int, policy: str, optimizer: str, apart: bool) -> None:
