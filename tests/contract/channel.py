@@ -23,9 +23,8 @@ from raypipe.ir.schedule import Action, Op
 WAIT_S = 60.0
 """Deadline of every wait that is meant to succeed."""
 
-WAKE_S = 20.0
-"""Bound asserted on a wake-up: the event woke it, not the deadline. The promise is 0.05 s, but a test may get no
-processor for seconds: what it took is printed, and docs/design/0007 has figures."""
+WAKE_S = 0.5
+"""Bound asserted on a wake-up; the promise is 0.05 s, which a loaded machine cannot always keep."""
 
 Pair = tuple[Channel, Channel]
 

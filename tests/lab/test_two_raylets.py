@@ -97,21 +97,30 @@ def hosts() -> Iterator[tuple[Network, Home]]:
 
 
 def test_probe_measures_a_wire_both_ways(hosts: tuple[Network, Home]) -> None:
+    """Never too much, and what the wire gives at least once of three times: a busy machine makes it look slower."""
     lab, home = hosts
     lab.rate(0, 1, 100, back=False)
     lab.rate(1, 0, 400, back=False)
+    seen = []
+    while not seen or (len(seen) < 3 and min(seen[-1]) <= 0.75):
+        found = probed(lab, home)
+        assert found.keys() == {lab.addresses, lab.addresses[::-1]}
+        assert all(0 < link["latency_s"] < 0.05 for link in found.values())
+        rates = ((lab.addresses, 100), (lab.addresses[::-1], 400))
+        seen.append([found[pair]["bandwidth_bytes_s"] * 8e-6 / mbit for pair, mbit in rates])
+        assert max(seen[-1]) < 1.02
+    assert min(seen[-1]) > 0.75, seen
+
+
+def probed(lab: Network, home: Home) -> dict[tuple[str, ...], dict[str, Any]]:
+    """What ``raypipe probe`` says of each link, by the addresses of its ends."""
     asked = lab.python(
         0, "-m", "raypipe.cli", "probe", "--address", home.address, "--json",
         env={**os.environ, **TOKEN}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     said, _ = asked.communicate(timeout=120)
     assert asked.returncode == 0
-    found = {(link["source"], link["target"]): link for link in json.loads(said.splitlines()[-1])}
-    assert found.keys() == {lab.addresses, lab.addresses[::-1]}
-    for pair, mbit in ((lab.addresses, 100), (lab.addresses[::-1], 400)):
-        # A machine that has no processor for the probe makes a wire look slower, never faster.
-        assert 0.5 * mbit < found[pair]["bandwidth_bytes_s"] * 8e-6 < 1.02 * mbit
-        assert 0 < found[pair]["latency_s"] < 0.05
+    return {(link["source"], link["target"]): link for link in json.loads(said.splitlines()[-1])}
 
 
 def test_a_link_that_becomes_slow_is_hidden_by_more_slack(hosts: tuple[Network, Home], tmp_path: Path) -> None:
@@ -136,12 +145,12 @@ def test_a_link_that_becomes_slow_is_hidden_by_more_slack(hosts: tuple[Network, 
     events = [json.loads(line) for line in (tmp_path / "ray" / "events.jsonl").read_text().splitlines()]
     assert any(event["decision"] == "drift" and event["step"] >= SLOW_FROM for event in events)
     switch = next(event for event in events if event["decision"] == "switch")
-    assert SLOW_FROM <= switch["step"] < STEPS - 10
+    assert SLOW_FROM <= switch["step"] < SLOW_FROM + 20
     assert switch["gain"] > 0.01
     assert switch["reason"].strip()
     # Both ways of a message; the wire's bucket lets the first 80 kB of each through at once, where it had time to fill.
     occupancy_s = MESSAGE_BYTES * 8e-6 / SLOW_MBIT
-    assert 0.5 * 2 * occupancy_s < sum(switch["link_s"]) < 3 * 2 * occupancy_s
+    assert 0.5 * 2 * occupancy_s < sum(switch["link_s"]) < 1.4 * 2 * occupancy_s
     # On a busy machine later looks may turn it further, or find that it did not pay; one that answers close to the end
     # comes too late for the steps that are ordered.
     turned = [event for event in events if event["decision"] in ("switch", "undo")]
@@ -149,7 +158,7 @@ def test_a_link_that_becomes_slow_is_hidden_by_more_slack(hosts: tuple[Network, 
     assert first != turned[0]["choice"]
     assert then == [event["choice"] for event in turned[: len(then)]]
     assert then
-    assert all(event["step"] >= STEPS // 2 for event in turned[len(then) :])
+    assert all(event["step"] >= STEPS - 16 for event in turned[len(then) :])
     still = trainer(str(tmp_path), "local").fit(num_steps=STEPS, local=True, progress=False)
     assert [row["loss"] for row in rows] == list(still.metrics_dataframe["loss"]), "and no bit differs"
     assert [row["grad_norm"] for row in rows] == list(still.metrics_dataframe["grad_norm"])

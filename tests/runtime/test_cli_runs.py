@@ -105,7 +105,7 @@ def test_the_sample_trains(tmp_path: Path) -> None:
     known = set(processes.descendants(os.getpid()))
     overrides = [word for override in SMALL for word in ("--set", override)]
     out = program(tmp_path, "train", SAMPLE, *overrides, PYTHONPATH=str(ROOT / "jobs"))
-    assert processes.survivors(os.getpid(), known, 60.0) == {}
+    assert processes.survivors(os.getpid(), known, 10.0) == {}
     assert out.startswith("plan: 2 stages")
     assert "eval_loss" in out
     run = tmp_path / "runs/text_lm"

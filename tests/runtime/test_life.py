@@ -69,8 +69,8 @@ def test_a_run_is_watched_stopped_and_goes_on_at_another_number_of_stages(cluste
     assert len(stages) == 3
     ray.kill(ray.get_actor("raypipe/run", namespace="raypipe"))
     with pytest.raises(StageError, match="driver of run 'run' is gone"):
-        handle.wait(timeout_s=120)
-    wait_until(lambda: not any(processes.alive(pid) for pid in stages))
+        handle.wait(timeout_s=30)
+    wait_until(lambda: not any(processes.alive(pid) for pid in stages), 20.0)
 
     steps = newest_step(tmp_path / "run") + 5
     trainer("cnn", tmp_path, "run", 1).fit(num_steps=steps, local=True, progress=False)
