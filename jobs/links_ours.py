@@ -75,7 +75,7 @@ def _watch(handle: Any, peaks: dict[int, int]) -> None:
     """The most that each stage's process has held, asked while it lives."""
     while True:
         for stage in handle.status().stages:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError, IndexError):  # it has ended, or is about to: then it says nothing more
                 peaks[stage["process"]] = links_gpt.peak_bytes(stage["process"])
         time.sleep(0.5)
 

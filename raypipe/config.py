@@ -32,7 +32,6 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "codec_backward": ("none", "bf16", "fp16", "int8"),
     "recompute": ("never",),
     "precision": ("fp32",),
-    "retune_microbatches": (False,),
 }
 """Values this release runs besides "auto"; a field that is not listed runs with every allowed value.
 
@@ -184,7 +183,9 @@ class PipelineConfig:
         retune_interval_steps, link_drift_threshold, min_gain: patience of the controller, which turns k, the slack
             and codecs where these are "auto": steps between looks (20; 0 never changes anything), relative change
             of a link that is looked at sooner (0.25), relative gain in step time worth a change (0.03).
-        retune_microbatches: the controller may change the number of micro-batches too.
+        retune_microbatches: the controller may change the number of micro-batches too, to another divisor of the
+            mini-batch. Then sums are taken in another order and dropout draws other numbers, so that a run depends on
+            its links; batch normalisation sees other batches.
         checkpoint_interval_steps: steps between two checkpoints; "auto" saves every ten minutes. A run
             saves at its end and when it is stopped in any case.
         seed: keys all randomness, together with step and micro-batch.
@@ -235,6 +236,7 @@ class PipelineConfig:
         _check_group_size(self.group_size, self.schedule, self.num_microbatches)
         _check_slack(self.slack, self.schedule, self.num_stages)
         _check_weights(self)
+        _check_retuning(self)
 
 
 def _plain(value: Any) -> Any:
@@ -364,6 +366,18 @@ def _check_weights(config: PipelineConfig) -> None:
                 f"{name}={value!r} means nothing to schedule={schedule!r}, which {meaning}. Set schedule='pipedream', "
                 f"or leave {name} out."
             )
+
+
+def _check_retuning(config: PipelineConfig) -> None:
+    """The controller turns nothing of a schedule that never runs empty, and nothing at all with an interval of 0."""
+    if not config.retune_microbatches:
+        return
+    if config.schedule in ("pipedream", "2bw") or config.retune_interval_steps == 0:
+        name = "schedule" if config.retune_interval_steps else "retune_interval_steps"
+        raise ConfigError(
+            f"retune_microbatches=True means nothing with {name}={getattr(config, name)!r}, under which nothing is "
+            "turned while the run trains. Leave one of them out."
+        )
 
 
 def _nearest(word: str, names: Sequence[str]) -> str:

@@ -37,6 +37,7 @@ from raypipe.planner.tune import (
     make_plan,
     microbatches,
     plan_of,
+    seconds_by_count,
 )
 from raypipe.profiling import optimizer_factor, profile_of, refuse_other_graph, stale_notes
 
@@ -45,6 +46,7 @@ __all__ = ["Job", "prepare", "profile"]
 MESSAGE_TIMEOUT_S = 300.0
 """Longest wait for one boundary message; a slower stage is taken for dead."""
 CURVE_SAMPLES = 8
+ONE_SIZE = "retune_microbatches: only one size of micro-batches can be taken or was measured, so their number stays."
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ class Job:
         aliases: further names of shared tensors in the state_dict -> the names that we use.
         sources: "train" and perhaps "eval".
         rooms: memory that is left to the schedule, by stage.
+        microbatch_seconds: as in planner.control.Setup, where their number may change; else empty.
     """
 
     plan: Plan
@@ -74,6 +77,7 @@ class Job:
     request: Request
     aliases: Mapping[str, str]
     rooms: tuple[Room, ...]
+    microbatch_seconds: tuple[tuple[int, float], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -160,7 +164,8 @@ def prepare(
     found = _open(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
     captured, request = found.captured, found.request
     if profiled is None and _needs_profile(pipeline, cluster):
-        profiled = profile_of(captured, found.example, by_size=request.num_microbatches is None)
+        profiled = profile_of(captured, found.example, by_size=_wants_curve(pipeline))
+    counts: tuple[tuple[int, float], ...] = ()
     if profiled is None:
         partition = make_partition(captured.graph, request)
         programs = captured.programs(partition.cuts)
@@ -178,8 +183,12 @@ def prepare(
         programs = captured.programs(partition.cuts, partition.order)
         plan = plan_of(decision, programs[0].first_trainable, [*_notes(captured, programs), *profiled.notes])
         rooms = _rooms(decision)
+        if pipeline.retune_microbatches:
+            sizes = decision.minibatch_size, decision.num_microbatches, request.least_microbatch
+            counts = seconds_by_count(profiled, *sizes)
     plan = _with_shares(plan, captured, programs)
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *stale_notes(plan, optimizer, captured)))
+    still = [ONE_SIZE] if pipeline.retune_microbatches and len(counts) < 2 else []
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *stale_notes(plan, optimizer, captured), *still))
     _, example = _example(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         plan=plan,
@@ -201,6 +210,7 @@ def prepare(
         request=request,
         aliases=_aliases(found.model),
         rooms=rooms,
+        microbatch_seconds=counts,
     )
 
 
@@ -236,7 +246,7 @@ def _open(
         sources["eval"] = open_data(eval_data, seed=pipeline.seed, shuffle=False)
     request = _request(pipeline, num_workers, sources["train"].num_samples)
     minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
-    if request.num_microbatches is None and pipeline.partitioner != "parameters":
+    if _wants_curve(pipeline) and _needs_profile(pipeline, None):
         # How seconds grow with the micro-batch shows in sizes of up to this many samples.
         size = max(size, min(minibatch, CURVE_SAMPLES))
     columns, example = _example(sources["train"], loss_fn is not None, size)
@@ -262,9 +272,14 @@ def _least_microbatch(profiled: Profile) -> int:
     return min(sizes) if len(sizes) > 1 else 1
 
 
+def _wants_curve(pipeline: PipelineConfig) -> bool:
+    """Whether it matters how seconds grow with the micro-batch."""
+    return pipeline.num_microbatches == "auto" or pipeline.retune_microbatches
+
+
 def _needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
     """Whether anything is left open that seconds or bytes decide; equal parameters never ask for seconds."""
-    if cluster is not None or pipeline.memory_limit_bytes != "auto":
+    if cluster is not None or pipeline.memory_limit_bytes != "auto" or pipeline.retune_microbatches:
         return True
     if pipeline.partitioner == "parameters":
         return False

@@ -23,7 +23,7 @@ def retune_setup(pipeline: PipelineConfig, job: Job) -> Setup | None:
         FORWARD_CODECS if pipeline.codec_forward == "auto" else (),
         BACKWARD_CODECS if pipeline.codec_backward == "auto" else (),
     ]
-    never = pipeline.retune_interval_steps == 0 or not (kinds or any(wanted))
+    never = pipeline.retune_interval_steps == 0 or not (kinds or any(wanted) or job.microbatch_seconds)
     if never or job.num_stages < 2 or job.flow is not None:
         return None
     forward, backward = (tuple(Codec(name, *codec_cost(name)) for name in names) for names in wanted)
@@ -39,6 +39,7 @@ def retune_setup(pipeline: PipelineConfig, job: Job) -> Setup | None:
         job.programs[0].first_trainable,
         forward,
         backward,
+        job.microbatch_seconds,
         **{name: value for name, value in given.items() if value != "auto"},  # type: ignore[arg-type]
     )
 

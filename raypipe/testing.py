@@ -12,6 +12,7 @@ are shared between uses: there a pipeline sums over micro-batches first, use by 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.errors import ConfigError
 from raypipe.ir.segment import Segment
-from raypipe.planner.segments import train_segments
+from raypipe.planner.segments import Position, next_segment
 from raypipe.planner.tune import Request, microbatches
 
 __all__ = ["Reference", "reference"]
@@ -63,16 +64,21 @@ def reference(
     loss_fn: LossFn | None = None,
     lr_scheduler: MakeScheduler | None = None,
     pipeline: PipelineConfig | None = None,
+    microbatches_by_step: Sequence[int] = (),
 ) -> Reference:
     """Train a deep copy of the model eagerly; the arguments are those of PipelineTrainer.
 
     Args:
         pipeline: minibatch_size, num_microbatches, loss_reduction, max_grad_norm and seed count. Where
             num_microbatches is "auto", partitioner="parameters" and num_stages must say what it follows from.
+        microbatches_by_step: M of every step, of a run with retune_microbatches: what metrics.parquet tells of it.
 
     Raises:
-        ConfigError: the micro-batches depend on a profile, or on a number of stages that is not given.
+        ConfigError: the micro-batches depend on a profile, or on a number of stages that is not given; or
+            microbatches_by_step has not one number per step.
     """
+    if microbatches_by_step and len(microbatches_by_step) != num_steps:
+        raise ConfigError(f"microbatches_by_step has {len(microbatches_by_step)} numbers for num_steps={num_steps}.")
     config = pipeline or PipelineConfig()
     trained = copy.deepcopy(model if isinstance(model, torch.nn.Module) else model()).train()
     source = open_data(train_data, seed=config.seed)
@@ -82,7 +88,11 @@ def reference(
     scheduler = lr_scheduler(stepper) if lr_scheduler else None
     losses, norms, gradients = [], [], []
     with one_thread():
-        for segment, _ in train_segments(source.num_samples, minibatch_size, microbatch_size, num_steps):
+        at = Position()
+        for step in range(num_steps):
+            if microbatches_by_step:
+                microbatch_size = math.ceil(minibatch_size / microbatches_by_step[step])
+            segment, at = next_segment(source.num_samples, minibatch_size, microbatch_size, at)
             stepper.zero_grad(set_to_none=True)
             losses.append(float(_accumulate(trained, source, segment, loss_fn, config)))
             norms.append(float(_clip([p for _, p in named], config.max_grad_norm)))

@@ -87,7 +87,6 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
         ("codec_backward", "int4"),
         ("recompute", "always"),
         ("precision", "bf16"),
-        ("retune_microbatches", True),
     ],
 )
 def test_values_of_later_releases_are_refused_by_name(name: str, value: object) -> None:
@@ -114,6 +113,8 @@ def test_values_of_later_releases_are_refused_by_name(name: str, value: object) 
         ({"update_interval": 4, "schedule": "2bw"}, ["update_interval=4", "once per mini-batch"]),
         ({"vertical_sync": True, "schedule": "1f1b"}, ["vertical_sync=True", "'1f1b'"]),
         ({"group_size": 5, "num_microbatches": 4, "schedule": "kfkb"}, ["group_size=5", "num_microbatches=4"]),
+        ({"retune_microbatches": True, "schedule": "2bw"}, ["retune_microbatches=True", "schedule='2bw'"]),
+        ({"retune_microbatches": True, "retune_interval_steps": 0}, ["retune_interval_steps=0", "nothing is turned"]),
     ],
 )
 def test_fields_at_odds(values: dict[str, object], words: list[str]) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "draining_segment",
     "evaluation_segments",
     "flowing_segments",
+    "next_segment",
     "num_steps_of",
     "train_segments",
 ]
@@ -80,22 +81,30 @@ def _sizes(samples: int, microbatch_size: int) -> tuple[int, ...]:
     return (microbatch_size,) * full + ((rest,) if rest else ())
 
 
-def train_segments(
-    num_samples: int, minibatch_size: int, microbatch_size: int, num_steps: int, start: Position | None = None
-) -> Iterator[tuple[Segment, Position]]:
-    """Synchronous steps, one segment each, with the position after it; mini-batches do not span epochs.
+def next_segment(num_samples: int, minibatch_size: int, microbatch_size: int, at: Position) -> tuple[Segment, Position]:
+    """The synchronous step that begins at ``at``, and the position after it; mini-batches do not span epochs.
 
     The short mini-batch at the end of an epoch runs the same kind of schedule with fewer micro-batches.
 
     Args:
         num_samples: of one epoch.
+    """
+    sizes = _sizes(min(minibatch_size, num_samples - at.offset), microbatch_size)
+    segment = Segment(at.step, at.microbatch, at.epoch, at.offset, sizes)
+    return segment, at.after(segment, num_samples)
+
+
+def train_segments(
+    num_samples: int, minibatch_size: int, microbatch_size: int, num_steps: int, start: Position | None = None
+) -> Iterator[tuple[Segment, Position]]:
+    """Synchronous steps, one segment each, with the position after it; see ``next_segment``.
+
+    Args:
         num_steps: of the whole run, those before ``start`` included.
     """
     at = start or Position()
     while at.step < num_steps:
-        sizes = _sizes(min(minibatch_size, num_samples - at.offset), microbatch_size)
-        segment = Segment(at.step, at.microbatch, at.epoch, at.offset, sizes)
-        at = at.after(segment, num_samples)
+        segment, at = next_segment(num_samples, minibatch_size, microbatch_size, at)
         yield segment, at
 
 

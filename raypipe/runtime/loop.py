@@ -30,7 +30,7 @@ from raypipe.planner.segments import (
     draining_segment,
     evaluation_segments,
     flowing_segments,
-    train_segments,
+    next_segment,
 )
 from raypipe.runtime.checkpoints import Checkpoints
 from raypipe.runtime.requests import Requests
@@ -219,7 +219,7 @@ class _Loop:
             for of_step in zip(*reports, strict=True):
                 record = merge_reports(of_step, self._end_s)
                 if setting.choice is not None:
-                    record = replace(record, schedule=str(setting.choice))
+                    record = replace(record, schedule=setting.name)
                 self._end_s = max(r.end_s for r in of_step)
                 self.records.append(record)
                 self.watcher.step(record, of_step)
@@ -243,7 +243,9 @@ class _Loop:
         """Tell everybody of what was decided; a change is kept at once, for the driver may die."""
         decisions = retuner.decisions()
         for found in decisions:
-            numbers = found.numbers if found.choice is None else {**found.numbers, "choice": str(found.choice)}
+            numbers = found.numbers
+            if found.choice is not None and self.spec.retune is not None:
+                numbers = {**numbers, "choice": self.spec.retune.name(found.choice)}
             self.try_to(partial(self.folder.event, found.verdict, found.reason, step=found.step, **numbers))
             self.watcher.decided(found)
         if any(found.choice is not None for found in decisions):
@@ -253,9 +255,7 @@ class _Loop:
 
     def _orders(self) -> Iterator[Order]:
         spec = self.spec
-        for plain, after in self._segments():
-            setting = self._retuner.setting if self._retuner is not None else Setting()
-            segment = plain if setting.variant is None else replace(plain, variant=setting.variant)
+        for segment, after, setting in self._segments():
             self._asked = self._asked or self.requests.take_checkpoint()
             due = segment.phase.ends_empty and (
                 after.step == spec.num_steps or self.checkpoints.due(after.step) or self._asked
@@ -273,18 +273,29 @@ class _Loop:
             if due and self._evaluates_after(after.step):
                 return
 
-    def _segments(self) -> Iterator[tuple[Segment, Position]]:
+    def _segments(self) -> Iterator[tuple[Segment, Position, Setting]]:
+        """What comes next, the position after it, and what it runs with: the controller's word of that moment."""
         spec = self.spec
-        sizes = (spec.num_samples["train"], spec.minibatch_size, spec.microbatch_size, spec.num_steps)
-        if spec.flow is None:
-            return train_segments(*sizes, self.at)
-        return flowing_segments(
-            spec.flow,
-            *sizes,
-            self.at,
-            empty_after=self.checkpoints.due_at,
-            empty_soon=lambda: self._asked or self.requests.wants_checkpoint or self.checkpoints.overdue,
-        )
+        if spec.flow is not None:
+            flowing = flowing_segments(
+                spec.flow,
+                spec.num_samples["train"],
+                spec.minibatch_size,
+                spec.microbatch_size,
+                spec.num_steps,
+                self.at,
+                empty_after=self.checkpoints.due_at,
+                empty_soon=lambda: self._asked or self.requests.wants_checkpoint or self.checkpoints.overdue,
+            )
+            yield from ((segment, after, Setting()) for segment, after in flowing)
+            return
+        at = self.at
+        while at.step < spec.num_steps:
+            setting = self._retuner.setting if self._retuner is not None else Setting()
+            count = setting.num_microbatches
+            size = spec.microbatch_size if count is None else math.ceil(spec.minibatch_size / count)
+            segment, at = next_segment(spec.num_samples["train"], spec.minibatch_size, size, at)
+            yield segment if setting.variant is None else replace(segment, variant=setting.variant), at, setting
 
     def _flow(self) -> Flow:
         assert self.spec.flow is not None, "only an asynchronous schedule ends with micro-batches under way"

@@ -32,10 +32,14 @@ class Setting(NamedTuple):
 
     Attributes:
         choice: None where nothing is ever turned.
+        name: of the choice, for people.
+        num_microbatches: of a whole mini-batch; None for the plan's.
         variant, codecs: as in Segment and Order.
     """
 
     choice: Choice | None = None
+    name: str = ""
+    num_microbatches: int | None = None
     variant: Variant | None = None
     codecs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
@@ -128,7 +132,8 @@ class Retuner:
         forward = choice.forward_codecs if setup.forward_codecs else ()
         backward = choice.backward_codecs if setup.backward_codecs else ()
         variant = None if choice.order == setup.choice.order else Variant(choice.kind, choice.group_size, choice.slack)
-        return Setting(choice, variant, (forward, backward))
+        count = None if choice.num_microbatches == setup.choice.num_microbatches else choice.num_microbatches
+        return Setting(choice, setup.name(choice), count, variant, (forward, backward))
 
 
 def rows_of(key: RowsKey, num_stages: int, first_trainable: int) -> Schedule:

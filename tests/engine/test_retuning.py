@@ -21,6 +21,7 @@ from raypipe.runtime.journal import Journal
 from raypipe.runtime.loop import run_loop
 from raypipe.runtime.requests import Requests
 from raypipe.runtime.retuner import Retuner
+from raypipe.testing import reference
 from tests.engine.test_resume import adamw, cosine
 from tests.exactness import same_bits
 from tests.models import CASES
@@ -128,6 +129,43 @@ def test_parameters_do_not_show_how_often_the_schedule_was_turned(name: str, tmp
     assert any(not torch.equal(initial[key], found[key]) for key in initial)
 
 
+@pytest.mark.parametrize("name", ["noisy", "cnn"])
+def test_micro_batches_are_turned_too_and_plain_pytorch_follows(name: str, tmp_path: Path) -> None:
+    """Dropout is drawn by the number of the micro-batch and BatchNorm sees smaller batches: both can be followed."""
+    choices = (
+        Choice("kfkb", 2, group_size=2),
+        Choice("slack", 4, slack=(1, 2)),
+        Choice("1f1b", 1),
+        Choice("gpipe", 8),
+        Choice("slack", 2, slack=(2, 2)),
+    )
+
+    def make(setup: Setup, state: str) -> Retuner:
+        assert [count for count, _ in setup.microbatch_seconds] == [1, 2, 4, 8]
+        return Prompt(setup, state, Script(setup, choices))
+
+    found = trainer(tmp_path, "turned", name, retune_microbatches=True)
+    rows = train(found, make)
+    counts = [COUNT, *(choices[step % len(choices)].num_microbatches for step in range(STEPS - 1))]
+    assert [row["schedule"] for row in rows[1:6]] == [f"{choice}, M={choice.num_microbatches}" for choice in choices]
+    case = CASES[name]
+    plain = reference(
+        case.model(),
+        optimizer=adamw,
+        lr_scheduler=cosine,
+        train_data=case.data(30),
+        num_steps=STEPS,
+        loss_fn=case.loss_fn,
+        pipeline=found._pipeline,
+        microbatches_by_step=counts,
+    )
+    assert [row["loss"] for row in rows] == list(plain.losses)
+    assert [row["grad_norm"] for row in rows] == list(plain.grad_norms)
+    ours = load_state_dict(tmp_path / "turned")
+    expected = {**plain.parameters, **plain.buffers}
+    assert all(same_bits(ours[key], expected[key]) for key in ours)
+
+
 def test_the_controller_is_told_of_every_action_and_message(tmp_path: Path) -> None:
     scripts: list[Script] = []
 
@@ -220,6 +258,7 @@ def test_a_state_of_another_pipeline_is_refused_by_name(tmp_path: Path) -> None:
         ({"schedule": "2bw"}, None),
         ({"retune_interval_steps": 0}, None),
         ({"schedule": "1f1b", "codec_forward": "auto"}, "fixed"),
+        ({"schedule": "1f1b", "retune_microbatches": True}, "fixed"),
     ],
 )
 def test_what_is_left_open_is_turned(given: dict[str, Any], mode: str | None, tmp_path: Path) -> None:
@@ -230,6 +269,7 @@ def test_what_is_left_open_is_turned(given: dict[str, Any], mode: str | None, tm
         assert (setup.retune_interval_steps, setup.link_drift_threshold, setup.min_gain) == tuple(PATIENCE.values())
         assert bool(setup.forward_codecs) == ("codec_forward" in given)
         assert not setup.backward_codecs
+        assert bool(setup.microbatch_seconds) == ("retune_microbatches" in given)
 
 
 def test_what_is_decided_last_is_told_too(tmp_path: Path) -> None:

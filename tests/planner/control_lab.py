@@ -34,6 +34,7 @@ class Pipeline:
         clocks: (offset_s, seconds gained per second) by stage.
         lost: share of samples that nobody reports.
         codecs: ratio by name; encoding costs nothing.
+        shares: by M, a micro-batch's (seconds, bytes) over what ``stages``, ``link`` and ``nbytes`` say; else 1.
     """
 
     stages: Sequence[tuple[float, float]]
@@ -44,6 +45,7 @@ class Pipeline:
     clocks: Sequence[tuple[float, float]] = ()
     lost: float = 0.0
     codecs: dict[str, float] = field(default_factory=dict)
+    shares: dict[int, tuple[float, float]] = field(default_factory=dict)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,6 +59,7 @@ class Pipeline:
         arrival: dict[tuple[int, bool, int], float] = {}
         free: dict[tuple[int, bool], float] = {}
         count = len(self.stages)
+        longer, larger = self.shares.get(choice.num_microbatches, (1.0, 1.0))
         clock, place = [begin_s] * count, [0] * count
         rows = _rows(choice, count)
         busy: list[dict[Op, list[float]]] = [{Op.F: [], Op.B: []} for _ in range(count)]
@@ -75,16 +78,17 @@ class Pipeline:
                         forward = op is Op.SEND_F
                         hop = stage if forward else stage - 1
                         occupancy_s, latency_s = self.link(hop, forward, step, m)
-                        ratio = self.codecs.get(choice.codec(hop, forward), 1.0)
+                        ratio = self.codecs.get(choice.codec(hop, forward), 1.0) / larger
                         leave = max(free.get((hop, forward), 0.0), clock[worker]) + occupancy_s / ratio
                         free[hop, forward] = leave
                         arrival[hop, forward, m] = leave + latency_s
                         peer = stage + 1 if forward else stage - 1
                         stamps = self._stamp(stage, clock[worker]), self._stamp(peer, leave + latency_s)
                         wire_bytes = round(self.nbytes / ratio)
-                        messages.append(LinkSample(hop, forward, step, m, wire_bytes, *stamps, self.nbytes))
+                        raw_bytes = round(self.nbytes * larger)
+                        messages.append(LinkSample(hop, forward, step, m, wire_bytes, *stamps, raw_bytes))
                     elif op in (Op.F, Op.B):
-                        seconds = self.stages[stage][op is Op.B] * max(0.2, self.random.gauss(1.0, self.noise))
+                        seconds = longer * self.stages[stage][op is Op.B] * max(0.2, self.random.gauss(1.0, self.noise))
                         clock[worker] += seconds
                         busy[stage][op].append(seconds)
                     place[worker] += 1

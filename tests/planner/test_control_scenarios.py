@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypipe.planner.control import Choice, Room, Setup, Verdict, fits
 from raypipe.planner.control.replay import Wire, compiled, step_s
-from tests.planner.control_lab import Link, Pipeline, all_choices, run_controlled, run_fixed
+from tests.planner.control_lab import Link, Pipeline, all_choices, constant, run_controlled, run_fixed
 
 PHASE = 40
 """Steps of every phase."""
@@ -186,3 +186,51 @@ def test_on_a_noisy_steady_link_it_settles(seed, occupancy_s, latency_s, noise, 
     changes = [step for step in range(1, 120) if choices[step] != choices[step - 1]]
     assert len(changes) <= 6
     assert sum(step >= 60 for step in changes) <= 2
+
+
+def shrinking(overhead: float, count: int = 4) -> dict[int, tuple[float, float]]:
+    """Shares by M where t(b) = b + overhead, in sizes of a micro-batch of M = count."""
+    sizes = {m: count / m for m in (1, 2, 4, 8, 16, 32)}
+    return {m: ((b + overhead) / (1 + overhead), b) for m, b in sizes.items()}
+
+
+def with_microbatches(overhead: float, count: int = 4) -> Setup:
+    """A controller that may turn M, told of this overhead per micro-batch."""
+    times = tuple((m, seconds) for m, (seconds, _) in shrinking(overhead, count).items())
+    return Setup("auto", Choice("1f1b", count), (Room(),) * 4, microbatch_seconds=times)
+
+
+@pytest.mark.parametrize("through_json", [False, True])
+def test_more_and_smaller_micro_batches_fill_the_pipeline(through_json: bool) -> None:
+    """Four stages with four micro-batches idle for three sevenths of the time."""
+    setup = with_microbatches(0.05)
+    pipeline = Pipeline([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(0.05), noise=0.01)
+    seconds, choices, decisions = run_controlled(pipeline, setup, 60, through_json=through_json)
+    fixed = {m: run_fixed(Pipeline([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(0.05)), Choice("1f1b", m), 1)
+             for m in shrinking(0.05)}  # fmt: skip
+    assert choices[-1].num_microbatches in (8, 16)
+    assert seconds[-1] <= 1.05 * min(min(fixed.values()))
+    assert seconds[-1] <= 0.85 * seconds[0]
+    assert not any(d.verdict in (Verdict.UNDO, Verdict.DRIFT) for d in decisions), "another M is no change of a stage"
+    switch = next(d for d in decisions if d.verdict is Verdict.SWITCH)
+    assert f"M={switch.choice.num_microbatches} would take" in switch.reason
+
+
+def test_micro_batches_that_cost_more_than_was_known_are_taken_back() -> None:
+    pipeline = Pipeline([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(1.0), noise=0.01)
+    _, choices, decisions = run_controlled(pipeline, with_microbatches(0.0), 60)
+    undone = [d for d in decisions if d.verdict is Verdict.UNDO]
+    assert undone
+    assert undone[0].choice.num_microbatches == 4
+    assert sum(choice.num_microbatches != 4 for choice in choices) <= 24
+
+
+def test_smaller_micro_batches_fit_where_the_present_ones_do_not() -> None:
+    room = Room(limit_bytes=1000, fixed_bytes=100, activation_bytes=300, num_microbatches=4)
+    setup = replace(with_microbatches(0.5), rooms=(room,) * 4)
+    assert not fits(setup.choice, setup.rooms)
+    pipeline = Pipeline([(0.01, 0.02)] * 4, constant(0.0), shares=shrinking(0.5))
+    _, choices, decisions = run_controlled(pipeline, setup, 20)
+    assert "needs more memory than there is" in decisions[0].reason
+    assert choices[-1].num_microbatches in (8, 16)
+    assert fits(choices[-1], setup.rooms)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raypipe.ir.profile import Profile
 from raypipe.planner.tune import Request, decide
-from raypipe.planner.tune.sizes import graph_at, seconds_at, times_of
+from raypipe.planner.tune.sizes import graph_at, seconds_at, seconds_by_count, times_of
 from tests.planner.partition_cases import chain_of
 
 LARGE = 8
@@ -52,6 +52,17 @@ def test_every_node_follows_its_line(profile: Profile, samples: int) -> None:
     for small_s, node, after in zip(seconds, profile.graph.nodes, found.nodes, strict=True):
         each_s = (node.busy_s - small_s) / (LARGE - size)
         assert after.busy_s == pytest.approx(small_s + each_s * (samples - size))
+
+
+@given(profiles(), st.integers(1, 48), st.integers(1, 60), st.integers(1, 4))
+def test_micro_batches_that_cut_evenly_have_seconds(profile: Profile, samples: int, count: int, least: int) -> None:
+    found = dict(seconds_by_count(profile, samples, count, least))
+    assert set(found) - {count} == {m for m in range(1, samples + 1) if samples % m == 0 and samples // m >= least} - {
+        count
+    }
+    for m, seconds in found.items():
+        assert seconds == pytest.approx(seconds_at(profile, times_of(profile), math.ceil(samples / m)))
+    assert seconds_by_count(dataclasses.replace(profile, seconds_by_size=()), samples, count) == ()
 
 
 @given(profiles())

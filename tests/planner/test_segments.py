@@ -5,7 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.planner.segments import EVALUATION, Position, evaluation_segments, num_steps_of, train_segments
+from raypipe.planner.segments import (
+    EVALUATION,
+    Position,
+    evaluation_segments,
+    next_segment,
+    num_steps_of,
+    train_segments,
+)
 
 COUNTS = st.integers(1, 40)
 
@@ -35,6 +42,19 @@ def test_resuming_gives_the_rest(
     at = data.draw(st.integers(0, steps - 1))
     start = run[at - 1][1] if at else Position()
     assert list(train_segments(num_samples, minibatch, microbatch, steps, start)) == run[at:]
+
+
+@given(num_samples=COUNTS, minibatch=COUNTS, sizes=st.lists(COUNTS, min_size=1, max_size=12))
+def test_the_size_of_micro_batches_may_change_at_every_step(num_samples: int, minibatch: int, sizes: list[int]) -> None:
+    at = Position()
+    still = [s for s, _ in train_segments(num_samples, minibatch, 1, len(sizes))]
+    for size, plain in zip(sizes, still, strict=True):
+        first = at.microbatch
+        segment, at = next_segment(num_samples, minibatch, size, at)
+        assert (segment.first_step, segment.epoch, segment.offset) == (plain.first_step, plain.epoch, plain.offset)
+        assert segment.minibatch_samples == plain.minibatch_samples
+        assert max(segment.microbatch_samples) <= size
+        assert (segment.first_microbatch, at.microbatch - first) == (first, len(segment.microbatch_samples))
 
 
 @given(num_samples=COUNTS, minibatch=COUNTS, microbatch=COUNTS)

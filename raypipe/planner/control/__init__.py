@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from raypipe.planner.control.choice import NO_CODEC, Choice, Codec, schedule_of
 from raypipe.planner.control.contention import LEVELS, Contention, delay_s
-from raypipe.planner.control.controller import Controller, Setup
+from raypipe.planner.control.controller import Controller
 from raypipe.planner.control.events import Decision, StepDone, Verdict
 from raypipe.planner.control.links import LinkEstimator
 from raypipe.planner.control.measured import Measured, predicted_s
 from raypipe.planner.control.room import UNKNOWN_IN_FLIGHT, Room, fits, rooms_of, unknown_rooms, why_not
 from raypipe.planner.control.search import Found, Scored, Space, search
+from raypipe.planner.control.setup import Setup
 
 __all__ = [
     "LEVELS",

@@ -16,22 +16,22 @@ through JSON in between.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raypipe.errors import PlanError
 from raypipe.ir.links import LinkEstimate
-from raypipe.ir.plan_table import human_s
-from raypipe.planner.control.choice import Choice, Codec
+from raypipe.planner.control.choice import Choice
 from raypipe.planner.control.drift import News
 from raypipe.planner.control.events import Decision, StepDone, Verdict
-from raypipe.planner.control.measured import Measured
 from raypipe.planner.control.observer import Observer
 from raypipe.planner.control.room import Room, fits
-from raypipe.planner.control.search import EVEN, Found, Space, search
+from raypipe.planner.control.search import EVEN, search
+from raypipe.planner.control.setup import Setup
 from raypipe.planner.control.trial import Trial, typical_s
+from raypipe.planner.control.words import gains, numbers_of, outcome, sentence, why
 
-__all__ = ["Controller", "Setup"]
+__all__ = ["Controller"]
 
 RECENT = 8
 """Steps that a change is compared with."""
@@ -40,49 +40,6 @@ SETTLE = 1
 FREE_LOOKS = 8
 """Looks in a row that news may cause and that change nothing; every further one has to wait twice as long as the last,
 up to the usual interval. On a link that is never the same the controller would search after every step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What the controller may do, and how patient it is.
-
-    Attributes:
-        mode: the schedule asked for; "auto" turns k and r, "kfkb" k, "slack" r, any other only codecs.
-        choice: what the run begins with.
-        rooms: memory by stage.
-        first_trainable: lowest stage with a backward.
-        forward_codecs, backward_codecs: allowed besides "none", the mildest first.
-        microbatch_seconds: (M, seconds of a micro-batch on the slowest stage) where M may change (retune_microbatches);
-            empty where it stays.
-        retune_interval_steps: steps between two looks where nothing changes.
-        link_drift_threshold: relative change of a link, or of a stage, that is looked at at once.
-        min_gain: relative gain in step time that is worth a switch.
-        frozen: look and tell, but never switch: what a benchmark compares with.
-    """
-
-    mode: str
-    choice: Choice
-    rooms: tuple[Room, ...]
-    first_trainable: int = 0
-    forward_codecs: tuple[Codec, ...] = ()
-    backward_codecs: tuple[Codec, ...] = ()
-    microbatch_seconds: tuple[tuple[int, float], ...] = ()
-    retune_interval_steps: int = 20
-    link_drift_threshold: float = 0.25
-    min_gain: float = 0.03
-    frozen: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.rooms:
-            raise PlanError("The controller has no rooms: give one Room per stage.")
-        if self.retune_interval_steps < 1 or not min(self.link_drift_threshold, self.min_gain) > 0:
-            raise PlanError(
-                f"retune_interval_steps={self.retune_interval_steps}, "
-                f"link_drift_threshold={self.link_drift_threshold}, min_gain={self.min_gain}: "
-                "give at least 1 step and numbers above 0."
-            )
-        # Whose memory the planner does not know cannot be kept within it.
-        self.choice.memory_model()
 
 
 @dataclass(slots=True)
@@ -100,6 +57,7 @@ class _State:
         left: what the last switch left, and when; empty where that switch paid.
         vain: looks in a row that news caused and that changed nothing.
         rest_until: step before which news causes no further one.
+        count: M that is measured.
     """
 
     wanted: Choice
@@ -115,6 +73,7 @@ class _State:
     left: tuple[Choice, int] | None = None
     vain: int = 0
     rest_until: int = 0
+    count: int = 0
 
 
 class Controller:
@@ -127,7 +86,7 @@ class Controller:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._observer = Observer(len(setup.rooms), setup.link_drift_threshold)
-        self._state = _State(setup.choice, setup.rooms)
+        self._state = _State(setup.choice, setup.rooms, count=setup.choice.num_microbatches)
 
     @property
     def wanted(self) -> Choice:
@@ -145,6 +104,9 @@ class Controller:
             what was decided, in order. Where a decision has a ``choice``, that is to be run from the next flush.
         """
         state, found = self._state, list[Decision]()
+        if event.choice.num_microbatches != state.count:  # other actions and messages than those measured so far
+            self._observer = Observer(len(self.setup.rooms), self.setup.link_drift_threshold)
+            state.count = event.choice.num_microbatches
         news, who = self._observer.add(event.stages, event.messages)
         state.steps += 1
         tight = self._learn_memory(event) and not fits(event.choice, state.rooms)
@@ -156,7 +118,7 @@ class Controller:
             state.seconds = [*state.seconds, event.seconds][-RECENT:]
         if news is News.CHANGED:
             state.seconds = state.seconds[-2:]
-            found.append(Decision(event.step, Verdict.DRIFT, _sentence(f"{who} changed for good."), {"who": who}))
+            found.append(Decision(event.step, Verdict.DRIFT, sentence(f"{who} changed for good."), {"who": who}))
         if state.trial is not None:
             found.extend(self._judge(event, state.trial, news))
         if state.trial is None and state.wanted == event.choice and (tight or self._due(event, news)):
@@ -181,26 +143,24 @@ class Controller:
         state = self._state
         if news is News.CHANGED and trial.began is not None:
             state.trial = None
-            reason = f"The links changed while {trial.after} was on trial: whether it paid cannot be told."
-            return [Decision(event.step, Verdict.OPEN, reason, _gains(trial))]
+            reason = (
+                f"The links changed while {self.setup.name(trial.after)} was on trial: whether it paid cannot be told."
+            )
+            return [Decision(event.step, Verdict.OPEN, reason, gains(trial, self.setup.name))]
         state.trial = trial = trial.with_step(event.step, event.seconds, event.counts)
         paid = trial.verdict(self.setup.min_gain)
         if paid is None:
             return []
         state.trial, state.looked = None, event.step
-        numbers = _gains(trial)
-        text = (
-            f"{trial.after} takes {human_s(typical_s(trial.after_s))} a step, {trial.before} took "
-            f"{human_s(typical_s(trial.before_s))}: a gain of {trial.achieved_gain:.1%}, {trial.predicted_gain:.1%} "
-            "were predicted"
-        )
+        numbers = gains(trial, self.setup.name)
+        text = outcome(trial, self.setup.name)
         if paid:
             state.undone, state.left = 0, None
-            return [Decision(event.step, Verdict.PAID, _sentence(f"{text}."), numbers)]
+            return [Decision(event.step, Verdict.PAID, sentence(f"{text}."), numbers)]
         state.undone += 1
         quiet = self.setup.retune_interval_steps * 2**state.undone
         state.quiet_until, state.wanted, state.seconds = event.step + quiet, trial.before, []
-        reason = f"{_sentence(text)}. It did not pay: back, and no switch for {quiet} steps."
+        reason = f"{sentence(text)}. It did not pay: back, and no switch for {quiet} steps."
         return [Decision(event.step, Verdict.UNDO, reason, numbers, trial.before)]
 
     def _look(self, event: StepDone, news: News, who: str) -> list[Decision]:
@@ -210,27 +170,28 @@ class Controller:
         if measured is None:
             return []
         state.looked = event.step
-        found = search(self._space(), measured, event.choice)
+        found = search(replace(setup.space, rooms=state.rooms), measured, event.choice)
         recent = [event.seconds] if news is News.SUSPECT or not state.seconds else state.seconds
         # What the model does not explain is there with every candidate.
         rest_s = max(0.0, typical_s(recent) - found.current.seconds)
         gain = (found.current.seconds + rest_s) / (found.best.seconds + rest_s) - 1.0
-        numbers = _numbers(found, measured, gain, typical_s(recent))
-        best, why = found.best.choice, _why(found, gain, who)
+        numbers = numbers_of(found, measured, gain, typical_s(recent), setup.name)
+        best, text = found.best.choice, why(found, gain, who, setup.name)
         if best != event.choice and not fits(event.choice, state.rooms):
-            return self._switch(event, best, None, f"{event.choice} needs more memory than there is. {why}", numbers)
+            text = f"{setup.name(event.choice)} needs more memory than there is. {text}"
+            return self._switch(event, best, None, text, numbers)
         plainer = event.choice.lossy and not best.lossy and found.best.seconds <= found.current.seconds * (1 + EVEN)
         if best == event.choice or (gain <= setup.min_gain and not plainer):
             state.waiting = 0
             self._rest(event.step, news)
-            return [Decision(event.step, Verdict.KEEP, why, numbers)]
+            return [Decision(event.step, Verdict.KEEP, text, numbers)]
         if setup.frozen:
-            return [Decision(event.step, Verdict.KEEP, f"Frozen, else it would change. {why}", numbers)]
+            return [Decision(event.step, Verdict.KEEP, f"Frozen, else it would change. {text}", numbers)]
         state.waiting += 1
         if state.waiting < 2:
-            return [Decision(event.step, Verdict.WAIT, f"{why} Once more, and it is done.", numbers)]
+            return [Decision(event.step, Verdict.WAIT, f"{text} Once more, and it is done.", numbers)]
         trial = Trial(event.choice, best, gain, tuple(recent))
-        return self._switch(event, best, trial, why, numbers)
+        return self._switch(event, best, trial, text, numbers)
 
     def _went_back(self, step: int, since: int) -> None:
         """There and back within an interval or two is a switch that did not pay, though nobody could tell."""
@@ -262,18 +223,6 @@ class Controller:
         state.vain = state.rest_until = 0
         return [Decision(event.step, Verdict.SWITCH, reason, numbers, choice)]
 
-    def _space(self) -> Space:
-        setup = self.setup
-        return Space(
-            setup.mode,
-            self._state.rooms,
-            setup.first_trainable,
-            setup.forward_codecs,
-            setup.backward_codecs,
-            setup.microbatch_seconds,
-            setup.min_gain,
-        )
-
     def _learn_memory(self, event: StepDone) -> bool:
         """Whether a stage holds more than was known.
 
@@ -295,7 +244,7 @@ class Controller:
         state = self._state
         return json.dumps(
             {
-                "setup": _identity(self.setup),
+                "setup": self.setup.identity,
                 "observer": self._observer.to_dict(),
                 "wanted": state.wanted.to_dict(),
                 "extra_bytes": [room.extra_bytes for room in state.rooms],
@@ -314,7 +263,7 @@ class Controller:
         """
         try:
             found = json.loads(text)
-            if found["setup"] != _identity(setup):
+            if found["setup"] != setup.identity:
                 raise ValueError("it was written by a run with other stages, limits or settings")
             controller = cls(setup)
             controller._observer.load(found["observer"])
@@ -332,58 +281,6 @@ class Controller:
         return controller
 
 
-_PLAIN = ("seconds", "steps", "waiting", "looked", "quiet_until", "undone", "held_bytes", "vain", "rest_until")
-
-
-def _identity(setup: Setup) -> str:
-    """What a state belongs to, in words: its measurements and its choice mean nothing to another plan."""
-    codecs = [[codec.name for codec in codecs] for codecs in (setup.forward_codecs, setup.backward_codecs)]
-    rooms = [asdict(room) for room in setup.rooms]
-    return json.dumps([setup.mode, asdict(setup.choice), rooms, setup.first_trainable, codecs])
-
-
-def _why(found: Found, gain: float, who: str) -> str:
-    occasion = f"{who} changed: " if who else ""
-    if found.best.choice == found.current.choice:
-        text = f"{occasion}{found.current.choice} is the quickest, {human_s(found.current.seconds)} a step"
-    else:
-        text = (
-            f"{occasion}{found.best.choice} would take {human_s(found.best.seconds)} a step, {found.current.choice} "
-            f"takes {human_s(found.current.seconds)}: a gain of {gain:.1%}"
-        )
-    if found.best.choice.lossy:
-        text += f"; without codecs the best is {found.lossless.choice} with {human_s(found.lossless.seconds)}"
-    if found.limit:
-        text += f"; {found.limit}"
-    return _sentence(f"{text}.")
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}"
-
-
-def _numbers(found: Found, measured: Measured, gain: float, measured_s: float) -> dict[str, Any]:
-    links = measured.links
-    return {
-        "current": str(found.current.choice),
-        "best": str(found.best.choice),
-        "current_s": found.current.seconds,
-        "predicted_s": found.best.seconds,
-        "measured_s": measured_s,
-        "gain": gain,
-        "candidates": found.tried,
-        "link_s": [link.transfer_s if link else 0.0 for link in links],
-        "link_p90_s": [link.p90_s if link else 0.0 for link in links],
-        "limit": found.limit,
-    }
-
-
-def _gains(trial: Trial) -> dict[str, Any]:
-    return {
-        "before": str(trial.before),
-        "after": str(trial.after),
-        "before_s": typical_s(trial.before_s),
-        "after_s": typical_s(trial.after_s),
-        "predicted_gain": trial.predicted_gain,
-        "achieved_gain": trial.achieved_gain,
-    }
+_PLAIN = (
+    "seconds", "steps", "waiting", "looked", "quiet_until", "undone", "held_bytes", "vain", "rest_until", "count",
+)  # fmt: skip

@@ -3,6 +3,7 @@
     k of kfkb    1, 2, 3, ... as far as memory goes
     r of slack   poured out hop by hop where the law of the period says that it helps most, then moved about
     codecs       only where they beat the best lossless choice by min_gain; then taken away where they do not matter
+    M            where it may change: all of the above for every M near the one that is measured
 
 The period of slack 1F1B, per micro-batch, over runs of consecutive stages and the hops inside them:
 
@@ -29,6 +30,8 @@ MOST_SINGLE = 12
 """Groups up to this size are tried one by one, larger ones in growing steps."""
 MOST_MOVES = 48
 """Moves of slack that are tried in one search."""
+FARTHEST = 4
+"""Times as many or as few micro-batches as those measured are tried; what is farther away comes after a step there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Space:
         rooms: memory by stage.
         first_trainable: lowest stage with a backward.
         forward_codecs, backward_codecs: allowed besides "none", the mildest first.
-        microbatch_seconds: (M, seconds of a micro-batch on the slowest stage) where M may change; empty else.
+        microbatch_seconds: (M, seconds of one micro-batch, whose ratios count) where M may change; empty else.
         codec_gain: what codecs must save, relatively, to be used at all.
     """
 
@@ -91,7 +94,8 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
     at = {measured.num_microbatches: measured}
     own_s = dict(space.microbatch_seconds).get(measured.num_microbatches)
     for count, seconds in space.microbatch_seconds:
-        if own_s and count != measured.num_microbatches:
+        near = measured.num_microbatches <= FARTHEST * count and count <= FARTHEST * measured.num_microbatches
+        if own_s and near and count != measured.num_microbatches:
             at[count] = measured.scaled(count, seconds / own_s)
 
     def score(choice: Choice) -> float:
@@ -118,7 +122,8 @@ def _orders(space: Space, measured: Measured, plain: Choice, score: Callable[[Ch
     """Lossless candidates that fit."""
     count = measured.num_microbatches
     if space.mode not in ("auto", "kfkb", "slack"):
-        if fits(same := replace(plain, num_microbatches=count), space.rooms):
+        same = replace(plain, num_microbatches=count)
+        if max(plain.group_size, *plain.slack, 1) <= count and fits(same, space.rooms):
             yield same
         return
     if space.mode in ("auto", "kfkb"):

@@ -19,6 +19,7 @@ from raypipe.planner.tune.predict import step_of, timeline_of
 from raypipe.planner.tune.profile_table import profile_table
 from raypipe.planner.tune.request import ASYNCHRONOUS, Request, microbatches, settled_schedule
 from raypipe.planner.tune.settled import build_schedule, memory_model
+from raypipe.planner.tune.sizes import seconds_by_count
 from raypipe.planner.tune.weights import weight_policy, weight_reason
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "microbatches",
     "plan_of",
     "profile_table",
+    "seconds_by_count",
     "settled_schedule",
     "step_of",
     "timeline_of",

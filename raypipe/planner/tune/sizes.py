@@ -20,7 +20,7 @@ from raypipe.ir.profile import Profile
 from raypipe.planner.columns import columns_of
 from raypipe.planner.microbatch import StageTime, fit_stage_time
 
-__all__ = ["graph_at", "seconds_at", "times_of"]
+__all__ = ["graph_at", "seconds_at", "seconds_by_count", "times_of"]
 
 Floats = NDArray[np.float64]
 LEAST = 1e-3
@@ -43,6 +43,26 @@ def seconds_at(profile: Profile, times: StageTime | None, samples: int) -> float
     if times is None:
         return here_s * samples / profile.microbatch_size
     return here_s * times.seconds(samples) / times.seconds(profile.microbatch_size)
+
+
+def seconds_by_count(
+    profile: Profile, minibatch_size: int, num_microbatches: int, least: int = 1
+) -> tuple[tuple[int, float], ...]:
+    """(M, seconds of one micro-batch through the whole model) for every M that cuts the mini-batch evenly.
+
+    Args:
+        num_microbatches: that is planned; it need not be even.
+        least: samples that the model needs in a micro-batch.
+
+    Returns:
+        empty where the model was measured at one size only.
+    """
+    times = times_of(profile)
+    if times is None:
+        return ()
+    even = {m for m in range(1, minibatch_size + 1) if minibatch_size % m == 0 and minibatch_size // m >= least}
+    counts = sorted(even | {num_microbatches})
+    return tuple((m, seconds_at(profile, times, -(-minibatch_size // m))) for m in counts)
 
 
 def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) -> ModelGraph:

@@ -1,0 +1,81 @@
+"""What the controller of a run may turn, and how patient it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from raypipe.errors import PlanError
+from raypipe.planner.control.choice import Choice, Codec
+from raypipe.planner.control.room import Room
+from raypipe.planner.control.search import Space
+
+__all__ = ["Setup"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the controller may do, and how patient it is.
+
+    Attributes:
+        mode: the schedule asked for; "auto" turns k and r, "kfkb" k, "slack" r, any other only codecs and M.
+        choice: what the run begins with.
+        rooms: memory by stage.
+        first_trainable: lowest stage with a backward.
+        forward_codecs, backward_codecs: allowed besides "none", the mildest first.
+        microbatch_seconds: (M, seconds of one micro-batch, on any stage or on all: their ratios count) where M may
+            change (retune_microbatches); empty where it stays.
+        retune_interval_steps: steps between two looks where nothing changes.
+        link_drift_threshold: relative change of a link, or of a stage, that is looked at at once.
+        min_gain: relative gain in step time that is worth a switch.
+        frozen: look and tell, but never switch: what a benchmark compares with.
+    """
+
+    mode: str
+    choice: Choice
+    rooms: tuple[Room, ...]
+    first_trainable: int = 0
+    forward_codecs: tuple[Codec, ...] = ()
+    backward_codecs: tuple[Codec, ...] = ()
+    microbatch_seconds: tuple[tuple[int, float], ...] = ()
+    retune_interval_steps: int = 20
+    link_drift_threshold: float = 0.25
+    min_gain: float = 0.03
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rooms:
+            raise PlanError("The controller has no rooms: give one Room per stage.")
+        if self.retune_interval_steps < 1 or not min(self.link_drift_threshold, self.min_gain) > 0:
+            raise PlanError(
+                f"retune_interval_steps={self.retune_interval_steps}, "
+                f"link_drift_threshold={self.link_drift_threshold}, min_gain={self.min_gain}: "
+                "give at least 1 step and numbers above 0."
+            )
+        # Whose memory the planner does not know cannot be kept within it.
+        self.choice.memory_model()
+
+    @property
+    def space(self) -> Space:
+        """What ``search`` may choose from."""
+        return Space(
+            self.mode,
+            self.rooms,
+            self.first_trainable,
+            self.forward_codecs,
+            self.backward_codecs,
+            self.microbatch_seconds,
+            self.min_gain,
+        )
+
+    @property
+    def identity(self) -> str:
+        """What a controller's state belongs to: its measurements and its choice mean nothing to another plan."""
+        codecs = [[codec.name for codec in codecs] for codecs in (self.forward_codecs, self.backward_codecs)]
+        rooms = [asdict(room) for room in self.rooms]
+        counts = [count for count, _ in self.microbatch_seconds]
+        return json.dumps([self.mode, asdict(self.choice), rooms, self.first_trainable, codecs, counts])
+
+    def name(self, choice: Choice) -> str:
+        """A choice in words, with its micro-batches where their number may change."""
+        return f"{choice}, M={choice.num_microbatches}" if self.microbatch_seconds else str(choice)
