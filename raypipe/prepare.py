@@ -10,17 +10,18 @@ from typing import Any
 import torch
 
 from raypipe.config import PipelineConfig
-from raypipe.engine.capture import Capture, capture
+from raypipe.engine.capture import Capture
 from raypipe.engine.codec import Codec, Codecs
-from raypipe.engine.data import Source, open_data
+from raypipe.engine.data import Source
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
-from raypipe.errors import ConfigError, DataError, PlanError
+from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Phase, RowsKey
+from raypipe.opening import example_of, needs_profile, open_arguments, wants_curve
 from raypipe.planner.control import Room, rooms_of, unknown_rooms
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.schedule.asynchronous import finite, minibatches_to_drain, part
@@ -35,7 +36,6 @@ from raypipe.planner.tune import (
     decide,
     make_partition,
     make_plan,
-    microbatches,
     plan_of,
     seconds_by_count,
 )
@@ -45,7 +45,6 @@ __all__ = ["Job", "prepare", "profile"]
 
 MESSAGE_TIMEOUT_S = 300.0
 """Longest wait for one boundary message; a slower stage is taken for dead."""
-CURVE_SAMPLES = 8
 ONE_SIZE = "retune_microbatches: only one size of micro-batches can be taken or was measured, so their number stays."
 
 
@@ -123,23 +122,6 @@ class Job:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """The user's arguments, looked at: what a plan and a profile begin with.
-
-    Attributes:
-        example: one micro-batch by column.
-    """
-
-    model: torch.nn.Module
-    sources: Mapping[str, Source]
-    request: Request
-    columns: tuple[Any, ...]
-    with_loss_fn: bool
-    captured: Capture
-    example: Mapping[Any, torch.Tensor]
-
-
 def prepare(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
@@ -161,10 +143,10 @@ def prepare(
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
-    found = _open(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
+    found = open_arguments(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
     captured, request = found.captured, found.request
-    if profiled is None and _needs_profile(pipeline, cluster):
-        profiled = profile_of(captured, found.example, by_size=_wants_curve(pipeline))
+    if profiled is None and needs_profile(pipeline, cluster):
+        profiled = profile_of(captured, found.example, found.larger, by_size=wants_curve(pipeline))
     counts: tuple[tuple[int, float], ...] = ()
     if profiled is None:
         partition = make_partition(captured.graph, request)
@@ -189,13 +171,13 @@ def prepare(
     plan = _with_shares(plan, captured, programs)
     still = [ONE_SIZE] if pipeline.retune_microbatches and len(counts) < 2 else []
     plan = dataclasses.replace(plan, notes=(*plan.notes, *stale_notes(plan, optimizer, captured), *still))
-    _, example = _example(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
+    example = example_of(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         plan=plan,
         programs=programs,
         tensors={**captured.parameters, **captured.buffers},
         persistent=frozenset(captured.parameters) | captured.persistent,
-        example={name: x[: plan.microbatch_size] for name, x in _by_name(found.columns, example).items()},
+        example={name: x[: plan.microbatch_size] for name, x in example.items()},
         sources=found.sources,
         settings=Settings(
             pipeline.seed,
@@ -226,32 +208,8 @@ def profile(
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
-    found = _open(model, loss_fn, train_data, None, pipeline, num_workers)
-    return profile_of(found.captured, found.example, by_size=True)
-
-
-def _open(
-    model: torch.nn.Module | Callable[[], torch.nn.Module],
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-    train_data: Any,
-    eval_data: Any,
-    pipeline: PipelineConfig,
-    num_workers: int | None,
-) -> _Opened:
-    built = model if isinstance(model, torch.nn.Module) else model()
-    if not isinstance(built, torch.nn.Module):
-        raise ConfigError(f"model={type(built).__name__} is no nn.Module; give one, or a function that builds one.")
-    sources = {"train": open_data(train_data, seed=pipeline.seed)}
-    if eval_data is not None:
-        sources["eval"] = open_data(eval_data, seed=pipeline.seed, shuffle=False)
-    request = _request(pipeline, num_workers, sources["train"].num_samples)
-    minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
-    if _wants_curve(pipeline) and _needs_profile(pipeline, None):
-        # How seconds grow with the micro-batch shows in sizes of up to this many samples.
-        size = max(size, min(minibatch, CURVE_SAMPLES))
-    columns, example = _example(sources["train"], loss_fn is not None, size)
-    captured = capture(built, example, columns, loss_fn, evaluates=eval_data is not None)
-    return _Opened(built, sources, request, columns, loss_fn is not None, captured, _by_name(columns, example))
+    found = open_arguments(model, loss_fn, train_data, None, pipeline, num_workers)
+    return profile_of(found.captured, found.example, found.larger, by_size=True)
 
 
 def _rooms(decision: Decision) -> tuple[Room, ...]:
@@ -262,28 +220,10 @@ def _rooms(decision: Decision) -> tuple[Room, ...]:
     return rooms_of(held, memory, [stage.limit_bytes for stage in decision.prediction.stages])
 
 
-def _by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
-    return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
-
-
 def _least_microbatch(profiled: Profile) -> int:
     """The fewest samples that the model ran with; 1 where one size was tried only."""
     sizes = [size for size, _ in profiled.seconds_by_size]
     return min(sizes) if len(sizes) > 1 else 1
-
-
-def _wants_curve(pipeline: PipelineConfig) -> bool:
-    """Whether it matters how seconds grow with the micro-batch."""
-    return pipeline.num_microbatches == "auto" or pipeline.retune_microbatches
-
-
-def _needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
-    """Whether anything is left open that seconds or bytes decide; equal parameters never ask for seconds."""
-    if cluster is not None or pipeline.memory_limit_bytes != "auto" or pipeline.retune_microbatches:
-        return True
-    if pipeline.partitioner == "parameters":
-        return False
-    return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
 
 
 def _codecs(pipeline: PipelineConfig) -> Codecs:
@@ -334,47 +274,6 @@ def _aliases(model: torch.nn.Module) -> dict[str, str]:
         if canonical != name and name in wanted:
             found[name] = canonical
     return found
-
-
-def _given(value: Any) -> Any:
-    return None if value == "auto" else value
-
-
-def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int) -> Request:
-    split_points = () if isinstance(pipeline.partitioner, str) else tuple(pipeline.partitioner)
-    return Request(
-        num_stages=_given(pipeline.num_stages),
-        num_workers=num_workers,
-        split_points=split_points,
-        minibatch_size=_given(pipeline.minibatch_size),
-        num_microbatches=_given(pipeline.num_microbatches),
-        num_samples=num_samples,
-        schedule=pipeline.schedule,
-        group_size=_given(pipeline.group_size),
-        slack=_given(pipeline.slack),
-        partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
-        memory_limit_bytes=_given(pipeline.memory_limit_bytes),
-        weight_versions=_given(pipeline.weight_versions),
-        update_interval=_given(pipeline.update_interval),
-        vertical_sync=_given(pipeline.vertical_sync) or False,
-        clips=pipeline.max_grad_norm is not None,
-    )
-
-
-def _example(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:
-    """Columns in order and one micro-batch of at least two samples, as a tuple or as a dict."""
-    numbered = all(isinstance(name, int) for name in source.columns)
-    if with_loss_fn:
-        columns: tuple[Any, ...] = tuple(range(len(source.columns)))
-        if len(columns) < 2:
-            raise DataError(
-                f"With a loss_fn a sample is (input, ..., target), but the data has {len(columns)} column. Add the "
-                "target as the last column, or leave loss_fn out where the model returns its own loss."
-            )
-    else:
-        columns = tuple(range(len(source.columns))) if numbered else tuple(source.columns)
-    count = min(max(2, microbatch_size), source.num_samples)
-    return columns, source.read(0, 0, count, columns)
 
 
 def _notes(captured: Capture, programs: tuple[StageProgram, ...]) -> list[str]:

@@ -23,19 +23,27 @@ ADAM_FACTOR = 2.0
 """Bytes of Adam's state per byte of parameters."""
 
 
-def profile_of(captured: Capture, example: Mapping[Any, torch.Tensor], *, by_size: bool) -> Profile:
+def profile_of(
+    captured: Capture,
+    example: Mapping[Any, torch.Tensor],
+    larger: Mapping[Any, torch.Tensor] | None = None,
+    *,
+    by_size: bool,
+) -> Profile:
     """The graph with seconds, measured here or read from the cache; estimated where the model cannot be run alone.
 
     A terminal shows how far it is.
 
     Args:
         example: one micro-batch by column.
+        larger: more samples, see ``profile_graph``; they count with ``by_size`` only.
         by_size: measure smaller micro-batches too.
     """
     samples = min((len(x) for x in example.values() if x.dim()), default=1)
     bar = ProfilingBar()
     try:
-        return cached_profile(captured, example, sizes=None if by_size else (), progress=bar)[0]
+        sizes, more = (None, larger) if by_size else ((), None)
+        return cached_profile(captured, example, more, sizes=sizes, progress=bar)[0]
     except StageError as error:
         with contextlib.suppress(ConfigError):  # an nn.Sequential cannot be estimated: what stopped it counts
             return estimate_graph(captured, samples, sizes=powers_of_two(samples) if by_size else ())

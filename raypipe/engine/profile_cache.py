@@ -22,7 +22,13 @@ import torch
 
 from raypipe import __version__
 from raypipe.engine.capture import Capture
-from raypipe.engine.profiling.measure import Progress, device_name, powers_of_two, profile_graph
+from raypipe.engine.profiling.measure import (
+    Progress,
+    device_name,
+    larger_sizes,
+    powers_of_two,
+    profile_graph,
+)
 from raypipe.engine.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.profile import Profile
@@ -39,6 +45,7 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
 def cached_profile(
     captured: Capture,
     columns: Mapping[Any, torch.Tensor],
+    larger: Mapping[Any, torch.Tensor] | None = None,
     *,
     folder: Path | None = None,
     sizes: Sequence[int] | None = None,
@@ -49,15 +56,16 @@ def cached_profile(
 
     Args:
         folder: of the cache, None for ``cache_folder()``. One that cannot be written to is no reason to fail.
-        columns, sizes, repeats, progress: see ``profile_graph``.
+        columns, larger, sizes, repeats, progress: see ``profile_graph``.
     """
     folder = folder if folder is not None else cache_folder()
     samples = min(len(t) for t in columns.values() if t.dim())
-    key = profile_key(captured, columns, powers_of_two(samples) if sizes is None else sizes, repeats)
+    tried = [*(powers_of_two(samples) if sizes is None else sizes), *larger_sizes(samples, larger or {})]
+    key = profile_key(captured, columns, tried, repeats)
     found = load_profile(folder, key)
     if found is not None and [n.name for n in found.graph.nodes] == [n.name for n in captured.graph.nodes]:
         return found, True
-    measured = profile_graph(captured, columns, sizes=sizes, repeats=repeats, progress=progress)
+    measured = profile_graph(captured, columns, larger, sizes=sizes, repeats=repeats, progress=progress)
     with suppress(OSError):
         save_profile(folder, key, measured)
     return measured, False

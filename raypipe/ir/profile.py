@@ -30,8 +30,9 @@ class Profile:
         graph: its nodes have seconds per micro-batch, bytes kept per sample, and their source; the sum of the seconds
             is the whole model's, its loss included.
         microbatch_size: samples at which the seconds were taken.
-        seconds_by_size: (samples, forward and backward seconds of the whole model), by samples; fewer than two say
-            nothing of other sizes, whose seconds then count as proportional.
+        seconds_by_size: (samples, forward and backward seconds of the whole model), by samples, some of them perhaps
+            more than ``microbatch_size``; fewer than two say nothing of other sizes, whose seconds then count as
+            proportional.
         raw_ratio: (forward, backward) sums of the nodes before scaling, over the whole in the same round, in the
             median; 1 where nothing was scaled.
         device: what it was measured on, in words.

@@ -18,6 +18,7 @@ from raypipe.engine.capture import Capture, capture
 from raypipe.engine.data import open_data
 from raypipe.engine.profile_cache import cache_folder, cached_profile, load_profile, profile_key, save_profile
 from raypipe.engine.profiling import Rates, estimate_graph, powers_of_two, profile_graph
+from raypipe.engine.profiling.measure import larger_sizes
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.profile import Profile
 from tests import nets
@@ -160,6 +161,28 @@ def test_sizes_and_progress() -> None:
     assert [b for b, _ in profile.seconds_by_size] == [1, 2, 4, 6]
     assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
     assert {total for _, total in seen} == {len(seen)}
+
+
+def test_larger_sizes_are_measured_where_that_is_cheap() -> None:
+    made = captured("mlp")[1]
+    larger = dict(enumerate(CASES["mlp"].data(40)[:40]))
+    profile = profile_graph(made, columns_of("mlp", 3), larger, repeats=1)
+    assert [b for b, _ in profile.seconds_by_size] == [1, 2, 3, 6, 12, 24]
+    assert profile.microbatch_size == 3
+    assert all(seconds > 0 for _, seconds in profile.seconds_by_size)
+    assert larger_sizes(3, {}) == larger_sizes(30, larger) == ()
+
+
+def test_larger_sizes_that_take_long_are_left_out() -> None:
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02 * len(x))
+            return super().forward(x)
+
+    x, y = CASES["mlp"].data(32)[:32]
+    made = capture(nn.Sequential(Slow(6, 3)), (x[:2], y[:2]), (0, 1), functional.cross_entropy)
+    profile = profile_graph(made, {0: x[:2], 1: y[:2]}, {0: x, 1: y}, repeats=1)
+    assert [b for b, _ in profile.seconds_by_size] == [1, 2, 4], "eight would take 0.32 s"
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])

@@ -171,7 +171,7 @@ def test_micro_batches_left_to_the_planner_stay_what_they_were(tmp_path: Path, m
     """The second submission measures a machine on which small micro-batches cost nothing extra."""
     pipeline = PipelineConfig(num_stages=2, minibatch_size=8)
 
-    def measured(captured: Any, example: Any, **_: Any) -> Any:
+    def measured(captured: Any, example: Any, larger: Any, **_: Any) -> Any:
         profile, read = cached_profile(captured, example)
         return dataclasses.replace(profile, seconds_by_size=tuple((b, overhead_s + b) for b in (1, 2, 4))), read
 

@@ -6,7 +6,9 @@
 Both in every round, so that a machine that slows down slows both. Medians are taken over rounds after the first;
 the operations are then scaled to the whole, and the factor is reported. The user's loss counts as part of the last
 operation, for both are always in the last stage. At the smallest size the operations are measured too, for they do
-not all grow alike. What the model leaves out: caches and memory that stages share, and the optimizer's step.
+not all grow alike. Sizes beyond the example's are measured as long as that takes next to nothing: where small sizes
+differ by less than their noise, a line through them says nothing of large ones. What the model leaves out: caches and
+memory that stages share, and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
 from raypipe.ir.profile import DOUBTFUL, Profile
 
-__all__ = ["Progress", "device_name", "powers_of_two", "profile_graph"]
+__all__ = ["Progress", "device_name", "larger_sizes", "powers_of_two", "profile_graph"]
+
+CHEAP_S = 0.25
+"""Seconds that all rounds of one larger size may take."""
 
 Progress = Callable[[int, int], None]
 Columns = Mapping[Any, torch.Tensor]
@@ -43,6 +48,7 @@ Columns = Mapping[Any, torch.Tensor]
 def profile_graph(
     captured: Capture,
     columns: Columns,
+    larger: Columns | None = None,
     *,
     sizes: Sequence[int] | None = None,
     repeats: int = 5,
@@ -54,6 +60,7 @@ def profile_graph(
 
     Args:
         columns: one micro-batch by column, targets included; its size is that of the profile.
+        larger: the same with more samples, of which as many are tried as is cheap.
         sizes: of micro-batches at which the whole model is measured too; None for powers of two up to this one.
         repeats: rounds whose medians are taken, after one to warm up.
         progress: called with (done, total) rounds.
@@ -84,6 +91,7 @@ def profile_graph(
                 rounds.append(bench.round(columns))
                 advance()
             by_size, notes = _by_size(bench, columns, [size for size in sizes if size != samples], repeats, advance)
+            by_size |= _beyond(bench, larger or {}, samples, sum(seconds_of(rounds[1:]).whole), repeats)
     except (RuntimeError, ValueError, IndexError) as error:
         raise StageError(
             f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
@@ -95,6 +103,12 @@ def profile_graph(
 def powers_of_two(most: int) -> tuple[int, ...]:
     """1, 2, 4, ... and ``most`` itself."""
     return tuple(sorted({*(1 << i for i in range(most.bit_length())), most}))
+
+
+def larger_sizes(samples: int, larger: Columns) -> tuple[int, ...]:
+    """Twice, four times, ... so many samples, as far as there are some."""
+    most = min((len(t) for t in larger.values() if t.dim()), default=0)
+    return tuple(samples << i for i in range(1, most.bit_length()) if samples << i <= most)
 
 
 def device_name() -> str:
@@ -221,6 +235,22 @@ def _by_size(
         except (RuntimeError, ValueError) as error:  # batch statistics of a single value, for one
             notes.append(f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}.")
     return found, notes
+
+
+def _beyond(bench: _Bench, larger: Columns, samples: int, seconds: float, repeats: int) -> dict[int, Seconds | float]:
+    """Seconds of the whole model at larger sizes, while that is cheap.
+
+    Args:
+        seconds: of ``samples`` samples.
+    """
+    found: dict[int, Seconds | float] = {}
+    for size in larger_sizes(samples, larger):
+        if (repeats + 1) * 2 * seconds > CHEAP_S:  # twice the samples take at most about twice as long
+            break
+        part = {name: t[:size] if t.dim() else t for name, t in larger.items()}
+        seconds = statistics.median([sum(bench.whole(part)) for _ in range(repeats + 1)][1:])
+        found[size] = seconds
+    return found
 
 
 def _profile(
