@@ -5,10 +5,11 @@
     b   four stages that sleep 10 and 20 ms, M = 16, at most 6 micro-batches on a stage: a link that is taken for 25 ms
         by every message, hop 0, then 1, then 2, then none; 40 steps each
 
-Fixed plans run each phase for fewer steps, whose median counts for all of the phase; the adaptive runs count every
-step, those in which the controller had not yet answered among them. The oracle takes the best fixed plan of each phase.
-With the controller frozen (retune_interval_steps=0) b must miss its mark: ``frozen_fails`` is 1 then. ``--plot FOLDER``
-keeps the histories as pictures.
+Fixed plans run each phase for fewer steps, whose mean counts for all of the phase; the adaptive runs count every step,
+those in which the controller had not yet answered among them. All take turns, round by round. The oracle takes the best
+fixed plan of each phase: which one that is, another round says than the one that it is timed in, for the least of many
+noisy numbers is shorter than any plan is. With the controller frozen (retune_interval_steps=0) b must miss its mark:
+``frozen_fails`` is 1 then. ``--plot FOLDER`` keeps the histories as pictures.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import contextlib
 import itertools
 import json
 import sys
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import bench_common
-from bench_common import machine, machine_line, median
+from bench_common import machine, machine_line
 from held_links import moving
 from history_plot import history_svg
 from shaped import Rig, rig
@@ -46,8 +50,9 @@ B_MARK = 1.25
 
 
 class Settings(NamedTuple):
-    """How much is measured: steps of a phase, of a phase with a fixed plan, and of those that warm it up."""
+    """How much is measured: rounds, steps of a phase, of a phase with a fixed plan, and of those that warm it up."""
 
+    rounds: int = 2
     phase_steps: int = PHASE_STEPS
     fixed_steps: int = 10
     settling: int = 3
@@ -55,14 +60,19 @@ class Settings(NamedTuple):
     fixed: int = 100
 
 
-QUICK = Settings(6, 4, 2, "b", 2)
+QUICK = Settings(1, 6, 4, 2, "b", 2)
 
 
 class Fixed(NamedTuple):
-    """Median seconds of a step by phase."""
+    """Mean seconds of a step by round and phase."""
 
     name: str
-    phase_s: list[float]
+    rounds: list[list[float]]
+
+    @property
+    def phase_s(self) -> list[float]:
+        """By phase, of all rounds."""
+        return [fmean(column) for column in zip(*self.rounds, strict=True)]
 
 
 def run_a(lab: Rig, pipeline: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -87,32 +97,31 @@ def run_a(lab: Rig, pipeline: dict[str, Any], steps: int) -> dict[str, Any]:
     return found
 
 
-def phase_medians(seconds: list[float], steps: int, settling: int) -> list[float]:
-    """Of each phase, without the steps at its beginning."""
-    return [median(seconds[begin + settling : begin + steps]) for begin in range(0, len(seconds), steps)]
+def phase_means(seconds: list[float], settings: Settings) -> list[float]:
+    """Of each phase of a fixed plan, without the steps at its beginning."""
+    steps, settling = settings.fixed_steps, settings.settling
+    return [fmean(seconds[begin + settling : begin + steps]) for begin in range(0, len(seconds), steps)]
 
 
 def scenario_a(settings: Settings) -> tuple[dict[str, float], dict[str, Any], list[list[Any]]]:
     """Figures, raw numbers and rows of scenario a."""
-    fixed = []
+    fixed = {name: Fixed(name, []) for name in itertools.islice(A_FIXED, settings.fixed)}
+    adaptive, free = [], []
     with rig() as lab:
-        adaptive = run_a(lab, {}, settings.phase_steps)
-        print(f"a adaptive: {sum(adaptive['seconds']):.1f} s; {machine_line()}", flush=True)
-        for name, pipeline in itertools.islice(A_FIXED.items(), settings.fixed):
-            ran = run_a(lab, pipeline, settings.fixed_steps)
-            fixed.append(Fixed(name, phase_medians(ran["seconds"], settings.fixed_steps, settings.settling)))
-            print(f"a {name}: {' '.join(f'{s * 1e3:.0f}' for s in fixed[-1].phase_s)} ms; {machine_line()}", flush=True)
-        # Beside each other in time: what the controller costs where there is nothing to gain.
-        again = run_a(lab, {}, settings.fixed_steps)["seconds"]
-    figures = _judged("a", adaptive["seconds"], fixed, settings)
-    free = [
-        *adaptive["seconds"][settings.settling : settings.phase_steps],
-        *again[settings.settling : settings.fixed_steps],
-    ]
-    figures["free_link_penalty"] = median(free) / min(one.phase_s[0] for one in fixed)
-    figures["free_link_vs_1f1b"] = median(free) / fixed[0].phase_s[0]
-    raw = {"adaptive": adaptive, "again": again, "fixed": [one._asdict() for one in fixed]}
-    return figures, raw, _rows("a", adaptive["seconds"], fixed, settings)
+        for _ in range(settings.rounds):
+            adaptive.append(run_a(lab, {}, settings.phase_steps))
+            print(f"a adaptive: {sum(adaptive[-1]['seconds']):.1f} s; {machine_line()}", flush=True)
+            for name, one in fixed.items():
+                seconds = run_a(lab, A_FIXED[name], settings.fixed_steps)["seconds"]
+                one.rounds.append(phase_means(seconds, settings))
+                print(f"a {name}: {_in_ms(one.rounds[-1])}; {machine_line()}", flush=True)
+            free.extend(adaptive[-1]["seconds"][settings.settling : settings.phase_steps])
+    plans = list(fixed.values())
+    figures = _judged("a", [ran["seconds"] for ran in adaptive], plans, settings)
+    figures["free_link_penalty"] = fmean(free) / _chosen_elsewhere(plans, itemgetter(0))
+    figures["free_link_vs_1f1b"] = fmean(free) / plans[0].phase_s[0]
+    raw = {"adaptive": adaptive, "fixed": [one._asdict() for one in plans]}
+    return figures, raw, _rows("a", [ran["seconds"] for ran in adaptive], plans, settings)
 
 
 def fixed_plans_b() -> list[tuple[int, ...]]:
@@ -130,49 +139,70 @@ def run_b(steps: int, **pipeline: Any) -> Ran:
 
 def scenario_b(settings: Settings) -> tuple[dict[str, float], dict[str, Any], list[list[Any]]]:
     """Figures, raw numbers and rows of scenario b."""
-    adaptive = run_b(settings.phase_steps, most_in_flight=B_HELD)
-    print(f"b adaptive: {sum(adaptive.seconds):.1f} s; {machine_line()}", flush=True)
-    fixed = []
-    for slack in fixed_plans_b()[: settings.fixed]:
-        ran = run_b(settings.fixed_steps, schedule="slack", slack=slack)
-        phase_s = phase_medians(ran.seconds, settings.fixed_steps, settings.settling)
-        fixed.append(Fixed(f"slack {','.join(map(str, slack))}", phase_s))
-        print(f"b {fixed[-1].name}: {' '.join(f'{s * 1e3:.0f}' for s in phase_s)} ms; {machine_line()}", flush=True)
-    frozen = run_b(settings.fixed_steps, most_in_flight=B_HELD, retune_interval_steps=0)
-    figures = _judged("b", adaptive.seconds, fixed, settings)
-    static_s = _total_s(fixed[0], settings)
-    frozen_s = _total_s(
-        Fixed("frozen", phase_medians(frozen.seconds, settings.fixed_steps, settings.settling)), settings
-    )
-    figures["b_frozen_vs_static_1f1b"] = static_s / frozen_s
-    figures["frozen_fails"] = float(static_s / frozen_s < B_MARK)
-    figures["b_most_in_flight"] = float(max(adaptive.peaks))
-    raw = {"adaptive": adaptive._asdict(), "frozen": frozen._asdict(), "fixed": [one._asdict() for one in fixed]}
-    return figures, raw, _rows("b", adaptive.seconds, fixed, settings)
+    slacks = fixed_plans_b()[: settings.fixed]
+    fixed = [Fixed(f"slack {','.join(map(str, slack))}", []) for slack in slacks]
+    frozen = Fixed("frozen", [])
+    adaptive = []
+    for _ in range(settings.rounds):
+        adaptive.append(run_b(settings.phase_steps, most_in_flight=B_HELD))
+        print(f"b adaptive: {sum(adaptive[-1].seconds):.1f} s; {machine_line()}", flush=True)
+        for one, slack in zip(fixed, slacks, strict=True):
+            ran = run_b(settings.fixed_steps, schedule="slack", slack=slack)
+            one.rounds.append(phase_means(ran.seconds, settings))
+            print(f"b {one.name}: {_in_ms(one.rounds[-1])}; {machine_line()}", flush=True)
+        still = run_b(settings.fixed_steps, most_in_flight=B_HELD, retune_interval_steps=0)
+        frozen.rounds.append(phase_means(still.seconds, settings))
+    figures = _judged("b", [ran.seconds for ran in adaptive], fixed, settings)
+    figures["b_frozen_vs_static_1f1b"] = sum(fixed[0].phase_s) / sum(frozen.phase_s)
+    figures["frozen_fails"] = float(figures["b_frozen_vs_static_1f1b"] < B_MARK)
+    figures["b_most_in_flight"] = float(max(max(ran.peaks) for ran in adaptive))
+    raw = {
+        "adaptive": [ran._asdict() for ran in adaptive],
+        "frozen": frozen._asdict(),
+        "fixed": [one._asdict() for one in fixed],
+    }
+    return figures, raw, _rows("b", [ran.seconds for ran in adaptive], fixed, settings)
 
 
-def _total_s(one: Fixed, settings: Settings) -> float:
-    return settings.phase_steps * sum(one.phase_s)
+def _in_ms(phase_s: list[float]) -> str:
+    return f"{' '.join(f'{s * 1e3:.0f}' for s in phase_s)} ms"
 
 
-def _judged(name: str, seconds: list[float], fixed: list[Fixed], settings: Settings) -> dict[str, float]:
-    """The adaptive run against 1F1B (the first of the fixed plans), the best fixed plan, and the oracle."""
-    total_s = sum(seconds)
-    oracle_s = settings.phase_steps * sum(map(min, zip(*(one.phase_s for one in fixed), strict=True)))
+def _chosen_elsewhere(fixed: list[Fixed], seconds: Callable[[list[float]], float]) -> float:
+    """Seconds of the best plan, a mean over rounds: in each it is timed, by all the others it is chosen.
+
+    Args:
+        seconds: that count, of the phases of one round.
+    """
+    count, found = len(fixed[0].rounds), []
+    for here in range(count):
+        others = [r for r in range(count) if r != here] or [here]
+        best = min(fixed, key=lambda one: fmean(seconds(one.rounds[r]) for r in others))
+        found.append(seconds(best.rounds[here]))
+    return fmean(found)
+
+
+def _judged(name: str, runs: list[list[float]], fixed: list[Fixed], settings: Settings) -> dict[str, float]:
+    """The adaptive runs against 1F1B (the first of the fixed plans), the best fixed plan, and the oracle."""
+    own_s = fmean(map(sum, runs)) / settings.phase_steps
+    phases = range(len(fixed[0].phase_s))
+    oracle_s = sum(_chosen_elsewhere(fixed, itemgetter(place)) for place in phases)
     return {
-        f"{name}_vs_static_1f1b": _total_s(fixed[0], settings) / total_s,
-        f"{name}_vs_best_static": min(_total_s(one, settings) for one in fixed) / total_s,
-        f"{name}_vs_oracle": total_s / oracle_s,
+        f"{name}_vs_static_1f1b": sum(fixed[0].phase_s) / own_s,
+        f"{name}_vs_best_static": _chosen_elsewhere(fixed, sum) / own_s,
+        f"{name}_vs_oracle": own_s / oracle_s,
+        f"{name}_oracle_vs_static_1f1b": sum(fixed[0].phase_s) / oracle_s,
     }
 
 
-def _rows(name: str, seconds: list[float], fixed: list[Fixed], settings: Settings) -> list[list[Any]]:
+def _rows(name: str, runs: list[list[float]], fixed: list[Fixed], settings: Settings) -> list[list[Any]]:
     phases = A_PHASES if name == "a" else B_PHASES
     steps = settings.phase_steps
-    own = [sum(seconds[begin : begin + steps]) / steps for begin in range(0, len(seconds), steps)]
-    rows = [[f"{name} adaptive, mean", phases[place], value * 1e3] for place, value in enumerate(own)]
+    rows = []
     for place, phase in enumerate(phases):
+        own_s = fmean(fmean(run[place * steps : (place + 1) * steps]) for run in runs)
         best = min(fixed, key=lambda one: one.phase_s[place])
+        rows.append([f"{name} adaptive", phase, own_s * 1e3])
         rows.append([f"{name} best fixed: {best.name}", phase, best.phase_s[place] * 1e3])
         rows.append([f"{name} 1F1B", phase, fixed[0].phase_s[place] * 1e3])
     return rows
@@ -195,10 +225,10 @@ def main() -> int:
         if plot is not None:
             plot.mkdir(parents=True, exist_ok=True)
             begins = [(place * settings.phase_steps, phase) for place, phase in enumerate(phases)]
-            own = raw[name]["adaptive"]
+            own = raw[name]["adaptive"][-1]
             picture = history_svg(f"bench_adaptive, scenario {name}", own["seconds"], own["schedules"], begins)
             (plot / f"adaptive_{name}.svg").write_text(picture)
-    print("\n" + bench_common.table(f"milliseconds per step; {machine_line()}", ("plan", "phase", "ms"), rows))
+    print("\n" + bench_common.table(f"milliseconds per step; {machine_line()}", ("plan", "phase", "mean ms"), rows))
     bench_common.finish("bench_adaptive", figures, raw, asked.json)
     return 0
 

@@ -5,8 +5,8 @@ It is written on its own, action by action, and knows nothing of raypipe.planner
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from random import Random
@@ -119,19 +119,25 @@ def run_fixed(pipeline: Pipeline, choice: Choice, steps: int) -> list[float]:
 
 
 def run_controlled(
-    pipeline: Pipeline, setup: Setup, steps: int, lag: int = 1, through_json: bool = False
+    pipeline: Pipeline,
+    setup: Setup,
+    steps: int,
+    lag: int = 1,
+    through_json: bool = False,
+    uncounted: Collection[int] = (),
 ) -> tuple[list[float], list[Choice], list[Decision]]:
     """Seconds, choice and decisions of a run; a choice takes effect ``lag`` steps after it was asked for.
 
     Args:
         through_json: the controller is saved and loaded between any two steps.
+        uncounted: steps whose seconds may not be compared, because of a checkpoint, say.
     """
     controller = Controller(setup)
     queue = [setup.choice] * (lag + 1)
     seconds, choices, decisions = [], [], []
     for step in range(steps):
         choice = queue.pop(0)
-        done = pipeline.step(step, choice)
+        done = replace(pipeline.step(step, choice), counts=step not in uncounted)
         seconds.append(done.seconds)
         choices.append(choice)
         decisions.extend(controller.handle(done))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -186,6 +186,17 @@ def test_on_a_noisy_steady_link_it_settles(seed, occupancy_s, latency_s, noise, 
     changes = [step for step in range(1, 120) if choices[step] != choices[step - 1]]
     assert len(changes) <= 6
     assert sum(step >= 60 for step in changes) <= 2
+
+
+@pytest.mark.parametrize("uncounted", [(), (PHASE,), (PHASE, PHASE + 1), (PHASE + 1,), range(PHASE - 8, PHASE + 9)])
+def test_a_change_in_steps_that_do_not_count_is_answered_too(uncounted: Sequence[int]) -> None:
+    """The steps of before the change say nothing of the choice that it made slow."""
+    scenario = scenario_b()
+    pipeline = scenario.pipeline(**NOISE)
+    _, choices, decisions = run_controlled(pipeline, scenario.setup, 2 * PHASE, uncounted=uncounted)
+    assert not any(d.verdict is Verdict.UNDO for d in decisions)
+    assert choices[PHASE - 1].slack[0] > 1
+    assert choices[-1].slack[1] > 1
 
 
 def shrinking(overhead: float, count: int = 4) -> dict[int, tuple[float, float]]:

@@ -48,7 +48,7 @@ class _State:
 
     Attributes:
         wanted: what was asked for last.
-        seconds: of the last steps with the present choice, since the links changed last.
+        seconds: (step, seconds) of the last steps that count with the present choice, since the links changed last.
         waiting: looks in a row that found something better.
         looked: step of the last look; None before the first.
         quiet_until: step before which no switch is asked for.
@@ -62,7 +62,7 @@ class _State:
 
     wanted: Choice
     rooms: tuple[Room, ...]
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[tuple[int, float]] = field(default_factory=list)
     trial: Trial | None = None
     steps: int = 0
     waiting: int = 0
@@ -115,9 +115,9 @@ class Controller:
         if state.trial is not None and state.trial.began is None:
             state.seconds.clear()
         elif event.counts:
-            state.seconds = [*state.seconds, event.seconds][-RECENT:]
-        if news is News.CHANGED:
-            state.seconds = state.seconds[-2:]
+            state.seconds = [*state.seconds, (event.step, event.seconds)][-RECENT:]
+        if news is News.CHANGED:  # which this step and the one before it have shown
+            state.seconds = [pair for pair in state.seconds if pair[0] >= event.step - 1]
             found.append(Decision(event.step, Verdict.DRIFT, sentence(f"{who} changed for good."), {"who": who}))
         if state.trial is not None:
             found.extend(self._judge(event, state.trial, news))
@@ -171,7 +171,9 @@ class Controller:
             return []
         state.looked = event.step
         found = search(replace(setup.space, rooms=state.rooms), measured, event.choice)
-        recent = [event.seconds] if news is News.SUSPECT or not state.seconds else state.seconds
+        recent = [seconds for _, seconds in state.seconds]
+        if news is News.SUSPECT or not recent:
+            recent = [event.seconds]
         # What the model does not explain is there with every candidate.
         rest_s = max(0.0, typical_s(recent) - found.current.seconds)
         gain = (found.current.seconds + rest_s) / (found.best.seconds + rest_s) - 1.0
