@@ -35,7 +35,6 @@ class Opened:
     model: torch.nn.Module
     sources: Mapping[str, Source]
     request: Request
-    columns: tuple[Any, ...]
     with_loss_fn: bool
     captured: Capture
     example: Mapping[Any, torch.Tensor]
@@ -74,7 +73,7 @@ def open_arguments(
         most = min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, bytes_each))
         if most > size:
             larger = example_of(sources["train"], loss_fn is not None, most)
-    return Opened(built, sources, request, columns, loss_fn is not None, captured, _by_name(columns, example), larger)
+    return Opened(built, sources, request, loss_fn is not None, captured, _by_name(columns, example), larger)
 
 
 def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, torch.Tensor]:
