@@ -34,6 +34,7 @@ class Pipeline:
         clocks: (offset_s, seconds gained per second) by stage.
         lost: share of samples that nobody reports.
         codecs: ratio by name; encoding costs nothing.
+        bucket_bytes: that pass at once after a pause, as the kernel's token buckets and many clouds let them.
         shares: by M, a micro-batch's (seconds, bytes) over what ``stages``, ``link`` and ``nbytes`` say; else 1.
     """
 
@@ -46,11 +47,13 @@ class Pipeline:
     lost: float = 0.0
     codecs: dict[str, float] = field(default_factory=dict)
     shares: dict[int, tuple[float, float]] = field(default_factory=dict)
+    bucket_bytes: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
         self.now_s = 1000.0
+        self._buckets: dict[tuple[int, bool], tuple[float, float]] = {}
 
     def step(self, step: int, choice: Choice) -> StepDone:
         """Run one step and report it."""
@@ -79,7 +82,8 @@ class Pipeline:
                         hop = stage if forward else stage - 1
                         occupancy_s, latency_s = self.link(hop, forward, step, m)
                         ratio = self.codecs.get(choice.codec(hop, forward), 1.0) / larger
-                        leave = max(free.get((hop, forward), 0.0), clock[worker]) + occupancy_s / ratio
+                        begin = max(free.get((hop, forward), 0.0), clock[worker])
+                        leave = begin + self._through_bucket((hop, forward), begin, occupancy_s, ratio)
                         free[hop, forward] = leave
                         arrival[hop, forward, m] = leave + latency_s
                         peer = stage + 1 if forward else stage - 1
@@ -102,6 +106,17 @@ class Pipeline:
             for s, b in enumerate(busy)
         )
         return StepDone(step, self.now_s - begin_s, choice, samples, tuple(kept))
+
+    def _through_bucket(self, way: tuple[int, bool], now_s: float, occupancy_s: float, ratio: float) -> float:
+        """Seconds that a message takes from the wire; what is in the bucket passes at once."""
+        if not self.bucket_bytes or not occupancy_s:
+            return occupancy_s / ratio
+        rate, wire = self.nbytes / occupancy_s, self.nbytes / ratio
+        level, since_s = self._buckets.get(way, (self.bucket_bytes, now_s))
+        level = min(self.bucket_bytes, level + (now_s - since_s) * rate)
+        seconds = max(0.0, wire - level) / rate
+        self._buckets[way] = max(0.0, level - wire), now_s + seconds
+        return seconds
 
     def _stamp(self, stage: int, true_s: float) -> float:
         offset_s, gain = self.clocks[stage] if self.clocks else (0.0, 0.0)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypipe.planner.control import Choice, Room, Setup, Verdict, fits
+from raypipe.planner.control import Choice, Codec, Room, Setup, Verdict, fits
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from tests.planner.control_lab import Link, Pipeline, all_choices, constant, run_controlled, run_fixed
 
@@ -197,6 +197,25 @@ def test_a_change_in_steps_that_do_not_count_is_answered_too(uncounted: Sequence
     assert not any(d.verdict is Verdict.UNDO for d in decisions)
     assert choices[PHASE - 1].slack[0] > 1
     assert choices[-1].slack[1] > 1
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 65_536])
+@pytest.mark.parametrize("mbit", [12, 25, 50])
+def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
+    """Also behind a token bucket, through which compressed messages pass as if the link were quicker."""
+    codecs = (Codec("bf16", 2.0, 2e-10, 2e-10), Codec("int8", 3.9, 6e-10, 6e-10))
+    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2, 0, codecs, codecs[:1])
+    wire = {"codecs": {"bf16": 2.0, "int8": 3.9}, "bucket_bytes": bucket_bytes}
+    pipeline = Pipeline([(0.029, 0.058)] * 2, rate(mbit), noise=0.02, stamp_noise_s=2e-4, seed=3, **wire)
+    seconds, choices, _ = run_controlled(pipeline, setup, 60, lag=2)
+    every = [
+        replace(Choice("slack", 8, slack=(r,)), forward_codecs=(forward,), backward_codecs=("bf16",))
+        for r in range(1, 6)
+        for forward in ("bf16", "int8")
+    ]
+    best_s = min(run_fixed(Pipeline([(0.029, 0.058)] * 2, rate(mbit), **wire), one, 4)[-1] for one in every)
+    assert all(choice.lossy for choice in choices[10:])
+    assert sum(seconds[-20:]) / 20 <= 1.03 * best_s
 
 
 def shrinking(overhead: float, count: int = 4) -> dict[int, tuple[float, float]]:

@@ -60,7 +60,8 @@ class LinkEstimator:
         seen = _measure([step])
         if seen is None:  # a clock was set while the step ran
             return News.STEADY
-        self._drift, word = self._drift.after(sum(_middle_s(costs_s) for costs_s in seen.costs_s if costs_s))
+        # As if uncompressed: a codec that is turned is no change of the link.
+        self._drift, word = self._drift.after(sum(seen.latency_s + _middle_s(d) for d in seen.draws_s if d))
         if self._odd and word is News.STEADY:
             self._window.pop()  # no other step is like the last one
         self._window.append(step)

@@ -97,6 +97,20 @@ def predicted_s(
     )
 
 
+def squeezed(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool], Codec]) -> Measured:
+    """Links as messages in the codecs of ``choice`` find them.
+
+    Args:
+        codecs: as in ``predicted_s``.
+    """
+    links = []
+    for place, link in enumerate(measured.links):
+        name = choice.codec(place // 2, place % 2 == 0)
+        wire = _wire(link, NO_CODEC if name == "none" else codecs[name, place % 2 == 0])
+        links.append(link and replace(link, latency_s=wire.latency_s, draws_s=wire.draws_s))
+    return replace(measured, links=tuple(links))
+
+
 def busiest_hops(measured: Measured) -> Sequence[int]:
     """Hops by the time that their messages take, the longest first."""
     return sorted(range(measured.num_stages - 1), key=lambda h: -measured.round_trip_s(h))

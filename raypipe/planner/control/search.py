@@ -15,11 +15,12 @@ fewest micro-batches. Left out: the processor time that a codec takes from a sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
-from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s
+from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s, squeezed
 from raypipe.planner.control.room import Room, fits, why_not
 
 __all__ = ["EVEN", "Found", "Scored", "Space", "search"]
@@ -111,7 +112,8 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
     if not orders:  # nothing fits: what holds least is what comes nearest
         orders.append(_thriftiest(space, plain))
     lossless = _pick(space, orders, score)
-    compressed = _compressed(space, at, lossless.choice, score)
+    here = at[lossless.choice.num_microbatches]
+    compressed = _compressed(space, here, lossless.choice, codecs, score)
     best = lossless
     if compressed is not None and compressed.seconds * (1 + space.codec_gain) < lossless.seconds:
         best = compressed
@@ -215,9 +217,13 @@ def _period_s(busy_s: Sequence[float], trips_s: Sequence[float], r: Sequence[int
 
 
 def _compressed(
-    space: Space, at: dict[int, Measured], order: Choice, score: Callable[[Choice], float]
+    space: Space,
+    measured: Measured,
+    order: Choice,
+    codecs: Mapping[tuple[str, bool], Codec],
+    score: Callable[[Choice], float],
 ) -> Scored | None:
-    """The best with codecs: on all hops first, then without those that save nothing."""
+    """The best with codecs: on all hops first, in the order that suits them, then without those that save nothing."""
     hops = space.num_stages - 1
     if not hops or not (space.forward_codecs or space.backward_codecs):
         return None
@@ -229,7 +235,12 @@ def _compressed(
     best_s = min(map(score, everywhere))
     # The first is the mildest; those behind it must be better by more than nothing.
     choice = next(one for one in everywhere if score(one) <= best_s * (1 + EVEN))
-    for hop in reversed(busiest_hops(at[order.num_microbatches])):
+    # A link that is far too slow as it is makes all orders alike, and the thriftiest was taken: not so behind a codec.
+    coded = partial(replace, forward_codecs=choice.forward_codecs, backward_codecs=choice.backward_codecs)
+    orders = _orders(space, squeezed(measured, choice, codecs), order, lambda one: score(coded(one)))
+    choice = _pick(space, [choice, *map(coded, orders)], score).choice
+    best_s = score(choice)
+    for hop in reversed(busiest_hops(measured)):
         for forward in (True, False):
             milder = _without(choice, hop, forward)
             if milder != choice and score(milder) <= best_s * (1 + EVEN):
