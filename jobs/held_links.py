@@ -36,21 +36,23 @@ class Hold:
     Args:
         delay: see Delay; picklable.
         num_microbatches: of every step.
+        full_bytes: a message of so many is held for all of the delay, a smaller one for its share; 0 holds all alike.
     """
 
     delay: Delay
     num_microbatches: int
+    full_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.home = os.getpid()
 
     def __call__(self, named: Any) -> torch.optim.Optimizer:
         if os.getpid() != self.home:
-            _stand_before(SocketChannel, self.delay, self.num_microbatches)
+            _stand_before(SocketChannel, self)
         return torch.optim.SGD([parameter for _, parameter in named], lr=LEARNING_RATE)
 
 
-def _stand_before(channel: type[SocketChannel], delay: Delay, num_microbatches: int) -> None:
+def _stand_before(channel: type[SocketChannel], hold: Hold) -> None:
     plain = channel.transmit
     if getattr(plain, "holds", False):
         return
@@ -60,8 +62,10 @@ def _stand_before(channel: type[SocketChannel], delay: Delay, num_microbatches: 
         stage, op, microbatch = head.action
         if op in (Op.SEND_F, Op.SEND_B):
             forward = op is Op.SEND_F
-            step, place = divmod(microbatch, num_microbatches)
-            seconds = delay(stage if forward else stage - 1, forward, step, place)
+            step, place = divmod(microbatch, hold.num_microbatches)
+            seconds = hold.delay(stage if forward else stage - 1, forward, step, place)
+            if hold.full_bytes:
+                seconds *= message.payload_bytes / hold.full_bytes
             if seconds > 0:
                 time.sleep(seconds)
         plain(self, message)
