@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +108,7 @@ def run(allows: str) -> dict[str, Any]:
     return {
         "limit": limit,
         "most": most,
-        "schedules": list(dict.fromkeys(schedules)),
+        "schedules": [schedule for schedule, _ in groupby(schedules)],
         "in_flight": max(record.peak_in_flight for record in result.records),
         "reason": reasons[-1] if reasons else "",
     }

@@ -71,7 +71,8 @@ def reference(
     Args:
         pipeline: minibatch_size, num_microbatches, loss_reduction, max_grad_norm and seed count. Where
             num_microbatches is "auto", partitioner="parameters" and num_stages must say what it follows from.
-        microbatches_by_step: M of every step, of a run with retune_microbatches: what metrics.parquet tells of it.
+        microbatches_by_step: M of every step of a run with retune_microbatches; metrics.parquet tells it at the end of
+            each step's ``schedule``.
 
     Raises:
         ConfigError: the micro-batches depend on a profile, or on a number of stages that is not given; or

@@ -114,7 +114,7 @@ class LinkEstimate:
     Attributes:
         latency_s: half of the round trip that is not occupancy; the two ways cannot be told apart.
         occupancy_s: median.
-        ewma_s: running mean over the steps of the run of half of what a message and its answer take without codec.
+        ewma_s: running mean over the steps of the run of half of what a message and its answer take.
         p90_s: of latency and occupancy together, by message.
         seconds_per_byte: of occupancy.
         draws_s: occupancy of each message of the window, oldest first. The link keeps order, so whatever varies holds

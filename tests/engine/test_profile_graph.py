@@ -185,6 +185,19 @@ def test_larger_sizes_that_take_long_are_left_out() -> None:
     assert [b for b, _ in profile.seconds_by_size] == [1, 2, 4], "eight would take 0.32 s"
 
 
+def test_a_larger_size_that_fails_is_noted() -> None:
+    class Few(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert len(x) <= 8, "eight at most"
+            return super().forward(x)
+
+    x, y = CASES["mlp"].data(32)[:32]
+    made = capture(nn.Sequential(Few(6, 3)), (x[:4], y[:4]), (0, 1), functional.cross_entropy)
+    profile = profile_graph(made, {0: x[:4], 1: y[:4]}, {0: x, 1: y}, repeats=1)
+    assert [b for b, _ in profile.seconds_by_size] == [1, 2, 4, 8]
+    assert "Micro-batches of 16 could not be measured: AssertionError: eight at most" in profile.notes[-1]
+
+
 @pytest.mark.parametrize(("most", "sizes"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])
 def test_powers_of_two(most: int, sizes: tuple[int, ...]) -> None:
     assert powers_of_two(most) == sizes

@@ -34,6 +34,7 @@ class Pipeline:
         clocks: (offset_s, seconds gained per second) by stage.
         lost: share of samples that nobody reports.
         codecs: ratio by name; encoding costs nothing.
+        per_byte: a message takes from the wire what it has bytes; False takes as long whatever its size.
         bucket_bytes: that pass at once after a pause, as the kernel's token buckets and many clouds let them.
         shares: by M, a micro-batch's (seconds, bytes) over what ``stages``, ``link`` and ``nbytes`` say; else 1.
     """
@@ -48,6 +49,7 @@ class Pipeline:
     codecs: dict[str, float] = field(default_factory=dict)
     shares: dict[int, tuple[float, float]] = field(default_factory=dict)
     bucket_bytes: float = 0.0
+    per_byte: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,8 +84,9 @@ class Pipeline:
                         hop = stage if forward else stage - 1
                         occupancy_s, latency_s = self.link(hop, forward, step, m)
                         ratio = self.codecs.get(choice.codec(hop, forward), 1.0) / larger
+                        shorter = ratio if self.per_byte else 1.0
                         begin = max(free.get((hop, forward), 0.0), clock[worker])
-                        leave = begin + self._through_bucket((hop, forward), begin, occupancy_s, ratio)
+                        leave = begin + self._through_bucket((hop, forward), begin, occupancy_s, shorter)
                         free[hop, forward] = leave
                         arrival[hop, forward, m] = leave + latency_s
                         peer = stage + 1 if forward else stage - 1

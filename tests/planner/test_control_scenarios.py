@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypipe.planner.control import Choice, Codec, Room, Setup, Verdict, fits
+from raypipe.planner.control import Choice, Codec, Controller, Room, Setup, StepDone, Verdict, fits
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from tests.planner.control_lab import Link, Pipeline, all_choices, constant, run_controlled, run_fixed
 
@@ -218,6 +218,29 @@ def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
     assert sum(seconds[-20:]) / 20 <= 1.03 * best_s
 
 
+@pytest.mark.parametrize(("occupancy_s", "latency_s"), [(0.045, 0.0003), (0.0, 0.06)])
+def test_codecs_that_save_no_time_are_taken_back(occupancy_s: float, latency_s: float) -> None:
+    """A message takes as long whatever its size: the bytes shrink and the seconds do not."""
+    codec = Codec("int8", 3.9, 6e-10, 6e-10)
+    setup = Setup("slack", Choice("slack", 8, slack=(2,)), (Room(most_in_flight=3),) * 2, 0, (codec,), (codec,))
+    pipeline = Pipeline(
+        [(0.01, 0.02)] * 2, constant(occupancy_s, latency_s), codecs={"int8": 3.9}, per_byte=False, noise=0.01
+    )
+    _, choices, _ = run_controlled(pipeline, setup, 120)
+    assert sum(choice.lossy for choice in choices) <= 30
+
+
+def test_a_run_that_goes_on_from_an_older_checkpoint_forgets_what_came_after() -> None:
+    scenario = scenario_b()
+    pipeline = scenario.pipeline()
+    controller = Controller(scenario.setup)
+    for step in range(30):
+        controller.handle(pipeline.step(step, controller.wanted))
+    again = Controller.from_json(scenario.setup, controller.to_json())
+    verdicts = [(step, d.verdict) for step in range(10, 40) for d in again.handle(pipeline.step(step, again.wanted))]
+    assert any(step <= 12 and verdict is Verdict.KEEP for step, verdict in verdicts), "it looks again at once"
+
+
 def shrinking(overhead: float, count: int = 4) -> dict[int, tuple[float, float]]:
     """Shares by M where t(b) = b + overhead, in sizes of a micro-batch of M = count."""
     sizes = {m: count / m for m in (1, 2, 4, 8, 16, 32)}
@@ -253,6 +276,36 @@ def test_micro_batches_that_cost_more_than_was_known_are_taken_back() -> None:
     assert undone
     assert undone[0].choice.num_microbatches == 4
     assert sum(choice.num_microbatches != 4 for choice in choices) <= 24
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.3, 1.6, 3.0])
+def test_a_slow_first_step_with_other_micro_batches_hides_nothing(slower: float) -> None:
+    """New shapes make the first step with them slow; the curve was wrong, and that is still found out."""
+
+    class Fresh(Pipeline):
+        before = 4
+
+        def step(self, step: int, choice: Choice) -> StepDone:
+            plain = self.stages
+            if choice.num_microbatches != self.before:
+                self.stages, self.before = [(f * slower, b * slower) for f, b in plain], choice.num_microbatches
+            done = super().step(step, choice)
+            self.stages = plain
+            return done
+
+    pipeline = Fresh([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(1.0), noise=0.01)
+    _, choices, decisions = run_controlled(pipeline, with_microbatches(0.0), 60)
+    assert any(d.verdict is Verdict.UNDO for d in decisions)
+    assert choices[-1].num_microbatches == 4
+
+
+def test_room_is_counted_in_samples() -> None:
+    """Sixteen micro-batches of a thirty-second each are half a mini-batch: four quarters are too much."""
+    rooms = tuple(Room(most_in_flight=16 - 4 * stage, num_microbatches=32) for stage in range(4))
+    assert fits(Choice("kfkb", 32, group_size=4), rooms)
+    assert not fits(Choice("kfkb", 8, group_size=2), rooms)
+    assert fits(Choice("1f1b", 8), tuple(Room(most_in_flight=16, num_microbatches=32) for _ in range(4)))
+    assert not fits(Choice("1f1b", 1), tuple(Room(most_in_flight=16, num_microbatches=32) for _ in range(4)))
 
 
 def test_smaller_micro_batches_fit_where_the_present_ones_do_not() -> None:

@@ -91,7 +91,8 @@ def profile_graph(
                 rounds.append(bench.round(columns))
                 advance()
             by_size, notes = _by_size(bench, columns, [size for size in sizes if size != samples], repeats, advance)
-            by_size |= _beyond(bench, larger or {}, samples, sum(seconds_of(rounds[1:]).whole), repeats)
+            more, doubts = _beyond(bench, larger or {}, samples, sum(seconds_of(rounds[1:]).whole), repeats)
+            by_size, notes = by_size | more, notes + doubts
     except (RuntimeError, ValueError, IndexError) as error:
         raise StageError(
             f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
@@ -237,7 +238,9 @@ def _by_size(
     return found, notes
 
 
-def _beyond(bench: _Bench, larger: Columns, samples: int, seconds: float, repeats: int) -> dict[int, Seconds | float]:
+def _beyond(
+    bench: _Bench, larger: Columns, samples: int, seconds: float, repeats: int
+) -> tuple[dict[int, Seconds | float], list[str]]:
     """Seconds of the whole model at larger sizes, while that is cheap.
 
     Args:
@@ -248,9 +251,12 @@ def _beyond(bench: _Bench, larger: Columns, samples: int, seconds: float, repeat
         if (repeats + 1) * 2 * seconds > CHEAP_S:  # twice the samples take at most about twice as long
             break
         part = {name: t[:size] if t.dim() else t for name, t in larger.items()}
-        seconds = statistics.median([sum(bench.whole(part)) for _ in range(repeats + 1)][1:])
+        try:
+            seconds = statistics.median([sum(bench.whole(part)) for _ in range(repeats + 1)][1:])
+        except Exception as error:  # noqa: BLE001  (the user's code, at a size that nobody asked for)
+            return found, [f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}."]
         found[size] = seconds
-    return found
+    return found, []
 
 
 def _profile(

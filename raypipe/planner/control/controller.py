@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from raypipe.errors import PlanError
 from raypipe.ir.links import LinkEstimate
-from raypipe.ir.plan_table import human_s
 from raypipe.planner.control.choice import Choice
 from raypipe.planner.control.drift import News
 from raypipe.planner.control.events import Decision, StepDone, Verdict
@@ -43,14 +42,6 @@ FREE_LOOKS = 8
 up to the usual interval. On a link that is never the same the controller would search after every step."""
 
 
-class _Left(NamedTuple):
-    """What a switch left, after which step, and what a step had taken with it."""
-
-    choice: Choice
-    step: int
-    seconds: float
-
-
 @dataclass(slots=True)
 class _State:
     """All that a controller remembers besides its measurements; plain numbers.
@@ -63,10 +54,11 @@ class _State:
         quiet_until: step before which no switch is asked for.
         undone: switches taken back since the last one that paid.
         held_bytes: by stage, the most that any choice so far was expected to hold.
-        left: what the last switch left; empty where that switch paid.
+        left: what the last switch left, and when; empty where that switch paid.
         vain: looks in a row that news caused and that changed nothing.
         rest_until: step before which news causes no further one.
         count: M that is measured.
+        step: the last one; -1 before the first.
     """
 
     wanted: Choice
@@ -79,10 +71,11 @@ class _State:
     quiet_until: int = 0
     undone: int = 0
     held_bytes: list[int] = field(default_factory=list)
-    left: _Left | None = None
+    left: tuple[Choice, int] | None = None
     vain: int = 0
     rest_until: int = 0
     count: int = 0
+    step: int = -1
 
 
 class Controller:
@@ -113,10 +106,14 @@ class Controller:
             what was decided, in order. Where a decision has a ``choice``, that is to be run from the next flush.
         """
         state, found = self._state, list[Decision]()
-        if event.choice.num_microbatches != state.count:  # other actions and messages than those measured so far
+        self._follow(event.step)
+        if event.choice.num_microbatches != state.count:
+            # Other actions and messages than those measured so far; the first step with them is like no other.
             self._observer = Observer(len(self.setup.rooms), self.setup.link_drift_threshold)
             state.count = event.choice.num_microbatches
-        news, who = self._observer.add(event.stages, event.messages)
+            news, who = News.STEADY, ""
+        else:
+            news, who = self._observer.add(event.stages, event.messages)
         state.steps += 1
         tight = self._learn_memory(event) and not fits(event.choice, state.rooms)
         if event.choice != state.wanted:  # asked for, and not yet at a flush
@@ -133,6 +130,14 @@ class Controller:
         if state.trial is None and state.wanted == event.choice and (tight or self._due(event, news)):
             found.extend(self._look(event, news, who))
         return found
+
+    def _follow(self, step: int) -> None:
+        """Step numbers go back where a run goes on from a checkpoint: what belongs to later ones is forgotten."""
+        state = self._state
+        if step <= state.step:
+            state.seconds, state.trial, state.left, state.looked = [], None, None, None
+            state.waiting = state.quiet_until = state.rest_until = 0
+        state.step = step
 
     def _due(self, event: StepDone, news: News) -> bool:
         state = self._state
@@ -198,28 +203,11 @@ class Controller:
             return [Decision(event.step, Verdict.KEEP, text, numbers)]
         if setup.frozen:
             return [Decision(event.step, Verdict.KEEP, f"Frozen, else it would change. {text}", numbers)]
-        if remembered := self._remembered(event, best, typical_s(recent)):
-            state.waiting = 0
-            self._rest(event.step, news)
-            return [Decision(event.step, Verdict.KEEP, f"{text} {remembered}", numbers)]
         state.waiting += 1
         if state.waiting < 2:
             return [Decision(event.step, Verdict.WAIT, f"{text} Once more, and it is done.", numbers)]
         trial = Trial(event.choice, best, gain, tuple(recent))
         return self._switch(event, best, trial, text, numbers)
-
-    def _remembered(self, event: StepDone, best: Choice, seconds: float) -> str:
-        """Why codecs stay although the link looks quick enough without them; "" where nothing is known against it.
-
-        A token bucket lets compressed messages through at once: what a step took without codecs says more than that.
-        """
-        left = self._state.left
-        if left is None or not event.choice.lossy or best.lossy or left.choice.lossy or left.seconds <= seconds:
-            return ""
-        ago = event.step - left.step
-        if ago > 2 * self.setup.retune_interval_steps:
-            return ""
-        return f"But {self.setup.name(left.choice)} took {human_s(left.seconds)} {ago} steps ago: it stays."
 
     def _went_back(self, step: int, since: int) -> None:
         """There and back within an interval or two is a switch that did not pay, though nobody could tell."""
@@ -244,9 +232,9 @@ class Controller:
         state = self._state
         if self.setup.frozen:
             return [Decision(event.step, Verdict.KEEP, f"Frozen, else it would change. {reason}", numbers)]
-        if state.left is not None and state.left.choice == choice:
-            self._went_back(event.step, state.left.step)
-        state.left = _Left(event.choice, event.step, typical_s([s for _, s in state.seconds] or [event.seconds]))
+        if state.left is not None and state.left[0] == choice:
+            self._went_back(event.step, state.left[1])
+        state.left = event.choice, event.step
         state.wanted, state.trial, state.waiting, state.seconds = choice, trial, 0, []
         state.vain = state.rest_until = 0
         return [Decision(event.step, Verdict.SWITCH, reason, numbers, choice)]
@@ -277,7 +265,7 @@ class Controller:
                 "wanted": state.wanted.to_dict(),
                 "extra_bytes": [room.extra_bytes for room in state.rooms],
                 "trial": None if state.trial is None else state.trial.to_dict(),
-                "left": None if state.left is None else [state.left.choice.to_dict(), *state.left[1:]],
+                "left": None if state.left is None else [state.left[0].to_dict(), state.left[1]],
                 **{name: getattr(state, name) for name in _PLAIN},
             }
         )
@@ -301,8 +289,7 @@ class Controller:
             trial = None if found["trial"] is None else Trial.from_dict(found["trial"])
             left = None
             if found["left"] is not None:
-                choice, step, seconds = found["left"]
-                left = _Left(Choice.from_dict(choice), int(step), float(seconds))
+                left = Choice.from_dict(found["left"][0]), int(found["left"][1])
             plain = {name: found[name] for name in _PLAIN}
             controller._state = _State(Choice.from_dict(found["wanted"]), rooms, trial=trial, left=left, **plain)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -314,4 +301,5 @@ class Controller:
 
 _PLAIN = (
     "seconds", "steps", "waiting", "looked", "quiet_until", "undone", "held_bytes", "vain", "rest_until", "count",
+    "step",
 )  # fmt: skip

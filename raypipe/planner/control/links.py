@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import is_
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from raypipe.planner.control.fifo import Way, agreed, occupancies_s, round_trip,
 __all__ = ["WINDOW_STEPS", "LinkEstimator"]
 
 WINDOW_STEPS = 8
+CODEC_TURNED = 0.2
+"""Relative change of the bytes before over those on the wire that only another codec makes."""
 FLOOR_S = 1e-3
 """A link that takes less is as good as free: changes are measured against this."""
 
@@ -45,6 +47,7 @@ class LinkEstimator:
         self.hop = hop
         self._window: deque[Step] = deque(maxlen=window_steps)
         self._drift = Drift(drift_threshold, FLOOR_S)  # of both ways together, which no clock and no split can move
+        self._ratios: list[float] = []  # bytes before and on the wire in the newest step, each way
         self._odd = 0  # newest steps that disagree with those before
         self._seen: tuple[list[Step], _Seen | None] = ([], None)  # the last that was measured for an estimate
 
@@ -60,8 +63,12 @@ class LinkEstimator:
         seen = _measure([step])
         if seen is None:  # a clock was set while the step ran
             return News.STEADY
-        # As if uncompressed: a codec that is turned is no change of the link.
-        self._drift, word = self._drift.after(sum(seen.latency_s + _middle_s(d) for d in seen.draws_s if d))
+        ratios = [ratio for ratio in map(_ratio, step) if ratio is not None]
+        if any(abs(a - b) > CODEC_TURNED * b for a, b in zip(ratios, self._ratios, strict=False)):
+            # Another codec is no change of the link, and what a message takes in it says nothing of the one before.
+            self._drift = replace(self._drift, mean_s=None, odd_s=None)
+        self._ratios = ratios
+        self._drift, word = self._drift.after(sum(_middle_s(costs_s) for costs_s in seen.costs_s if costs_s))
         if self._odd and word is News.STEADY:
             self._window.pop()  # no other step is like the last one
         self._window.append(step)
@@ -103,6 +110,7 @@ class LinkEstimator:
             "window": [[list(m) for way in step for m in way] for step in self._window],
             "drift": asdict(self._drift),
             "odd": self._odd,
+            "ratios": self._ratios,
         }
 
     def load(self, found: dict[str, Any]) -> None:
@@ -111,6 +119,7 @@ class LinkEstimator:
         self._window.extend(_by_way(LinkSample(*m) for m in step) for step in found["window"])
         self._drift = Drift(**found["drift"])
         self._odd = found["odd"]
+        self._ratios = found["ratios"]
 
 
 class _Seen(NamedTuple):
@@ -167,6 +176,12 @@ def _ways(steps: Sequence[Step]) -> tuple[Way, Way]:
 
 def _at_most(way: Way, seconds: float, nbytes: float) -> Way:
     return way._replace(seconds_per_byte=min(way.seconds_per_byte, seconds / nbytes if nbytes else 0.0))
+
+
+def _ratio(messages: Sequence[LinkSample]) -> float | None:
+    """How many times smaller the messages are on the wire."""
+    wire_bytes = sum(m.wire_bytes for m in messages)
+    return sum(m.raw_bytes or m.wire_bytes for m in messages) / wire_bytes if wire_bytes else None
 
 
 def _middle_s(seconds: Sequence[float]) -> float:

@@ -15,7 +15,7 @@ from raypipe.ir.links import LinkEstimate
 from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
 from raypipe.planner.control.replay import Wire, compiled, step_s
 
-__all__ = ["Measured", "predicted_s"]
+__all__ = ["Measured", "busiest_hops", "predicted_s", "squeezed"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Room:
         fixed_bytes: weights, gradients, optimizer, buffers, reserve.
         activation_bytes: of one micro-batch in flight.
         message_bytes: of one waiting message in each direction.
-        most_in_flight: micro-batches allowed in any case; None for any number.
+        most_in_flight: micro-batches allowed in any case, of those that num_microbatches cuts; None for any number.
         num_microbatches: M that activation_bytes and message_bytes are of; with more, smaller ones, they shrink.
         extra_bytes: found by measurement on top.
     """
@@ -47,6 +47,13 @@ class Room:
     def in_flight(self, choice: Choice, depth: int) -> int:
         """Micro-batches between their F and their B at most."""
         return choice.memory_model().in_flight(depth)
+
+    def most_of(self, choice: Choice) -> int:
+        """``most_in_flight`` in micro-batches of this choice, which may be larger or smaller."""
+        assert self.most_in_flight is not None
+        if self.num_microbatches is None:
+            return self.most_in_flight
+        return self.most_in_flight * choice.num_microbatches // self.num_microbatches
 
     def need_bytes(self, choice: Choice, depth: int) -> int:
         """At the fullest moment of a stage with ``depth - 1`` stages behind it."""
@@ -93,8 +100,8 @@ def why_not(choice: Choice, rooms: Sequence[Room]) -> str:
     for stage, room in enumerate(rooms):
         depth = len(rooms) - stage
         held = room.in_flight(choice, depth)
-        if room.most_in_flight is not None and held > room.most_in_flight:
-            return f"stage {stage} would hold {held} micro-batches, at most {room.most_in_flight} are allowed"
+        if room.most_in_flight is not None and held > room.most_of(choice):
+            return f"stage {stage} would hold {held} micro-batches, at most {room.most_of(choice)} are allowed"
         if room.limit_bytes is not None and (need := room.need_bytes(choice, depth)) > room.limit_bytes:
             return (
                 f"stage {stage} would hold {held} micro-batches in {human_bytes(need)}, "

@@ -271,9 +271,11 @@ def _without(choice: Choice, hop: int, forward: bool) -> Choice:
 def _pick(space: Space, candidates: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
     """The quickest; of equals the one that holds the fewest micro-batches on all stages."""
 
-    def held(choice: Choice) -> int:
+    def held(choice: Choice) -> float:
+        """In mini-batches."""
         model = choice.memory_model()
-        return sum(model.in_flight(depth) for depth in range(1, space.num_stages + 1)) + model.message_slots
+        count = sum(model.in_flight(depth) for depth in range(1, space.num_stages + 1)) + model.message_slots
+        return count / choice.num_microbatches
 
     best_s = min(map(score, candidates))
     even = [one for one in candidates if score(one) <= best_s * (1 + EVEN)]
