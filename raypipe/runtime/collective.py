@@ -133,11 +133,11 @@ class _Opening:
     def _await_peer(self) -> None:
         """Wait until the peer is in this generation too; a newer one makes this opening obsolete."""
         generation, me, peer, _ = self.hello
-        newest = "newest"
-        if not self.store.check([newest]) or int(self.store.get(newest)) < generation:
-            self.store.set(newest, str(generation))
+        # A key for each worker: of one that both raise, the slower writer would undo what the other one said.
+        self.store.set(f"newest/{me}", str(generation))
+        theirs = f"newest/{peer}"
         while not self.mine.check([f"port/{peer}"]):
-            if int(self.store.get(newest)) > generation:
+            if self.store.check([theirs]) and int(self.store.get(theirs)) > generation:
                 raise LinkError(
                     f"worker {peer} opens a newer generation than generation {generation} of worker {me}, "
                     "which is obsolete."

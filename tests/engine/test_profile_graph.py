@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from functools import cache
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_sizes_and_progress() -> None:
 def test_larger_sizes_are_measured_where_that_is_cheap() -> None:
     made = captured("mlp")[1]
     larger = dict(enumerate(CASES["mlp"].data(40)[:40]))
-    profile = profile_graph(made, columns_of("mlp", 3), larger, repeats=1)
+    profile = profile_graph(made, columns_of("mlp", 3), larger, larger_s=math.inf, repeats=1)
     assert [b for b, _ in profile.seconds_by_size] == [1, 2, 3, 6, 12, 24]
     assert profile.microbatch_size == 3
     assert all(seconds > 0 for _, seconds in profile.seconds_by_size)
@@ -182,7 +183,7 @@ def test_larger_sizes_that_take_long_are_left_out() -> None:
     x, y = CASES["mlp"].data(32)[:32]
     made = capture(nn.Sequential(Slow(6, 3)), (x[:2], y[:2]), (0, 1), functional.cross_entropy)
     profile = profile_graph(made, {0: x[:2], 1: y[:2]}, {0: x, 1: y}, repeats=1)
-    assert [b for b, _ in profile.seconds_by_size] == [1, 2, 4], "eight would take 0.32 s"
+    assert 8 not in dict(profile.seconds_by_size), "eight would take 0.32 s"
 
 
 def test_a_larger_size_that_fails_is_noted() -> None:
@@ -193,9 +194,9 @@ def test_a_larger_size_that_fails_is_noted() -> None:
 
     x, y = CASES["mlp"].data(32)[:32]
     made = capture(nn.Sequential(Few(6, 3)), (x[:4], y[:4]), (0, 1), functional.cross_entropy)
-    profile = profile_graph(made, {0: x[:4], 1: y[:4]}, {0: x, 1: y}, repeats=1)
+    profile = profile_graph(made, {0: x[:4], 1: y[:4]}, {0: x, 1: y}, larger_s=math.inf, repeats=1)
     assert [b for b, _ in profile.seconds_by_size] == [1, 2, 4, 8]
-    assert "Micro-batches of 16 could not be measured: AssertionError: eight at most" in profile.notes[-1]
+    assert any("Micro-batches of 16 could not be measured: AssertionError: eight at most" in n for n in profile.notes)
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8))])

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from raypipe.engine import frame
 from raypipe.errors import ConfigError, LinkError
+from raypipe.runtime import collective
 from raypipe.runtime.collective import CollectiveEndpoint
 from raypipe.runtime.transport import Opening, make_endpoint
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f
@@ -133,6 +135,44 @@ def test_an_obsolete_opening_ends_and_the_worker_follows() -> None:
 
         found = together(enter_late, lambda: second.open(opening(1, {0: first.address}, 4)))
         close(*found)
+
+
+class Late:
+    """A store whose user writes after another one has written, and had looked before that."""
+
+    def __init__(self, store: Any, looked: threading.Event, written: threading.Event, *, last: bool) -> None:
+        self._store, self._looked, self._written, self._last = store, looked, written, last
+
+    def set(self, key: str, value: str) -> None:
+        if self._last:
+            self._looked.set()
+            assert self._written.wait(WAIT_S)
+            self._store.set(key, value)
+        else:
+            assert self._looked.wait(WAIT_S)
+            self._store.set(key, value)
+            self._written.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_slow_writer_of_an_older_generation_hides_no_newer_one() -> None:
+    store, looked, written = torch.distributed.HashStore(), threading.Event(), threading.Event()
+    deadline_s = time.monotonic() + WAIT_S
+
+    def announce(generation: int, me: int) -> None:
+        hello = collective._Hello(generation, me, 1 - me, 4)
+        waiting = collective._Opening(hello, store, deadline_s)
+        waiting.store = Late(store, looked, written, last=me == 0)
+        waiting._await_peer()
+
+    with ThreadPoolExecutor(1) as pool:
+        newer = pool.submit(announce, 4, 1)
+        with pytest.raises(LinkError, match="newer generation than generation 3"):
+            announce(3, 0)
+        store.set("4/port/0", "0")
+        newer.result(WAIT_S)
 
 
 def test_another_plan_is_an_error_on_both_sides() -> None:

@@ -39,7 +39,6 @@ from raypipe.ir.profile import DOUBTFUL, Profile
 __all__ = ["Progress", "device_name", "larger_sizes", "powers_of_two", "profile_graph"]
 
 CHEAP_S = 0.25
-"""Seconds that all rounds of one larger size may take."""
 
 Progress = Callable[[int, int], None]
 Columns = Mapping[Any, torch.Tensor]
@@ -51,6 +50,7 @@ def profile_graph(
     larger: Columns | None = None,
     *,
     sizes: Sequence[int] | None = None,
+    larger_s: float = CHEAP_S,
     repeats: int = 5,
     progress: Progress | None = None,
 ) -> Profile:
@@ -62,6 +62,7 @@ def profile_graph(
         columns: one micro-batch by column, targets included; its size is that of the profile.
         larger: the same with more samples, of which as many are tried as is cheap.
         sizes: of micro-batches at which the whole model is measured too; None for powers of two up to this one.
+        larger_s: seconds that all rounds of one larger size may take.
         repeats: rounds whose medians are taken, after one to warm up.
         progress: called with (done, total) rounds.
 
@@ -91,7 +92,7 @@ def profile_graph(
                 rounds.append(bench.round(columns))
                 advance()
             by_size, notes = _by_size(bench, columns, [size for size in sizes if size != samples], repeats, advance)
-            more, doubts = _beyond(bench, larger or {}, samples, sum(seconds_of(rounds[1:]).whole), repeats)
+            more, doubts = _beyond(bench, larger or {}, samples, sum(seconds_of(rounds[1:]).whole), larger_s, repeats)
             by_size, notes = by_size | more, notes + doubts
     except (RuntimeError, ValueError, IndexError) as error:
         raise StageError(
@@ -239,7 +240,7 @@ def _by_size(
 
 
 def _beyond(
-    bench: _Bench, larger: Columns, samples: int, seconds: float, repeats: int
+    bench: _Bench, larger: Columns, samples: int, seconds: float, cheap_s: float, repeats: int
 ) -> tuple[dict[int, Seconds | float], list[str]]:
     """Seconds of the whole model at larger sizes, while that is cheap.
 
@@ -248,7 +249,7 @@ def _beyond(
     """
     found: dict[int, Seconds | float] = {}
     for size in larger_sizes(samples, larger):
-        if (repeats + 1) * 2 * seconds > CHEAP_S:  # twice the samples take at most about twice as long
+        if (repeats + 1) * 2 * seconds > cheap_s:  # twice the samples take at most about twice as long
             break
         part = {name: t[:size] if t.dim() else t for name, t in larger.items()}
         try:
