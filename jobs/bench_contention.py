@@ -7,13 +7,16 @@ ones for every candidate. The first steps, in which the controller makes up its 
     p95         excess of the 95th percentile of a step over the median, kFkB's over 1F1B's
     best k      the memory-feasible k whose step is shortest on paper, with these very delays; ``k_near_best`` is the
                 step on paper of the k that ran over that of the best
-    prediction  the controller's last predictions over the median measured step
+    simulated   the mean step on paper with these very delays over the mean measured one, of the steps that ran k
+    prediction  the controller's last predictions, which are means over the delays it drew, over the same
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import bench_common
@@ -45,7 +48,7 @@ class Settings(NamedTuple):
 QUICK = Settings((4,), ("heavy",), 12, 4, ("1f1b", "kfkb"))
 
 
-def on_paper_s(level: str, num_stages: int, group_size: int, steps: range) -> float:
+def on_paper_s(level: str, num_stages: int, group_size: int, steps: Sequence[int]) -> float:
     """Mean step of kFkB with these very delays."""
     choice = Choice("kfkb", COUNT, group_size=group_size)
     program = compiled(choice, num_stages, 0)
@@ -88,14 +91,17 @@ def judged(level: str, num_stages: int, runs: dict[str, Ran], settings: Settings
     best = min(paper, key=paper.__getitem__)
     figures[f"k_{key}"], figures[f"best_k_{key}"] = k, best
     figures[f"k_near_best_{key}"] = paper[k] / paper[best]
+    same = [step for step in steps if runs["kfkb"].schedules[step] == used]
+    measured_s = fmean(runs["kfkb"].seconds[step] for step in same)
+    figures[f"simulated_{key}"] = on_paper_s(level, num_stages, k, same) / measured_s
     told = [event for event in runs["kfkb"].events if "predicted_s" in event and event["current"] == used]
     if told:
-        figures[f"prediction_{key}"] = median(e["current_s"] for e in told[-5:]) / median(kept["kfkb"])
+        figures[f"prediction_{key}"] = fmean(e["current_s"] for e in told[-5:]) / measured_s
     if "slack" in kept:
         figures[f"slack_{key}"] = sum(kept["1f1b"]) / sum(kept["slack"])
         figures[f"slack_held_vs_kfkb_{key}"] = max(runs["slack"].peaks) / max(runs["kfkb"].peaks)
     row = [key, median(kept["1f1b"]) * 1e3, figures[f"contention_{key}"], figures[f"p95_{key}"], f"{k} ({best})"]
-    row += [figures.get(f"prediction_{key}", 0.0), figures.get(f"slack_{key}", 0.0)]
+    row += [figures[f"simulated_{key}"], figures.get(f"prediction_{key}", 0.0), figures.get(f"slack_{key}", 0.0)]
     row += [" / ".join(str(max(ran.peaks)) for ran in runs.values())]
     return figures, row
 
@@ -121,7 +127,17 @@ def main() -> int:
             some, row = judged(level, num_stages, runs, settings)
             figures |= some
             rows.append(row)
-    columns = ("level", "1F1B ms", "kFkB gain", "p95", "k (best)", "predicted", "slack gain", "held 1F1B / k / r")
+    columns = (
+        "level",
+        "1F1B ms",
+        "kFkB gain",
+        "p95",
+        "k (best)",
+        "simulated",
+        "predicted",
+        "slack gain",
+        "held 1F1B / k / r",
+    )
     print("\n" + bench_common.table(f"contended links; {machine_line()}", columns, rows))
     bench_common.finish("bench_contention", figures, raw, asked.json)
     return 0
