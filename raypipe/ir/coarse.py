@@ -157,7 +157,18 @@ def merge_nodes(nodes: Sequence[Node], output_bytes: int = 0) -> Node:
         frozen_bytes=sum(node.frozen_bytes for node in nodes),
         buffer_bytes=sum(node.buffer_bytes for node in nodes),
         source="estimated" if "estimated" in sources else next(iter(sources), ""),
+        workspace_bytes=_above(nodes),
+        workspace_fixed_bytes=max(node.workspace_fixed_bytes for node in nodes),
     )
+
+
+def _above(nodes: Sequence[Node]) -> int:
+    """Workspace of one sample above what all of them keep: when one's backward runs, later ones have let go."""
+    after = most = 0
+    for node in reversed(nodes):
+        most = max(most, node.workspace_bytes - after)
+        after += node.activation_bytes
+    return most
 
 
 def _common(modules: set[str]) -> str:

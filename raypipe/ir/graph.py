@@ -40,6 +40,8 @@ class Node:
         frozen_bytes: the part of param_bytes without gradient and optimizer state.
         buffer_bytes: bytes of the module buffers that it is the first to use.
         source: where the seconds come from: "measured", "estimated", or "" for nowhere yet.
+        workspace_bytes: that it needs while it runs, forward or backward, besides what is kept, for one sample.
+        workspace_fixed_bytes: the same, for any number of samples: the largest gradient of one parameter.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Node:
     frozen_bytes: int = 0
     buffer_bytes: int = 0
     source: str = ""
+    workspace_bytes: int = 0
+    workspace_fixed_bytes: int = 0
 
     @property
     def backward_s(self) -> float:

@@ -16,7 +16,7 @@ from raypipe.ir.graph import ModelGraph
 
 __all__ = ["DOUBTFUL", "Profile"]
 
-FORMAT = 2
+FORMAT = 3
 ANEW = "measure anew with `raypipe profile CONFIG.yaml -o FILE`"
 DOUBTFUL = 0.25
 """A raw sum further than this from the whole is mentioned in ``notes``."""

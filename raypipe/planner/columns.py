@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from raypipe.ir.graph import ModelGraph
 
-__all__ = ["Columns", "Sums", "columns_of", "prefix", "sums_of"]
+__all__ = ["Columns", "Sums", "columns_of", "prefix", "sums_of", "workspace_of"]
 
 Ints = NDArray[np.int64]
 KEPT = 8
@@ -37,6 +37,7 @@ class Columns(NamedTuple):
     Attributes:
         busy_s: seconds of one micro-batch, forward and backward.
         param_bytes, trainable_bytes, buffer_bytes, activation_bytes: of Node; activations per sample.
+        workspace_bytes, workspace_fixed_bytes: of Node; the first per sample.
         places: positions where the graph may be cut, and its two ends; shape (places,).
         cut_bytes: that cross at each place, for one sample; 0 at the ends; shape (places,).
         before: sums of the four byte columns over the nodes before each position; shape (4, nodes + 1).
@@ -47,6 +48,8 @@ class Columns(NamedTuple):
     trainable_bytes: Ints
     buffer_bytes: Ints
     activation_bytes: Ints
+    workspace_bytes: Ints
+    workspace_fixed_bytes: Ints
     places: Ints
     cut_bytes: Ints
     before: Ints
@@ -76,12 +79,14 @@ def _columns(same: _Same) -> Columns:
     busy_s = np.array([n.forward_s + (n.backward_input_s + n.backward_weight_s) for n in nodes], dtype=np.float64)
     rows = [(n.param_bytes, n.param_bytes - n.frozen_bytes, n.buffer_bytes, n.activation_bytes) for n in nodes]
     parts = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    space = np.array([n.workspace_bytes for n in nodes], dtype=np.int64)
+    fixed = np.array([n.workspace_fixed_bytes for n in nodes], dtype=np.int64)
     inside = [(i + 1, n.cut_bytes) for i, n in enumerate(nodes[:-1]) if n.cut_bytes is not None]
     places = np.array([0, *(place for place, _ in inside), len(nodes)], dtype=np.int64)
     cut_bytes = np.array([0, *(crossing for _, crossing in inside), 0], dtype=np.int64)
     params, trainable, buffers, activations = parts
     before = np.stack([prefix(part) for part in parts])
-    return Columns(busy_s, params, trainable, buffers, activations, places, cut_bytes, before)
+    return Columns(busy_s, params, trainable, buffers, activations, space, fixed, places, cut_bytes, before)
 
 
 def prefix(values: Ints) -> Ints:
@@ -102,3 +107,16 @@ def sums_of(graph: ModelGraph, nodes: Sequence[int]) -> Sums:
     at = np.asarray(nodes, dtype=np.int64)
     four = (found.param_bytes, found.trainable_bytes, found.buffer_bytes, found.activation_bytes)
     return Sums(*(int(column[at].sum()) for column in four))
+
+
+def workspace_of(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
+    """Bytes above what these nodes keep for one micro-batch of so many samples, at the worst moment of its life.
+
+    When a node's backward runs, what the nodes after it kept is gone.
+    """
+    found = columns_of(graph)
+    at = slice(nodes.start, nodes.stop) if isinstance(nodes, range) and nodes.step == 1 else np.asarray(nodes, np.int64)
+    kept = samples * found.activation_bytes[at]
+    after = kept.sum() - np.cumsum(kept)
+    needed = samples * found.workspace_bytes[at] + found.workspace_fixed_bytes[at] - after
+    return max(0, int(needed.max(initial=0)))

@@ -1,7 +1,7 @@
 """What a stage holds at its fullest moment: the memory model of every plan.
 
     weights x versions | sums of gradients | optimizer state | module buffers     for the whole run
-    activations x micro-batches in flight | messages that came or go              most after the warm-up's last forward
+    activations x micro-batches in flight | messages that came or go | workspace  most after the warm-up's last forward
 
 How many micro-batches a stage has in flight follows from its *depth*: the micro-batches that the workers from
 it to the end can hold, per replica of its own; without replicas stage s of S has depth S - s.
@@ -10,14 +10,15 @@ it to the end can hold, per replica of its own; without replicas stage s of S ha
 
 each at most M. ``pipedream`` is the asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the weights that
 learn, u being the update interval; ``2bw`` keeps two. The numbers per node add up, so a part of a stage never needs
-more than the stage: the partition solvers rest on that. Messages are the exception, they depend on the cut;
-``partition.fit`` finds how much room the solvers must leave for them.
+more than the stage: the partition solvers rest on that. Messages and the workspace are exceptions: those depend on the
+cut, and this is the most that any node needs while it runs, not their sum. ``partition.fit`` finds how much room the
+solvers must leave for them.
 
 A message that came is the input of its micro-batch, kept until the backward, and others wait behind it.
 
-The model leaves out: temporary memory inside one operation and in the optimizer step, which come when the activations
-are gone (put it into ``reserve_bytes``), the gradients of one micro-batch before they are added (of one large parameter
-at a time, and of all small ones), fragmentation, and the second copy of a parameter that two stages share.
+The model leaves out: what a kernel takes and gives back inside itself and what the optimizer's step needs, which comes
+when the activations are gone (put them into ``reserve_bytes``), the gradients of small parameters before they are
+added, what a codec works with, fragmentation, and the second copy of a parameter that two stages share.
 """
 
 from __future__ import annotations
@@ -158,12 +159,13 @@ class StageMemory:
     buffer_bytes: int
     activation_bytes: int
     message_bytes: int
+    workspace_bytes: int
     reserve_bytes: int
 
     @property
     def total_bytes(self) -> int:
         held = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
-        return held + self.activation_bytes + self.message_bytes + self.reserve_bytes
+        return held + self.activation_bytes + self.message_bytes + self.workspace_bytes + self.reserve_bytes
 
     def __str__(self) -> str:
         parts = {
@@ -173,13 +175,21 @@ class StageMemory:
             "buffers": self.buffer_bytes,
             f"activations of {self.in_flight} micro-batches": self.activation_bytes,
             "messages": self.message_bytes,
+            "workspace": self.workspace_bytes,
             "reserve": self.reserve_bytes,
         }
         return ", ".join(f"{name} {human_bytes(count)}" for name, count in parts.items() if count)
 
 
 def stage_memory(
-    model: MemoryModel, held: Sums, stage: int, depth: int, *, receive_bytes: int = 0, send_bytes: int = 0
+    model: MemoryModel,
+    held: Sums,
+    stage: int,
+    depth: int,
+    *,
+    receive_bytes: int = 0,
+    send_bytes: int = 0,
+    workspace_bytes: int = 0,
 ) -> StageMemory:
     """The memory of one stage.
 
@@ -188,6 +198,7 @@ def stage_memory(
         stage: its position, for the action.
         depth: see the module; ``S - stage`` without replicas.
         receive_bytes, send_bytes: per sample, of the cuts before and after it.
+        workspace_bytes: as ``workspace_of`` says.
     """
     in_flight, versions = model.in_flight(depth), model.versions(depth)
     return StageMemory(
@@ -202,6 +213,7 @@ def stage_memory(
         activation_bytes=in_flight * model.microbatch_size * held.activation_bytes,
         message_bytes=model.microbatch_size
         * (receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots),
+        workspace_bytes=workspace_bytes,
         reserve_bytes=model.reserve_bytes,
     )
 

@@ -168,11 +168,11 @@ def test_micro_batches_stay_unless_they_may_change():
 
 def test_rooms_are_the_plan_s_own_memory():
     model = MemoryModel("slack", 8, slack=2)
-    stage = StageMemory(0, "0F6", 5, 1, 100, 100, 200, 10, 500, 60, 7)
+    stage = StageMemory(0, "0F6", 5, 1, 100, 100, 200, 10, 500, 60, 40, 7)
     (room,) = rooms_of([stage], model, [2000])
     assert room.need_bytes(Choice("slack", 8, slack=(2, 2)), 3) == stage.total_bytes
-    assert room.need_bytes(Choice("1f1b", 8), 3) == 417 + 3 * 100 + 30
-    assert room.need_bytes(Choice("1f1b", 16), 3) == 417 + (3 * 100 + 30) // 2  # half as large each
+    assert room.need_bytes(Choice("1f1b", 8), 3) == 417 + 3 * 100 + 30 + 40
+    assert room.need_bytes(Choice("1f1b", 16), 3) == 417 + (3 * 100 + 30 + 40) // 2  # half as large each
     assert "stage 0 would hold 8 micro-batches" in why_not(Choice("gpipe", 8), (Room(limit_bytes=1, fixed_bytes=2),))
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
+from raypipe.ir.coarse import merge_nodes
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.plan import peak_in_flight
-from raypipe.planner.columns import Sums, sums_of
+from raypipe.planner.columns import Sums, sums_of, workspace_of
 from raypipe.planner.memory import SCHEDULES, MemoryModel, check_memory, stage_memory
 from raypipe.planner.partition.antichain import antichain
 from raypipe.planner.partition.fit import fitting_partition, memory_of
@@ -145,6 +148,50 @@ def test_room_is_made_for_messages(solver) -> None:
     wider = Cluster.uniform(3, memory_bytes=28)
     found = fitting_partition(solver, ModelGraph(tuple(nodes[:3])), wider, Limits(memory=memory, max_replicas=1))
     assert max(stage.memory_bytes for stage in found.stages) <= 28
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_room_is_made_for_the_workspace(solver) -> None:
+    """Every cut keeps 10 bytes a node, and the last one needs 15 more while it runs."""
+    nodes = [Node(f"op{i}", "", (), 0, 0, 1.0, activation_bytes=10) for i in range(4)]
+    nodes[3] = dataclasses.replace(nodes[3], workspace_bytes=10, workspace_fixed_bytes=5)
+    graph, memory = ModelGraph(tuple(nodes)), MemoryModel("gpipe")
+    one_each = Limits(memory=memory, max_replicas=1)
+    free = fitting_partition(solver, graph, Cluster.uniform(2, memory_bytes=35), one_each)
+    assert (free.cuts, [stage.memory_bytes for stage in free.stages]) == ((2,), [20, 35])
+    tight = fitting_partition(solver, graph, Cluster.uniform(4, memory_bytes=25), one_each)
+    assert tight.cuts[-1] == 3
+    with pytest.raises(PlanError, match=r"workspace 15 B|No cut into"):
+        fitting_partition(solver, graph, Cluster.uniform(4, memory_bytes=24), one_each)
+
+
+def test_a_backward_runs_when_later_nodes_have_let_go() -> None:
+    nodes = [
+        Node(f"op{i}", "", (), 0, 0, 1.0, activation_bytes=kept, workspace_bytes=needed)
+        for i, (kept, needed) in enumerate([(5, 20), (9, 10), (4, 3)])
+    ]
+    graph = ModelGraph(tuple(nodes))
+    assert [workspace_of(graph, range(stop), 1) for stop in (0, 1, 2, 3)] == [0, 20, 11, 7]
+    assert workspace_of(graph, (0, 2), 2) == 2 * max(20 - 4, 3)
+    assert merge_nodes(nodes).workspace_bytes == 7
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.data(),
+)
+def test_groups_need_at_least_what_their_nodes_do(rows, samples, data):
+    nodes = [
+        Node(f"op{i}", "", (), 0, 0, 1.0, activation_bytes=a, workspace_bytes=w, workspace_fixed_bytes=fixed)
+        for i, (a, w, fixed) in enumerate(rows)
+    ]
+    cut = data.draw(st.integers(0, len(nodes) - 1))
+    fine = workspace_of(ModelGraph(tuple(nodes)), range(len(nodes)), samples)
+    groups = ModelGraph(tuple(merge_nodes(part) for part in (nodes[:cut], nodes[cut:]) if part))
+    found = workspace_of(groups, range(len(groups.nodes)), samples)
+    assert fine <= found <= fine + max(fixed for _, _, fixed in rows)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -2,17 +2,17 @@
 
     seconds = overhead + max(FLOPs / rate, bytes moved / bandwidth)        (the roofline of Williams et al., CACM 2009)
 
-The model is run on the meta device, which has shapes and no memory: what the backward keeps is therefore exact, and
-only the seconds are a guess. The backward of an operation costs its forward once for its inputs and once for its
-parameters, as it does for a matrix product. What is left out: caches, kernels that miss either rate, and the
-user's loss.
+The model is run on the meta device, which has shapes and no memory: what the backward keeps and needs is therefore
+exact, and only the seconds are a guess. The backward of an operation costs its forward once for its inputs and once for
+its parameters, as it does for a matrix product. What is left out: caches, kernels that miss either rate, and the user's
+loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,15 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import KeptBytes, tensors_in
-from raypipe.engine.profiling.steps import steps_of
+from raypipe.engine.profiling.steps import Steps, steps_of
+from raypipe.engine.profiling.workspace import workspaces
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import ConfigError
 from raypipe.ir.profile import Profile
 
 __all__ = ["Rates", "estimate_graph", "measure_rates"]
+
+Columns = Mapping[Any, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ def estimate_graph(
         )
     rates = rates or measure_rates()
     runs = {size: _run(captured, size) for size in sorted({microbatch_size, *sizes})}
+    spaces = workspaces(*_on_meta(captured, microbatch_size), _any_loss)
     costs = {size: _costs(captured, counts, rates) for size, counts in runs.items()}
     counts = runs[microbatch_size]
     nodes = tuple(
@@ -112,6 +116,8 @@ def estimate_graph(
             backward_input_s=inward,
             backward_weight_s=weight,
             activation_bytes=-(-counts.kept.bytes_of.get(i, 0) // microbatch_size),
+            workspace_bytes=-(-(spaces[i].total_bytes - spaces[i].fixed_bytes) // microbatch_size),
+            workspace_fixed_bytes=spaces[i].fixed_bytes,
             source="estimated",
         )
         for i, (node, (forward, inward, weight)) in enumerate(
@@ -154,6 +160,14 @@ class _Counts:
 
 
 def _run(captured: Capture, samples: int) -> _Counts:
+    steps, leaves, buffers, columns = _on_meta(captured, samples)
+    counts = _Counts(KeptBytes((*leaves, *buffers)))
+    steps.run(leaves, buffers, columns, counts)
+    return counts
+
+
+def _on_meta(captured: Capture, samples: int) -> tuple[Steps, list[torch.Tensor], list[torch.Tensor], Columns]:
+    """The steps of a model and what they take, none of which has memory."""
     (program,) = captured.programs(())
     parameters = {
         name: torch.nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
@@ -165,9 +179,16 @@ def _run(captured: Capture, samples: int) -> _Counts:
         name: torch.empty((samples, *shape[1:]) if shape else (), dtype=dtype, device="meta")
         for name, (shape, dtype) in captured.columns.items()
     }
-    counts = _Counts(KeptBytes((*leaves, *buffers)))
-    steps_of(captured, program).run(leaves, buffers, columns, counts)
-    return counts
+    return steps_of(captured, program), leaves, buffers, columns
+
+
+def _any_loss(outputs: Any) -> torch.Tensor:
+    """One whose gradient takes as much memory as the outputs, as most do."""
+    total = torch.zeros((), device="meta")
+    for tensor in tensors_in(outputs):
+        if tensor.requires_grad:
+            total = total + tensor.square().sum()
+    return total
 
 
 def _costs(captured: Capture, counts: _Counts, rates: Rates) -> list[tuple[float, float, float]]:

@@ -31,6 +31,7 @@ from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, KeptBytes, Shares
 from raypipe.engine.profiling.rounds import Moment, Round, Seconds, seconds_between, seconds_of
 from raypipe.engine.profiling.steps import KEY, Steps, steps_of
+from raypipe.engine.profiling.workspace import Workspace, workspaces
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
@@ -71,7 +72,7 @@ def profile_graph(
     """
     samples = min(len(t) for t in columns.values() if t.dim())
     sizes = powers_of_two(samples) if sizes is None else sizes
-    total = (repeats + 1) * (1 + sum(1 for size in sizes if size != samples)) + 2
+    total = (repeats + 1) * (1 + sum(1 for size in sizes if size != samples)) + 3
     done = 0
 
     def advance() -> None:
@@ -84,6 +85,8 @@ def profile_graph(
         with one_thread():
             bench = _Bench.of(captured)
             kept = bench.kept(columns)
+            advance()
+            spaces = bench.workspaces(columns)
             advance()
             shares = bench.shares(columns)
             advance()
@@ -99,7 +102,7 @@ def profile_graph(
             f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
             "Check that the example has the shapes of the training data."
         ) from error
-    return _profile(captured, samples, seconds_of(rounds[1:]), kept, shares, by_size, notes)
+    return _profile(captured, samples, seconds_of(rounds[1:]), kept, spaces, shares, by_size, notes)
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
@@ -205,6 +208,10 @@ class _Bench:
         del outputs, loss
         return [observer.bytes_of.get(position, 0) for position in range(last + 1)]
 
+    def workspaces(self, columns: Columns) -> list[Workspace]:
+        """By operation, what it needs while it runs."""
+        return workspaces(self.steps, self.leaves, self.buffers, columns, lambda outputs: self._loss(outputs, columns))
+
     def shares(self, columns: Columns) -> list[float]:
         """By operation, the part of its backward that is for parameters."""
         leaves = [[self.leaves[site] for site in sites] for sites in self.steps.sites]
@@ -265,6 +272,7 @@ def _profile(
     samples: int,
     found: Seconds,
     kept: Sequence[int],
+    spaces: Sequence[Workspace],
     shares: Sequence[float],
     by_size: Mapping[int, Seconds | float],
     notes: Sequence[str],
@@ -276,6 +284,8 @@ def _profile(
             backward_input_s=found.backward[i] * (1 - shares[i]),
             backward_weight_s=found.backward[i] * shares[i] + found.sums[i],
             activation_bytes=-(-kept[i] // samples),
+            workspace_bytes=-(-(spaces[i].total_bytes - spaces[i].fixed_bytes) // samples),
+            workspace_fixed_bytes=spaces[i].fixed_bytes,
             source="measured",
         )
         for i, node in enumerate(captured.graph.nodes)

@@ -31,17 +31,23 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 
 
 class BackwardClock:
-    """Splits the seconds of one backward among the operations that made its grad_fns."""
+    """Splits one backward among the operations that made its grad_fns.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: of operations.
+        read: what is noted at the start of every grad_fn.
+    """
+
+    def __init__(self, count: int, read: Callable[[], float] = time.perf_counter) -> None:
         self.count = count
+        self._read = read
         self._owned: set[Any] = set()
         self._log: list[tuple[float, int]] = []
 
     def claim(self, position: int, outputs: Any) -> None:
         """Grad_fns that are new behind these outputs belong to the operation at ``position``."""
         stack = [t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None]
-        log, clock = self._log.append, time.perf_counter
+        log, read = self._log.append, self._read
         while stack:
             fn = stack.pop()
             if fn in self._owned:
@@ -49,8 +55,15 @@ class BackwardClock:
             self._owned.add(fn)
             if fn.name() == "torch::autograd::AccumulateGrad":
                 continue  # a leaf's; nothing is accumulated here
-            fn.register_prehook(lambda _: log((clock(), position)))
+            fn.register_prehook(lambda _: log((read(), position)))
             stack += [following for following, _ in fn.next_functions if following is not None]
+
+    def readings(self, end: float) -> list[tuple[int, float]]:
+        """(position, what was read when it ended) of every grad_fn that ran. The log is emptied."""
+        ends = [*(at for at, _ in self._log[1:]), end]
+        found = [(position, at) for (_, position), at in zip(self._log, ends, strict=True)]
+        self._log.clear()
+        return found
 
     def seconds(self, begin_s: float, end_s: float) -> list[float]:
         """By position, for a backward between these times. The log is emptied."""

@@ -1,6 +1,6 @@
 """How much memory is left to the schedule: what a stage holds anyway, and what each micro-batch in flight adds.
 
-    limit - fixed - extra  >=  in flight * activation + waiting messages * message
+    limit - fixed - extra  >=  in flight * activation + waiting messages * message + workspace
 
 The two counts are ``raypipe.planner.memory``'s. ``extra`` is what the measured peak was above this sum.
 """
@@ -31,8 +31,9 @@ class Room:
         fixed_bytes: weights, gradients, optimizer, buffers, reserve.
         activation_bytes: of one micro-batch in flight.
         message_bytes: of one waiting message in each direction.
+        workspace_bytes: that operations need while they run.
         most_in_flight: micro-batches allowed in any case, of those that num_microbatches cuts; None for any number.
-        num_microbatches: M that activation_bytes and message_bytes are of; with more, smaller ones, they shrink.
+        num_microbatches: M that the three above are of; with more, smaller ones, they shrink.
         extra_bytes: found by measurement on top.
     """
 
@@ -40,6 +41,7 @@ class Room:
     fixed_bytes: int = 0
     activation_bytes: int = 0
     message_bytes: int = 0
+    workspace_bytes: int = 0
     most_in_flight: int | None = None
     num_microbatches: int | None = None
     extra_bytes: int = 0
@@ -59,6 +61,7 @@ class Room:
         """At the fullest moment of a stage with ``depth - 1`` stages behind it."""
         model = choice.memory_model()
         held = model.in_flight(depth) * self.activation_bytes + model.message_slots * self.message_bytes
+        held += self.workspace_bytes
         if self.num_microbatches is not None:
             held = -(-held * self.num_microbatches // choice.num_microbatches)
         return self.fixed_bytes + self.extra_bytes + held
@@ -84,6 +87,7 @@ def rooms_of(found: Sequence[StageMemory], model: MemoryModel, limits: Sequence[
             fixed_bytes=m.weight_bytes + m.gradient_bytes + m.optimizer_bytes + m.buffer_bytes + m.reserve_bytes,
             activation_bytes=m.activation_bytes // max(1, m.in_flight),
             message_bytes=m.message_bytes // max(1, model.message_slots),
+            workspace_bytes=m.workspace_bytes,
             num_microbatches=model.num_microbatches,
         )
         for m, limit, free in zip(found, limits, unknown, strict=True)

@@ -10,7 +10,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Stage, human_bytes
-from raypipe.planner.columns import Sums, columns_of, sums_of
+from raypipe.planner.columns import Sums, columns_of, sums_of, workspace_of
 from raypipe.planner.memory import stage_memory
 from raypipe.planner.partition.limits import Limits
 
@@ -49,6 +49,7 @@ def make_answer(
             -(-behind // len(piece.devices)),
             receive_bytes=piece.input_bytes,
             send_bytes=after,
+            workspace_bytes=workspace_of(graph, piece.nodes, limits.memory.microbatch_size),
         )
         ends = (graph.nodes[piece.nodes[0]].name, graph.nodes[piece.nodes[-1]].name)
         stages.append(_stage(index, start, ends, held, piece, memory.total_bytes))

@@ -1,7 +1,8 @@
-"""A partition that fits with its messages, or a refusal that names the nearest plan that would.
+"""A partition that fits with its messages and workspaces, or a refusal that names the nearest plan that would.
 
-The solvers leave out the messages at a cut, because those depend on the cut. Here a partition is solved, its
-messages are counted, and where a stage is over its limit by them, it is solved again with that much room left.
+The solvers leave out the messages at a cut, which depend on the cut, and the memory that single operations need while
+they run, which does not add up. Here a partition is solved, both are counted, and where a stage is over its limit by
+them, it is solved again with that much room left.
 Where nothing fits, smaller changes are tried before larger ones: another schedule, smaller micro-batches, both.
 """
 
@@ -15,7 +16,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, human_bytes
-from raypipe.planner.columns import sums_of
+from raypipe.planner.columns import sums_of, workspace_of
 from raypipe.planner.memory import MemoryModel, StageMemory, check_memory, stage_memory
 from raypipe.planner.partition.limits import Limits
 
@@ -28,22 +29,31 @@ ROUNDS = 4
 
 
 def memory_of(graph: ModelGraph, partition: Partition, model: MemoryModel) -> tuple[StageMemory, ...]:
-    """The memory of every stage, messages included."""
+    """The memory of every stage, messages and workspace included."""
     order = partition.order or range(len(graph.nodes))
     behind = sum(max(1, len(stage.devices)) for stage in partition.stages)
     found = []
     for stage in partition.stages:
         replicas = max(1, len(stage.devices))
         after = partition.stages[stage.index + 1].input_bytes if stage.index + 1 < partition.num_stages else 0
-        held = sums_of(graph, order[stage.start : stage.stop])
-        depth = -(-behind // replicas)
-        found.append(stage_memory(model, held, stage.index, depth, receive_bytes=stage.input_bytes, send_bytes=after))
+        nodes = order[stage.start : stage.stop]
+        found.append(
+            stage_memory(
+                model,
+                sums_of(graph, nodes),
+                stage.index,
+                -(-behind // replicas),
+                receive_bytes=stage.input_bytes,
+                send_bytes=after,
+                workspace_bytes=workspace_of(graph, nodes, model.microbatch_size),
+            )
+        )
         behind -= replicas
     return tuple(found)
 
 
 def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
-    """The solver's partition, within every limit, messages included.
+    """The solver's partition, within every limit, messages and workspace included.
 
     Raises:
         PlanError: nothing fits; names stage, action and numbers, and the nearest plan that does fit.
@@ -61,20 +71,24 @@ def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limit
 def solve_within(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
     """``fitting_partition`` without the search for advice.
 
-    Room for messages only grows, so that this ends; at worst a plan is refused that a cleverer search would find.
+    The room only grows, so that this ends; at worst a plan is refused that a cleverer search would find.
 
     Raises:
         PlanError: nothing fits; names stage, action and numbers.
     """
-    room = limits.message_room_bytes
+    room = limits.room_bytes
     for _ in range(ROUNDS):
-        found = solver(graph, cluster, dataclasses.replace(limits, message_room_bytes=room))
+        found = solver(graph, cluster, dataclasses.replace(limits, room_bytes=room))
         memory = memory_of(graph, found, limits.memory)
         caps = [
             min((cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None), default=None)
             for stage in found.stages
         ]
-        over = [m.message_bytes for m, cap in zip(memory, caps, strict=True) if cap is not None and m.total_bytes > cap]
+        over = [
+            m.message_bytes + m.workspace_bytes
+            for m, cap in zip(memory, caps, strict=True)
+            if cap is not None and m.total_bytes > cap
+        ]
         if not over:
             return found
         room = max(room + 1, *over)

@@ -19,7 +19,7 @@ class Limits:
         num_stages: exactly so many; None takes as many as are worth it, at most one per device.
         memory: schedule and sizes that decide a stage's bytes.
         memory_limit_bytes: per device, on top of the device's own; None for none.
-        message_room_bytes: kept free on every device for boundary messages; ``fit`` sets it.
+        room_bytes: kept free on every device for boundary messages and workspaces; ``fit`` sets it.
         update_interval: micro-batches per optimizer step, over which replicas spread their all-reduce;
             1 is PipeDream's update after every micro-batch.
         max_replicas: devices per stage at most, None for no bound; only ``hierarchical`` replicates.
@@ -29,7 +29,7 @@ class Limits:
     num_stages: int | None = None
     memory: MemoryModel = field(default_factory=MemoryModel)
     memory_limit_bytes: int | None = None
-    message_room_bytes: int = 0
+    room_bytes: int = 0
     update_interval: int = 1
     max_replicas: int | None = None
     max_states: int = 100_000
@@ -42,4 +42,4 @@ class Limits:
     def capacity_bytes(self, device: Device) -> int | None:
         """Bytes that the nodes of one stage may use on this device, None for no limit."""
         caps = [cap for cap in (device.memory_bytes, self.memory_limit_bytes) if cap is not None]
-        return min(caps) - self.memory.reserve_bytes - self.message_room_bytes if caps else None
+        return min(caps) - self.memory.reserve_bytes - self.room_bytes if caps else None

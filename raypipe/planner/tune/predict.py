@@ -86,6 +86,7 @@ def _parts(memory: StageMemory) -> tuple[tuple[str, int], ...]:
         ("buffers", memory.buffer_bytes),
         (f"activations of {memory.in_flight} micro-batches", memory.activation_bytes),
         ("messages", memory.message_bytes),
+        ("workspace", memory.workspace_bytes),
         ("reserve", memory.reserve_bytes),
     )
 

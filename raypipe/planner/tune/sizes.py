@@ -114,4 +114,6 @@ def _slower(node: Node, factor: float) -> Node:
         node.frozen_bytes,
         node.buffer_bytes,
         node.source,
+        node.workspace_bytes,
+        node.workspace_fixed_bytes,
     )
