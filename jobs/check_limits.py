@@ -4,9 +4,9 @@
 
 Messages are held for longer than a micro-batch takes, by their bytes, so that the controller wants all the slack that
 it can get, and codecs where it gets too little. Every limit is a process of its own, whose allocator hands freed memory
-back at once; bytes are those of check_plans.py without the pages of libraries' code, and the most of all steps counts,
-those in which the schedule was turned among them. The exit status is 1 where a stage held more than its limit, or under the tightest one the controller
-did not say that memory was what stopped it, or did not compress instead.
+back at once; bytes are those of check_plans.py without the pages of libraries' code. The most of all steps counts,
+those in which the schedule was turned among them. The exit status is 1 where a stage held more than its limit, or under
+the tightest one the controller did not say that memory was what stopped it, or did not compress instead.
 """
 
 from __future__ import annotations
