@@ -58,6 +58,20 @@ def check_sane(estimate: LinkEstimate) -> None:
     assert min(numbers) >= 0.0
     assert min(estimate.draws_s) >= 0.0
     assert estimate.bandwidth_bytes_s > 0.0
+    assert estimate.p90_s >= estimate.transfer_s
+
+
+def test_estimates_are_of_messages_without_codec():
+    """On the wire they are a quarter; occupancy and the tail are those of the whole."""
+    pipeline = Pipeline([(0.01, 0.02)] * 2, constant(0.025, 0.004))
+    estimator = LinkEstimator(0)
+    for step in range(4):
+        messages = pipeline.step(step, Choice("gpipe", 8)).messages
+        estimator.add(m._replace(raw_bytes=4 * m.wire_bytes) for m in messages)
+    for estimate in both(estimator):
+        check_sane(estimate)
+        assert estimate.occupancy_s == pytest.approx(0.1, rel=0.05)
+        assert estimate.p90_s == pytest.approx(0.104, rel=0.05)
 
 
 @settings(max_examples=12)

@@ -176,6 +176,14 @@ def test_rooms_are_the_plan_s_own_memory():
     assert "stage 0 would hold 8 micro-batches" in why_not(Choice("gpipe", 8), (Room(limit_bytes=1, fixed_bytes=2),))
 
 
+@pytest.mark.parametrize("mode", ["auto", "kfkb", "slack", "gpipe"])
+def test_where_nothing_fits_the_smallest_micro_batches_come_nearest(mode: str) -> None:
+    counts = ((4, 1.0), (8, 0.5), (16, 0.3), (64, 0.1))  # the last is too far from 8
+    space = Space(mode, (Room(limit_bytes=1, fixed_bytes=2),) * 2, microbatch_seconds=counts)
+    current = Choice("gpipe" if mode == "gpipe" else "1f1b", 8)
+    assert search(space, measured_of([(0.0, 0.0)], 8), current).best.choice.num_microbatches == 16
+
+
 def test_what_was_measured_on_top_is_kept():
     room = Room(limit_bytes=1000, fixed_bytes=100, activation_bytes=100)
     wider = room.measured(Choice("1f1b", 8), 3, peak_bytes=650)

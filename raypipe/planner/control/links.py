@@ -88,7 +88,7 @@ class LinkEstimator:
         way = 0 if forward else 1
         if seen is None or not seen.draws_s[way]:
             return None
-        costs_s = sorted(seen.costs_s[way])
+        draws_s = sorted(seen.draws_s[way])
         return LinkEstimate(
             hop=self.hop,
             forward=forward,
@@ -96,7 +96,7 @@ class LinkEstimator:
             latency_s=seen.latency_s,
             occupancy_s=median(seen.draws_s[way]),
             ewma_s=(self._drift.mean_s or 0.0) / 2,
-            p90_s=costs_s[min(len(costs_s) - 1, int(0.9 * len(costs_s)))],
+            p90_s=seen.latency_s + draws_s[min(len(draws_s) - 1, int(0.9 * len(draws_s)))],
             seconds_per_byte=seen.ways[way].seconds_per_byte,
             draws_s=tuple(seen.draws_s[way]),
             split=seen.ways[way].split,

@@ -110,7 +110,7 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
     for here in at.values():
         orders.extend(_orders(space, here, plain, score))
     if not orders:  # nothing fits: what holds least is what comes nearest
-        orders.append(_thriftiest(space, plain))
+        orders.append(_thriftiest(space, replace(plain, num_microbatches=max(at))))
     lossless = _pick(space, orders, score)
     here = at[lossless.choice.num_microbatches]
     compressed = _compressed(space, here, lossless.choice, codecs, score)
