@@ -90,10 +90,12 @@ def trainer(folder: Path, run: str, name: str, **pipeline: Any) -> Any:
     )
 
 
-def train(found: Any, make_retuner: Callable[[Setup, str], Retuner] | None) -> list[dict[str, Any]]:
+def train(
+    found: Any, make_retuner: Callable[[Setup, str], Retuner] | None, num_steps: int = STEPS
+) -> list[dict[str, Any]]:
     """Train in threads with a retuner, which ``fit(local=True)`` leaves out; the rows of metrics.parquet."""
     job = found._prepared()
-    spec = found._spec(job, STEPS, local=make_retuner is None)
+    spec = found._spec(job, num_steps, local=make_retuner is None)
     fleet = LocalFleet(
         job.programs, job.tensors, job.make_optimizer, job.make_scheduler, job.sources, job.settings, job.persistent,
         spec.place,
@@ -163,6 +165,31 @@ def test_micro_batches_are_turned_too_and_plain_pytorch_follows(name: str, tmp_p
     assert [row["grad_norm"] for row in rows] == list(plain.grad_norms)
     ours = load_state_dict(tmp_path / "turned")
     expected = {**plain.parameters, **plain.buffers}
+    assert all(same_bits(ours[key], expected[key]) for key in ours)
+
+
+def test_a_run_goes_on_with_the_micro_batches_that_it_ended_with(tmp_path: Path) -> None:
+    """Stopped while M was 2 instead of the plan's 4; what wanted it comes back from controller.json."""
+    half = Choice("slack", 2, slack=(2, 1))
+
+    def make(setup: Setup, state: str) -> Retuner:
+        machine = Script(setup, (half, half, half, Choice("1f1b", 8)))
+        if state:
+            machine.wanted = half
+        return Prompt(setup, state, machine)
+
+    found = trainer(tmp_path, "turned", "noisy", retune_microbatches=True)
+    train(found, make, 3)
+    rows = train(trainer(tmp_path, "turned", "noisy", retune_microbatches=True), make)
+    counts = [COUNT, 2, 2, 2, 8, 2, 2, 2, 8]
+    assert rows[3]["schedule"] == "slack r=2,1, M=2"
+    case = CASES["noisy"]
+    plain = reference(
+        case.model(), optimizer=adamw, lr_scheduler=cosine, train_data=case.data(30), num_steps=STEPS,
+        loss_fn=case.loss_fn, pipeline=found._pipeline, microbatches_by_step=counts,
+    )  # fmt: skip
+    assert [row["grad_norm"] for row in rows] == list(plain.grad_norms)
+    ours, expected = load_state_dict(tmp_path / "turned"), {**plain.parameters, **plain.buffers}
     assert all(same_bits(ours[key], expected[key]) for key in ours)
 
 
