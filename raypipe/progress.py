@@ -57,16 +57,24 @@ class ProgressLine:
 
 
 class RunProgress:
-    """Feeds the line from a run's news: notes first, then what it resumed from, then every new step."""
+    """Feeds the line from a run's news: notes first, then what it waits for and resumed from, then every new step.
 
-    def __init__(self, notes: Sequence[str], stream: TextIO | None = None) -> None:
+    Args:
+        notes: of the plan.
+        late_s: seconds of a start after which it says what it waits for.
+    """
+
+    def __init__(self, notes: Sequence[str], stream: TextIO | None = None, late_s: float = 3.0) -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._line: ProgressLine | None = None
+        self._late_s = time.monotonic() + late_s
+        self._said = ""
         for note in notes:
             self._stream.write(f"note: {note}\n")
 
     def __call__(self, news: News) -> None:
         if not news.records:
+            self._starting(news)
             return
         if self._line is None:
             self._line = ProgressLine(news.status.num_steps, self._stream)
@@ -77,6 +85,13 @@ class RunProgress:
         for record in news.records:
             if record.step >= news.status.first_step:
                 self._line.update(record)
+
+    def _starting(self, news: News) -> None:
+        doing = news.status.message
+        if news.status.state == "starting" and doing != self._said and time.monotonic() >= self._late_s:
+            self._said = doing
+            self._stream.write(f"{news.status.name}: {doing}\n")
+            self._stream.flush()
 
 
 class ProfilingBar:

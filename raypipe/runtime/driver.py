@@ -61,6 +61,8 @@ class _DriverActor:
         """
         self._predicted = spec.predicted
         try:
+            stages = "1 stage" if len(setups) == 1 else f"{len(setups)} stages"
+            self._journal.begins(f"waiting for the places and processes of {stages}")
             fleet = Fleet(
                 len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name)
             )
@@ -68,14 +70,18 @@ class _DriverActor:
             for note in fleet.notes:
                 RunFolder(spec.place).event("warning", note)
             try:
-                self._journal.tell(stages=tuple(map(_public, fleet.members)), num_steps=spec.num_steps)
+                self._journal.begins(
+                    f"sending {stages} their parameters and opening the links between them",
+                    stages=tuple(map(_public, fleet.members)),
+                    num_steps=spec.num_steps,
+                )
                 fleet.configure(setups, states)
                 states.clear()  # the stages have them now
                 # What was imported lives as long as this process. Full collections took 40 % of its processor time
                 # (perf, two stages), on hosts where that may be a stage's.
                 gc.collect()
                 gc.freeze()
-                self._journal.tell(state="running")
+                self._journal.begins()
                 outcome = run_loop(fleet, spec, journal, self._requests)
             finally:
                 fleet.stop()

@@ -69,6 +69,14 @@ class Journal:
             with self._changed:
                 self._status = dataclasses.replace(self._status, retunes=self._status.retunes + 1)
 
+    def begins(self, doing: str = "", **changes: Any) -> None:
+        """What it does before its first step, "" once the stages are ready. A wish to stop is not covered up."""
+        with self._changed:
+            if self._status.state == "starting":
+                changes |= {"state": "starting" if doing else "running", "message": doing}
+            self._status = dataclasses.replace(self._status, **changes)
+            self._changed.notify_all()
+
     def tell(self, **changes: Any) -> None:
         """Change fields of the status."""
         with self._changed:

@@ -25,7 +25,7 @@ class RunStatus:
         checkpoint: the newest one that is complete.
         schedule: that the last step ran with, where the controller may turn it.
         retunes: times that it turned something in this submission.
-        message: why it stopped or failed, or what it cannot write at the moment.
+        message: what it waits for while it starts, why it stopped or failed, or what it cannot write at the moment.
         stages: host, process id and versions of each.
     """
 

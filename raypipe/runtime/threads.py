@@ -51,7 +51,7 @@ class ThreadLine:
         try:
             fleet = self._make_fleet()
             try:
-                self._journal.tell(state="running", num_steps=self._spec.num_steps)
+                self._journal.begins(num_steps=self._spec.num_steps)
                 outcome = run_loop(fleet, self._spec, self._journal, self._requests)
             finally:
                 fleet.stop()
