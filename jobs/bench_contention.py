@@ -7,7 +7,8 @@ ones for every candidate. The first steps, in which the controller makes up its 
     p95         excess of the 95th percentile of a step over the median, kFkB's over 1F1B's
     best k      the memory-feasible k whose step is shortest on paper, with these very delays; ``k_near_best`` is the
                 step on paper of the k that ran over that of the best
-    simulated   the mean step on paper with these very delays over the mean measured one, of the steps that ran k
+    simulated   the mean step on paper with these very delays and the stages' measured seconds over the mean measured
+                one, of the steps that ran k
     prediction  the controller's last predictions, which are means over the delays it drew, over the same
 """
 
@@ -48,11 +49,13 @@ class Settings(NamedTuple):
 QUICK = Settings((4,), ("heavy",), 12, 4, ("1f1b", "kfkb"))
 
 
-def on_paper_s(level: str, num_stages: int, group_size: int, steps: Sequence[int]) -> float:
-    """Mean step of kFkB with these very delays."""
+def on_paper_s(
+    level: str, num_stages: int, group_size: int, steps: Sequence[int], stage_s: Sequence[tuple[float, float]] = ()
+) -> float:
+    """Mean step of kFkB with these very delays; stages take ``stage_s`` (F, B), or what they sleep."""
     choice = Choice("kfkb", COUNT, group_size=group_size)
     program = compiled(choice, num_stages, 0)
-    times = (FORWARD_S,) * num_stages, (BACKWARD_S,) * num_stages
+    forward_s, backward_s = zip(*(stage_s or [(FORWARD_S, BACKWARD_S)] * num_stages), strict=True)
     total_s = 0.0
     for step in steps:
         wires = [
@@ -68,7 +71,7 @@ def on_paper_s(level: str, num_stages: int, group_size: int, steps: Sequence[int
             for hop in range(num_stages - 1)
             for forward in (True, False)
         ]
-        total_s += step_s(program, *times, wires, (0.0,) * num_stages)
+        total_s += step_s(program, forward_s, backward_s, wires, (0.0,) * num_stages)
     return total_s / len(steps)
 
 
@@ -93,7 +96,7 @@ def judged(level: str, num_stages: int, runs: dict[str, Ran], settings: Settings
     figures[f"k_near_best_{key}"] = paper[k] / paper[best]
     same = [step for step in steps if runs["kfkb"].schedules[step] == used]
     measured_s = fmean(runs["kfkb"].seconds[step] for step in same)
-    figures[f"simulated_{key}"] = on_paper_s(level, num_stages, k, same) / measured_s
+    figures[f"simulated_{key}"] = on_paper_s(level, num_stages, k, same, runs["kfkb"].stage_s) / measured_s
     told = [event for event in runs["kfkb"].events if "predicted_s" in event and event["current"] == used]
     if told:
         figures[f"prediction_{key}"] = fmean(e["current_s"] for e in told[-5:]) / measured_s

@@ -37,6 +37,7 @@ STEPS, WARM = 24, 2
 LIMIT_S = 400.0
 MARGIN = 1.02
 """Of the limit over the plan's bytes: one more micro-batch is more than that."""
+MOST_CODE = 4 << 20
 ALLOWS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "slack 2": {"schedule": "slack", "slack": 2},
@@ -115,8 +116,15 @@ def run(allows: str) -> dict[str, Any]:
 
 
 def _code(before: dict[str, Any], line: dict[str, Any]) -> int:
-    """Bytes of libraries' own pages that came in during a step: the first codec brings 1 MiB of numpy's."""
-    return max(0, int(line["end"]["RssFile"]) - int(before["end"]["RssFile"]))
+    """Bytes of libraries' own pages that came in during a step: the first codec brings 1 MiB of numpy's.
+
+    Raises:
+        RuntimeError: there are more than libraries explain.
+    """
+    came = int(line["end"]["RssFile"]) - int(before["end"]["RssFile"])
+    if came > MOST_CODE:
+        raise RuntimeError(f"{came} bytes of files came in during a step: that is no library's code")
+    return max(0, came)
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Phase, RowsKey
 from raypipe.opening import example_of, needs_profile, open_arguments, wants_curve
+from raypipe.planner.columns import workspace_lines
 from raypipe.planner.control import Room, rooms_of, unknown_rooms
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.schedule.asynchronous import finite, minibatches_to_drain, part
@@ -216,8 +217,11 @@ def _rooms(decision: Decision) -> tuple[Room, ...]:
     memory = decision.limits.memory
     if memory.schedule in ASYNCHRONOUS:  # which nobody turns
         return unknown_rooms(decision.partition.num_stages)
-    held = memory_of(decision.graph, decision.partition, memory)
-    return rooms_of(held, memory, [stage.limit_bytes for stage in decision.prediction.stages])
+    graph, partition = decision.graph, decision.partition
+    order = partition.order or range(len(graph.nodes))
+    lines = [workspace_lines(graph, order[stage.start : stage.stop]) for stage in partition.stages]
+    limits = [stage.limit_bytes for stage in decision.prediction.stages]
+    return rooms_of(memory_of(graph, partition, memory), memory, limits, lines)
 
 
 def _least_microbatch(profiled: Profile) -> int:

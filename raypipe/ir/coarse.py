@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from raypipe.errors import PlanError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
+from raypipe.ir.lines import Lines, lowered, pruned
 
 __all__ = ["CoarseGraph", "group_nodes", "merge_nodes", "module_groups"]
 
@@ -157,18 +158,18 @@ def merge_nodes(nodes: Sequence[Node], output_bytes: int = 0) -> Node:
         frozen_bytes=sum(node.frozen_bytes for node in nodes),
         buffer_bytes=sum(node.buffer_bytes for node in nodes),
         source="estimated" if "estimated" in sources else next(iter(sources), ""),
-        workspace_bytes=_above(nodes),
-        workspace_fixed_bytes=max(node.workspace_fixed_bytes for node in nodes),
+        workspace=_joint_workspace(nodes),
     )
 
 
-def _above(nodes: Sequence[Node]) -> int:
-    """Workspace of one sample above what all of them keep: when one's backward runs, later ones have let go."""
-    after = most = 0
+def _joint_workspace(nodes: Sequence[Node]) -> Lines:
+    """Above what all of them keep: when one's backward runs, those after it have let go of theirs."""
+    after = 0
+    lines: list[tuple[int, int]] = []
     for node in reversed(nodes):
-        most = max(most, node.workspace_bytes - after)
+        lines += lowered(node.workspace, after)
         after += node.activation_bytes
-    return most
+    return pruned(lines)
 
 
 def _common(modules: set[str]) -> str:

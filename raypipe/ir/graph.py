@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypipe.errors import PlanError
+from raypipe.ir.lines import Lines
 
 __all__ = ["ModelGraph", "Node", "link_nodes"]
 
@@ -40,8 +41,8 @@ class Node:
         frozen_bytes: the part of param_bytes without gradient and optimizer state.
         buffer_bytes: bytes of the module buffers that it is the first to use.
         source: where the seconds come from: "measured", "estimated", or "" for nowhere yet.
-        workspace_bytes: that it needs while it runs, forward or backward, besides what is kept, for one sample.
-        workspace_fixed_bytes: the same, for any number of samples: the largest gradient of one parameter.
+        workspace: bytes that it needs while it runs, forward or backward, besides what it and those before it keep, as
+            the most of lines; () until profiled.
     """
 
     name: str
@@ -57,8 +58,7 @@ class Node:
     frozen_bytes: int = 0
     buffer_bytes: int = 0
     source: str = ""
-    workspace_bytes: int = 0
-    workspace_fixed_bytes: int = 0
+    workspace: Lines = ()
 
     @property
     def backward_s(self) -> float:
@@ -141,7 +141,8 @@ class ModelGraph:
 
 
 def _node(row: dict[str, Any]) -> Node:
-    return Node(**{**row, "param_names": tuple(row["param_names"])})
+    lines = tuple((int(fixed), int(per_sample)) for fixed, per_sample in row.get("workspace", ()))
+    return Node(**{**row, "param_names": tuple(row["param_names"]), "workspace": lines})
 
 
 def _pairs(found: Iterable[Iterable[int]]) -> tuple[tuple[int, int], ...]:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.ir.graph import ModelGraph
+from raypipe.ir.lines import Lines, pruned
 
-__all__ = ["Columns", "Sums", "columns_of", "prefix", "sums_of", "workspace_of"]
+__all__ = ["Columns", "Sums", "columns_of", "prefix", "sums_of", "workspace_bytes", "workspace_lines"]
 
 Ints = NDArray[np.int64]
 KEPT = 8
@@ -37,7 +38,8 @@ class Columns(NamedTuple):
     Attributes:
         busy_s: seconds of one micro-batch, forward and backward.
         param_bytes, trainable_bytes, buffer_bytes, activation_bytes: of Node; activations per sample.
-        workspace_bytes, workspace_fixed_bytes: of Node; the first per sample.
+        workspace: all nodes' lines: fixed bytes, bytes per sample, activations up to that node; shape (3, lines).
+        workspace_at: where each node's lines begin; shape (nodes + 1,).
         places: positions where the graph may be cut, and its two ends; shape (places,).
         cut_bytes: that cross at each place, for one sample; 0 at the ends; shape (places,).
         before: sums of the four byte columns over the nodes before each position; shape (4, nodes + 1).
@@ -48,8 +50,8 @@ class Columns(NamedTuple):
     trainable_bytes: Ints
     buffer_bytes: Ints
     activation_bytes: Ints
-    workspace_bytes: Ints
-    workspace_fixed_bytes: Ints
+    workspace: Ints
+    workspace_at: Ints
     places: Ints
     cut_bytes: Ints
     before: Ints
@@ -79,14 +81,15 @@ def _columns(same: _Same) -> Columns:
     busy_s = np.array([n.forward_s + (n.backward_input_s + n.backward_weight_s) for n in nodes], dtype=np.float64)
     rows = [(n.param_bytes, n.param_bytes - n.frozen_bytes, n.buffer_bytes, n.activation_bytes) for n in nodes]
     parts = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    space = np.array([n.workspace_bytes for n in nodes], dtype=np.int64)
-    fixed = np.array([n.workspace_fixed_bytes for n in nodes], dtype=np.int64)
+    counts = np.array([len(n.workspace) for n in nodes], dtype=np.int64)
     inside = [(i + 1, n.cut_bytes) for i, n in enumerate(nodes[:-1]) if n.cut_bytes is not None]
     places = np.array([0, *(place for place, _ in inside), len(nodes)], dtype=np.int64)
     cut_bytes = np.array([0, *(crossing for _, crossing in inside), 0], dtype=np.int64)
     params, trainable, buffers, activations = parts
     before = np.stack([prefix(part) for part in parts])
-    return Columns(busy_s, params, trainable, buffers, activations, space, fixed, places, cut_bytes, before)
+    lines = np.array([line for n in nodes for line in n.workspace], dtype=np.int64).reshape(-1, 2).T
+    lines, lines_at = np.concatenate((lines, np.repeat(before[3][1:], counts)[None])), prefix(counts)
+    return Columns(busy_s, params, trainable, buffers, activations, lines, lines_at, places, cut_bytes, before)
 
 
 def prefix(values: Ints) -> Ints:
@@ -109,14 +112,30 @@ def sums_of(graph: ModelGraph, nodes: Sequence[int]) -> Sums:
     return Sums(*(int(column[at].sum()) for column in four))
 
 
-def workspace_of(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
-    """Bytes above what these nodes keep for one micro-batch of so many samples, at the worst moment of its life.
+def workspace_bytes(graph: ModelGraph, nodes: Sequence[int], samples: int) -> int:
+    """Above what these nodes keep for one micro-batch of so many samples, at the worst moment of its life."""
+    fixed, slopes = _lines_of(graph, nodes)
+    return max(0, int((fixed + samples * slopes).max(initial=0)))
 
-    When a node's backward runs, what the nodes after it kept is gone.
-    """
+
+def workspace_lines(graph: ModelGraph, nodes: Sequence[int]) -> Lines:
+    """The same for any number of samples."""
+    fixed, slopes = _lines_of(graph, nodes)
+    return pruned(zip(fixed.tolist(), slopes.tolist(), strict=True))
+
+
+def _lines_of(graph: ModelGraph, nodes: Sequence[int]) -> tuple[Ints, Ints]:
+    """Fixed bytes and bytes per sample of all lines, less what later nodes have let go when a node's backward runs."""
     found = columns_of(graph)
-    at = slice(nodes.start, nodes.stop) if isinstance(nodes, range) and nodes.step == 1 else np.asarray(nodes, np.int64)
-    kept = samples * found.activation_bytes[at]
-    after = kept.sum() - np.cumsum(kept)
-    needed = samples * found.workspace_bytes[at] + found.workspace_fixed_bytes[at] - after
-    return max(0, int(needed.max(initial=0)))
+    if isinstance(nodes, range) and nodes.step == 1:
+        start, stop = (nodes.start, nodes.stop) if len(nodes) else (0, 0)
+        lines = slice(found.workspace_at[start], found.workspace_at[stop])
+        kept = found.before[3]
+        return found.workspace[0, lines], found.workspace[1, lines] - (kept[stop] - found.workspace[2, lines])
+    at = np.asarray(nodes, dtype=np.int64)
+    kept = found.activation_bytes[at]
+    counts = found.workspace_at[at + 1] - found.workspace_at[at]
+    # The lines of the first of these nodes, then those of the second, ...
+    within = np.arange(counts.sum()) - np.repeat(prefix(counts)[:-1], counts)
+    lines = np.repeat(found.workspace_at[at], counts) + within
+    return found.workspace[0, lines], found.workspace[1, lines] - np.repeat(kept.sum() - np.cumsum(kept), counts)

@@ -198,7 +198,7 @@ def stage_memory(
         stage: its position, for the action.
         depth: see the module; ``S - stage`` without replicas.
         receive_bytes, send_bytes: per sample, of the cuts before and after it.
-        workspace_bytes: as ``workspace_of`` says.
+        workspace_bytes: as ``columns.workspace_bytes`` says.
     """
     in_flight, versions = model.in_flight(depth), model.versions(depth)
     return StageMemory(

@@ -20,7 +20,6 @@ from raypipe.engine.data import open_data
 from raypipe.engine.profile_cache import cache_folder, cached_profile, load_profile, profile_key, save_profile
 from raypipe.engine.profiling import Rates, estimate_graph, powers_of_two, profile_graph
 from raypipe.engine.profiling.measure import larger_sizes
-from raypipe.engine.profiling.workspace import LiveBytes
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.profile import Profile
 from tests import nets
@@ -97,48 +96,6 @@ def test_a_storage_is_kept_once() -> None:
     assert kept == [6 * 4, 5 * 4, 3 * 4 + 8 + 1]
 
 
-def test_workspace_is_what_the_gradients_take() -> None:
-    """By hand, in floats per sample: what arrives and what leaves; a linear's also its weight's, whatever the batch."""
-    nodes = profiled("mlp").graph.nodes
-    scalars = 2 * 4 / SAMPLES  # the loss and its seed
-    gelu = nodes[1]
-    assert gelu.workspace_bytes == math.ceil(2 * 9 * 4 + scalars)
-    assert [node.workspace_fixed_bytes for node in nodes[:2]] == [6 * 9 * 4, 0]
-    linear = nodes[2]
-    bias = 8 * 4 / SAMPLES
-    assert linear.workspace_bytes >= 9 * 4 + 8 * 4
-    assert linear.workspace_bytes <= math.ceil(9 * 4 + 8 * 4 + bias + scalars)
-
-
-def test_a_gradient_that_waits_for_another_branch_is_workspace() -> None:
-    class Skip(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 100), nn.Linear(100, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            wide = self.first(x)
-            return self.last(torch.tanh(wide) + 2 * wide)
-
-    x, y = CASES["mlp"].data(4)[:4]
-    made = capture(Skip(), (x, y), (0, 1), functional.cross_entropy)
-    nodes = {n.name: n for n in profile_graph(made, {0: x, 1: y}, repeats=1, sizes=()).graph.nodes}
-    (tanh,) = (node for name, node in nodes.items() if "tanh" in name)
-    assert tanh.workspace_bytes == 3 * 100 * 4 + 2, "the skip's, what arrives and what leaves"
-
-
-def test_live_bytes_come_and_go() -> None:
-    x = torch.ones(1000)
-    with LiveBytes() as live:
-        y = x + x
-        z = y.view(10, 100)[3:]
-        del y
-        assert live.now == 4000
-        del z
-        x.add_(x.clone())
-    assert (live.now, live.most) == (0, 4000)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRACED)
 def test_an_estimate_keeps_the_same_bytes(name: str) -> None:
@@ -149,9 +106,7 @@ def test_an_estimate_keeps_the_same_bytes(name: str) -> None:
     theirs = [n.activation_bytes for n in profiled(name).graph.nodes]
     assert ours[:-1] == theirs[:-1]
     assert ours[-1] <= theirs[-1]
-    spaces, found = (
-        [(n.workspace_bytes, n.workspace_fixed_bytes) for n in p.graph.nodes] for p in (estimate, profiled(name))
-    )
+    spaces, found = ([n.workspace for n in p.graph.nodes] for p in (estimate, profiled(name)))
     assert spaces[:-1] == found[:-1]
     assert all(n.source == "estimated" and n.forward_s > 0 for n in estimate.graph.nodes)
 

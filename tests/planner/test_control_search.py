@@ -167,21 +167,23 @@ def test_micro_batches_stay_unless_they_may_change():
 
 
 def test_rooms_are_the_plan_s_own_memory():
-    model = MemoryModel("slack", 8, slack=2)
+    model = MemoryModel("slack", 8, microbatch_size=2, slack=2)
     stage = StageMemory(0, "0F6", 5, 1, 100, 100, 200, 10, 500, 60, 40, 7)
-    (room,) = rooms_of([stage], model, [2000])
+    (room,) = rooms_of([stage], model, [2000], [((0, 20), (30, 4))])
     assert room.need_bytes(Choice("slack", 8, slack=(2, 2)), 3) == stage.total_bytes
     assert room.need_bytes(Choice("1f1b", 8), 3) == 417 + 3 * 100 + 30 + 40
-    assert room.need_bytes(Choice("1f1b", 16), 3) == 417 + (3 * 100 + 30 + 40) // 2  # half as large each
+    assert room.need_bytes(Choice("1f1b", 16), 3) == 417 + (3 * 100 + 30) // 2 + 30 + 4  # half as large each
     assert "stage 0 would hold 8 micro-batches" in why_not(Choice("gpipe", 8), (Room(limit_bytes=1, fixed_bytes=2),))
 
 
 @pytest.mark.parametrize("mode", ["auto", "kfkb", "slack", "gpipe"])
 def test_where_nothing_fits_the_smallest_micro_batches_come_nearest(mode: str) -> None:
     counts = ((4, 1.0), (8, 0.5), (16, 0.3), (64, 0.1))  # the last is too far from 8
-    space = Space(mode, (Room(limit_bytes=1, fixed_bytes=2),) * 2, microbatch_seconds=counts)
     current = Choice("gpipe" if mode == "gpipe" else "1f1b", 8)
-    assert search(space, measured_of([(0.0, 0.0)], 8), current).best.choice.num_microbatches == 16
+    for fixed_bytes, count in ((2, 16), (100, 8)):  # what is there anyway grows no smaller
+        room = Room(limit_bytes=20, fixed_bytes=fixed_bytes, activation_bytes=100, num_microbatches=8)
+        found = search(Space(mode, (room,) * 2, microbatch_seconds=counts), measured_of([(0.0, 0.0)], 8), current)
+        assert found.best.choice.num_microbatches == count
 
 
 def test_what_was_measured_on_top_is_kept():

@@ -23,7 +23,7 @@ from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import KeptBytes, tensors_in
 from raypipe.engine.profiling.steps import Steps, steps_of
-from raypipe.engine.profiling.workspace import workspaces
+from raypipe.engine.profiling.workspace import Passes, workspaces
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import ConfigError
 from raypipe.ir.profile import Profile
@@ -106,7 +106,9 @@ def estimate_graph(
         )
     rates = rates or measure_rates()
     runs = {size: _run(captured, size) for size in sorted({microbatch_size, *sizes})}
-    spaces = workspaces(*_on_meta(captured, microbatch_size), _any_loss)
+    steps, leaves, buffers, columns = _on_meta(captured, microbatch_size)
+    twice = _on_meta(captured, 2 * microbatch_size)[3]
+    spaces = workspaces(Passes(steps, leaves, buffers, _stand_in_loss), columns, twice)
     costs = {size: _costs(captured, counts, rates) for size, counts in runs.items()}
     counts = runs[microbatch_size]
     nodes = tuple(
@@ -116,8 +118,7 @@ def estimate_graph(
             backward_input_s=inward,
             backward_weight_s=weight,
             activation_bytes=-(-counts.kept.bytes_of.get(i, 0) // microbatch_size),
-            workspace_bytes=-(-(spaces[i].total_bytes - spaces[i].fixed_bytes) // microbatch_size),
-            workspace_fixed_bytes=spaces[i].fixed_bytes,
+            workspace=spaces[i],
             source="estimated",
         )
         for i, (node, (forward, inward, weight)) in enumerate(
@@ -182,7 +183,7 @@ def _on_meta(captured: Capture, samples: int) -> tuple[Steps, list[torch.Tensor]
     return steps_of(captured, program), leaves, buffers, columns
 
 
-def _any_loss(outputs: Any) -> torch.Tensor:
+def _stand_in_loss(outputs: Any, columns: Columns) -> torch.Tensor:
     """One whose gradient takes as much memory as the outputs, as most do."""
     total = torch.zeros((), device="meta")
     for tensor in tensors_in(outputs):

@@ -31,15 +31,17 @@ from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, KeptBytes, Shares
 from raypipe.engine.profiling.rounds import Moment, Round, Seconds, seconds_between, seconds_of
 from raypipe.engine.profiling.steps import KEY, Steps, steps_of
-from raypipe.engine.profiling.workspace import Workspace, workspaces
+from raypipe.engine.profiling.workspace import Passes, workspaces
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
+from raypipe.ir.lines import Lines
 from raypipe.ir.profile import DOUBTFUL, Profile
 
 __all__ = ["Progress", "device_name", "larger_sizes", "powers_of_two", "profile_graph"]
 
 CHEAP_S = 0.25
+"""Seconds that all rounds of one larger size may take."""
 
 Progress = Callable[[int, int], None]
 Columns = Mapping[Any, torch.Tensor]
@@ -86,7 +88,7 @@ def profile_graph(
             bench = _Bench.of(captured)
             kept = bench.kept(columns)
             advance()
-            spaces = bench.workspaces(columns)
+            spaces = workspaces(Passes(bench.steps, bench.leaves, bench.buffers, bench.loss), columns, half(columns))
             advance()
             shares = bench.shares(columns)
             advance()
@@ -114,6 +116,12 @@ def larger_sizes(samples: int, larger: Columns) -> tuple[int, ...]:
     """Twice, four times, ... so many samples, as far as there are some."""
     most = min((len(t) for t in larger.values() if t.dim()), default=0)
     return tuple(samples << i for i in range(1, most.bit_length()) if samples << i <= most)
+
+
+def half(columns: Columns) -> Columns | None:
+    """The first half of the samples; None where there is one only."""
+    samples = min(len(t) for t in columns.values() if t.dim())
+    return {name: t[: samples // 2] if t.dim() else t for name, t in columns.items()} if samples > 1 else None
 
 
 def device_name() -> str:
@@ -160,7 +168,7 @@ class _Bench:
         function, sink = self.program.train, self.sink
         begin = Moment.now()
         outputs = function(self.leaves, self.buffers, (), [columns[name] for name in function.columns], KEY)
-        loss = self._loss(outputs, columns)
+        loss = self.loss(outputs, columns)
         middle = Moment.now()
         sink.add(gradients([loss], [torch.ones_like(loss)], self.trained))
         return seconds_between(begin, middle), seconds_between(middle, Moment.now())
@@ -173,7 +181,7 @@ class _Bench:
         forward = ForwardClock([0.0] * count, backward)
         outputs = self.steps.run(self.leaves, self.buffers, columns, forward)
         begin_s = time.perf_counter()
-        loss = self._loss(outputs, columns)
+        loss = self.loss(outputs, columns)
         forward.seconds[-1] += time.perf_counter() - begin_s
         backward.claim(count - 1, loss)
         seed = torch.ones_like(loss)
@@ -204,13 +212,9 @@ class _Bench:
         observer = KeptBytes((*self.leaves, *self.buffers))
         outputs = self.steps.run(self.leaves, self.buffers, columns, observer)
         last = len(self.steps.sites) - 1
-        loss = observer(last, self._loss, (outputs, columns), {})
+        loss = observer(last, self.loss, (outputs, columns), {})
         del outputs, loss
         return [observer.bytes_of.get(position, 0) for position in range(last + 1)]
-
-    def workspaces(self, columns: Columns) -> list[Workspace]:
-        """By operation, what it needs while it runs."""
-        return workspaces(self.steps, self.leaves, self.buffers, columns, lambda outputs: self._loss(outputs, columns))
 
     def shares(self, columns: Columns) -> list[float]:
         """By operation, the part of its backward that is for parameters."""
@@ -219,7 +223,8 @@ class _Bench:
         self.steps.run(self.leaves, self.buffers, columns, observer)
         return observer.weight_share
 
-    def _loss(self, outputs: Any, columns: Columns) -> torch.Tensor:
+    def loss(self, outputs: Any, columns: Columns) -> torch.Tensor:
+        """Of the model's outputs."""
         assert self.program.loss is not None
         return self.program.loss(outputs, [columns[name] for name in self.program.targets])
 
@@ -272,7 +277,7 @@ def _profile(
     samples: int,
     found: Seconds,
     kept: Sequence[int],
-    spaces: Sequence[Workspace],
+    spaces: Sequence[Lines],
     shares: Sequence[float],
     by_size: Mapping[int, Seconds | float],
     notes: Sequence[str],
@@ -284,8 +289,7 @@ def _profile(
             backward_input_s=found.backward[i] * (1 - shares[i]),
             backward_weight_s=found.backward[i] * shares[i] + found.sums[i],
             activation_bytes=-(-kept[i] // samples),
-            workspace_bytes=-(-(spaces[i].total_bytes - spaces[i].fixed_bytes) // samples),
-            workspace_fixed_bytes=spaces[i].fixed_bytes,
+            workspace=spaces[i],
             source="measured",
         )
         for i, node in enumerate(captured.graph.nodes)

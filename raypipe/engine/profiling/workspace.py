@@ -6,16 +6,20 @@
       |  ___/                                     \\_/\\         gradients on their way, copies, a weight's gradient
 
 Every storage that a run makes is counted from the operation that returns it to its end, forward and backward, through
-one pass over the whole model, so that gradients which wait for a second branch count where they wait. What a kernel
-takes and gives back inside itself is not seen. Works on the meta device too, where nothing is allocated.
+one pass over the whole model, so that gradients which wait for a second branch count where they wait. Two passes at two
+sizes tell what grows with the samples. What a kernel takes and gives back inside itself is not seen. Works on the meta
+device too, where nothing is allocated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,28 +27,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raypipe.engine.backward import gradients
 from raypipe.engine.profiling.observe import BackwardClock, Call, KeptBytes, tensors_in
 from raypipe.engine.profiling.steps import Steps
+from raypipe.ir.lines import Lines, pruned
 
-__all__ = ["LiveBytes", "Workspace", "workspaces"]
+__all__ = ["LiveBytes", "Passes", "workspaces"]
 
-
-class Workspace(NamedTuple):
-    """Of one operation.
-
-    Attributes:
-        total_bytes: most that it needs besides what it and the operations before it keep.
-        fixed_bytes: the part that does not grow with the samples: the largest gradient of a parameter.
-    """
-
-    total_bytes: int
-    fixed_bytes: int
+Columns = Mapping[Any, torch.Tensor]
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is on: bytes of storages that were made since and still live, and the most of them."""
+    """While it is on: bytes of storages that were made since and still live.
+
+    Attributes:
+        now: their sum.
+        log: the same after every operation, the smallest that torch has.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
+        self.now = 0
+        self.log: list[int] = []
         self._live: set[int] = set()
 
     def __torch_dispatch__(
@@ -58,72 +59,87 @@ class LiveBytes(TorchDispatchMode):
                 self._live.add(storage._cdata)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.now)
+        self.log.append(self.now)
         return outputs
 
     def _gone(self, which: int, nbytes: int) -> None:
         self._live.discard(which)
         self.now -= nbytes
 
-    def most_since(self) -> float:
-        """The most since the last call."""
-        found, self.most = self.most, self.now
-        return found
 
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What runs a model step by step, with any number of samples.
 
-def workspaces(
-    steps: Steps,
-    leaves: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    columns: Mapping[Any, torch.Tensor],
-    loss: Callable[[Any], torch.Tensor],
-) -> list[Workspace]:
-    """By operation.
-
-    Args:
+    Attributes:
         leaves: by site; the gradient of each is given back as soon as it is known.
-        loss: of the model's outputs; it belongs to the last operation.
+        loss: of the model's outputs and the columns; it belongs to the last operation.
     """
-    before = _kept_up_to(steps, leaves, buffers, columns, loss)
-    found = _most(steps, leaves, buffers, columns, loss, before)
-    fixed = [
-        max((leaves[site].nbytes for site in sites if leaves[site].requires_grad), default=0) for sites in steps.sites
-    ]
-    return [Workspace(total, min(most, total)) for total, most in zip(found, fixed, strict=True)]
+
+    steps: Steps
+    leaves: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
+    loss: Callable[[Any, Columns], torch.Tensor]
 
 
-def _kept_up_to(
-    steps: Steps,
-    leaves: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    columns: Mapping[Any, torch.Tensor],
-    loss: Callable[[Any], torch.Tensor],
-) -> list[int]:
-    """By operation, what it and those before it keep, the data apart."""
-    kept = KeptBytes((*leaves, *buffers, *columns.values()))
-    outputs = steps.run(leaves, buffers, columns, kept)
-    last = len(steps.sites) - 1
-    kept(last, loss, (outputs,), {})
-    return list(itertools.accumulate(kept.bytes_of.get(position, 0) for position in range(last + 1)))
+def workspaces(passes: Passes, columns: Columns, other: Columns | None = None) -> list[Lines]:
+    """By operation, from one number of samples, and from another one if the model takes that too.
+
+    With one number only, what depends on parameters alone and the largest gradient of a parameter count as fixed.
+    """
+    found = {_samples(columns): _readings(passes, columns)}
+    if other is not None:
+        # The user's code, at a size that nobody asked for: batch statistics of a single value, for one.
+        with contextlib.suppress(Exception):
+            found[_samples(other)] = _readings(passes, other)
+    (few, low), (many, high) = min(found.items()), max(found.items())
+    lines: list[list[tuple[int, int]]] = [[] for _ in passes.steps.sites]
+    if few == many or [at for at, _ in low] != [at for at, _ in high]:
+        for at, nbytes in found[_samples(columns)]:
+            lines[at].append(_alone(passes, at, nbytes, _samples(columns)))
+    else:
+        for (at, low_bytes), (_, high_bytes) in zip(low, high, strict=True):
+            lines[at].append(_line(few, low_bytes, many, high_bytes))
+    return [pruned(found) for found in lines]
 
 
-def _most(
-    steps: Steps,
-    leaves: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    columns: Mapping[Any, torch.Tensor],
-    loss: Callable[[Any], torch.Tensor],
-    before: Sequence[int],
-) -> list[int]:
-    """By operation, the most bytes above ``before``, which are kept when its backward begins."""
-    found = [0] * len(before)
+def _line(few: int, low_bytes: int, many: int, high_bytes: int) -> tuple[int, int]:
+    """Through two points, never falling, and never below zero at none."""
+    slope = (high_bytes - low_bytes) / (many - few)
+    fixed = low_bytes - slope * few
+    if slope < 0:
+        return max(low_bytes, high_bytes), 0
+    return (0, math.ceil(high_bytes / many)) if fixed < 0 else (math.ceil(fixed), math.ceil(slope))
+
+
+def _alone(passes: Passes, position: int, nbytes: int, samples: int) -> tuple[int, int]:
+    """From one point."""
+    if position in passes.steps.weight_like:
+        return max(0, nbytes), 0
+    leaves = (passes.leaves[site] for site in passes.steps.sites[position])
+    fixed = min(max(0, nbytes), max((leaf.nbytes for leaf in leaves if leaf.requires_grad), default=0))
+    return fixed, math.ceil((nbytes - fixed) / samples)
+
+
+def _samples(columns: Columns) -> int:
+    return min(len(t) for t in columns.values() if t.dim())
+
+
+def _readings(passes: Passes, columns: Columns) -> list[tuple[int, int]]:
+    """(position, bytes above those that it and the operations before it keep), after everything that torch did."""
+    steps, leaves, buffers = passes.steps, passes.leaves, passes.buffers
+    kept = _kept_up_to(passes, columns)
+    found: list[tuple[int, int]] = []
     live = LiveBytes()
-    owners = BackwardClock(len(before), live.most_since)
+    owners = BackwardClock(len(kept), lambda: len(live.log))
+
+    def read(position: int, begin: int, end: int) -> None:
+        found.extend((position, nbytes - kept[position]) for nbytes in live.log[begin:end])
 
     def observe(position: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        live.most_since()
+        begin = len(live.log)
         outputs = call(*args, **kwargs)
-        found[position] = max(found[position], int(live.most_since()) - live.now)
+        read(position, begin, len(live.log))
         owners.claim(position, outputs)
         return outputs
 
@@ -131,16 +147,26 @@ def _most(
     handles = [leaf.register_hook(_given_back(leaf)) for leaf in trained]
     try:
         with live:
-            root = observe(len(before) - 1, loss, (steps.run(leaves, buffers, columns, observe),), {})
+            root = observe(len(kept) - 1, passes.loss, (steps.run(leaves, buffers, columns, observe), columns), {})
             seed = torch.ones_like(root)
-            live.most_since()
+            begin = len(live.log)
             gradients([root], [seed], trained)
     finally:
         for handle in handles:
             handle.remove()
-    for position, most in owners.readings(live.most_since()):
-        found[position] = max(found[position], int(most) - before[position])
+    for position, end in owners.readings(len(live.log)):
+        read(position, begin, int(end))
+        begin = int(end)
     return found
+
+
+def _kept_up_to(passes: Passes, columns: Columns) -> list[int]:
+    """By operation, what it and those before it keep, the data apart."""
+    observer = KeptBytes((*passes.leaves, *passes.buffers, *columns.values()))
+    outputs = passes.steps.run(passes.leaves, passes.buffers, columns, observer)
+    last = len(passes.steps.sites) - 1
+    observer(last, passes.loss, (outputs, columns), {})
+    return list(itertools.accumulate(observer.bytes_of.get(position, 0) for position in range(last + 1)))
 
 
 def _given_back(leaf: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

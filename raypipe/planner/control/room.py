@@ -7,10 +7,13 @@ The two counts are ``raypipe.planner.memory``'s. ``extra`` is what the measured 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from raypipe.errors import PlanError
+from raypipe.ir.lines import Lines
 from raypipe.ir.plan_table import human_bytes
 from raypipe.planner.control.choice import Choice
 from raypipe.planner.memory import MemoryModel, StageMemory
@@ -31,9 +34,9 @@ class Room:
         fixed_bytes: weights, gradients, optimizer, buffers, reserve.
         activation_bytes: of one micro-batch in flight.
         message_bytes: of one waiting message in each direction.
-        workspace_bytes: that operations need while they run.
+        workspace: that operations need while they run: (fixed bytes, bytes per micro-batch), the most of which counts.
         most_in_flight: micro-batches allowed in any case, of those that num_microbatches cuts; None for any number.
-        num_microbatches: M that the three above are of; with more, smaller ones, they shrink.
+        num_microbatches: M that bytes of a micro-batch are of; with more, smaller ones, they shrink.
         extra_bytes: found by measurement on top.
     """
 
@@ -41,7 +44,7 @@ class Room:
     fixed_bytes: int = 0
     activation_bytes: int = 0
     message_bytes: int = 0
-    workspace_bytes: int = 0
+    workspace: Lines = ()
     most_in_flight: int | None = None
     num_microbatches: int | None = None
     extra_bytes: int = 0
@@ -61,23 +64,25 @@ class Room:
         """At the fullest moment of a stage with ``depth - 1`` stages behind it."""
         model = choice.memory_model()
         held = model.in_flight(depth) * self.activation_bytes + model.message_slots * self.message_bytes
-        held += self.workspace_bytes
-        if self.num_microbatches is not None:
-            held = -(-held * self.num_microbatches // choice.num_microbatches)
-        return self.fixed_bytes + self.extra_bytes + held
+        share = Fraction(self.num_microbatches or choice.num_microbatches, choice.num_microbatches)
+        workspace = max((fixed + share * grows for fixed, grows in self.workspace), default=Fraction(0))
+        return self.fixed_bytes + self.extra_bytes + math.ceil(held * share + max(Fraction(0), workspace))
 
     def measured(self, choice: Choice, depth: int, peak_bytes: int) -> Room:
         """The room as a measured peak shows it: never more than before."""
         return replace(self, extra_bytes=self.extra_bytes + max(0, peak_bytes - self.need_bytes(choice, depth)))
 
 
-def rooms_of(found: Sequence[StageMemory], model: MemoryModel, limits: Sequence[int | None]) -> tuple[Room, ...]:
+def rooms_of(
+    found: Sequence[StageMemory], model: MemoryModel, limits: Sequence[int | None], workspaces: Sequence[Lines]
+) -> tuple[Room, ...]:
     """Rooms from a plan's own memory.
 
     Args:
         found: by stage, of the plan.
         model: that it was made with.
         limits: bytes by stage; None where nobody said, which bounds the micro-batches in flight instead.
+        workspaces: by stage, over samples.
     """
     unknown = unknown_rooms(len(found))
     return tuple(
@@ -87,10 +92,10 @@ def rooms_of(found: Sequence[StageMemory], model: MemoryModel, limits: Sequence[
             fixed_bytes=m.weight_bytes + m.gradient_bytes + m.optimizer_bytes + m.buffer_bytes + m.reserve_bytes,
             activation_bytes=m.activation_bytes // max(1, m.in_flight),
             message_bytes=m.message_bytes // max(1, model.message_slots),
-            workspace_bytes=m.workspace_bytes,
+            workspace=tuple((fixed, per_sample * model.microbatch_size) for fixed, per_sample in lines),
             num_microbatches=model.num_microbatches,
         )
-        for m, limit, free in zip(found, limits, unknown, strict=True)
+        for m, limit, free, lines in zip(found, limits, unknown, workspaces, strict=True)
     )
 
 

@@ -15,7 +15,7 @@ fewest micro-batches. Left out: the processor time that a codec takes from a sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -110,7 +110,7 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
     for here in at.values():
         orders.extend(_orders(space, here, plain, score))
     if not orders:  # nothing fits: what holds least is what comes nearest
-        orders.append(_thriftiest(space, replace(plain, num_microbatches=max(at))))
+        orders.append(_thriftiest(space, replace(plain, num_microbatches=_nearest_count(space, current, at))))
     lossless = _pick(space, orders, score)
     here = at[lossless.choice.num_microbatches]
     compressed = _compressed(space, here, lossless.choice, codecs, score)
@@ -246,6 +246,14 @@ def _compressed(
             if milder != choice and score(milder) <= best_s * (1 + EVEN):
                 choice = milder
     return Scored(choice, score(choice)) if choice.lossy else None
+
+
+def _nearest_count(space: Space, current: Choice, counts: Iterable[int]) -> int:
+    """M where nothing fits: the most, if smaller micro-batches can help; what is there anyway does not shrink."""
+    hopeless = any(
+        room.limit_bytes is not None and room.fixed_bytes + room.extra_bytes >= room.limit_bytes for room in space.rooms
+    )
+    return current.num_microbatches if hopeless else max(counts)
 
 
 def _thriftiest(space: Space, plain: Choice) -> Choice:

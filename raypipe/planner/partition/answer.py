@@ -10,7 +10,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Stage, human_bytes
-from raypipe.planner.columns import Sums, columns_of, sums_of, workspace_of
+from raypipe.planner.columns import Sums, columns_of, sums_of, workspace_bytes
 from raypipe.planner.memory import stage_memory
 from raypipe.planner.partition.limits import Limits
 
@@ -49,7 +49,7 @@ def make_answer(
             -(-behind // len(piece.devices)),
             receive_bytes=piece.input_bytes,
             send_bytes=after,
-            workspace_bytes=workspace_of(graph, piece.nodes, limits.memory.microbatch_size),
+            workspace_bytes=workspace_bytes(graph, piece.nodes, limits.memory.microbatch_size),
         )
         ends = (graph.nodes[piece.nodes[0]].name, graph.nodes[piece.nodes[-1]].name)
         stages.append(_stage(index, start, ends, held, piece, memory.total_bytes))
@@ -120,8 +120,12 @@ def no_cut_fits(graph: ModelGraph, cluster: Cluster, limits: Limits, nearest: Pa
             rows.append((needed / max(cap, 1), memory, needed, cap, device))
         behind -= len(stage.devices)
     _, memory, needed, cap, device = max(rows, key=lambda row: row[0])
+    left = limits.room_bytes
+    offers = human_bytes(max(cap, 0))
+    if left:
+        offers += f" beside {human_bytes(left)} for messages and what operations need while they run"
     return PlanError(
         f"No cut into {wanted} keeps the memory limits. In the nearest one, stage {memory.stage} needs "
-        f"{human_bytes(needed)} at {memory.action}, and {device.name} offers {human_bytes(max(cap, 0))}: {memory}. Use "
+        f"{human_bytes(needed)} at {memory.action}, and {device.name} offers {offers}: {memory}. Use "
         "smaller micro-batches, more or larger devices, or a schedule with fewer micro-batches in flight."
     )

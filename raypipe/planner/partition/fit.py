@@ -1,8 +1,9 @@
 """A partition that fits with its messages and workspaces, or a refusal that names the nearest plan that would.
 
 The solvers leave out the messages at a cut, which depend on the cut, and the memory that single operations need while
-they run, which does not add up. Here a partition is solved, both are counted, and where a stage is over its limit by
-them, it is solved again with that much room left.
+they run, which does not add up. Here a partition is solved and both are counted. Where a stage is over its limit by
+them, it is solved again: with room left on every device for the messages and for what every stage needs, and what one
+stage needs beyond the others (the logits of a large vocabulary, say) counted as a part of the operation that needs it.
 Where nothing fits, smaller changes are tried before larger ones: another schedule, smaller micro-batches, both.
 """
 
@@ -10,17 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
-from raypipe.ir.plan import Partition, human_bytes
-from raypipe.planner.columns import sums_of, workspace_of
+from raypipe.ir.lines import most
+from raypipe.ir.plan import Partition, Stage, human_bytes
+from raypipe.planner.columns import sums_of, workspace_bytes
 from raypipe.planner.memory import MemoryModel, StageMemory, check_memory, stage_memory
 from raypipe.planner.partition.limits import Limits
 
-__all__ = ["Solver", "fitting_partition", "limit_bytes", "memory_of", "solve_within"]
+__all__ = ["Solver", "fitting_partition", "limit_bytes", "memory_of", "refilled", "solve_within"]
 
 Solver = Callable[[ModelGraph, Cluster, Limits], Partition]
 """What ``prefix_sum``, ``antichain`` and ``hierarchical`` are."""
@@ -45,7 +47,7 @@ def memory_of(graph: ModelGraph, partition: Partition, model: MemoryModel) -> tu
                 -(-behind // replicas),
                 receive_bytes=stage.input_bytes,
                 send_bytes=after,
-                workspace_bytes=workspace_of(graph, nodes, model.microbatch_size),
+                workspace_bytes=workspace_bytes(graph, nodes, model.microbatch_size),
             )
         )
         behind -= replicas
@@ -71,29 +73,60 @@ def fitting_partition(solver: Solver, graph: ModelGraph, cluster: Cluster, limit
 def solve_within(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
     """``fitting_partition`` without the search for advice.
 
-    The room only grows, so that this ends; at worst a plan is refused that a cleverer search would find.
+    Room and charges only grow, so that this ends; at worst a plan is refused that a cleverer search would find.
 
     Raises:
         PlanError: nothing fits; names stage, action and numbers.
     """
-    room = limits.room_bytes
+    room, charges = limits.room_bytes, dict[int, int]()
     for _ in range(ROUNDS):
-        found = solver(graph, cluster, dataclasses.replace(limits, room_bytes=room))
+        found = solver(_charged(graph, charges), cluster, dataclasses.replace(limits, room_bytes=room))
         memory = memory_of(graph, found, limits.memory)
         caps = [
             min((cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None), default=None)
             for stage in found.stages
         ]
-        over = [
-            m.message_bytes + m.workspace_bytes
-            for m, cap in zip(memory, caps, strict=True)
-            if cap is not None and m.total_bytes > cap
-        ]
+        over = [m for m, cap in zip(memory, caps, strict=True) if cap is not None and m.total_bytes > cap]
         if not over:
-            return found
-        room = max(room + 1, *over)
+            return refilled(found, graph, limits.memory) if charges else found
+        common = min(m.workspace_bytes for m in memory)
+        before = room, dict(charges)
+        room = max(room, common + max(m.message_bytes for m in over))
+        for m in over:
+            if (more := m.workspace_bytes - common) > 0:
+                needy = _neediest(graph, found, found.stages[m.stage], limits.memory.microbatch_size)
+                charges[needy] = max(more, charges.get(needy, 0))
+        if (room, charges) == before:
+            room += max(m.message_bytes + m.workspace_bytes for m in over)
     check_memory(memory, caps)
     return found
+
+
+def _neediest(graph: ModelGraph, partition: Partition, stage: Stage, samples: int) -> int:
+    """The node of a stage that needs most above what the stage keeps."""
+    after, needs = 0, dict[int, int]()
+    for node in reversed((partition.order or range(len(graph.nodes)))[stage.start : stage.stop]):
+        needs[node] = most(graph.nodes[node].workspace, samples) - after
+        after += samples * graph.nodes[node].activation_bytes
+    return max(needs, key=needs.__getitem__)
+
+
+def _charged(graph: ModelGraph, charges: Mapping[int, int]) -> ModelGraph:
+    """With so many bytes more on these nodes, as buffers, which are there once."""
+    if not charges:
+        return graph
+    nodes = list(graph.nodes)
+    for at, nbytes in charges.items():
+        nodes[at] = dataclasses.replace(nodes[at], buffer_bytes=nodes[at].buffer_bytes + nbytes)
+    return dataclasses.replace(graph, nodes=tuple(nodes))
+
+
+def refilled(partition: Partition, graph: ModelGraph, model: MemoryModel) -> Partition:
+    """The same cut with the memory that this model says."""
+    stages = zip(partition.stages, memory_of(graph, partition, model), strict=True)
+    return dataclasses.replace(
+        partition, stages=tuple(dataclasses.replace(stage, memory_bytes=m.total_bytes) for stage, m in stages)
+    )
 
 
 def limit_bytes(cluster: Cluster, limits: Limits, device: int) -> int | None:

@@ -15,7 +15,7 @@ from raypipe.ir.prediction import Prediction
 from raypipe.ir.profile import Profile
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.microbatch import Hop, MicrobatchChoice, StageTime, choose_microbatches
-from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, solve_within
+from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, refilled, solve_within
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import any_cut
 from raypipe.planner.tune.coarse import coarse
@@ -111,7 +111,7 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
     elif problem.described and problem.request.schedule == "auto" and request.schedule == "slack":
         request = _with_slack(problem, request, graph, limits, partition)
         limits = _limits(request, num_stages, partition.num_stages, count, size)
-        partition = _refilled(partition, graph, limits)
+        partition = refilled(partition, graph, limits.memory)
     found = Decision(
         request=request,
         graph=graph,
@@ -274,12 +274,3 @@ def _fits(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Lim
         if caps and need.total_bytes > min(caps):
             return False
     return True
-
-
-def _refilled(partition: Partition, graph: ModelGraph, limits: Limits) -> Partition:
-    """The same cut with the memory of another schedule."""
-    memory = memory_of(graph, partition, limits.memory)
-    stages = zip(partition.stages, memory, strict=True)
-    return dataclasses.replace(
-        partition, stages=tuple(dataclasses.replace(s, memory_bytes=m.total_bytes) for s, m in stages)
-    )

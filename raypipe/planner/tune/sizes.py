@@ -114,6 +114,5 @@ def _slower(node: Node, factor: float) -> Node:
         node.frozen_bytes,
         node.buffer_bytes,
         node.source,
-        node.workspace_bytes,
-        node.workspace_fixed_bytes,
+        node.workspace,
     )
