@@ -6,7 +6,7 @@
         by every message, hop 0, then 1, then 2, then none; 40 steps each
 
 Fixed plans run each phase for fewer steps, whose mean counts for all of the phase; the adaptive runs count every step,
-those in which the controller had not yet answered among them. All take turns, round by round. The oracle takes the best
+those in which the controller had not yet answered among them. All take turns, round by round and there and back. The oracle takes the best
 fixed plan of each phase: which one that is, another round says than the one that it is timed in, for the least of many
 noisy numbers is shorter than any plan is; but a plan chosen so may not be the best. ``vs_oracle_of_means`` takes the
 least mean of all rounds, so that the truth is between the two. With the controller frozen (retune_interval_steps=0) b
@@ -45,6 +45,7 @@ A_FIXED: dict[str, dict[str, Any]] = {
     "kfkb 2": {"schedule": "kfkb", "group_size": 2},
     "kfkb 4": {"schedule": "kfkb", "group_size": 4},
 }
+ADAPTIVE = "adaptive"
 B_PHASES = ("hop 0", "hop 1", "hop 2", "none")
 B_TAKEN_S, B_STAGES, B_COUNT, B_HELD = 0.025, [(0.010, 0.020)] * 4, 16, 6
 B_MARK = 1.25
@@ -109,14 +110,18 @@ def scenario_a(settings: Settings) -> tuple[dict[str, float], dict[str, Any], li
     fixed = {name: Fixed(name, []) for name in itertools.islice(A_FIXED, settings.fixed)}
     adaptive, free = [], []
     with rig() as lab:
-        for _ in range(settings.rounds):
-            adaptive.append(run_a(lab, {}, settings.phase_steps))
-            print(f"a adaptive: {sum(adaptive[-1]['seconds']):.1f} s; {machine_line()}", flush=True)
-            for name, one in fixed.items():
+        for turn in range(settings.rounds):
+            # There and back again, so that nobody always runs first on a machine that slows down.
+            for name in [ADAPTIVE, *fixed][:: -1 if turn % 2 else 1]:
+                if name == ADAPTIVE:
+                    adaptive.append(run_a(lab, {}, settings.phase_steps))
+                    print(f"a adaptive: {sum(adaptive[-1]['seconds']):.1f} s; {machine_line()}", flush=True)
+                    free.extend(adaptive[-1]["seconds"][settings.settling : settings.phase_steps])
+                    continue
+                one = fixed[name]
                 seconds = run_a(lab, A_FIXED[name], settings.fixed_steps)["seconds"]
                 one.rounds.append(phase_means(seconds, settings))
                 print(f"a {name}: {_in_ms(one.rounds[-1])}; {machine_line()}", flush=True)
-            free.extend(adaptive[-1]["seconds"][settings.settling : settings.phase_steps])
     plans = list(fixed.values())
     figures = _judged("a", [ran["seconds"] for ran in adaptive], plans, settings)
     figures["free_link_penalty"] = fmean(free) / _chosen_elsewhere(plans, itemgetter(0))

@@ -36,12 +36,16 @@ _ACTION = re.compile(r"(\d+)([A-Z]+(?:_[A-Z]+)?)(\d+)")
 
 
 def arguments(
-    description: str | None, given: Sequence[str] | None = None, folders: Mapping[str, str] | None = None
+    description: str | None,
+    given: Sequence[str] | None = None,
+    folders: Mapping[str, str] | None = None,
+    switches: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
     """``--quick``, ``--json FILE`` and ``--handicap SECONDS``, which every benchmark takes.
 
     Args:
         folders: further options that name a folder, with their help.
+        switches: further options that take no value, with their help.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute: fewer configurations, fewer steps")
@@ -51,6 +55,8 @@ def arguments(
     )
     for name, text in (folders or {}).items():
         parser.add_argument(name, type=Path, metavar="FOLDER", help=text)
+    for name, text in (switches or {}).items():
+        parser.add_argument(name, action="store_true", help=text)
     asked = parser.parse_args(given)
     if asked.handicap < 0:
         parser.error(f"--handicap {asked.handicap:g}: seconds must be a number from 0 up")

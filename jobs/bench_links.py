@@ -7,6 +7,9 @@
 
 Real compute: a GPT of eight blocks, 256 KiB per boundary message, M = 8, AdamW, one thread per process. At each rate
 ours and torch's take turns; the steps before the last ``counted`` ones warm up, and let the controller settle.
+With ``--emulated`` the blocks sleep instead, 17.8 ms forward and 35.5 ms back per stage and micro-batch: stages with
+processors of their own, which the runtimes' threads take nothing from. Figures end in ``_emulated`` then.
+
 The limit is the quickest lossless schedule on paper, with the stages' seconds as they were in our runs and the link's
 goodput as a flow of its own measures it: ``fraction_of_limit`` is that over our step. A stage's seconds per forward and
 backward are those of the traced step, times what all counted steps were busy over what the traced one was.
@@ -38,6 +41,8 @@ MESSAGE_BYTES = 4 * links_gpt.MICROBATCH_SIZE * links_gpt.CONTEXT * links_gpt.WI
 MICROBATCHES = links_gpt.MICROBATCHES
 PORT = 29_511
 LIMIT_S = 400.0
+EMULATED_S = (0.0178, 0.0355)
+"""(F, B) of a stage and micro-batch, as the same GPT takes on a machine with quicker processors."""
 CODEC = {"codec_forward": "auto", "codec_backward": "auto"}
 OURS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -59,6 +64,7 @@ class Settings(NamedTuple):
     once: tuple[str, ...] = ("1f1b", "object_store")
     once_at: int = 50
     schedules: tuple[str, ...] = tuple(SCHEDULES)
+    half_s: tuple[float, ...] = ()
 
 
 QUICK = Settings((50,), 14, 4, 4, 1, ("auto",), (), schedules=("1F1B",))
@@ -75,14 +81,15 @@ class Candidate(NamedTuple):
 
 def run_ours(lab: Rig, name: str, settings: Settings) -> dict[str, Any]:
     """One run of ours."""
-    asked = json.dumps({"steps": settings.steps, "pipeline": OURS[name]})
+    asked = json.dumps({"steps": settings.steps, "pipeline": OURS[name], "half_s": settings.half_s})
     found: dict[str, Any] = lab.answer(lab.start(0, "links_ours.py", asked), LIMIT_S)
     return found
 
 
 def run_torch(lab: Rig, settings: Settings, plans: dict[str, str]) -> dict[str, Any]:
     """All of torch's schedules and ``plans``: seconds of the steps behind the first two, and peaks, by name."""
-    asked = json.dumps({"steps": settings.torch_steps + 2, "schedules": settings.schedules, "plans": plans})
+    wanted = {"steps": settings.torch_steps + 2, "schedules": settings.schedules, "plans": plans}
+    asked = json.dumps({**wanted, "half_s": settings.half_s})
     meeting = f"10.79.0.1:{PORT}"
     ranks = [lab.start(rank, "links_torch.py", str(rank), meeting, f"to{1 - rank}", asked) for rank in range(2)]
     answers = [lab.answer(rank, LIMIT_S) for rank in ranks]
@@ -185,8 +192,10 @@ def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[di
 
 def main() -> int:
     """Measure at every rate."""
-    asked = bench_common.arguments(__doc__)
+    asked = bench_common.arguments(__doc__, switches={"--emulated": "stages sleep instead of computing"})
     settings = QUICK if asked.quick else Settings()
+    if asked.emulated:
+        settings = settings._replace(half_s=EMULATED_S)
     raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
     figures: dict[str, float] = {}
     rows: list[list[Any]] = []
@@ -196,7 +205,7 @@ def main() -> int:
         for rate in settings.rates_mbit:
             raw[str(rate)] = found = measure(lab, rate, settings)
             some, more = figures_of(rate, found, settings)
-            figures |= some
+            figures |= {f"{key}_emulated" if asked.emulated else key: value for key, value in some.items()}
             rows += more
     columns = ("candidate", "Mbit/s", "ms", "x torch 1F1B", "peak MiB", "at the end")
     print("\n" + bench_common.table(f"median steps; {machine_line()}", columns, rows))

@@ -1,9 +1,15 @@
-"""What bench_links trains: a GPT of eight blocks whose boundary is 256 KiB per micro-batch of two samples."""
+"""What bench_links trains: a GPT of eight blocks whose boundary is 256 KiB per micro-batch of two samples.
+
+In its place there may be blocks that sleep where an accelerator would compute, with messages of the same size.
+"""
 
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,15 +54,57 @@ class Head(nn.Module):
         return self.out(self.norm(x))
 
 
-def chain() -> nn.Sequential:
-    """The same in every process: children "0" (embedding), "1" to "8" (blocks), "9" (head)."""
+class _Sleep(torch.autograd.Function):
+    """x as it is, later."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradient, None, None
+
+
+class SleepingBlock(nn.Module):
+    """Half of its backward is for the input and half for its parameter, so that schedules may part them.
+
+    Args:
+        forward_s, backward_s: of one micro-batch.
+    """
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.forward_s, self.half_s = forward_s, backward_s / 2
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        passed: torch.Tensor = _Sleep.apply(x, self.forward_s, self.half_s)
+        scale: torch.Tensor = _Sleep.apply(self.scale, 0.0, self.half_s)
+        return passed * scale
+
+
+def chain(half_s: Sequence[float] = ()) -> nn.Sequential:
+    """The same in every process: children "0" (embedding), "1" to "8" (blocks), "9" (head).
+
+    Args:
+        half_s: (forward, backward) seconds of half of the blocks, which then sleep; () to compute.
+    """
     torch.manual_seed(5)
-    return nn.Sequential(Embed(), *(Block(WIDTH, HEADS) for _ in range(DEPTH)), Head())
+    blocks: list[nn.Module]
+    if half_s:
+        blocks = [SleepingBlock(*(seconds / (DEPTH // 2) for seconds in half_s)) for _ in range(DEPTH)]
+    else:
+        blocks = [Block(WIDTH, HEADS) for _ in range(DEPTH)]
+    return nn.Sequential(Embed(), *blocks, Head())
 
 
-def pieces(count: int) -> list[nn.Sequential]:
+def pieces(count: int, half_s: Sequence[float] = ()) -> list[nn.Sequential]:
     """The chain in ``count`` parts of equally many blocks."""
-    whole, blocks = list(chain()), DEPTH // count
+    whole, blocks = list(chain(half_s)), DEPTH // count
     cuts = [0, *(1 + blocks * i for i in range(1, count)), len(whole)]
     return [nn.Sequential(*whole[a:b]) for a, b in itertools.pairwise(cuts)]
 

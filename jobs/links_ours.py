@@ -29,7 +29,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     ray.init(address=head, _node_ip_address=head.partition(":")[0], log_to_driver=False)
     with tempfile.TemporaryDirectory(prefix="bench-links-") as folder:
         trainer = raypipe.PipelineTrainer(
-            links_gpt.chain(),
+            links_gpt.chain(asked.get("half_s", ())),
             loss_fn=links_gpt.loss_fn,
             optimizer=links_gpt.optimizer_of,
             train_data=links_gpt.samples(asked["steps"]),

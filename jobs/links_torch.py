@@ -43,15 +43,16 @@ def main(rank: int, meeting: str, interface: str, asked: dict[str, Any]) -> dict
     found: dict[str, Any] = {}
     try:
         for name in [*asked["schedules"], *asked["plans"]]:
-            found[name] = _timed(rank, name, asked["plans"].get(name, ""), asked["steps"])
+            found[name] = _timed(rank, name, asked)
     finally:
         dist.destroy_process_group()
     return found
 
 
-def _timed(rank: int, name: str, plan: str, steps: int) -> dict[str, Any]:
+def _timed(rank: int, name: str, asked: dict[str, Any]) -> dict[str, Any]:
+    plan, steps = asked["plans"].get(name, ""), asked["steps"]
     held = SCHEDULES.get(name, SCHEDULES["1F1B"])
-    parts = links_gpt.pieces(sum(map(len, held)))
+    parts = links_gpt.pieces(sum(map(len, held)), asked["half_s"])
     modules = [parts[index] for index in held[rank]]
     count = len(parts)
     stages = [PipelineStage(m, i, count, torch.device("cpu")) for m, i in zip(modules, held[rank], strict=True)]
