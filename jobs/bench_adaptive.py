@@ -6,11 +6,12 @@
         by every message, hop 0, then 1, then 2, then none; 40 steps each
 
 Fixed plans run each phase for fewer steps, whose mean counts for all of the phase; the adaptive runs count every step,
-those in which the controller had not yet answered among them. All take turns, round by round and there and back. The oracle takes the best
-fixed plan of each phase: which one that is, another round says than the one that it is timed in, for the least of many
-noisy numbers is shorter than any plan is; but a plan chosen so may not be the best. ``vs_oracle_of_means`` takes the
-least mean of all rounds, so that the truth is between the two. With the controller frozen (retune_interval_steps=0) b
-must miss its mark: ``frozen_fails`` is 1 then. ``--plot FOLDER`` keeps the histories as pictures.
+those in which the controller had not yet answered among them. All take turns, round by round, there and back. The
+oracle takes the best fixed plan of each phase: which one that is, another round says than the one that it is timed in,
+for the least of many noisy numbers is shorter than any plan is; but a plan chosen so may not be the best.
+``vs_oracle_of_means`` takes the least mean of all rounds, so that the truth is between the two. With the controller
+frozen (retune_interval_steps=0) b must miss its mark: ``frozen_fails`` is 1 then. ``--plot FOLDER`` keeps the histories
+as pictures.
 """
 
 from __future__ import annotations
