@@ -7,14 +7,13 @@ import subprocess
 import sys
 
 FAULTS = """
-import resource, sys, torch
+import resource, torch
 from raypipe.engine.profiling.measure import settle_allocator
 
 def turn():
     kept = [torch.ones(1 << 18) for _ in range(20)]  # 20 MiB, freed together
 
-if sys.argv[1] == "settled":
-    settle_allocator()
+settle_allocator()
 turn()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
@@ -25,17 +24,14 @@ PAGES = 20 * (20 << 20) // 4096
 """Of all turns."""
 
 
-def faults(state: str) -> int:
-    """Pages that were touched anew, in a process of its own: this one's malloc has seen other tests."""
-    settings = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    command = [sys.executable, "-c", FAULTS, state]
-    return int(subprocess.run(command, env=settings, stdout=subprocess.PIPE, timeout=120, check=True).stdout)
-
-
 def test_freed_memory_is_used_again() -> None:
-    assert faults("settled") < PAGES / 20
+    """In a process of its own, for this one's malloc has seen other tests.
 
-
-def test_without_it_every_turn_touches_all_its_memory_anew() -> None:
-    """Else the test above would hold whatever is done: then this allocator needs no settling."""
-    assert faults("new") > PAGES / 2
+    Unsettled, most processes touch all pages in every turn; in some a small piece happens to lie on top of the heap and
+    keeps it from being given back, so nothing is asserted of those.
+    """
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    found = subprocess.run(
+        [sys.executable, "-c", FAULTS], env=settings, stdout=subprocess.PIPE, timeout=120, check=True
+    )
+    assert int(found.stdout) < PAGES / 20
