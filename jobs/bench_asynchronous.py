@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import bench_common
 import torch
 from bench_common import machine_line, median
+from later import Later
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -58,21 +59,6 @@ class Settings(NamedTuple):
 QUICK = Settings(depth=4, epochs=2, rounds=1)
 
 
-class _Sleep(torch.autograd.Function):
-    """x as it is, later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
 class Handicap(nn.Module):
     """Slows a stage down by so many seconds in its forward and as many in its backward."""
 
@@ -81,7 +67,7 @@ class Handicap(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x, self.seconds)
+        return Later.apply(x, self.seconds, self.seconds)
 
 
 def model(depth: int, handicap_s: float = 0.0) -> tuple[nn.Sequential, str]:

@@ -6,12 +6,11 @@ In its place there may be blocks that sleep where an accelerator would compute, 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from later import Later
 from torch import nn
 from torch.utils.data import TensorDataset
 from train_lm import VOCABULARY, Block, loss_fn
@@ -54,21 +53,6 @@ class Head(nn.Module):
         return self.out(self.norm(x))
 
 
-class _Sleep(torch.autograd.Function):
-    """x as it is, later."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        time.sleep(ctx.backward_s)
-        return gradient, None, None
-
-
 class SleepingBlock(nn.Module):
     """Half of its backward is for the input and half for its parameter, so that schedules may part them.
 
@@ -82,8 +66,8 @@ class SleepingBlock(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        passed: torch.Tensor = _Sleep.apply(x, self.forward_s, self.half_s)
-        scale: torch.Tensor = _Sleep.apply(self.scale, 0.0, self.half_s)
+        passed: torch.Tensor = Later.apply(x, self.forward_s, self.half_s)
+        scale: torch.Tensor = Later.apply(self.scale, 0.0, self.half_s)
         return passed * scale
 
 

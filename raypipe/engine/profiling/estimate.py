@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import KeptBytes, tensors_in
-from raypipe.engine.profiling.steps import Steps, steps_of
+from raypipe.engine.profiling.steps import Columns, Steps, steps_of
 from raypipe.engine.profiling.workspace import Passes, workspaces
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import ConfigError
 from raypipe.ir.profile import Profile
 
 __all__ = ["Rates", "estimate_graph", "measure_rates"]
-
-Columns = Mapping[Any, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

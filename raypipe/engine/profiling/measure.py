@@ -30,7 +30,7 @@ from raypipe.engine.gradients import GradientSink
 from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, KeptBytes, Shares
 from raypipe.engine.profiling.rounds import Moment, Round, Seconds, seconds_between, seconds_of
-from raypipe.engine.profiling.steps import KEY, Steps, steps_of
+from raypipe.engine.profiling.steps import KEY, Columns, Steps, first_of, samples_of, steps_of
 from raypipe.engine.profiling.workspace import Passes, workspaces
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.weight_ring import WeightRing
@@ -47,7 +47,6 @@ LARGEST_TURN_BYTES = (32 << 20) - (64 << 10)
 """Just below what glibc's malloc lets its thresholds grow to."""
 
 Progress = Callable[[int, int], None]
-Columns = Mapping[Any, torch.Tensor]
 
 
 def profile_graph(
@@ -75,7 +74,7 @@ def profile_graph(
     Raises:
         StageError: the model cannot run on these columns; ``estimate_graph`` needs no run.
     """
-    samples = min(len(t) for t in columns.values() if t.dim())
+    samples = samples_of(columns)
     sizes = powers_of_two(samples) if sizes is None else sizes
     total = (repeats + 1) * (1 + sum(1 for size in sizes if size != samples)) + 3
     done = 0
@@ -92,7 +91,8 @@ def profile_graph(
             bench = _Bench.of(captured)
             kept = bench.kept(columns)
             advance()
-            spaces = workspaces(Passes(bench.steps, bench.leaves, bench.buffers, bench.loss), columns, half(columns))
+            passes = Passes(bench.steps, bench.leaves, bench.buffers, bench.loss)
+            spaces = workspaces(passes, columns, first_of(columns, samples // 2) if samples > 1 else None)
             advance()
             shares = bench.shares(columns)
             advance()
@@ -118,7 +118,7 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 def larger_sizes(samples: int, larger: Columns) -> tuple[int, ...]:
     """Twice, four times, ... so many samples, as far as there are some."""
-    most = min((len(t) for t in larger.values() if t.dim()), default=0)
+    most = samples_of(larger)
     return tuple(samples << i for i in range(1, most.bit_length()) if samples << i <= most)
 
 
@@ -130,12 +130,6 @@ def settle_allocator() -> None:
     that in the rounds of a size that is new: they took up to 1.4 times the time of later ones.
     """
     torch.empty(LARGEST_TURN_BYTES, dtype=torch.uint8)
-
-
-def half(columns: Columns) -> Columns | None:
-    """The first half of the samples; None where there is one only."""
-    samples = min(len(t) for t in columns.values() if t.dim())
-    return {name: t[: samples // 2] if t.dim() else t for name, t in columns.items()} if samples > 1 else None
 
 
 def device_name() -> str:
@@ -250,7 +244,7 @@ def _by_size(
     found: dict[int, Seconds | float] = {}
     notes = []
     for size in sorted(sizes):
-        part = {name: t[:size] if t.dim() else t for name, t in columns.items()}
+        part = first_of(columns, size)
         try:
             rounds, seconds = [], []
             for _ in range(repeats + 1):
@@ -277,7 +271,7 @@ def _beyond(
     for size in larger_sizes(samples, larger):
         if (repeats + 1) * 2 * seconds > cheap_s:  # twice the samples take at most about twice as long
             break
-        part = {name: t[:size] if t.dim() else t for name, t in larger.items()}
+        part = first_of(larger, size)
         try:
             seconds = statistics.median([sum(bench.whole(part)) for _ in range(repeats + 1)][1:])
         except Exception as error:  # noqa: BLE001  (the user's code, at a size that nobody asked for)

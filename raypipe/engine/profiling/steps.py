@@ -25,7 +25,9 @@ from raypipe.engine.capture.sequential import SequentialFunction
 from raypipe.engine.randomness import RandomKey, dropout, keyed_call
 from raypipe.engine.stage import StageProgram
 
-__all__ = ["Observe", "Steps", "steps_of"]
+__all__ = ["Columns", "Observe", "Steps", "first_of", "samples_of", "steps_of"]
+
+Columns = Mapping[Any, torch.Tensor]
 
 Observe = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 KEY = RandomKey(0, 0, 0)
@@ -44,6 +46,16 @@ class Steps:
     sites: tuple[tuple[int, ...], ...]
     weight_like: frozenset[int]
     run: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], Mapping[Any, torch.Tensor], Observe], Any]
+
+
+def samples_of(columns: Columns) -> int:
+    """How many there are; columns without a batch dimension count for nothing."""
+    return min((len(t) for t in columns.values() if t.dim()), default=0)
+
+
+def first_of(columns: Columns, samples: int) -> Columns:
+    """The first so many."""
+    return {name: t[:samples] if t.dim() else t for name, t in columns.items()}
 
 
 def steps_of(captured: Capture, program: StageProgram) -> Steps:

@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.engine.backward import gradients
 from raypipe.engine.profiling.observe import BackwardClock, Call, KeptBytes, tensors_in
-from raypipe.engine.profiling.steps import Steps
+from raypipe.engine.profiling.steps import Columns, Steps, samples_of
 from raypipe.ir.lines import Lines, pruned
 
 __all__ = ["LiveBytes", "Passes", "workspaces"]
-
-Columns = Mapping[Any, torch.Tensor]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -87,16 +85,16 @@ def workspaces(passes: Passes, columns: Columns, other: Columns | None = None) -
 
     With one number only, what depends on parameters alone and the largest gradient of a parameter count as fixed.
     """
-    found = {_samples(columns): _readings(passes, columns)}
+    found = {samples_of(columns): _readings(passes, columns)}
     if other is not None:
         # The user's code, at a size that nobody asked for: batch statistics of a single value, for one.
         with contextlib.suppress(Exception):
-            found[_samples(other)] = _readings(passes, other)
+            found[samples_of(other)] = _readings(passes, other)
     (few, low), (many, high) = min(found.items()), max(found.items())
     lines: list[list[tuple[int, int]]] = [[] for _ in passes.steps.sites]
     if few == many or [at for at, _ in low] != [at for at, _ in high]:
-        for at, nbytes in found[_samples(columns)]:
-            lines[at].append(_alone(passes, at, nbytes, _samples(columns)))
+        for at, nbytes in found[samples_of(columns)]:
+            lines[at].append(_alone(passes, at, nbytes, samples_of(columns)))
     else:
         for (at, low_bytes), (_, high_bytes) in zip(low, high, strict=True):
             lines[at].append(_line(few, low_bytes, many, high_bytes))
@@ -119,10 +117,6 @@ def _alone(passes: Passes, position: int, nbytes: int, samples: int) -> tuple[in
     leaves = (passes.leaves[site] for site in passes.steps.sites[position])
     fixed = min(max(0, nbytes), max((leaf.nbytes for leaf in leaves if leaf.requires_grad), default=0))
     return fixed, math.ceil((nbytes - fixed) / samples)
-
-
-def _samples(columns: Columns) -> int:
-    return min(len(t) for t in columns.values() if t.dim())
 
 
 def _readings(passes: Passes, columns: Columns) -> list[tuple[int, int]]:
