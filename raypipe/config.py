@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "num_replicas": (1,),
-    "schedule": ("gpipe", "1f1b", "kfkb", "slack", "pipedream", "2bw"),
+    "schedule": ("gpipe", "1f1b", "kfkb", "slack", "zb-h1", "pipedream", "2bw"),
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8"),
     "codec_backward": ("none", "bf16", "fp16", "int8"),
@@ -154,8 +154,10 @@ class PipelineConfig:
             order that the model allows, "hierarchical" with replicas (to plan with, not to run yet);
             "auto" takes the first two. "parameters" profiles nothing and gives every stage about the
             same parameter bytes; a list of module names starts a new stage at each of them.
-        schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for, or kFkB,
-            turned by the controller while the run trains.
+        schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for, kFkB or,
+            where the halves of the backwards were profiled, "zb-h1", turned by the controller while the run trains.
+            "zb-h1" parts backwards and puts off what only the weights need: shorter steps for more memory behind
+            the first stage.
         group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
             controller turns it.
         slack: r of slack: forwards that each stage starts earlier than the next, 1 being 1F1B; a list gives one
@@ -337,10 +339,10 @@ def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: i
 
 
 def _check_slack(slack: int | Sequence[int] | Auto, schedule: str, num_stages: int | Auto) -> None:
-    if slack != "auto" and schedule not in ("slack", "pipedream", "2bw"):
+    if slack != "auto" and schedule not in ("slack", "zb-h1", "pipedream", "2bw"):
         raise ConfigError(
-            f"slack={slack!r} means nothing to schedule={schedule!r}. Set schedule='slack', 'pipedream' or '2bw', or "
-            "leave slack out."
+            f"slack={slack!r} means nothing to schedule={schedule!r}. Set schedule='slack', 'zb-h1', 'pipedream' or "
+            "'2bw', or leave slack out."
         )
     if isinstance(slack, tuple) and num_stages not in ("auto", len(slack) + 1):
         raise ConfigError(

@@ -10,7 +10,7 @@ from raypipe.prepare import Job
 
 __all__ = ["retune_setup"]
 
-TURNED = ("auto", "kfkb", "slack")
+TURNED = ("auto", "kfkb", "slack", "zb-h1")
 FORWARD_CODECS = ("bf16", "int8")
 BACKWARD_CODECS = ("bf16",)
 """What "auto" may take, the mildest first: gradients are treated more mildly than activations."""

@@ -35,7 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 STEPS = 5
-SCHEDULES = ("gpipe", "1f1b", "kfkb1", "kfkb2", "kfkb3", "kfkb4", "slack")
+SCHEDULES = ("gpipe", "1f1b", "kfkb1", "kfkb2", "kfkb3", "kfkb4", "slack", "zb-h1")
 
 
 @dataclass(frozen=True)

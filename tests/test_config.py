@@ -79,7 +79,7 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("schedule", "zb-h1"),
+        ("schedule", "zb-v"),
         ("schedule", "rows.csv"),
         ("num_replicas", 2),
         ("num_replicas", [1, 2]),

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 __all__ = ["gradients"]
 
@@ -21,15 +22,18 @@ _run = getattr(_engine, "run_backward", None)
 
 
 def gradients(
-    roots: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    roots: Sequence[torch.Tensor | GradientEdge],
+    seeds: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor | GradientEdge],
 ) -> Sequence[torch.Tensor | None]:
     """Gradients of sum(roots * seeds) with respect to ``leaves``, None for those that the roots do not reach.
 
     Args:
+        roots, leaves: tensors, or places in the graph where gradients enter and are taken.
         seeds: one per root, of its shape and dtype. The roots' graph is freed.
     """
     if _run is None:
-        return torch.autograd.grad(list(roots), list(leaves), list(seeds), allow_unused=True)
+        return torch.autograd.grad(list(roots), list(leaves), list(seeds), allow_unused=True)  # type: ignore[arg-type]
     # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
     found: Sequence[torch.Tensor | None] = _run(tuple(roots), tuple(seeds), False, False, tuple(leaves), True, False)
     return found

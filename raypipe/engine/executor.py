@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from raypipe.engine.backward import gradients
 from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.codec.choice import message_bytes
@@ -21,6 +20,7 @@ from raypipe.engine.gradients import GradientSink
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
+from raypipe.engine.under_way import UnderWay
 from raypipe.engine.update import Update
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError, RaypipeError, StageError
@@ -65,6 +65,7 @@ class Executor:
         self.ring = WeightRing(
             self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
         )
+        self._under_way = UnderWay(self.sink, self.ring, answers=stage > self.program.first_trainable)
         self._modes = self.program.modes
         self.feed = Feed(
             sources,
@@ -80,9 +81,7 @@ class Executor:
         }
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-        self._live: dict[int, tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._arrived: dict[int, Message] = {}
-        self._seeds: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         self._training, self._alone = True, False
         self._wait_s = 0.0
@@ -147,7 +146,9 @@ class Executor:
         segment = self._segment
         first, step = segment.first_microbatch, segment.first_step + minibatch
         self._times = _message_times(self.stage) if measure else {}
-        self._wait_s, self._sent, self._plain, self._peak = 0.0, [0, 0], [0, 0], len(self._live)
+        count = len(segment.microbatch_samples)
+        self._parted, self._weight_s = first + minibatch * count + count // 2 if measure else None, None
+        self._wait_s, self._sent, self._plain, self._peak = 0.0, [0, 0], [0, 0], len(self._under_way)
         self._losses.clear()
         self._seed_tensors.clear()
         clock = time.monotonic
@@ -184,31 +185,44 @@ class Executor:
             peak_in_flight=self._peak,
             weight_versions=self.ring.held,
             spans=spans if keep_spans else (),
-            sample=stage_sample(self.stage, step, spans) if measure else None,
+            sample=stage_sample(self.stage, step, spans, self._weight_s) if measure else None,
             messages=tuple(times for times in self._times.values() if times.wire_bytes),
         )
 
     _action: Action | None = None
     _segment: Segment
+    _parted: int | None = None
+    _weight_s: float | None = None
 
     def _do(self, action: Action) -> None:
         stage, op, microbatch = action
         match op:
             case Op.F:
                 self._forward(microbatch)
+            case Op.B if microbatch == self._parted:
+                # To the same bits, and it tells what a schedule that parts backwards would be worth.
+                self._under_way.backward_input(microbatch)
+                begin_s = time.monotonic()
+                self._under_way.backward_weight(microbatch)
+                self._weight_s = time.monotonic() - begin_s
             case Op.B:
-                self._backward(microbatch)
+                self._under_way.backward(microbatch)
+            case Op.I:
+                self._under_way.backward_input(microbatch)
+            case Op.W:
+                self._under_way.backward_weight(microbatch)
             case Op.SEND_F:
                 # Kept for the backward, where there is one: none in evaluation and below the first trainable stage.
                 kept = self._training and stage >= self.program.first_trainable
-                outputs = self._live[microbatch][1] if kept else self._live.pop(microbatch)[1]
+                outputs = self._under_way.outputs(microbatch, keep=kept)
                 self._send(stage + 1, action, outputs, self.ring.version(microbatch))
             case Op.RECV_F:
                 self._arrived[microbatch] = self._hear(op, stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
             case Op.SEND_B:
-                self._send(stage - 1, action, self._seeds.pop(microbatch))
+                self._send(stage - 1, action, self._under_way.take_answer(microbatch))
             case Op.RECV_B:
-                self._seeds[microbatch] = self._hear(op, stage + 1, Action(stage + 1, Op.SEND_B, microbatch))
+                seeds = self._hear(op, stage + 1, Action(stage + 1, Op.SEND_B, microbatch))
+                self._under_way.seed(microbatch, seeds)
             case Op.REDUCE_GRAD:
                 self._update.reduce_grad(action)
             case Op.REDUCE_NORM:
@@ -219,8 +233,6 @@ class Executor:
             case Op.STEP:
                 assert self._totals is not None
                 self._update.step(self._segment.locate(microbatch)[0], *self._totals, alone=self._alone)
-            case Op.I | Op.W:
-                raise StageError(f"{action}: this release runs whole backwards (B); choose a schedule without I and W.")
 
     def _forward(self, microbatch: int) -> None:
         segment, training = self._segment, self._training
@@ -246,8 +258,8 @@ class Executor:
         if self.last:
             outputs = self._take_loss(outputs, data, microbatch)
         if training or not self.last:
-            self._live[microbatch] = (inputs, outputs)  # type: ignore[assignment]
-            self._peak = max(self._peak, len(self._live))
+            self._under_way.hold(microbatch, inputs, outputs)
+            self._peak = max(self._peak, len(self._under_way))
 
     def _take_loss(
         self, outputs: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int
@@ -265,7 +277,7 @@ class Executor:
             )
         self._losses.append((loss, data.share))
         if self._training:
-            self._seeds[microbatch] = (self._seed(data.weight, loss.dtype),)
+            self._under_way.seed(microbatch, (self._seed(data.weight, loss.dtype),))
         return (loss,)
 
     def _seed(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
@@ -281,24 +293,6 @@ class Executor:
             part = loss.detach() * weight
             total = part if total is None else total + part
         return total
-
-    def _backward(self, microbatch: int) -> None:
-        inputs, outputs = self._live.pop(microbatch)
-        seeds = self._seeds.pop(microbatch, ())
-        roots = [o for o, seed in zip(outputs, seeds, strict=True) if seed is not None]
-        known = [seed for seed in seeds if seed is not None]
-        received = [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]
-        own = self.ring.trained(microbatch)
-        leaves = [*own, *(inputs[i] for i in received)]
-        found: Sequence[torch.Tensor | None] = (None,) * len(leaves)
-        if roots and leaves:
-            found = gradients(roots, known, leaves)
-        self.ring.leave(microbatch)
-        trained = len(own)
-        self.sink.add(found[:trained])
-        if self.stage > self.program.first_trainable:
-            by_input = dict(zip(received, found[trained:], strict=True))
-            self._seeds[microbatch] = tuple(by_input.get(i) for i in range(len(inputs)))
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         direction = 0 if peer > self.stage else 1

@@ -80,6 +80,7 @@ class StageSample(NamedTuple):
 
     Attributes:
         forward_s, backward_s: of one micro-batch.
+        weight_s: the part of backward_s that could wait (W); None where no backward was parted.
         step_s: of the optimizer.
         peak_bytes: most memory that the stage has used, None where nobody measured.
     """
@@ -90,18 +91,25 @@ class StageSample(NamedTuple):
     backward_s: float
     step_s: float = 0.0
     peak_bytes: int | None = None
+    weight_s: float | None = None
 
 
-def stage_sample(stage: int, step: int, spans: Iterable[Span], peak_bytes: int | None = None) -> StageSample:
-    """The sample of one stage from its executor's spans of one step; 0 s for what it did not do."""
+def stage_sample(stage: int, step: int, spans: Iterable[Span], weight_s: float | None = None) -> StageSample:
+    """The sample of one stage from its executor's spans of one step; 0 s for what it did not do.
+
+    Args:
+        weight_s: of a backward that was whole in its span; where halves have spans of their own, those count.
+    """
     seconds: dict[Op, list[float]] = {}
     for span in spans:
         if span.action.stage == stage:
             seconds.setdefault(span.action.op, []).append(span.end_s - span.start_s)
-    forward_s, backward_s, input_s, weight_s, step_s = (
+    forward_s, backward_s, input_s, later_s, step_s = (
         median(seconds[op]) if seconds.get(op) else 0.0 for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)
     )
-    return StageSample(stage, step, forward_s, backward_s or input_s + weight_s, step_s, peak_bytes)
+    if Op.W in seconds:
+        backward_s, weight_s = input_s + later_s, later_s
+    return StageSample(stage, step, forward_s, backward_s, step_s, weight_s=weight_s)
 
 
 @dataclass(frozen=True, slots=True)

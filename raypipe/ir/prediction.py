@@ -20,7 +20,8 @@ class StagePrediction:
     Attributes:
         devices: names, one per replica.
         forward_s, backward_s: seconds per micro-batch that passes, the replicas' work and all-reduce shared out.
-        in_flight: most micro-batches between their F and their B.
+        weight_s: the part of backward_s that no other stage waits for (W).
+        in_flight: most micro-batches between their F and their B, or W.
         fullest_at: the action at which memory is fullest, as ``0F3``.
         memory: bytes on one device at that moment, by what they are for.
         limit_bytes: what the device offers, None where nobody said.
@@ -33,6 +34,7 @@ class StagePrediction:
     fullest_at: str
     memory: tuple[tuple[str, int], ...]
     limit_bytes: int | None = None
+    weight_s: float = 0.0
 
     @property
     def busy_s(self) -> float:

@@ -7,12 +7,15 @@ How many micro-batches a stage has in flight follows from its *depth*: the micro
 it to the end can hold, per replica of its own; without replicas stage s of S has depth S - s.
 
     gpipe  M        1f1b  d        kfkb  k d        slack  1 + the sum of r over the hops after it
+    zb-h1  1 + the sum of r over all hops, wherever the stage is: between F and W
 
-each at most M. ``pipedream`` is the asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the weights that
-learn, u being the update interval; ``2bw`` keeps two. The numbers per node add up, so a part of a stage never needs
-more than the stage: the partition solvers rest on that. Messages and the workspace are exceptions: those depend on the
-cut, and this is the most that any node needs while it runs, not their sum. ``partition.fit`` finds how much room the
-solvers must leave for them.
+each at most M. What waits for its W counts as if it waited for its whole backward: operands and their gradients take
+the place of the activations that I lets go. ``pipedream`` is the asynchronous 1F1B, which keeps
+ceil((d - 1) / u) + 1 versions of the weights that learn, u being the update interval; ``2bw`` keeps two.
+
+The numbers per node add up, so a part of a stage never needs more than the stage: the partition solvers rest on that.
+Messages and the workspace are exceptions: those depend on the cut, and this is the most that any node needs while it
+runs, not their sum. ``partition.fit`` finds how much room the solvers must leave for them.
 
 A message that came is the input of its micro-batch, kept until the backward, and others wait behind it.
 
@@ -37,7 +40,7 @@ from raypipe.planner.columns import Sums, columns_of
 
 __all__ = ["SCHEDULES", "MemoryModel", "StageMemory", "check_memory", "stage_memory"]
 
-SCHEDULES = ("gpipe", "1f1b", "kfkb", "slack", "pipedream", "2bw")
+SCHEDULES = ("gpipe", "1f1b", "kfkb", "slack", "zb-h1", "pipedream", "2bw")
 """Schedules whose micro-batches in flight this module knows by formula."""
 
 
@@ -50,7 +53,7 @@ class MemoryModel:
         num_microbatches: M, per optimizer step.
         microbatch_size: b, samples.
         group_size: k of kfkb.
-        slack: r of slack, by hop from the first or one for all.
+        slack: r of slack, by hop from the first or one for all; of zb-h1 by hop.
         weight_versions: copies of the weights; None follows the schedule.
         version_limit: most copies that a stage has room for; None for no limit.
         update_interval: u of pipedream, micro-batches per update.
@@ -82,16 +85,23 @@ class MemoryModel:
         hops = (self.slack,) if isinstance(self.slack, int) else self.slack
         counts = [self.num_microbatches, self.microbatch_size, self.group_size, self.update_interval, *hops]
         counts += [count for count in (self.weight_versions, self.version_limit) if count is not None]
+        if self.schedule == "zb-h1" and isinstance(self.slack, int):
+            raise PlanError(
+                f"slack={self.slack} of zb-h1: give one number per hop, for all of them count on every stage."
+            )
         if min(counts) < 1 or not min(self.gradient_factor, self.optimizer_factor, self.reserve_bytes) >= 0:
             raise PlanError(f"{self}: counts must be at least 1, factors and reserve_bytes at least 0.")
 
     def in_flight(self, depth: int) -> int:
-        """Most micro-batches between their F and their B on a stage of this depth."""
+        """Most micro-batches between their F and their B, or W, on a stage of this depth."""
         match self.schedule:
             case "gpipe":
                 wanted = self.num_microbatches
             case "kfkb":
                 wanted = self.group_size * depth
+            case "zb-h1":
+                assert isinstance(self.slack, tuple), "checked above"
+                wanted = 1 + sum(self.slack)
             case "slack" | "pipedream" | "2bw":
                 wanted = 1 + self._slack_after(depth - 1)
             case _:
@@ -119,7 +129,7 @@ class MemoryModel:
         """Boundary messages that wait at a stage, per direction, besides those of micro-batches in flight."""
         if self.schedule == "kfkb":
             return self.group_size
-        if self.schedule in ("slack", "pipedream", "2bw"):
+        if self.schedule in ("slack", "zb-h1", "pipedream", "2bw"):
             return self.slack if isinstance(self.slack, int) else max(self.slack, default=1)
         return 1
 

@@ -46,7 +46,7 @@ MANNERS = {  # shape -> optimizer and clipping
     "indivisible-by-k": ("sgd", {"max_grad_norm": 0.1}),
     "ragged-epoch": ("adamw", {"max_grad_norm": 0.5}),
 }
-COMBINATIONS = [(SCHEDULES[i % 7], list(SHAPES)[i % 5]) for i in range(35)]  # 7 and 5 have no common factor
+COMBINATIONS = [(SCHEDULES[i % 8], list(SHAPES)[i % 5]) for i in range(40)]  # 8 and 5 have no common factor
 
 
 def compare(name: str, cuts: int | tuple[int, ...], schedule: str, shape: str) -> list[str]:
@@ -60,7 +60,7 @@ def compare(name: str, cuts: int | tuple[int, ...], schedule: str, shape: str) -
 
 
 def some(start: int, count: int) -> list[tuple[str, str]]:
-    return [COMBINATIONS[i % 35] for i in range(start, start + count)]
+    return [COMBINATIONS[i % 40] for i in range(start, start + count)]
 
 
 @pytest.mark.slow

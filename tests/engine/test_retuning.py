@@ -36,6 +36,7 @@ KINDS = (
     Choice("slack", COUNT, slack=(1, 3)),
     Choice("1f1b", COUNT),
     Choice("gpipe", COUNT),
+    Choice("zb-h1", COUNT, slack=(2, 1)),
     Choice("slack", COUNT, slack=(4, 2)),
 )
 
@@ -122,7 +123,7 @@ def test_parameters_do_not_show_how_often_the_schedule_was_turned(name: str, tmp
         return Prompt(setup, state, scripts[-1])
 
     turned = train(trainer(tmp_path, "turned", name), make)
-    assert [row["schedule"] for row in turned[1:6]] == [str(choice) for choice in KINDS]
+    assert [row["schedule"] for row in turned[1 : 1 + len(KINDS)]] == [str(choice) for choice in KINDS]
     assert numbers(turned) == numbers(still)
     expected, found = load_state_dict(tmp_path / "still"), load_state_dict(tmp_path / "turned")
     assert expected.keys() == found.keys()

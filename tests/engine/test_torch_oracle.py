@@ -35,6 +35,8 @@ def plans():
                 yield make_schedule("kfkb", stages, microbatches, group_size=k)
             yield make_schedule("slack", stages, microbatches, slack=2)
             yield make_schedule("slack", stages, microbatches, slack=[1 + s % 3 for s in range(stages - 1)])
+            yield make_schedule("zb-h1", stages, microbatches)
+            yield make_schedule("zb-h1", stages, microbatches, slack=[1 + s % 3 for s in range(stages - 1)])
     for workers in (1, 2, 3, 4):
         for microbatches in (1, 2, 3, 4, 7, 8, 12):
             for chunks in (1, 2, 3):

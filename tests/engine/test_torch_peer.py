@@ -26,7 +26,7 @@ pytestmark = [
     ),
 ]
 
-PLANS = ("gpipe", "kfkb1", "kfkb2", "kfkb4", "slack")
+PLANS = ("gpipe", "kfkb1", "kfkb2", "kfkb4", "slack", "zb-h1")
 CUTS = {2: (5,), 3: (4, 8)}
 
 

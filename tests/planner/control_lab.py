@@ -12,7 +12,7 @@ from itertools import product
 from random import Random
 
 from raypipe.ir.links import LinkSample, StageSample
-from raypipe.ir.schedule import Action, Op
+from raypipe.ir.schedule import COMPUTE, Action, Op
 from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone, fits
 from raypipe.planner.control.choice import schedule_of
 from raypipe.planner.schedule.lower import lower
@@ -29,6 +29,7 @@ class Pipeline:
         stages: (forward_s, backward_s).
         link: see Link.
         nbytes: of a message.
+        weight_shares: by stage, W as a part of the backward, which the stages then tell; empty for halves, untold.
         noise: relative standard deviation of every stage's time.
         stamp_noise_s: of time stamps.
         clocks: (offset_s, seconds gained per second) by stage.
@@ -42,6 +43,7 @@ class Pipeline:
     stages: Sequence[tuple[float, float]]
     link: Link
     nbytes: int = 262_144
+    weight_shares: Sequence[float] = ()
     noise: float = 0.0
     stamp_noise_s: float = 0.0
     clocks: Sequence[tuple[float, float]] = ()
@@ -67,7 +69,7 @@ class Pipeline:
         longer, larger = self.shares.get(choice.num_microbatches, (1.0, 1.0))
         clock, place = [begin_s] * count, [0] * count
         rows = _rows(choice, count)
-        busy: list[dict[Op, list[float]]] = [{Op.F: [], Op.B: []} for _ in range(count)]
+        busy: list[dict[Op, list[float]]] = [{op: [] for op in COMPUTE} for _ in range(count)]
         moved = True
         while moved:
             moved = False
@@ -94,8 +96,8 @@ class Pipeline:
                         wire_bytes = round(self.nbytes / ratio)
                         raw_bytes = round(self.nbytes * larger)
                         messages.append(LinkSample(hop, forward, step, m, wire_bytes, *stamps, raw_bytes))
-                    elif op in (Op.F, Op.B):
-                        seconds = longer * self.stages[stage][op is Op.B] * max(0.2, self.random.gauss(1.0, self.noise))
+                    elif op in COMPUTE:
+                        seconds = longer * self._work_s(stage, op) * max(0.2, self.random.gauss(1.0, self.noise))
                         clock[worker] += seconds
                         busy[stage][op].append(seconds)
                     place[worker] += 1
@@ -104,11 +106,23 @@ class Pipeline:
         self.now_s = max(clock)
         kept = [m for m in messages if self.random.random() >= self.lost]
         self.random.shuffle(kept)
-        samples = tuple(
-            StageSample(s, step, sorted(b[Op.F])[len(b[Op.F]) // 2], sorted(b[Op.B])[len(b[Op.B]) // 2])
-            for s, b in enumerate(busy)
-        )
+        samples = tuple(self._sample(stage, step, longer, by_op) for stage, by_op in enumerate(busy))
         return StepDone(step, self.now_s - begin_s, choice, samples, tuple(kept))
+
+    def _work_s(self, stage: int, op: Op) -> float:
+        forward_s, backward_s = self.stages[stage]
+        share = self.weight_shares[stage] if self.weight_shares else 0.5
+        parts = {Op.F: forward_s, Op.B: backward_s, Op.I: (1 - share) * backward_s, Op.W: share * backward_s}
+        return parts[op]
+
+    def _sample(self, stage: int, step: int, longer: float, busy: dict[Op, list[float]]) -> StageSample:
+        forward_s, backward_s, input_s, weight_s = (
+            sorted(busy[op])[len(busy[op]) // 2] if busy[op] else 0.0 for op in (Op.F, Op.B, Op.I, Op.W)
+        )
+        if busy[Op.W]:
+            return StageSample(stage, step, forward_s, input_s + weight_s, weight_s=weight_s)
+        told = longer * self._work_s(stage, Op.W) if self.weight_shares else None
+        return StageSample(stage, step, forward_s, backward_s, weight_s=told)
 
     def _through_bucket(self, way: tuple[int, bool], now_s: float, occupancy_s: float, ratio: float) -> float:
         """Seconds that a message takes from the wire; what is in the bucket passes at once."""

@@ -153,7 +153,7 @@ def test_a_damaged_state_is_refused():
         ({"rooms": ()}, "no rooms"),
         ({"min_gain": 0.0}, "min_gain=0.0"),
         ({"retune_interval_steps": 0}, "retune_interval_steps=0"),
-        ({"choice": Choice("zb-h1", 8)}, "zb-h1"),
+        ({"choice": Choice("zb-v", 8)}, "zb-v"),
     ],
 )
 def test_a_setup_that_cannot_work_is_refused(changes, words):

@@ -259,4 +259,5 @@ def test_stage_samples_are_medians_of_spans():
     assert stage_sample(2, 7, spans) == StageSample(2, 7, 2.0, 4.0, 0.5)
     assert stage_sample(1, 7, spans) == StageSample(1, 7, 0.0, 0.0, 0.0)
     halves = [Span(0, Action(0, Op.I, 0), 0.0, 1.0), Span(0, Action(0, Op.W, 0), 1.0, 1.5)]
-    assert stage_sample(0, 0, halves).backward_s == 1.5
+    assert stage_sample(0, 0, halves) == StageSample(0, 0, 0.0, 1.5, weight_s=0.5)
+    assert stage_sample(2, 7, spans, 1.25) == StageSample(2, 7, 2.0, 4.0, 0.5, weight_s=1.25)

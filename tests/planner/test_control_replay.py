@@ -17,11 +17,11 @@ SECONDS = st.floats(0.0, 5.0, allow_nan=False)
 
 @st.composite
 def choices(draw: st.DrawFn, stages: int) -> Choice:
-    kind = draw(st.sampled_from(["1f1b", "kfkb", "slack", "gpipe"]))
+    kind = draw(st.sampled_from(["1f1b", "kfkb", "slack", "zb-h1", "gpipe"]))
     count = draw(st.integers(1, 9))
     group = draw(st.integers(1, count)) if kind == "kfkb" else 1
-    r = tuple(draw(st.lists(st.integers(1, 4), min_size=stages - 1, max_size=stages - 1))) if kind == "slack" else ()
-    return Choice(kind, count, group, r)
+    r = tuple(draw(st.lists(st.integers(1, 4), min_size=stages - 1, max_size=stages - 1)))
+    return Choice(kind, count, group, r if kind in ("slack", "zb-h1") else ())
 
 
 @given(st.data())
@@ -31,14 +31,16 @@ def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
     first = data.draw(st.integers(0, stages - 1))
     busy = st.lists(SECONDS, min_size=stages, max_size=stages).map(tuple)
     hops = st.lists(SECONDS, min_size=stages - 1, max_size=stages - 1).map(tuple)
-    forward_s, backward_s = data.draw(busy), data.draw(busy)
+    forward_s, input_s, weight_s = data.draw(busy), data.draw(busy), data.draw(busy)
+    backward_s = tuple(i + w for i, w in zip(input_s, weight_s, strict=True))
     latency, occupancy = (data.draw(hops), data.draw(hops)), (data.draw(hops), data.draw(hops))
     costs = Costs(
-        forward_s, backward_s, forward_latency_s=latency[0], backward_latency_s=latency[1],
+        forward_s, backward_s, tuple(b - w for b, w in zip(backward_s, weight_s, strict=True)), weight_s,
+        forward_latency_s=latency[0], backward_latency_s=latency[1],
         forward_occupancy_s=occupancy[0], backward_occupancy_s=occupancy[1],
     )  # fmt: skip
     wires = [Wire(latency[way][hop], (occupancy[way][hop],)) for hop in range(stages - 1) for way in (0, 1)]
-    found = step_s(compiled(choice, stages, first), forward_s, backward_s, wires)
+    found = step_s(compiled(choice, stages, first), forward_s, backward_s, wires, weight_s=weight_s)
     assert found == makespan_s(lower(schedule_of(choice, stages, first)), costs)
 
 

@@ -148,6 +148,34 @@ def test_frozen_scenario_b_is_not_good_enough():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("through_json", [False, True])
+def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
+    """Stages tell their halves from the first step on; the switch pays what was predicted."""
+    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2)
+    pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.5))
+    controller, seconds, choice = Controller(setup), list[float](), setup.choice
+    paid = []
+    for step in range(40):
+        if through_json:
+            controller = Controller.from_json(setup, controller.to_json())
+        done = pipeline.step(step, choice)
+        seconds.append(done.seconds)
+        for decision in controller.handle(done):
+            choice = decision.choice or choice
+            paid += [decision.numbers] if decision.verdict is Verdict.PAID else []
+    assert choice.kind == "zb-h1"
+    assert seconds[-1] < 0.92 * seconds[0]
+    assert abs(paid[0]["achieved_gain"] - paid[0]["predicted_gain"]) < 0.03
+
+
+def test_stages_that_cannot_part_their_backward_are_left_alone() -> None:
+    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2)
+    pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.0))
+    _, choices, decisions = run_controlled(pipeline, setup, 60)
+    assert {choice.kind for choice in choices} == {"slack"}
+    assert all(d.verdict is not Verdict.UNDO for d in decisions)
+
+
 def test_free_links_cost_nothing():
     setup = scenario_a().setup
     seconds, _, _ = run_controlled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -76,6 +77,29 @@ def test_modes_turn_what_they_are_named_after():
     }  # fmt: skip
     assert kinds["kfkb"].best.choice.group_size >= 3
     assert kinds["1f1b"].tried == 1
+
+
+@pytest.mark.parametrize("hops", [[(0.0, 0.0)] * 3, [(0.015, 0.0), (0.0, 0.01), (0.02, 0.0)]])
+def test_parted_backwards_are_taken_where_halves_are_known(hops):
+    """As quick as any slack by hop, and not at all where stages cannot part them."""
+    rooms = at_most(8, 8, 8, 8)
+    known = replace(measured_of(hops), weight_s=(0.02, 0.01, 0.01, 0.01))
+    found = search(Space("auto", rooms), known, Choice("1f1b", 16))
+    every = [Choice("zb-h1", 16, slack=r) for r in product(range(1, 6), repeat=3)]
+    assert found.best.choice.kind == "zb-h1"
+    assert found.best.seconds <= 1.02 * min(predicted_s(known, one, {}) for one in every if fits(one, rooms))
+    whole = search(Space("auto", rooms), measured_of(hops), Choice("1f1b", 16))
+    assert whole.best.choice.kind != "zb-h1"
+    assert found.best.seconds < whole.best.seconds
+    nothing = search(Space("auto", rooms), replace(known, weight_s=(0.02, 0.0, 0.0, 0.0)), Choice("1f1b", 16))
+    assert nothing.best.choice.kind != "zb-h1"
+    assert search(Space("zb-h1", rooms), measured_of(hops), Choice("zb-h1", 16, slack=(1, 1, 1))).best.choice.slack
+
+
+def test_parted_backwards_need_room_on_every_stage():
+    known = replace(measured_of([(0.0, 0.0)] * 3), weight_s=(0.02, 0.01, 0.01, 0.01))
+    tight = search(Space("auto", at_most(16, 16, 16, 3)), known, Choice("1f1b", 16))
+    assert tight.best.choice.kind != "zb-h1"
 
 
 def test_slack_goes_to_the_hop_that_needs_it():

@@ -8,6 +8,7 @@ from raypipe.errors import ScheduleError
 from raypipe.planner.schedule import KINDS, make_schedule
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
+from raypipe.planner.schedule.zero_bubble import zb_h1
 
 
 def test_names_lead_to_generators():
@@ -16,7 +17,9 @@ def test_names_lead_to_generators():
     assert make_schedule("kfkb", 3, 4, group_size=2) == k_f_k_b(3, 4, 2)
     assert make_schedule("slack", 3, 4, slack=(1, 2)) == slack(3, 4, (1, 2))
     assert make_schedule("interleaved", 4, 4, chunks=2) == interleaved(2, 4, 2)
-    assert len(KINDS) == 5
+    assert make_schedule("zb-h1", 3, 4, slack=(1, 2)) == zb_h1(3, 4, (1, 2))
+    assert make_schedule("zb-h1", 3, 4).body == zb_h1(3, 4, 1).body
+    assert len(KINDS) == 6
 
 
 def test_labels():
@@ -27,17 +30,19 @@ def test_labels():
         make_schedule("slack", 4, 8, slack=(2, 2, 1)),
         make_schedule("slack", 4, 8, slack=2),
         make_schedule("interleaved", 4, 8, chunks=2),
+        make_schedule("zb-h1", 4, 8, slack=(2, 2, 1)),
     ]
     assert [schedule.kind for schedule in made] == [
         "1f1b", "gpipe", "kfkb(k=2)", "slack(r=2,2,1)", "slack(r=2)", "interleaved(v=2)",
+        "zb-h1(r=2,2,1)",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "part"),
     [
-        (("kfkbb", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved. Did you mean 'kfkb'?"),
-        (("zzz", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved."),
+        (("kfkbb", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved, zb-h1. Did you mean 'kfkb'?"),
+        (("zzz", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved, zb-h1."),
         (("kfkb", 2, 2), {}, "'kfkb' needs group_size"),
         (("1f1b", 2, 2), {"group_size": 2}, "'1f1b' has no group_size: leave out group_size=2"),
         (("kfkb", 2, 2), {"group_size": 0}, "not k=0"),

@@ -35,7 +35,8 @@ def held(node: Node) -> Sums:
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.data())
 def test_formulas_are_what_the_schedules_do(stages, count, k, data):
     r = data.draw(st.integers(1, 3) | st.lists(st.integers(1, 3), min_size=stages - 1, max_size=stages - 1).map(tuple))
-    options = {"gpipe": {}, "1f1b": {}, "kfkb": {"group_size": k}, "slack": {"slack": r}}
+    by_hop = (r,) * (stages - 1) if isinstance(r, int) else r
+    options = {"gpipe": {}, "1f1b": {}, "kfkb": {"group_size": k}, "slack": {"slack": r}, "zb-h1": {"slack": by_hop}}
     for kind, option in options.items():
         model = MemoryModel(kind, num_microbatches=count, **option)
         found = tuple(model.in_flight(stages - s) for s in range(stages))
@@ -103,6 +104,7 @@ def test_a_refusal_names_stage_action_numbers_and_the_cure() -> None:
         (lambda: MemoryModel("interleaved"), "No memory model for the schedule 'interleaved'"),
         (lambda: MemoryModel(num_microbatches=0), "at least 1"),
         (lambda: MemoryModel(optimizer_factor=-1.0), "at least 0"),
+        (lambda: MemoryModel("zb-h1", slack=2), "one number per hop"),
         (lambda: Limits(num_stages=0), "at least 1"),
     ],
 )
@@ -112,7 +114,7 @@ def test_impossible_models_are_refused(make, text: str) -> None:
 
 
 def test_every_schedule_has_a_formula() -> None:
-    assert {MemoryModel(kind, num_microbatches=4).in_flight(2) for kind in SCHEDULES} == {4, 2}
+    assert {MemoryModel(kind, num_microbatches=4, slack=(1,)).in_flight(2) for kind in SCHEDULES} == {4, 2}
 
 
 # Plans that fit.

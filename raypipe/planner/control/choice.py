@@ -1,6 +1,6 @@
 """What the controller turns: the schedule's kind with k or r, the micro-batches, and a codec per link and direction.
 
-1f1b                 kfkb k=3               slack r=1,3,1          ... + int8/bf16 on hop 1
+1f1b          kfkb k=3          slack r=1,3,1          zb-h1 r=2,2          ... + int8/bf16 on hop 1
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Choice:
     """One setting of every knob.
 
     Attributes:
-        kind: "1f1b", "kfkb", "slack" or "gpipe".
+        kind: "1f1b", "kfkb", "slack", "zb-h1" or "gpipe".
         num_microbatches: M.
         group_size: k of kfkb.
-        slack: r by hop, of slack.
+        slack: r by hop, of slack and zb-h1.
         forward_codecs, backward_codecs: names by hop; empty means "none" on all.
     """
 
@@ -63,8 +63,8 @@ class Choice:
         text = self.kind
         if self.kind == "kfkb":
             text = f"kfkb k={self.group_size}"
-        elif self.kind == "slack":
-            text = f"slack r={','.join(map(str, self.slack))}"
+        elif self.slack:
+            text = f"{self.kind} r={','.join(map(str, self.slack))}"
         pairs = list(zip(self._named(self.forward_codecs), self._named(self.backward_codecs), strict=True))
         coded = [f"{f}/{b} on hop {h}" for h, (f, b) in enumerate(pairs) if (f, b) != ("none", "none")]
         return " + ".join([text, *coded])
@@ -89,7 +89,7 @@ class Choice:
 
     def memory_model(self) -> MemoryModel:
         """What knows the micro-batches in flight and the messages that wait."""
-        return MemoryModel(self.kind, self.num_microbatches, group_size=self.group_size, slack=self.slack or 1)
+        return MemoryModel(self.kind, self.num_microbatches, group_size=self.group_size, slack=self.slack)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -113,6 +113,6 @@ def schedule_of(choice: Choice, num_stages: int, first_trainable: int = 0) -> Sc
         num_stages,
         choice.num_microbatches,
         group_size=choice.group_size if choice.kind == "kfkb" else None,
-        slack=choice.slack if choice.kind == "slack" else None,
+        slack=choice.slack or None,
         first_trainable=first_trainable,
     )

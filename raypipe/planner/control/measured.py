@@ -27,6 +27,7 @@ class Measured:
         forward_s, backward_s, optimizer_s: by stage.
         links: estimates of hop 0 forward, hop 0 backward, hop 1 forward, ...; None where nothing is known (free).
         replays: steps that each candidate is run for.
+        weight_s: by stage, the part of backward_s that can wait (W); empty where nobody knows.
     """
 
     num_microbatches: int
@@ -35,6 +36,7 @@ class Measured:
     optimizer_s: tuple[float, ...]
     links: tuple[LinkEstimate | None, ...]
     replays: int = 1
+    weight_s: tuple[float, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -62,6 +64,7 @@ class Measured:
             num_microbatches=num_microbatches,
             forward_s=tuple(s * seconds_ratio for s in self.forward_s),
             backward_s=tuple(s * seconds_ratio for s in self.backward_s),
+            weight_s=tuple(s * seconds_ratio for s in self.weight_s),
             links=tuple(
                 link
                 and replace(
@@ -93,7 +96,13 @@ def predicted_s(
         newest = wire.draws_s[-measured.replays * choice.num_microbatches :]
         wires.append(Wire(wire.latency_s, newest))
     return step_s(
-        program, measured.forward_s, measured.backward_s, wires, measured.optimizer_s, replays=measured.replays
+        program,
+        measured.forward_s,
+        measured.backward_s,
+        wires,
+        measured.optimizer_s,
+        replays=measured.replays,
+        weight_s=measured.weight_s,
     )
 
 

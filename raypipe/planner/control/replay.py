@@ -25,10 +25,13 @@ from raypipe.planner.schedule.lower import lower
 __all__ = ["Compiled", "Wire", "compiled", "step_s"]
 
 WORK, WAIT, SEND = range(3)
-# Kind of instruction, and work or wire less twice the stage: wire 2 h is hop h forward, 2 h + 1 backward.
+# Kind of instruction, then work less 4 times the stage or wire less twice the stage: wire 2 h is hop h forward, 2 h + 1
+# backward.
 _PLACES = {
     Op.F: (WORK, 0),
     Op.B: (WORK, 1),
+    Op.I: (WORK, 2),
+    Op.W: (WORK, 3),
     Op.RECV_F: (WAIT, -2),
     Op.RECV_B: (WAIT, 1),
     Op.SEND_F: (SEND, 0),
@@ -56,8 +59,8 @@ class Compiled:
     Attributes:
         num_stages, num_microbatches: S and M.
         blocks: (worker, instructions); an instruction is (WORK, work, _), (WAIT, message, _) or (SEND, wire, message).
-            Work 2 s + (0 or 1) is F or B of stage s; wire 2 h + (0 or 1) is hop h forward or backward; message
-            wire * M + m is micro-batch m on it.
+            Work 4 s + (0, 1, 2 or 3) is F, B, I or W of stage s; wire 2 h + (0 or 1) is hop h forward or backward;
+            message wire * M + m is micro-batch m on it.
     """
 
     num_stages: int
@@ -80,7 +83,8 @@ def _compiled(order: tuple[str, int, int, tuple[int, ...]], num_stages: int, fir
     program = build(lower(schedule_of(Choice(kind, count, group_size, slack), num_stages, first_trainable)))
     stage, m, op = program.stage.astype(np.int64), program.microbatch, program.op
     # By operation: what it is, and wire or work; messages of wire w are numbered from w * M.
-    place = np.select([op == OP_CODE[o] for o in _PLACES], [2 * stage + shift for _, shift in _PLACES.values()], -1)
+    places = [(4 if kind == WORK else 2) * stage + shift for kind, shift in _PLACES.values()]
+    place = np.select([op == OP_CODE[o] for o in _PLACES], places, -1)
     what = np.select([op == OP_CODE[o] for o in _PLACES], [kind for kind, _ in _PLACES.values()], -1)
     message = place * count + m
     first = np.where(what == WAIT, message, place)
@@ -99,6 +103,7 @@ def step_s(
     wires: Sequence[Wire],
     optimizer_s: Sequence[float] = (),
     replays: int = 1,
+    weight_s: Sequence[float] = (),
 ) -> float:
     """Seconds of one step, the mean over ``replays`` of them with successive messages.
 
@@ -106,8 +111,10 @@ def step_s(
         forward_s, backward_s: by stage, of one micro-batch.
         wires: hop 0 forward, hop 0 backward, hop 1 forward, ...
         optimizer_s: by stage.
+        weight_s: by stage, the part of backward_s that can wait (W); empty means half.
     """
-    work = [seconds for pair in zip(forward_s, backward_s, strict=True) for seconds in pair]
+    by_stage = zip(forward_s, backward_s, weight_s or [s / 2 for s in backward_s], strict=True)
+    work = [s for f, b, w in by_stage for s in (f, b, b - w, w)]
     total_s = 0.0
     for replay in range(replays):
         total_s += _once(program, work, wires, replay)

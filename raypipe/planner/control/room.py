@@ -50,7 +50,7 @@ class Room:
     extra_bytes: int = 0
 
     def in_flight(self, choice: Choice, depth: int) -> int:
-        """Micro-batches between their F and their B at most."""
+        """Micro-batches between their F and their B, or W, at most."""
         return choice.memory_model().in_flight(depth)
 
     def most_of(self, choice: Choice) -> int:

@@ -2,6 +2,7 @@
 
     k of kfkb    1, 2, 3, ... as far as memory goes
     r of slack   poured out hop by hop where the law of the period says that it helps most, then moved about
+    zb-h1        the same, where the halves of the backwards are known
     codecs       only where they beat the best lossless choice by min_gain; then taken away where they do not matter
     M            where it may change: all of the above for every M near the one that is measured
 
@@ -40,7 +41,7 @@ class Space:
     """What may be chosen.
 
     Attributes:
-        mode: the schedule asked for: "auto", "kfkb", "slack"; any other is kept and only codecs are turned.
+        mode: the schedule asked for: "auto", "kfkb", "slack", "zb-h1"; any other is kept and only codecs are turned.
         rooms: memory by stage.
         first_trainable: lowest stage with a backward.
         forward_codecs, backward_codecs: allowed besides "none", the mildest first.
@@ -123,7 +124,7 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
 def _orders(space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]) -> Iterator[Choice]:
     """Lossless candidates that fit."""
     count = measured.num_microbatches
-    if space.mode not in ("auto", "kfkb", "slack"):
+    if space.mode not in ("auto", "kfkb", "slack", "zb-h1"):
         same = replace(plain, num_microbatches=count)
         if max(plain.group_size, *plain.slack, 1) <= count and fits(same, space.rooms):
             yield same
@@ -135,7 +136,9 @@ def _orders(space: Space, measured: Measured, plain: Choice, score: Callable[[Ch
                 break
             yield choice
     if space.mode in ("auto", "slack") and space.num_stages > 1:
-        yield from _slacks(space, measured, plain, score)
+        yield from _slacks("slack", space, measured, plain, score)
+    if space.num_stages > 1 and (space.mode == "zb-h1" or (space.mode == "auto" and measured.weight_s)):
+        yield from _slacks("zb-h1", space, measured, plain, score)
 
 
 def _group_sizes(count: int) -> Iterator[int]:
@@ -145,16 +148,19 @@ def _group_sizes(count: int) -> Iterator[int]:
         k = k + 1 if k < MOST_SINGLE else max(k + 1, k * 5 // 4)
 
 
-def _slacks(space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]) -> Iterator[Choice]:
+def _slacks(
+    kind: str, space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]
+) -> Iterator[Choice]:
+    """Of "slack" or "zb-h1"."""
     count, hops = measured.num_microbatches, space.num_stages - 1
     seeds = {(1,) * hops}
     for quantile in (0.5, 0.9):
-        seeds.update(_poured(space, measured, quantile))
-    if plain.kind == "slack":
+        seeds.update(_poured(kind, space, measured, quantile))
+    if plain.slack:
         seeds.add(plain.slack)
     for uniform in (2, 3, 4):
         seeds.add((uniform,) * hops)
-    choices = {r: Choice("slack", count, slack=r) for r in sorted(seeds)}
+    choices = {r: Choice(kind, count, slack=r) for r in sorted(seeds)}
     known = {r: score(choice) for r, choice in choices.items() if fits(choice, space.rooms)}
     yield from (choices[r] for r in known)
     moves = MOST_MOVES
@@ -162,7 +168,7 @@ def _slacks(space: Space, measured: Measured, plain: Choice, score: Callable[[Ch
         centre = min(known, key=lambda r: (known[r], sum(r), r))
         before_s = known[centre]
         for r in _neighbours(centre, count):
-            choice = Choice("slack", count, slack=r)
+            choice = Choice(kind, count, slack=r)
             if moves > 0 and r not in known and fits(choice, space.rooms):
                 moves -= 1
                 known[r] = score(choice)
@@ -186,7 +192,7 @@ def _neighbours(centre: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]
             yield (*centre[:down], centre[down] - 1, *centre[down + 1 :])
 
 
-def _poured(space: Space, measured: Measured, quantile: float) -> Iterator[tuple[int, ...]]:
+def _poured(kind: str, space: Space, measured: Measured, quantile: float) -> Iterator[tuple[int, ...]]:
     """Slack from 1F1B up, each drop on the hop where it shortens the period most, until nothing helps or fits."""
     busy_s = [f + b for f, b in zip(measured.forward_s, measured.backward_s, strict=True)]
     trips_s = [measured.round_trip_s(hop, quantile) for hop in range(space.num_stages - 1)]
@@ -196,7 +202,7 @@ def _poured(space: Space, measured: Measured, quantile: float) -> Iterator[tuple
         options = []
         for hop in range(len(r)):
             more = (*r[:hop], r[hop] + 1, *r[hop + 1 :])
-            if fits(Choice("slack", measured.num_microbatches, slack=more), space.rooms):
+            if fits(Choice(kind, measured.num_microbatches, slack=more), space.rooms):
                 # Where a drop alone changes nothing (two hops as slow as each other), the slowest run counts.
                 options.append((_period_s(busy_s, trips_s, more), -trips_s[hop] / r[hop], more))
         if not options or period_s <= max(busy_s) * (1 + 1e-9):
@@ -263,8 +269,8 @@ def _thriftiest(space: Space, plain: Choice) -> Choice:
             return Choice("1f1b", plain.num_microbatches)
         case "kfkb":
             return Choice("kfkb", plain.num_microbatches)
-        case "slack":
-            return Choice("slack", plain.num_microbatches, slack=(1,) * (space.num_stages - 1))
+        case "slack" | "zb-h1":
+            return Choice(space.mode, plain.num_microbatches, slack=(1,) * (space.num_stages - 1))
     return plain
 
 
@@ -293,7 +299,7 @@ def _pick(space: Space, candidates: Sequence[Choice], score: Callable[[Choice], 
 
 def _limit(space: Space, choice: Choice) -> str:
     """What forbids one more of k, or of r on every hop."""
-    if choice.kind == "slack":
+    if choice.slack:
         more = replace(choice, slack=tuple(r + 1 for r in choice.slack))
         name = "one more of slack on every hop"
     else:

@@ -18,7 +18,8 @@ class Setup:
     """What the controller may do, and how patient it is.
 
     Attributes:
-        mode: the schedule asked for; "auto" turns k and r, "kfkb" k, "slack" r, any other only codecs and M.
+        mode: the schedule asked for; "auto" turns k and r, "kfkb" k, "slack" and "zb-h1" r, any other only codecs
+            and M.
         choice: what the run begins with.
         rooms: memory by stage.
         first_trainable: lowest stage with a backward.

@@ -47,6 +47,11 @@ class StageEstimator:
         """Whether every stage has been heard of."""
         return all(self._window)
 
+    def weight_s(self) -> tuple[float, ...]:
+        """By stage, the part of the backward that can wait; empty while a stage has not said."""
+        told = [[s.weight_s for s in window if s.weight_s is not None] for window in self._window]
+        return tuple(map(median, told)) if all(told) else ()
+
     def seconds(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
         """By stage: forward, backward, optimizer step."""
         rows = [

@@ -4,7 +4,7 @@ A generator writes the compute actions of one optimizer step, one row per worker
 the step, ``validate`` refuses what cannot work, ``raypipe.planner.simulate`` tells what it costs, and the
 executor carries rows out without thinking.
 
-    generator (sync, interleaved, or a CSV) -> lower -> validate -> simulate / execute
+    generator (sync, zero_bubble, interleaved, or a CSV) -> lower -> validate -> simulate / execute
 
 1F1B on 4 workers, 8 micro-batches, one slot per action (``draw``):
 
@@ -19,6 +19,7 @@ gpipe        all forwards, all backwards                         memory of M mic
 kfkb         1F1B in groups of k                                 memory of k * (S - s), hides slow links
 slack        1F1B that starts r_h forwards earlier per hop       memory of 1 + sum r_h, hides slow links
 interleaved  1F1B over several stages per worker                 more messages, smaller bubble
+zb-h1        slack with parted backwards, half of each put off   memory of 1 + sum r_h on every stage, smaller bubble
 
 Left out: replicas of a stage (each replica runs the same row), recomputation, and a limit on the messages
 that wait at a receiver: a stage without backward is held back by nobody and may run a whole step ahead.
@@ -33,6 +34,7 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Schedule
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
+from raypipe.planner.schedule.zero_bubble import zb_h1
 
 __all__ = ["KINDS", "make_schedule"]
 
@@ -54,7 +56,7 @@ def make_schedule(
         num_stages: S, over all workers.
         num_microbatches: M, per optimizer step.
         group_size: k of kfkb.
-        slack: r of slack, by hop or one for all.
+        slack: r of slack and zb-h1, by hop or one for all; None is 1 for zb-h1.
         chunks: stages per worker of interleaved.
         first_trainable: lowest stage with a backward.
 
@@ -68,11 +70,12 @@ def make_schedule(
     option, make = _MAKERS[kind]
     given = {"group_size": group_size, "slack": slack, "chunks": chunks}
     for name, value in given.items():
-        if name == option and value is None:
+        if name == option and value is None and kind not in _DEFAULTS:
             raise ScheduleError(f"The schedule {kind!r} needs {name}: say how many.")
         if name != option and value is not None:
             raise ScheduleError(f"The schedule {kind!r} has no {name}: leave out {name}={value}.")
-    return make(num_stages, num_microbatches, given.get(option), first_trainable)
+    value = given.get(option)
+    return make(num_stages, num_microbatches, _DEFAULTS.get(kind) if value is None else value, first_trainable)
 
 
 def _interleaved(num_stages: int, num_microbatches: int, chunks: int, first_trainable: int) -> Schedule:
@@ -91,7 +94,9 @@ _MAKERS: dict[str, tuple[str, Callable[..., Schedule]]] = {
     "kfkb": ("group_size", k_f_k_b),
     "slack": ("slack", slack),
     "interleaved": ("chunks", _interleaved),
+    "zb-h1": ("slack", zb_h1),
 }
+_DEFAULTS = {"zb-h1": 1}
 
 KINDS = tuple(_MAKERS)
 """Names of schedules, for configuration and messages."""

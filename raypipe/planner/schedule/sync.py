@@ -21,7 +21,7 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Op, Row, Schedule, Wiring
 from raypipe.planner.program import OP_CODE, pack
 
-__all__ = ["check_counts", "gpipe", "k_f_k_b", "one_f_one_b", "slack", "take_turns"]
+__all__ = ["check_counts", "gpipe", "k_f_k_b", "one_f_one_b", "slack", "slack_by_hop", "take_turns"]
 
 
 def k_f_k_b(num_stages: int, num_microbatches: int, k: int, first_trainable: int = 0) -> Schedule:
@@ -122,16 +122,26 @@ def slack(num_stages: int, num_microbatches: int, slack: Sequence[int] | int, fi
         ScheduleError: a number is out of range, or not one r_h for each hop.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
+    by_hop = slack_by_hop(num_stages, slack)
+    groups = [range(m, m + 1) for m in range(num_microbatches)]
+    warmups = [*accumulate(reversed(by_hop), initial=0)][::-1]
+    shown = (slack,) if isinstance(slack, int) else by_hop
+    return _schedule(f"slack(r={','.join(map(str, shown))})", groups, warmups, num_microbatches, first_trainable)
+
+
+def slack_by_hop(num_stages: int, slack: Sequence[int] | int) -> tuple[int, ...]:
+    """r_h of every hop.
+
+    Raises:
+        ScheduleError: a number is out of range, or not one for each hop.
+    """
     hops = num_stages - 1
     by_hop = (slack,) * hops if isinstance(slack, int) else tuple(slack)
     if len(by_hop) != hops:
         raise ScheduleError(f"{num_stages} stages have {hops} hops, but slack lists {len(by_hop)} numbers: {by_hop}.")
     if any(r < 1 for r in (by_hop if hops or not isinstance(slack, int) else (slack,))):
         raise ScheduleError(f"slack is {by_hop or slack}: every hop needs at least 1, which is 1F1B.")
-    groups = [range(m, m + 1) for m in range(num_microbatches)]
-    warmups = [*accumulate(reversed(by_hop), initial=0)][::-1]
-    shown = (slack,) if isinstance(slack, int) else by_hop
-    return _schedule(f"slack(r={','.join(map(str, shown))})", groups, warmups, num_microbatches, first_trainable)
+    return by_hop
 
 
 def check_counts(num_stages: int, num_microbatches: int, first_trainable: int) -> None:

@@ -56,6 +56,7 @@ def first_trainable_stage(graph: ModelGraph, partition: Partition) -> int:
 def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits: Limits) -> tuple[StagePrediction, ...]:
     """Seconds and bytes of every stage."""
     order = partition.order or tuple(range(len(graph.nodes)))
+    first = first_trainable_stage(graph, partition)
     found = []
     for stage, memory in zip(partition.stages, memory_of(graph, partition, limits.memory), strict=True):
         nodes = [graph.nodes[i] for i in order[stage.start : stage.stop]]
@@ -63,6 +64,8 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
         busy_s = forward_s + backward_s
         # The solver's period has replicas, speeds and all-reduce in it.
         factor = stage.period_s / busy_s if busy_s else 0.0
+        # Nobody waits for a backward of the first stage that trains.
+        weight_s = math.fsum(n.backward_weight_s for n in nodes) if stage.index > first else backward_s
         caps = [cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None]
         found.append(
             StagePrediction(
@@ -73,6 +76,7 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
                 fullest_at=memory.action,
                 memory=_parts(memory),
                 limit_bytes=min(caps, default=None),
+                weight_s=factor * weight_s,
             )
         )
     return tuple(found)
@@ -107,6 +111,8 @@ def costs_of(stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...
     return Costs(
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),
+        backward_input_s=tuple(max(0.0, stage.backward_s - stage.weight_s) for stage in stages),
+        backward_weight_s=tuple(stage.weight_s for stage in stages),
         forward_latency_s=latency_s,
         backward_latency_s=latency_s,
         forward_occupancy_s=occupancy_s,

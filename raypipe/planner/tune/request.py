@@ -77,6 +77,8 @@ def settled_schedule(
         kind, slack, group_size = ("slack", AUTO_SLACK, None) if num_stages > 1 else ("1f1b", None, None)
     if kind == "slack" and slack is None:
         slack = AUTO_SLACK
+    if kind == "zb-h1" and not isinstance(slack, tuple):
+        slack = (slack or 1,) * (num_stages - 1)
     if kind == "kfkb" and group_size is None:
         group_size = min(2, num_microbatches)
     return kind, group_size, slack

@@ -32,7 +32,7 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         group_size=group_size or 1,
-        slack=slack or 1,
+        slack=1 if slack is None else slack,
         weight_versions=max(policy.capacities) if request.vertical_sync and policy.capacities else None,
         version_limit=request.weight_versions,
         update_interval=policy.interval or num_microbatches,

@@ -1,0 +1,118 @@
+"""The micro-batches that a stage has begun and not ended: what each one still needs, and its backward, whole or parted.
+
+    F   inputs, outputs ----------------------------------> hold
+    B   outputs, seeds --> sums of gradients, answer        end
+    I   outputs, seeds --> some sums, answer --> operands   hold less
+    W   operands --> the other sums                         end
+
+Seeds are the gradients that the next stage sent, the answer is what the stage before gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from raypipe.engine.backward import gradients
+from raypipe.engine.channel import Message
+from raypipe.engine.gradients import GradientSink
+from raypipe.engine.split_backward import input_gradients
+from raypipe.engine.weight_ring import WeightRing
+
+__all__ = ["UnderWay"]
+
+_Gradients = Sequence[torch.Tensor | None]
+
+
+class UnderWay:
+    """Micro-batches between F and the end of their backward, by number.
+
+    Args:
+        sink: of the parameters' gradients.
+        ring: whose versions they use.
+        answers: the stage before waits for gradients.
+    """
+
+    def __init__(self, sink: GradientSink, ring: WeightRing, *, answers: bool) -> None:
+        self._sink, self._ring, self._answering = sink, ring, answers
+        self._held: dict[int, tuple[Message, tuple[torch.Tensor, ...]]] = {}
+        self._seeds: dict[int, _Gradients] = {}
+        self._answers: dict[int, _Gradients] = {}
+        self._rest: dict[int, Callable[[], _Gradients]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._rest)
+
+    def hold(self, microbatch: int, inputs: Message, outputs: tuple[torch.Tensor, ...]) -> None:
+        """After its forward."""
+        self._held[microbatch] = (inputs, outputs)
+
+    def outputs(self, microbatch: int, *, keep: bool) -> tuple[torch.Tensor, ...]:
+        """Of its forward; without ``keep`` it has come to its end."""
+        return (self._held[microbatch] if keep else self._held.pop(microbatch))[1]
+
+    def seed(self, microbatch: int, seeds: _Gradients) -> None:
+        """The gradients of its outputs are known."""
+        self._seeds[microbatch] = seeds
+
+    def take_answer(self, microbatch: int) -> _Gradients:
+        """The gradients of its inputs, once."""
+        return self._answers.pop(microbatch)
+
+    def backward(self, microbatch: int) -> None:
+        """B."""
+        inputs = self._held[microbatch][0]
+        wanted = _differentiable(inputs)
+        self._answer(microbatch, inputs, wanted, self._whole(microbatch, [inputs[i] for i in wanted]))
+
+    def backward_input(self, microbatch: int) -> None:
+        """I: what the stage before waits for. Where nothing came that wants a gradient, W is all of the backward."""
+        inputs = self._held[microbatch][0]
+        wanted = _differentiable(inputs)
+        found: _Gradients = ()
+        if wanted:
+            roots, seeds = self._roots(microbatch)
+            received: list[torch.Tensor] = [inputs[i] for i in wanted]  # type: ignore[misc]
+            halves = input_gradients(roots, seeds, received, self._ring.trained(microbatch))
+            self._rest[microbatch] = halves.finish
+            self._sink.add(halves.own)
+            found = halves.received
+        self._answer(microbatch, inputs, wanted, found)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: what only the optimizer's step needs."""
+        if microbatch not in self._rest:
+            self._whole(microbatch, ())
+            return
+        self._sink.add(self._rest.pop(microbatch)())
+        self._ring.leave(microbatch)
+
+    def _whole(self, microbatch: int, received: _Gradients) -> _Gradients:
+        """Gradients of the parameters go to the sink, those of ``received`` are returned."""
+        roots, seeds = self._roots(microbatch)
+        own = self._ring.trained(microbatch)
+        leaves = [*own, *received]
+        found: _Gradients = (None,) * len(leaves)
+        if roots and leaves:
+            found = gradients(roots, seeds, leaves)  # type: ignore[arg-type]
+        self._ring.leave(microbatch)
+        self._sink.add(found[: len(own)])
+        return found[len(own) :]
+
+    def _roots(self, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What the backward begins with, and its seeds; nothing else holds the graph any more."""
+        _, outputs = self._held.pop(microbatch)
+        pairs = zip(outputs, self._seeds.pop(microbatch, ()), strict=True)
+        known = [(root, seed) for root, seed in pairs if seed is not None]
+        return [root for root, _ in known], [seed for _, seed in known]
+
+    def _answer(self, microbatch: int, inputs: Message, wanted: Sequence[int], found: _Gradients) -> None:
+        if self._answering:
+            by_input = dict(zip(wanted, found, strict=True))
+            self._answers[microbatch] = tuple(by_input.get(i) for i in range(len(inputs)))
+
+
+def _differentiable(inputs: Message) -> list[int]:
+    """Positions of those that want a gradient."""
+    return [i for i, x in enumerate(inputs) if x is not None and x.requires_grad]

@@ -1,0 +1,68 @@
+"""Backwards in two halves: I, which the stage before waits for, and W, which only the optimizer's step needs.
+
+Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), call them B and W. Whatever waits for a backward in
+1F1B waits for half of it, and where a stage would stand still it does a W that it has put off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from raypipe.ir.schedule import Op, Row, Schedule, Wiring
+from raypipe.planner.program import OP_CODE, pack
+from raypipe.planner.schedule.sync import check_counts, slack_by_hop, take_turns
+
+__all__ = ["zb_h1"]
+
+
+def zb_h1(num_stages: int, num_microbatches: int, slack: Sequence[int] | int = 1, first_trainable: int = 0) -> Schedule:
+    """Slack 1F1B with parted backwards, in the memory of 1F1B's first stage on every stage.
+
+    S=4, M=8, r=1, one slot per action:
+
+        0: F0 F1 F2 F3  .  .  . I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
+        1:  . F0 F1 F2  . I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
+        2:  .  . F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
+        3:  .  .  . F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
+
+    Forwards and I take turns as forwards and backwards do in ``slack``; W of a micro-batch comes behind the I of one
+    that is l_s later, where l_s is the sum of r_h over the hops before stage s: what stages that come earlier hold in
+    forwards that wait, a later one holds in weights' gradients that wait. So every stage holds at most
+    min(M, 1 + sum of all r_h) micro-batches between F and W. With free links, equal stages and r=1 a step takes
+    M * (t_F + t_I + t_W) + (S - 1) * (t_F + t_I - t_W), where 1F1B adds (S - 1) * (t_F + t_I + t_W).
+
+    Args:
+        num_stages: S.
+        num_microbatches: M, per optimizer step.
+        slack: r_h by hop, or one number for all hops; 1 is ZB-H1 of the paper, more hides slow links.
+        first_trainable: lowest stage with a backward; stages below have none, so none is put off for them.
+
+    Raises:
+        ScheduleError: a number is out of range, or not one r_h for each hop.
+    """
+    check_counts(num_stages, num_microbatches, first_trainable)
+    by_hop = slack_by_hop(num_stages, slack)
+    warmups = [*accumulate(reversed(by_hop), initial=0)][::-1]
+    lags = [*accumulate((r if hop >= first_trainable else 0 for hop, r in enumerate(by_hop)), initial=0)]
+    rows = tuple(
+        _row(s, num_microbatches, warmup, lag, s >= first_trainable)
+        for s, (warmup, lag) in enumerate(zip(warmups, lags, strict=True))
+    )
+    shown = (slack,) if isinstance(slack, int) else by_hop
+    wiring = Wiring(tuple(range(num_stages)), num_microbatches, split_backward=True, first_trainable=first_trainable)
+    return Schedule(f"zb-h1(r={','.join(map(str, shown))})", wiring, rows, stride=num_microbatches)
+
+
+def _row(stage: int, count: int, warmup: int, lag: int, trains: bool) -> Row:
+    number = np.arange(count)
+    if not trains:
+        return pack(np.full(count, stage), np.full(count, OP_CODE[Op.F]), number)
+    forward, backward = take_turns(count, warmup)
+    behind = backward[np.minimum(count - 1, number + lag)]
+    # A W stands behind the I that it waits for, and behind the W before it.
+    order = np.lexsort((np.tile(number, 3), np.repeat([0, 0, 1], count), np.concatenate([forward, backward, behind])))
+    ops = np.repeat([OP_CODE[op] for op in (Op.F, Op.I, Op.W)], count)
+    return pack(np.full(3 * count, stage), ops[order], np.tile(number, 3)[order])

@@ -1,0 +1,227 @@
+"""Two halves are one backward: the same bits, whatever hangs off the path, and little is kept between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypipe.engine.backward import gradients
+from raypipe.engine.split_backward import Halves, input_gradients
+from tests.exactness import same_bits
+
+pytestmark = pytest.mark.slow
+
+
+class Positions(nn.Module):
+    """A table that is added: its whole gradient hangs off the path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table(torch.arange(5))
+
+
+class Tied(nn.Module):
+    """One weight, used twice through one product of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = self.weight.tanh() * 2
+        return functional.linear(torch.tanh(functional.linear(x, half)), half) + functional.linear(x, self.weight)
+
+
+class Scaled(nn.Module):
+    """addmm with factors, of which autograd has another formula, and products with a weight that is not transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.weight, self.other = (nn.Parameter(torch.randn(s)) for s in ((8,), (8, 8), (8, 8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.addmm(self.bias, x.flatten(0, -2), self.weight, beta=0.5, alpha=2.0)
+        return rows.mm(self.other).view_as(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.cell(x)[0]
+        return out
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(3, 5, 8)
+
+
+def images() -> torch.Tensor:
+    return torch.randn(2, 4, 9, 9)
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8, bias=False)), rows),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), rows),
+    "positions": (lambda: nn.Sequential(Positions(), nn.LayerNorm(8), nn.Linear(8, 8)), rows),
+    "tied": (Tied, rows),
+    "scaled": (Scaled, rows),
+    "recurrent": (Recurrent, rows),
+    "bilinear": (lambda: nn.Sequential(nn.Linear(8, 8), nn.PReLU(), nn.RMSNorm(8)), rows),
+    "convolution": (
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4),
+            nn.ConvTranspose2d(8, 4, 2, bias=False), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3, dilation=2, padding=2),
+        ),
+        images,
+    ),
+    "channels last": (
+        lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        lambda: images().to(memory_format=torch.channels_last),
+    ),
+    "no parameters": (nn.Tanh, rows),
+    "frozen": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False), rows),
+}  # fmt: skip
+
+
+def forward(net: nn.Module, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[nn.Parameter]]:
+    """(input, output, leaves), the same numbers every time."""
+    x = drawn.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    return x, net(x), [p for p in net.parameters() if p.requires_grad]
+
+
+def together(halves: Halves) -> list[torch.Tensor | None]:
+    """Of the own leaves, each of which may be in one half only."""
+    later = halves.finish()
+    assert all(now is None or after is None for now, after in zip(halves.own, later, strict=True))
+    return [now if after is None else after for now, after in zip(halves.own, later, strict=True)]
+
+
+def seed_of(y: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, y.numel()).view_as(y)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_both_halves_make_the_bits_of_one_backward(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    make, draw = NETS[name]
+    net, drawn = make().to(dtype), draw().to(dtype)
+    x, y, own = forward(net, drawn)
+    whole = gradients([y], [seed_of(y)], [x, *own])
+    x, y, own = forward(net, drawn)
+    halves = input_gradients([y], [seed_of(y)], [x], own)
+    found = [*halves.received, *together(halves)]
+    assert [same_bits(a, b) for a, b in zip(whole, found, strict=True)] == [True] * len(whole)
+    assert [a is None or a.stride() == b.stride() for a, b in zip(whole, found, strict=True)] == [True] * len(whole)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("name", "waits"), [("linear", 2), ("convolution", 7), ("attention", 4), ("positions", 2)])
+def test_products_wait_for_the_second_half(name: str, waits: int) -> None:
+    make, draw = NETS[name]
+    x, y, own = forward(make(), draw())
+    halves = input_gradients([y], [seed_of(y)], [x], own)
+    assert sum(gradient is not None for gradient in halves.finish()) == waits
+
+
+def test_nothing_but_operands_is_kept_between_the_halves() -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            big = x.clone()
+            kept.append(weakref.ref(big))
+            ctx.save_for_backward(big)  # type: ignore[attr-defined]
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * ctx.saved_tensors[0].sign()  # type: ignore[attr-defined, no-any-return]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Conv1d(5, 5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.third(Watched.apply(self.second(Watched.apply(self.first(x)))))
+            return out
+
+    x, y, own = forward(Net(), rows())
+    assert [big() is None for big in kept] == [False, False]
+    halves = input_gradients([y], [seed_of(y)], [x], own)
+    del y
+    assert [big() is None for big in kept] == [True, True]
+    later = halves.finish()
+    assert sum(gradient is not None for gradient in later) == 4
+    assert not any(gradient is not None and gradient.requires_grad for gradient in (*halves.own, *later))
+
+
+def several(
+    roots: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]],
+) -> list[list[torch.Tensor | None]]:
+    """Whole and in halves, of roots made from two inputs and two weights."""
+    found = []
+    for parted in (False, True):
+        drawn = torch.Generator().manual_seed(4)
+        a, b, v, w = (torch.randn(4, 4, generator=drawn, requires_grad=True) for _ in range(4))
+        made = roots(a, b, (v, w))
+        seeds = [seed_of(root) for root in made]
+        if parted:
+            halves = input_gradients(made, seeds, [a, b], [v, w])
+            found.append([*halves.received, *together(halves)])
+        else:
+            found.append(list(gradients(made, seeds, [a, b, v, w])))
+    return found
+
+
+@pytest.mark.parametrize(
+    "roots",
+    [
+        lambda a, b, own: [a @ own[0] + b, (b @ own[1]).tanh()],
+        lambda a, b, own: [a @ own[0], own[1].tanh()],  # the second root leads to no input
+        lambda a, b, own: [a @ own[0], own[0].tanh()],  # and shares a weight with the first
+        lambda a, b, own: [a, b @ own[0]],  # an input that is handed on as it came
+        lambda a, b, own: [a @ own[0], own[1]],  # a weight that is handed on
+        lambda a, b, own: [(a @ (h := own[0].tanh())), h],  # a gradient that meets another off the path
+        lambda a, b, own: [a @ own[0] @ own[0], (b @ own[1]) @ own[0]],
+        lambda a, b, own: [a @ own[0] + own[0]],  # a product and a sum meet in one leaf
+        lambda a, b, own: [a @ (h := own[0].tanh()) + h.exp() + h],  # and off the path, one behind the other
+        lambda a, b, own: [a + (h := own[0].tanh()) + h.exp()],
+        lambda a, b, own: [h := own[0] * 3, h.tanh() @ own[1], a + b],  # roots behind each other
+        lambda a, b, own: [a.exp()],
+        lambda a, b, own: [own[0] @ own[1]],
+        lambda a, b, own: [],
+    ],
+)
+def test_roots_of_all_kinds(roots: Callable[..., list[torch.Tensor]]) -> None:
+    whole, parted = several(roots)
+    assert [same_bits(x, y) for x, y in zip(whole, parted, strict=True)] == [True] * 4
+
+
+def test_hooks_of_leaves_run_once_and_what_they_give_counts() -> None:
+    for make in (lambda: nn.Linear(8, 8), lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False))):
+        x, y, own = forward(make(), rows())
+        calls: list[int] = []
+
+        def hook(place: int, gradient: torch.Tensor, calls: list[int] = calls) -> torch.Tensor:
+            calls.append(place)
+            return torch.zeros_like(gradient)
+
+        for place, leaf in enumerate(own):
+            leaf.register_hook(partial(hook, place))
+        halves = input_gradients([y], [seed_of(y)], [x], own)
+        assert all(gradient is not None and not gradient.any() for gradient in together(halves))
+        assert sorted(calls) == list(range(len(own)))
