@@ -3,13 +3,15 @@
     efficiency   one process doing the same updates / (2 x ours), filling and draining included
     c            one process alone / two independent copies of it at once: what this machine's two processors are worth
     of_c         efficiency / c
+    pair_of_c    the same of two bare processes that hand tensors to each other and do nothing else (bare_pair.py): what
+                 halves that wait for each other can keep; ``of_pair`` is its time over ours
 
 A transformer is cut in the middle; an epoch is ten mini-batches of four micro-batches, and the pipeline drains at the
 end of each, so 41 micro-batch times pass where 40 are worked: 0.976 is the most that efficiency / c can be.
 ``_steady`` stands beside it, where nothing drains between the mini-batches that are timed. The one process runs the
 same model in plain PyTorch on the same micro-batches: an update per micro-batch for "pipedream", per mini-batch for
-"2bw". Alone, two at once and ours take turns. With --handicap, our runs repeat with that much sleep in every forward
-and backward.
+"2bw". Alone, two at once, the bare pair and ours take turns. With --handicap, our runs repeat with that much sleep in
+every forward and backward.
 
 All of it runs on one Ray node that is up from first to last: its daemons take some percent of two processors, and c is
 what these two are worth where a Ray node is. ``daemons`` is the node's share of two processors while two copies run.
@@ -24,11 +26,13 @@ import os
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_common
 import torch
+from bare_pair import Half, pair_s
 from bench_common import machine_line, median
 from later import Later
 from torch import nn
@@ -83,6 +87,12 @@ def samples(context: int) -> TensorDataset:
     drawn = torch.Generator().manual_seed(1)
     shape = (MICROBATCHES * MICROBATCH_SIZE * MINIBATCHES, context, WIDTH)
     return TensorDataset(torch.randn(shape, generator=drawn), torch.randn(shape, generator=drawn))
+
+
+def half(depth: int, which: int) -> nn.Sequential:
+    """Of the model, the first or the second."""
+    net, second = model(depth)
+    return nn.Sequential(*list(net)[: int(second)] if which == 0 else list(net)[int(second) :])
 
 
 def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -154,6 +164,17 @@ def node_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def bare_s(settings: Settings, updates: int) -> list[float]:
+    """Seconds per mini-batch of every epoch of a bare pair."""
+    shape = (MICROBATCHES * MINIBATCHES, MICROBATCH_SIZE, settings.context, WIDTH)
+    inputs, targets = (t.view(shape) for t in samples(settings.context).tensors)
+    task = Half(
+        partial(half, settings.depth), optimizer, functional.mse_loss, inputs, targets, MICROBATCHES,
+        MICROBATCHES // updates, settings.epochs,
+    )  # fmt: skip
+    return pair_s(task, shape[1:])
+
+
 # Ours.
 
 
@@ -213,18 +234,21 @@ class Measured(NamedTuple):
     steady_s: list[float]
     slowed_s: list[float]
     node_share: list[float]
+    pair_s: list[float]
 
 
 def figures_of(schedule: str, found: Measured) -> dict[str, float]:
     """Efficiencies and c of a schedule."""
     alone_s = median(found.alone_s)
     c = alone_s / median(found.both_s)
-    efficiency, steady = alone_s / (2 * median(found.whole_s)), alone_s / (2 * median(found.steady_s))
+    efficiency, steady, pair = (alone_s / (2 * median(s)) for s in (found.whole_s, found.steady_s, found.pair_s))
     return {
         f"efficiency_{schedule}": efficiency,
         f"c_{schedule}": c,
         f"of_c_{schedule}": efficiency / c,
         f"of_c_{schedule}_steady": steady / c,
+        f"pair_of_c_{schedule}": pair / c,
+        f"of_pair_{schedule}": efficiency / pair,
         f"daemons_{schedule}": median(found.node_share),
     }
 
@@ -237,7 +261,7 @@ def handicap_predicted(found: Measured, handicap_s: float) -> float:
 
 def measure(settings: Settings, handicap_s: float) -> dict[str, Measured]:
     """Alone, two at once and ours in turn, round by round."""
-    found = {schedule: Measured([], [], [], [], [], []) for schedule in UPDATES}
+    found = {schedule: Measured([], [], [], [], [], [], []) for schedule in UPDATES}
     for _ in range(settings.rounds):
         for schedule, updates in UPDATES.items():
             kept = found[schedule]
@@ -245,13 +269,17 @@ def measure(settings: Settings, handicap_s: float) -> dict[str, Measured]:
             begin_s, used_s = time.monotonic(), node_s()
             kept.both_s.extend(copies_s(settings, updates, 2))
             kept.node_share.append((node_s() - used_s) / (time.monotonic() - begin_s) / 2)
+            kept.pair_s.extend(bare_s(settings, updates))
             trial = run_ours(settings, schedule)
             kept.whole_s.extend(trial.whole_s)
             kept.steady_s.extend(trial.steady_s)
             if handicap_s:
                 kept.slowed_s.extend(run_ours(settings, schedule, handicap_s).whole_s)
-            numbers = (median(kept.alone_s), median(kept.both_s), median(kept.whole_s))
-            print(f"{schedule}: one, both, ours {[f'{s * 1e3:.1f} ms' for s in numbers]}; {machine_line()}", flush=True)
+            numbers = tuple(map(median, (kept.alone_s, kept.both_s, kept.pair_s, kept.whole_s)))
+            print(
+                f"{schedule}: one, both, bare pair, ours {[f'{s * 1e3:.1f} ms' for s in numbers]}; {machine_line()}",
+                flush=True,
+            )
     return found
 
 
@@ -266,15 +294,18 @@ def main() -> int:
     rows, seen = [], True
     for schedule, found in measured.items():
         figures |= figures_of(schedule, found)
-        one_ms, both_ms, ours_ms = (median(s) * 1e3 for s in found[:3])
-        names = ("efficiency", "c", "of_c")
+        times_ms = [median(s) * 1e3 for s in (found.alone_s, found.both_s, found.pair_s, found.whole_s)]
+        names = ("efficiency", "c", "of_c", "pair_of_c", "of_pair")
         shown = [figures[f"{name}_{schedule}"] for name in names] + [figures[f"of_c_{schedule}_steady"]]
-        rows.append([schedule, one_ms, both_ms, ours_ms, *shown])
+        rows.append([schedule, *times_ms, *shown])
         if asked.handicap:
             slowed = median(found.alone_s) / (2 * median(found.slowed_s))
             moves_by = handicap_predicted(found, asked.handicap) - shown[0]
             seen = bench_common.handicap_seen(schedule, asked.handicap, shown[0], slowed, moves_by) and seen
-    columns = ("schedule", "one ms", "two at once", "ours", "efficiency", "c", "of c", "of c, steady")
+    columns = (
+        "schedule", "one ms", "two at once", "bare pair", "ours", "efficiency", "c", "of c", "pair of c", "of pair",
+        "of c, steady",
+    )  # fmt: skip
     print("\n" + bench_common.table(f"per mini-batch; {machine_line()}", columns, rows))
     raw = {schedule: found._asdict() for schedule, found in measured.items()}
     bench_common.finish("bench_asynchronous", figures, raw, asked.json)

@@ -14,6 +14,7 @@ import multiprocessing.connection
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -57,6 +58,8 @@ def arguments(
         parser.add_argument(name, type=Path, metavar="FOLDER", help=text)
     for name, text in (switches or {}).items():
         parser.add_argument(name, action="store_true", help=text)
+    if given is None:  # a program of its own: what asks it to end shall not leave its processes and namespaces behind
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     asked = parser.parse_args(given)
     if asked.handicap < 0:
         parser.error(f"--handicap {asked.handicap:g}: seconds must be a number from 0 up")

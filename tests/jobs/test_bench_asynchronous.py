@@ -19,18 +19,20 @@ def test_an_epoch_counts_whole_and_the_first_one_not() -> None:
 
 
 def test_efficiency_is_against_two_processors() -> None:
-    figures = bench_asynchronous.figures_of("2bw", Measured([1.0], [1.25], [0.625], [0.5], [], [0.01]))
+    figures = bench_asynchronous.figures_of("2bw", Measured([1.0], [1.25], [0.625], [0.5], [], [0.01], [0.5]))
     assert figures == {
         "efficiency_2bw": pytest.approx(0.8),
         "c_2bw": pytest.approx(0.8),
         "of_c_2bw": pytest.approx(1.0),
         "of_c_2bw_steady": pytest.approx(1.25),
+        "pair_of_c_2bw": pytest.approx(1.25),
+        "of_pair_2bw": pytest.approx(0.8),
         "daemons_2bw": 0.01,
     }
 
 
 def test_a_handicap_is_two_sleeps_per_microbatch_and_one_time_to_fill() -> None:
-    found = Measured([1.0], [1.0], [0.5], [0.5], [], [0.0])
+    found = Measured([1.0], [1.0], [0.5], [0.5], [], [0.0], [0.5])
     assert bench_asynchronous.handicap_predicted(found, 0.0) == pytest.approx(1.0)
     more_s = 2 * 0.01 * (MICROBATCHES * MINIBATCHES + 1) / MINIBATCHES
     assert bench_asynchronous.handicap_predicted(found, 0.01) == pytest.approx(1 / (2 * (0.5 + more_s)))
@@ -55,3 +57,11 @@ def test_the_halves_are_equal_and_a_handicap_changes_no_number() -> None:
 def test_copies_time_every_minibatch_after_the_warm_up() -> None:
     settings = Settings(depth=2, context=4, epochs=2)
     assert len(bench_asynchronous.copies_s(settings, 1, 2)) == 2 * MINIBATCHES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", [1, MICROBATCHES])
+def test_a_bare_pair_times_every_epoch_after_the_warm_up(updates: int) -> None:
+    found = bench_asynchronous.bare_s(Settings(depth=2, context=4, epochs=3), updates)
+    assert len(found) == 2
+    assert all(seconds > 0 for seconds in found)
