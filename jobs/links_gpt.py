@@ -54,7 +54,8 @@ class Head(nn.Module):
 
 
 class SleepingBlock(nn.Module):
-    """Half of its backward is for the input and half for its parameter, so that schedules may part them.
+    """Half of its backward is for the input and half for its parameter, a product of one by one, so that schedules may
+    part them.
 
     Args:
         forward_s, backward_s: of one micro-batch.
@@ -63,12 +64,12 @@ class SleepingBlock(nn.Module):
     def __init__(self, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.forward_s, self.half_s = forward_s, backward_s / 2
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         passed: torch.Tensor = Later.apply(x, self.forward_s, self.half_s)
         scale: torch.Tensor = Later.apply(self.scale, 0.0, self.half_s)
-        return passed * scale
+        return (passed.reshape(-1, 1) @ scale).view_as(x)
 
 
 def chain(half_s: Sequence[float] = ()) -> nn.Sequential:

@@ -155,9 +155,9 @@ class PipelineConfig:
             "auto" takes the first two. "parameters" profiles nothing and gives every stage about the
             same parameter bytes; a list of module names starts a new stage at each of them.
         schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for, kFkB or,
-            where the halves of the backwards were profiled, "zb-h1", turned by the controller while the run trains.
-            "zb-h1" parts backwards and puts off what only the weights need: shorter steps for more memory behind
-            the first stage.
+            where the halves of the backwards that the run measures say so, "zb-h1", turned by the controller while the
+            run trains. "zb-h1" parts backwards and puts off what only the weights need: shorter steps for more
+            memory behind the first stage.
         group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
             controller turns it.
         slack: r of slack: forwards that each stage starts earlier than the next, 1 being 1F1B; a list gives one

@@ -147,7 +147,7 @@ class Executor:
         first, step = segment.first_microbatch, segment.first_step + minibatch
         self._times = _message_times(self.stage) if measure else {}
         count = len(segment.microbatch_samples)
-        self._parted, self._weight_s = first + minibatch * count + count // 2 if measure else None, None
+        self._parted, self._halves_s = first + minibatch * count + count // 2 if measure else None, None
         self._wait_s, self._sent, self._plain, self._peak = 0.0, [0, 0], [0, 0], len(self._under_way)
         self._losses.clear()
         self._seed_tensors.clear()
@@ -185,14 +185,14 @@ class Executor:
             peak_in_flight=self._peak,
             weight_versions=self.ring.held,
             spans=spans if keep_spans else (),
-            sample=stage_sample(self.stage, step, spans, self._weight_s) if measure else None,
+            sample=stage_sample(self.stage, step, spans, self._halves_s) if measure else None,
             messages=tuple(times for times in self._times.values() if times.wire_bytes),
         )
 
     _action: Action | None = None
     _segment: Segment
     _parted: int | None = None
-    _weight_s: float | None = None
+    _halves_s: tuple[float, float] | None = None
 
     def _do(self, action: Action) -> None:
         stage, op, microbatch = action
@@ -201,10 +201,11 @@ class Executor:
                 self._forward(microbatch)
             case Op.B if microbatch == self._parted:
                 # To the same bits, and it tells what a schedule that parts backwards would be worth.
-                self._under_way.backward_input(microbatch)
                 begin_s = time.monotonic()
+                self._under_way.backward_input(microbatch)
+                between_s = time.monotonic()
                 self._under_way.backward_weight(microbatch)
-                self._weight_s = time.monotonic() - begin_s
+                self._halves_s = between_s - begin_s, time.monotonic() - between_s
             case Op.B:
                 self._under_way.backward(microbatch)
             case Op.I:

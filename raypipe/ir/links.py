@@ -79,8 +79,8 @@ class StageSample(NamedTuple):
     """One stage in one step: medians over its micro-batches.
 
     Attributes:
-        forward_s, backward_s: of one micro-batch.
-        weight_s: the part of backward_s that could wait (W); None where no backward was parted.
+        forward_s, backward_s: of one micro-batch; backward_s is 0 where all backwards were parted.
+        input_s, weight_s: of the halves (I and W) of one, which together may take longer; None where none was parted.
         step_s: of the optimizer.
         peak_bytes: most memory that the stage has used, None where nobody measured.
     """
@@ -91,14 +91,17 @@ class StageSample(NamedTuple):
     backward_s: float
     step_s: float = 0.0
     peak_bytes: int | None = None
+    input_s: float | None = None
     weight_s: float | None = None
 
 
-def stage_sample(stage: int, step: int, spans: Iterable[Span], weight_s: float | None = None) -> StageSample:
+def stage_sample(
+    stage: int, step: int, spans: Iterable[Span], halves_s: tuple[float, float] | None = None
+) -> StageSample:
     """The sample of one stage from its executor's spans of one step; 0 s for what it did not do.
 
     Args:
-        weight_s: of a backward that was whole in its span; where halves have spans of their own, those count.
+        halves_s: of a backward with one span for both; where halves have spans of their own, those count.
     """
     seconds: dict[Op, list[float]] = {}
     for span in spans:
@@ -108,8 +111,8 @@ def stage_sample(stage: int, step: int, spans: Iterable[Span], weight_s: float |
         median(seconds[op]) if seconds.get(op) else 0.0 for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)
     )
     if Op.W in seconds:
-        backward_s, weight_s = input_s + later_s, later_s
-    return StageSample(stage, step, forward_s, backward_s, step_s, weight_s=weight_s)
+        halves_s = input_s, later_s
+    return StageSample(stage, step, forward_s, backward_s, step_s, None, *(halves_s or (None, None)))
 
 
 @dataclass(frozen=True, slots=True)

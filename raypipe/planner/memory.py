@@ -9,9 +9,10 @@ it to the end can hold, per replica of its own; without replicas stage s of S ha
     gpipe  M        1f1b  d        kfkb  k d        slack  1 + the sum of r over the hops after it
     zb-h1  1 + the sum of r over all hops, wherever the stage is: between F and W
 
-each at most M. What waits for its W counts as if it waited for its whole backward: operands and their gradients take
-the place of the activations that I lets go. ``pipedream`` is the asynchronous 1F1B, which keeps
-ceil((d - 1) / u) + 1 versions of the weights that learn, u being the update interval; ``2bw`` keeps two.
+each at most M. Of zb-h1 those beyond 1 + the sum of r over the hops after the stage wait for W alone, and each counts
+twice: for the operands of its products, which are among its activations, and for the gradients of what those made.
+``pipedream`` is the asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the weights that learn, u being
+the update interval; ``2bw`` keeps two.
 
 The numbers per node add up, so a part of a stage never needs more than the stage: the partition solvers rest on that.
 Messages and the workspace are exceptions: those depend on the cut, and this is the most that any node needs while it
@@ -109,6 +110,13 @@ class MemoryModel:
         # Asynchronous schedules never flush: the mini-batch does not bound them.
         return wanted if self.schedule in ("pipedream", "2bw") else min(self.num_microbatches, wanted)
 
+    def activation_sets(self, depth: int) -> int:
+        """How often a stage of this depth holds a micro-batch's activations, or as many bytes."""
+        held = self.in_flight(depth)
+        if self.schedule != "zb-h1":
+            return held
+        return 2 * held - min(held, 1 + self._slack_after(depth - 1))
+
     def _slack_after(self, hops: int) -> int:
         if isinstance(self.slack, int):
             return self.slack * hops
@@ -143,7 +151,7 @@ class MemoryModel:
 
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
         """Bytes on a stage of this depth, from ``node_parts`` or sums of them."""
-        total: NDArray[np.int64] = self.versions(depth) * parts[0] + parts[1] + self.in_flight(depth) * parts[2]
+        total: NDArray[np.int64] = self.versions(depth) * parts[0] + parts[1] + self.activation_sets(depth) * parts[2]
         return total
 
     def node_bytes(self, graph: ModelGraph, depth: int) -> NDArray[np.int64]:
@@ -157,11 +165,13 @@ class StageMemory:
 
     Attributes:
         action: the forward at which the most micro-batches are in flight, as ``0F3``.
+        activation_sets: how often activation_bytes holds those of one micro-batch.
     """
 
     stage: int
     action: str
     in_flight: int
+    activation_sets: int
     versions: int
     weight_bytes: int
     gradient_bytes: int
@@ -210,17 +220,18 @@ def stage_memory(
         receive_bytes, send_bytes: per sample, of the cuts before and after it.
         workspace_bytes: as ``columns.workspace_bytes`` says.
     """
-    in_flight, versions = model.in_flight(depth), model.versions(depth)
+    in_flight, sets, versions = model.in_flight(depth), model.activation_sets(depth), model.versions(depth)
     return StageMemory(
         stage=stage,
         action=f"{stage}F{in_flight - 1}",
         in_flight=in_flight,
+        activation_sets=sets,
         versions=versions,
         weight_bytes=(versions - 1) * held.trainable_bytes + held.param_bytes,
         gradient_bytes=math.ceil(held.trainable_bytes * model.gradient_factor),
         optimizer_bytes=math.ceil(held.trainable_bytes * model.optimizer_factor),
         buffer_bytes=held.buffer_bytes,
-        activation_bytes=in_flight * model.microbatch_size * held.activation_bytes,
+        activation_bytes=sets * model.microbatch_size * held.activation_bytes,
         message_bytes=model.microbatch_size
         * (receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots),
         workspace_bytes=workspace_bytes,

@@ -130,6 +130,15 @@ def test_parameters_do_not_show_how_often_the_schedule_was_turned(name: str, tmp
     assert all(same_bits(found[key], expected[key]) for key in expected)
     initial = CASES[name].model().state_dict()
     assert any(not torch.equal(initial[key], found[key]) for key in initial)
+    # The halves of a backward were measured in every step, whatever it ran; nobody waits for the first stage's.
+    for event in scripts[0].events:
+        parted = event.choice.kind == "zb-h1"
+        for sample in event.stages:
+            assert (sample.backward_s == 0.0) == parted
+            assert sample.input_s is not None
+            assert sample.weight_s is not None
+            assert sample.weight_s > 0.0
+            assert sample.stage > 0 or sample.input_s < sample.weight_s
 
 
 @pytest.mark.parametrize("name", ["noisy", "cnn"])

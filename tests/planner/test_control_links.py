@@ -259,5 +259,6 @@ def test_stage_samples_are_medians_of_spans():
     assert stage_sample(2, 7, spans) == StageSample(2, 7, 2.0, 4.0, 0.5)
     assert stage_sample(1, 7, spans) == StageSample(1, 7, 0.0, 0.0, 0.0)
     halves = [Span(0, Action(0, Op.I, 0), 0.0, 1.0), Span(0, Action(0, Op.W, 0), 1.0, 1.5)]
-    assert stage_sample(0, 0, halves) == StageSample(0, 0, 0.0, 1.5, weight_s=0.5)
-    assert stage_sample(2, 7, spans, 1.25) == StageSample(2, 7, 2.0, 4.0, 0.5, weight_s=1.25)
+    assert stage_sample(0, 0, halves) == StageSample(0, 0, 0.0, 0.0, input_s=1.0, weight_s=0.5)
+    told = stage_sample(2, 7, spans, (3.0, 1.25))
+    assert told == StageSample(2, 7, 2.0, 4.0, 0.5, input_s=3.0, weight_s=1.25)

@@ -35,12 +35,13 @@ def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
     backward_s = tuple(i + w for i, w in zip(input_s, weight_s, strict=True))
     latency, occupancy = (data.draw(hops), data.draw(hops)), (data.draw(hops), data.draw(hops))
     costs = Costs(
-        forward_s, backward_s, tuple(b - w for b, w in zip(backward_s, weight_s, strict=True)), weight_s,
+        forward_s, backward_s, input_s, weight_s,
         forward_latency_s=latency[0], backward_latency_s=latency[1],
         forward_occupancy_s=occupancy[0], backward_occupancy_s=occupancy[1],
     )  # fmt: skip
     wires = [Wire(latency[way][hop], (occupancy[way][hop],)) for hop in range(stages - 1) for way in (0, 1)]
-    found = step_s(compiled(choice, stages, first), forward_s, backward_s, wires, weight_s=weight_s)
+    halves_s = tuple(zip(input_s, weight_s, strict=True))
+    found = step_s(compiled(choice, stages, first), forward_s, backward_s, wires, halves_s=halves_s)
     assert found == makespan_s(lower(schedule_of(choice, stages, first)), costs)
 
 

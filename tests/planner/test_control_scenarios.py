@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypipe.ir.links import StageSample
 from raypipe.planner.control import Choice, Codec, Controller, Room, Setup, StepDone, Verdict, fits
 from raypipe.planner.control.replay import Wire, compiled, step_s
+from raypipe.planner.control.stages import StageEstimator
 from tests.planner.control_lab import Link, Pipeline, all_choices, constant, run_controlled, run_fixed
 
 PHASE = 40
@@ -168,12 +170,22 @@ def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
     assert abs(paid[0]["achieved_gain"] - paid[0]["predicted_gain"]) < 0.03
 
 
-def test_stages_that_cannot_part_their_backward_are_left_alone() -> None:
+@pytest.mark.parametrize(("share", "parting"), [(0.0, 1.0), (0.5, 1.2), (0.5, 1.6)])
+def test_stages_that_lose_by_parting_their_backward_are_left_alone(share: float, parting: float) -> None:
     setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2)
-    pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.0))
+    stages = [(0.018, 0.035)] * 2
+    pipeline = Pipeline(stages, rate(100), noise=0.01, weight_shares=(1.0, share), parting=parting)
     _, choices, decisions = run_controlled(pipeline, setup, 60)
     assert {choice.kind for choice in choices} == {"slack"}
     assert all(d.verdict is not Verdict.UNDO for d in decisions)
+
+
+def test_frozen_stages_below_do_not_hide_what_parting_brings() -> None:
+    observed = StageEstimator(3)
+    observed.add([StageSample(0, 0, 1.0, 0.0), *(StageSample(s, 0, 1.0, 2.0, 0.0, None, 1.5, 1.0) for s in (1, 2))])
+    assert observed.halves() == ((0.0, 0.0), (1.5, 1.0), (1.5, 1.0))
+    observed.add([StageSample(s, 1, 1.0, 0.0, 0.0, None, 3.0, 2.0) for s in (1, 2)])
+    assert observed.seconds()[1] == (0.0, 3.0, 3.0)  # a whole one takes 2 where the halves take 2.5
 
 
 def test_free_links_cost_nothing():

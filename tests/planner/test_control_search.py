@@ -15,6 +15,7 @@ from raypipe.planner.memory import MemoryModel, StageMemory
 from tests.planner.control_lab import all_choices
 from tests.planner.test_control_events import setup_of
 
+HALVES = ((0.0, 0.02), (0.01, 0.01), (0.01, 0.01), (0.01, 0.01))
 BF16, INT8 = Codec("bf16", 2.0, 1e-10, 1e-10), Codec("int8", 3.9, 4e-10, 4e-10)
 
 
@@ -82,8 +83,8 @@ def test_modes_turn_what_they_are_named_after():
 @pytest.mark.parametrize("hops", [[(0.0, 0.0)] * 3, [(0.015, 0.0), (0.0, 0.01), (0.02, 0.0)]])
 def test_parted_backwards_are_taken_where_halves_are_known(hops):
     """As quick as any slack by hop, and not at all where stages cannot part them."""
-    rooms = at_most(8, 8, 8, 8)
-    known = replace(measured_of(hops), weight_s=(0.02, 0.01, 0.01, 0.01))
+    rooms = at_most(16, 16, 16, 16)
+    known = replace(measured_of(hops), halves_s=HALVES)
     found = search(Space("auto", rooms), known, Choice("1f1b", 16))
     every = [Choice("zb-h1", 16, slack=r) for r in product(range(1, 6), repeat=3)]
     assert found.best.choice.kind == "zb-h1"
@@ -91,13 +92,16 @@ def test_parted_backwards_are_taken_where_halves_are_known(hops):
     whole = search(Space("auto", rooms), measured_of(hops), Choice("1f1b", 16))
     assert whole.best.choice.kind != "zb-h1"
     assert found.best.seconds < whole.best.seconds
-    nothing = search(Space("auto", rooms), replace(known, weight_s=(0.02, 0.0, 0.0, 0.0)), Choice("1f1b", 16))
+    nothing = search(Space("auto", rooms), replace(known, halves_s=(HALVES[0], *[(0.02, 0.0)] * 3)), Choice("1f1b", 16))
     assert nothing.best.choice.kind != "zb-h1"
-    assert search(Space("zb-h1", rooms), measured_of(hops), Choice("zb-h1", 16, slack=(1, 1, 1))).best.choice.slack
+    asked = search(Space("zb-h1", rooms), measured_of(hops), Choice("zb-h1", 16, slack=(1, 1, 1)))
+    assert asked.best.choice.kind == "zb-h1"
+    dear = search(Space("auto", rooms), replace(known, halves_s=((0.0, 0.04), *[(0.02, 0.02)] * 3)), Choice("1f1b", 16))
+    assert dear.best.choice.kind != "zb-h1"
 
 
 def test_parted_backwards_need_room_on_every_stage():
-    known = replace(measured_of([(0.0, 0.0)] * 3), weight_s=(0.02, 0.01, 0.01, 0.01))
+    known = replace(measured_of([(0.0, 0.0)] * 3), halves_s=HALVES)
     tight = search(Space("auto", at_most(16, 16, 16, 3)), known, Choice("1f1b", 16))
     assert tight.best.choice.kind != "zb-h1"
 
@@ -192,7 +196,7 @@ def test_micro_batches_stay_unless_they_may_change():
 
 def test_rooms_are_the_plan_s_own_memory():
     model = MemoryModel("slack", 8, microbatch_size=2, slack=2)
-    stage = StageMemory(0, "0F6", 5, 1, 100, 100, 200, 10, 500, 60, 40, 7)
+    stage = StageMemory(0, "0F6", 5, 5, 1, 100, 100, 200, 10, 500, 60, 40, 7)
     (room,) = rooms_of([stage], model, [2000], [((0, 20), (30, 4))])
     assert room.need_bytes(Choice("slack", 8, slack=(2, 2)), 3) == stage.total_bytes
     assert room.need_bytes(Choice("1f1b", 8), 3) == 417 + 3 * 100 + 30 + 40

@@ -43,6 +43,15 @@ def test_formulas_are_what_the_schedules_do(stages, count, k, data):
         assert found == peak_in_flight(make_schedule(kind, stages, count, **option)), kind
 
 
+def test_what_waits_for_its_weights_counts_twice() -> None:
+    model = MemoryModel("zb-h1", num_microbatches=8, slack=(1, 2, 1))
+    assert [model.in_flight(4 - s) for s in range(4)] == [5, 5, 5, 5]
+    assert [model.activation_sets(4 - s) for s in range(4)] == [5, 6, 8, 9]
+    few = MemoryModel("zb-h1", num_microbatches=3, slack=(1, 2, 1))
+    assert [few.activation_sets(4 - s) for s in range(4)] == [3, 3, 4, 5]
+    assert MemoryModel("slack", num_microbatches=8, slack=(1, 2, 1)).activation_sets(4) == 5
+
+
 @pytest.mark.slow
 @given(graphs(most=8), limits(), st.integers(1, 5), st.data())
 def test_nodes_add_up_to_the_stage(graph, bounds, depth, data):

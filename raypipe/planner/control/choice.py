@@ -113,6 +113,6 @@ def schedule_of(choice: Choice, num_stages: int, first_trainable: int = 0) -> Sc
         num_stages,
         choice.num_microbatches,
         group_size=choice.group_size if choice.kind == "kfkb" else None,
-        slack=choice.slack or None,
+        slack=choice.slack if choice.kind in ("slack", "zb-h1") else None,
         first_trainable=first_trainable,
     )

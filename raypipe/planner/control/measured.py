@@ -27,7 +27,7 @@ class Measured:
         forward_s, backward_s, optimizer_s: by stage.
         links: estimates of hop 0 forward, hop 0 backward, hop 1 forward, ...; None where nothing is known (free).
         replays: steps that each candidate is run for.
-        weight_s: by stage, the part of backward_s that can wait (W); empty where nobody knows.
+        halves_s: by stage, (I, W) of a backward, which together may take longer than it; empty where nobody knows.
     """
 
     num_microbatches: int
@@ -36,7 +36,7 @@ class Measured:
     optimizer_s: tuple[float, ...]
     links: tuple[LinkEstimate | None, ...]
     replays: int = 1
-    weight_s: tuple[float, ...] = ()
+    halves_s: tuple[tuple[float, float], ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -64,7 +64,7 @@ class Measured:
             num_microbatches=num_microbatches,
             forward_s=tuple(s * seconds_ratio for s in self.forward_s),
             backward_s=tuple(s * seconds_ratio for s in self.backward_s),
-            weight_s=tuple(s * seconds_ratio for s in self.weight_s),
+            halves_s=tuple((i * seconds_ratio, w * seconds_ratio) for i, w in self.halves_s),
             links=tuple(
                 link
                 and replace(
@@ -102,7 +102,7 @@ def predicted_s(
         wires,
         measured.optimizer_s,
         replays=measured.replays,
-        weight_s=measured.weight_s,
+        halves_s=measured.halves_s,
     )
 
 

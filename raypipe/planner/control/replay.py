@@ -103,7 +103,7 @@ def step_s(
     wires: Sequence[Wire],
     optimizer_s: Sequence[float] = (),
     replays: int = 1,
-    weight_s: Sequence[float] = (),
+    halves_s: Sequence[tuple[float, float]] = (),
 ) -> float:
     """Seconds of one step, the mean over ``replays`` of them with successive messages.
 
@@ -111,10 +111,10 @@ def step_s(
         forward_s, backward_s: by stage, of one micro-batch.
         wires: hop 0 forward, hop 0 backward, hop 1 forward, ...
         optimizer_s: by stage.
-        weight_s: by stage, the part of backward_s that can wait (W); empty means half.
+        halves_s: by stage, (I, W) of a backward; empty means half of backward_s each.
     """
-    by_stage = zip(forward_s, backward_s, weight_s or [s / 2 for s in backward_s], strict=True)
-    work = [s for f, b, w in by_stage for s in (f, b, b - w, w)]
+    by_stage = zip(forward_s, backward_s, halves_s or [(s / 2, s / 2) for s in backward_s], strict=True)
+    work = [s for f, b, halves in by_stage for s in (f, b, *halves)]
     total_s = 0.0
     for replay in range(replays):
         total_s += _once(program, work, wires, replay)

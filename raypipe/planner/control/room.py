@@ -1,6 +1,6 @@
 """How much memory is left to the schedule: what a stage holds anyway, and what each micro-batch in flight adds.
 
-    limit - fixed - extra  >=  in flight * activation + waiting messages * message + workspace
+    limit - fixed - extra  >=  activation sets * activation + waiting messages * message + workspace
 
 The two counts are ``raypipe.planner.memory``'s. ``extra`` is what the measured peak was above this sum.
 """
@@ -21,8 +21,8 @@ from raypipe.planner.memory import MemoryModel, StageMemory
 __all__ = ["UNKNOWN_IN_FLIGHT", "Room", "fits", "rooms_of", "unknown_rooms", "why_not"]
 
 UNKNOWN_IN_FLIGHT = 4
-"""Micro-batches in flight per stage from here to the end, where nobody said how much memory there is: a 1F1B
-of four times the depth, which hides round trips of at least three times a stage's own time."""
+"""Micro-batches' activations per stage, where nobody said how much memory there is: every stage may hold what the first
+one holds in a 1F1B of four times the depth, which hides round trips of at least three times a stage's own time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class Room:
         activation_bytes: of one micro-batch in flight.
         message_bytes: of one waiting message in each direction.
         workspace: that operations need while they run: (fixed bytes, bytes per micro-batch), the most of which counts.
-        most_in_flight: micro-batches allowed in any case, of those that num_microbatches cuts; None for any number.
+        most_in_flight: micro-batches whose activations are allowed in any case, of those that num_microbatches cuts;
+            None for any number.
         num_microbatches: M that bytes of a micro-batch are of; with more, smaller ones, they shrink.
         extra_bytes: found by measurement on top.
     """
@@ -49,10 +50,6 @@ class Room:
     num_microbatches: int | None = None
     extra_bytes: int = 0
 
-    def in_flight(self, choice: Choice, depth: int) -> int:
-        """Micro-batches between their F and their B, or W, at most."""
-        return choice.memory_model().in_flight(depth)
-
     def most_of(self, choice: Choice) -> int:
         """``most_in_flight`` in micro-batches of this choice, which may be larger or smaller."""
         assert self.most_in_flight is not None
@@ -63,7 +60,7 @@ class Room:
     def need_bytes(self, choice: Choice, depth: int) -> int:
         """At the fullest moment of a stage with ``depth - 1`` stages behind it."""
         model = choice.memory_model()
-        held = model.in_flight(depth) * self.activation_bytes + model.message_slots * self.message_bytes
+        held = model.activation_sets(depth) * self.activation_bytes + model.message_slots * self.message_bytes
         share = Fraction(self.num_microbatches or choice.num_microbatches, choice.num_microbatches)
         workspace = max((fixed + share * grows for fixed, grows in self.workspace), default=Fraction(0))
         return self.fixed_bytes + self.extra_bytes + math.ceil(held * share + max(Fraction(0), workspace))
@@ -90,7 +87,7 @@ def rooms_of(
             most_in_flight=free.most_in_flight if limit is None else None,
             limit_bytes=limit,
             fixed_bytes=m.weight_bytes + m.gradient_bytes + m.optimizer_bytes + m.buffer_bytes + m.reserve_bytes,
-            activation_bytes=m.activation_bytes // max(1, m.in_flight),
+            activation_bytes=m.activation_bytes // max(1, m.activation_sets),
             message_bytes=m.message_bytes // max(1, model.message_slots),
             workspace=tuple((fixed, per_sample * model.microbatch_size) for fixed, per_sample in lines),
             num_microbatches=model.num_microbatches,
@@ -101,14 +98,14 @@ def rooms_of(
 
 def unknown_rooms(num_stages: int) -> tuple[Room, ...]:
     """Rooms where neither bytes nor limits are known."""
-    return tuple(Room(most_in_flight=UNKNOWN_IN_FLIGHT * (num_stages - stage)) for stage in range(num_stages))
+    return tuple(Room(most_in_flight=UNKNOWN_IN_FLIGHT * num_stages) for _ in range(num_stages))
 
 
 def why_not(choice: Choice, rooms: Sequence[Room]) -> str:
     """The first stage on which a choice does not fit, with the numbers; "" where it fits on all."""
     for stage, room in enumerate(rooms):
         depth = len(rooms) - stage
-        held = room.in_flight(choice, depth)
+        held = choice.memory_model().activation_sets(depth)
         if room.most_in_flight is not None and held > room.most_of(choice):
             return f"stage {stage} would hold {held} micro-batches, at most {room.most_of(choice)} are allowed"
         if room.limit_bytes is not None and (need := room.need_bytes(choice, depth)) > room.limit_bytes:

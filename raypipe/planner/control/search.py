@@ -137,7 +137,7 @@ def _orders(space: Space, measured: Measured, plain: Choice, score: Callable[[Ch
             yield choice
     if space.mode in ("auto", "slack") and space.num_stages > 1:
         yield from _slacks("slack", space, measured, plain, score)
-    if space.num_stages > 1 and (space.mode == "zb-h1" or (space.mode == "auto" and measured.weight_s)):
+    if space.num_stages > 1 and (space.mode == "zb-h1" or (space.mode == "auto" and measured.halves_s)):
         yield from _slacks("zb-h1", space, measured, plain, score)
 
 
@@ -288,7 +288,7 @@ def _pick(space: Space, candidates: Sequence[Choice], score: Callable[[Choice], 
     def held(choice: Choice) -> float:
         """In mini-batches."""
         model = choice.memory_model()
-        count = sum(model.in_flight(depth) for depth in range(1, space.num_stages + 1)) + model.message_slots
+        count = sum(model.activation_sets(depth) for depth in range(1, space.num_stages + 1)) + model.message_slots
         return count / choice.num_microbatches
 
     best_s = min(map(score, candidates))

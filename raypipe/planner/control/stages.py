@@ -27,13 +27,17 @@ class StageEstimator:
     def __init__(self, num_stages: int, drift_threshold: float = 0.25) -> None:
         self._window: list[deque[StageSample]] = [deque(maxlen=WINDOW_STEPS) for _ in range(num_stages)]
         self._drift = [Drift(drift_threshold, FLOOR_S) for _ in range(num_stages)]
+        self._parting = [1.0] * num_stages
 
     def add(self, samples: Iterable[StageSample]) -> News:
         """Take in one step; CHANGED when a stage has become another."""
         news = News.STEADY
         for sample in samples:
             window = self._window[sample.stage]
-            self._drift[sample.stage], word = self._drift[sample.stage].after(sample.forward_s + sample.backward_s)
+            if sample.backward_s > 0 and sample.input_s is not None and sample.weight_s is not None:
+                self._parting[sample.stage] = (sample.input_s + sample.weight_s) / sample.backward_s
+            busy_s = sample.forward_s + self._whole_s(sample)
+            self._drift[sample.stage], word = self._drift[sample.stage].after(busy_s)
             window.append(sample)
             if word is News.CHANGED:
                 keep = list(window)[-2:]
@@ -47,17 +51,12 @@ class StageEstimator:
         """Whether every stage has been heard of."""
         return all(self._window)
 
-    def weight_s(self) -> tuple[float, ...]:
-        """By stage, the part of the backward that can wait; empty while a stage has not said."""
-        told = [[s.weight_s for s in window if s.weight_s is not None] for window in self._window]
-        return tuple(map(median, told)) if all(told) else ()
-
     def seconds(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-        """By stage: forward, backward, optimizer step."""
+        """By stage: forward, whole backward, optimizer step."""
         rows = [
             (
                 median(s.forward_s for s in window),
-                median(s.backward_s for s in window),
+                median(self._whole_s(s) for s in window),
                 median(s.step_s for s in window),
             )
             for window in self._window
@@ -65,11 +64,29 @@ class StageEstimator:
         forward_s, backward_s, step_s = zip(*rows, strict=True)
         return forward_s, backward_s, step_s
 
+    def halves(self) -> tuple[tuple[float, float], ...]:
+        """By stage, I and W of a backward; empty while a stage that has one has not told."""
+        found = []
+        for window in self._window:
+            told = [(s.input_s, s.weight_s) for s in window if s.input_s is not None and s.weight_s is not None]
+            if not told and any(s.backward_s > 0 for s in window):
+                return ()
+            input_s, weight_s = zip(*told or [(0.0, 0.0)], strict=True)
+            found.append((median(input_s), median(weight_s)))
+        return tuple(found)
+
+    def _whole_s(self, sample: StageSample) -> float:
+        """A whole backward, where none was run from its halves: they cost more by what that was seen to be."""
+        if sample.backward_s or sample.input_s is None or sample.weight_s is None:
+            return sample.backward_s
+        return (sample.input_s + sample.weight_s) / self._parting[sample.stage]
+
     def to_dict(self) -> dict[str, Any]:
         """The state, for JSON."""
         return {
             "window": [[list(sample) for sample in window] for window in self._window],
             "drift": [asdict(one) for one in self._drift],
+            "parting": self._parting,
         }
 
     def load(self, found: dict[str, Any]) -> None:
@@ -78,3 +95,4 @@ class StageEstimator:
             window.clear()
             window.extend(StageSample(*row) for row in rows)
         self._drift = [Drift(**one) for one in found["drift"]]
+        self._parting = list(found.get("parting", self._parting))

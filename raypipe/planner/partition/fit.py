@@ -153,7 +153,9 @@ def _nearest_plan(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: L
 def _alternatives(memory: MemoryModel) -> Iterator[tuple[MemoryModel, str]]:
     """Schedules that hold less, then the same with micro-batches of half the size, again and again."""
     thrifty = dataclasses.replace(memory, schedule="1f1b", group_size=1, slack=1, weight_versions=None)
-    for halvings, base in itertools.product(range(memory.microbatch_size.bit_length()), (memory, thrifty)):
+    # What zb-h1 holds follows from the number of its hops, which may be another here.
+    bases = (thrifty,) if memory.schedule == "zb-h1" else (memory, thrifty)
+    for halvings, base in itertools.product(range(memory.microbatch_size.bit_length()), bases):
         size = memory.microbatch_size >> halvings
         count = -(-memory.num_microbatches * memory.microbatch_size // size)
         new = dataclasses.replace(base, microbatch_size=size, num_microbatches=count)

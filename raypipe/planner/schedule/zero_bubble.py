@@ -31,8 +31,8 @@ def zb_h1(num_stages: int, num_microbatches: int, slack: Sequence[int] | int = 1
     Forwards and I take turns as forwards and backwards do in ``slack``; W of a micro-batch comes behind the I of one
     that is l_s later, where l_s is the sum of r_h over the hops before stage s: what stages that come earlier hold in
     forwards that wait, a later one holds in weights' gradients that wait. So every stage holds at most
-    min(M, 1 + sum of all r_h) micro-batches between F and W. With free links, equal stages and r=1 a step takes
-    M * (t_F + t_I + t_W) + (S - 1) * (t_F + t_I - t_W), where 1F1B adds (S - 1) * (t_F + t_I + t_W).
+    min(M, 1 + sum of all r_h) micro-batches between F and W. With free links, equal stages, r=1 and t_F = t_I = t_W a
+    step takes M * (t_F + t_I + t_W) + (S - 1) * (t_F + t_I - t_W), where 1F1B adds (S - 1) * (t_F + t_I + t_W).
 
     Args:
         num_stages: S.

@@ -56,4 +56,4 @@ def memory_test(
 
 def _need(memory: MemoryModel, depth: int) -> tuple[int, ...]:
     size = memory.microbatch_size
-    return (size * memory.message_slots, *(size * memory.in_flight(d) for d in range(1, depth + 1)))
+    return (size * memory.message_slots, *(size * memory.activation_sets(d) for d in range(1, depth + 1)))
