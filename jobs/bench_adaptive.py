@@ -42,7 +42,9 @@ A_FIXED: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "slack 2": {"schedule": "slack", "slack": 2},
     "slack 3": {"schedule": "slack", "slack": 3},
-    "slack 4": {"schedule": "slack", "slack": 4},
+    "zb-h1 1": {"schedule": "zb-h1", "slack": 1},
+    "zb-h1 2": {"schedule": "zb-h1", "slack": 2},
+    "zb-h1 3": {"schedule": "zb-h1", "slack": 3},
     "kfkb 2": {"schedule": "kfkb", "group_size": 2},
     "kfkb 4": {"schedule": "kfkb", "group_size": 4},
 }
