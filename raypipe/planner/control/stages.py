@@ -34,11 +34,16 @@ class StageEstimator:
         news = News.STEADY
         for sample in samples:
             window = self._window[sample.stage]
-            if sample.backward_s > 0 and sample.input_s is not None and sample.weight_s is not None:
-                self._parting[sample.stage] = (sample.input_s + sample.weight_s) / sample.backward_s
             busy_s = sample.forward_s + self._whole_s(sample)
             self._drift[sample.stage], word = self._drift[sample.stage].after(busy_s)
             window.append(sample)
+            ratios = [
+                (s.input_s + s.weight_s) / s.backward_s
+                for s in window
+                if s.backward_s > 0 and s.input_s is not None and s.weight_s is not None
+            ]
+            if ratios:
+                self._parting[sample.stage] = median(ratios)
             if word is News.CHANGED:
                 keep = list(window)[-2:]
                 window.clear()
