@@ -21,6 +21,8 @@ from raypipe.build import make_trainer
 from raypipe.cli import app
 from raypipe.errors import ConfigError
 from raypipe.runfile import read_runfile
+from raypipe.runtime.client import NAMESPACE
+from raypipe.runtime.driver import driver_name
 from tests import processes
 from tests.exactness import same_bits
 from tests.hugging_face import _gpt2
@@ -177,6 +179,8 @@ def test_a_detached_run_is_watched_stopped_and_exported(folder: Path, cluster: N
     exported, state = load_file(folder / "model.safetensors"), raypipe.load_state_dict(folder / "runs" / name)
     assert exported.keys() == state.keys()
     assert all(same_bits(exported[key], state[key]) for key in state)
+    # Its driver would answer for a minute more, and the session may end before that.
+    ray.kill(ray.get_actor(driver_name(name), namespace=NAMESPACE), no_restart=True)
 
 
 def test_a_run_that_nobody_knows_is_named(folder: Path, cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
