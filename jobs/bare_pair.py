@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench_common import run_processes
 from torch import nn
 
 __all__ = ["Half", "Mailbox", "pair_s"]
@@ -95,19 +96,8 @@ def pair_s(task: Half, boundary: Sequence[int]) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="bare-pair-") as folder:
         file = str(Path(folder) / "ends.json")
         processes = [context.Process(target=_run, args=(which, task, *boxes, file), daemon=True) for which in range(2)]
-        try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(LIMIT_S)
-            if any(process.exitcode != 0 for process in processes):
-                raise RuntimeError(f"the bare processes ended with {[process.exitcode for process in processes]}")
-            ends_s = json.loads(Path(file).read_text())
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join(10)
+        run_processes(processes, LIMIT_S)
+        ends_s = json.loads(Path(file).read_text())
     minibatches = len(task.inputs) // task.per_minibatch
     return [(after - before) / minibatches for before, after in itertools.pairwise(ends_s)]
 

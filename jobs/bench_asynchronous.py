@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import bench_common
 import torch
 from bare_pair import Half, pair_s
-from bench_common import machine_line, median
+from bench_common import machine_line, median, run_processes
 from later import Later
 from torch import nn
 from torch.nn import functional
@@ -135,18 +135,7 @@ def copies_s(settings: Settings, updates: int, count: int) -> list[float]:
         processes = [
             context.Process(target=_alone, args=(settings, updates, barrier, str(file)), daemon=True) for file in files
         ]
-        try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(LIMIT_S)
-            if any(process.exitcode != 0 for process in processes):
-                raise RuntimeError(f"the lone processes ended with {[process.exitcode for process in processes]}")
-        finally:
-            for process in processes:
-                if process.pid is not None:
-                    process.kill()
-                    process.join(10)
+        run_processes(processes, LIMIT_S)
         return [s for file in files for s in json.loads(file.read_text())]
 
 

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "StageGaps", "arguments", "end_with_parent", "final_line", "finish", "gap_table", "handicap_seen",
-    "ideal_seconds", "lone_sleeps_s", "machine", "machine_line", "median", "quantile", "stage_gaps", "table",
+    "ideal_seconds", "lone_sleeps_s", "machine", "machine_line", "median", "quantile", "run_processes",
+    "stage_gaps", "table",
 ]  # fmt: skip
 
 HANDICAP_TOLERANCE = 0.03
@@ -64,6 +65,26 @@ def arguments(
     if asked.handicap < 0:
         parser.error(f"--handicap {asked.handicap:g}: seconds must be a number from 0 up")
     return asked
+
+
+def run_processes(processes: Sequence[Any], limit_s: float) -> None:
+    """Start processes of multiprocessing and wait until all have ended; none is left, whatever happens.
+
+    Raises:
+        RuntimeError: one failed, or took longer than ``limit_s``.
+    """
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(limit_s)
+        if any(process.exitcode != 0 for process in processes):
+            raise RuntimeError(f"the processes ended with {[process.exitcode for process in processes]}")
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join(10)
 
 
 # The machine.

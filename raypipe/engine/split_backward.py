@@ -10,7 +10,8 @@ parameter off it, autograd makes each one's gradient by a product of its own: I 
 the other by autograd's formula from the operand that was saved, and goes on into the island. So the halves do together
 what one backward does, to the same bits, and between them nothing is kept but pairs of operands.
 
-An island that is entered by anything but one product is run in I. A stage that receives nothing to pass a gradient to
+An island that is entered by anything but one product is run in I, and where a root leads to no received input, all of
+the backward is. A stage that receives nothing to pass a gradient to
 has no I: its whole backward is W.
 
 Zero bubble pipelines (Qi et al., arXiv:2401.10241) call the halves B and W. torch.distributed.pipelining keeps the
@@ -53,7 +54,7 @@ class _Island(NamedTuple):
     """Nodes off the path that hang together: what enters them adds up somewhere, and nothing else does.
 
     Attributes:
-        edges: where the path, or a root, enters.
+        edges: where the path enters.
         leaves: of the stage's own that it leads to.
     """
 
@@ -83,26 +84,19 @@ def input_gradients(
     position = {id(leaf): place for place, leaf in enumerate(own)}
     begins = [get_gradient_edge(root) for root in roots]
     on_path = _on_path((edge.node for edge in begins), {id(leaf) for leaf in received})
+    if not all(on_path[edge.node] for edge in begins):
+        whole = gradients(roots, seeds, [*received, *own]) if received or own else ()
+        return Halves(whole[: len(received)], whole[len(received) :], lambda: (None,) * len(own))
     entries = _entries(on_path)
-    apart = {(edge.node, edge.output_nr) for edge in begins if not on_path[edge.node]}
     now: list[torch.Tensor] = []
     later: list[_Later] = []
-    for island in _islands([*entries, *apart], _together(on_path, entries), position):
-        if not apart.isdisjoint(island.edges):
-            if not apart.issuperset(island.edges) or not entries.keys().isdisjoint(island.edges):
-                # What roots and the path bring meets there: it is added up in one backward.
-                found = gradients(roots, seeds, [*received, *own])
-                return Halves(found[: len(received)], found[len(received) :], lambda: (None,) * len(own))
-            later.append(_entered_by_roots(island, begins, seeds))
-        elif (deferred := _deferred(island, entries)) is not None:
+    for island in _islands(list(entries), _together(on_path, entries), position):
+        if (deferred := _deferred(island, entries)) is not None:
             later.append(deferred)
         else:
             now += island.leaves
-    ran = [(root, seed) for root, seed, edge in zip(roots, seeds, begins, strict=True) if on_path[edge.node]]
     wanted = [*received, *now]
-    found = (None,) * len(wanted)
-    if ran and wanted:
-        found = gradients([root for root, _ in ran], [seed for _, seed in ran], wanted)
+    found = gradients(roots, seeds, wanted) if roots and wanted else (None,) * len(wanted)
     with_them: list[Gradient] = [None] * len(own)
     for leaf, gradient in zip(now, found[len(received) :], strict=True):
         with_them[position[id(leaf)]] = gradient
@@ -123,15 +117,6 @@ def _finish(later: list[_Later], position: dict[int, int]) -> Sequence[Gradient]
             for leaf, gradient in zip(island.leaves, made, strict=True):
                 found[position[id(leaf)]] = gradient
     return found
-
-
-def _entered_by_roots(island: _Island, begins: Sequence[GradientEdge], seeds: Sequence[torch.Tensor]) -> _Later:
-    """An island that roots alone lead to: it is theirs as it was."""
-    enter = [
-        (edge, seed) for edge, seed in zip(begins, seeds, strict=True) if (edge.node, edge.output_nr) in island.edges
-    ]
-    edges = [(edge.node, edge.output_nr) for edge, _ in enter]
-    return _Later(_Island(edges, island.leaves), lambda: [seed for _, seed in enter])
 
 
 def _deferred(island: _Island, entries: dict[_Edge, list[tuple[Any, int]]]) -> _Later | None:
