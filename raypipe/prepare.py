@@ -84,6 +84,16 @@ class Job:
         return len(self.programs)
 
     @property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of each stage."""
+        return self.plan.schedule.wiring.placement
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that hold a stage; fewer than stages where a schedule puts several on each."""
+        return 1 + max(self.placement)
+
+    @property
     def flow(self) -> Flow | None:
         """How mini-batches follow each other without a flush; None for a synchronous schedule."""
         interval = self.plan.weights.interval

@@ -230,7 +230,7 @@ class PipelineTrainer:
         from raypipe.runtime.client import connected, start_run
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(connected(job.num_stages, self._resources(), detached=detached))
+            stack.enter_context(connected(job.num_workers, self._resources(), detached=detached))
             line = start_run(spec, self._setups(job, spec.place), job.tensors, self._resources(), detached=detached)
             return RunHandle(spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
@@ -273,7 +273,7 @@ class PipelineTrainer:
         return [
             StageSetup(
                 programs=job.programs,
-                stage=stage,
+                worker=worker,
                 make_optimizer=job.make_optimizer,
                 make_scheduler=job.make_scheduler,
                 sources=job.sources,
@@ -285,8 +285,9 @@ class PipelineTrainer:
                 transport=self._pipeline.transport,
                 secret=secret,
                 link_ports=None if self._pipeline.link_ports == "auto" else self._pipeline.link_ports,
+                placement=job.placement,
             )
-            for stage in range(job.num_stages)
+            for worker in range(job.num_workers)
         ]
 
     def _resources(self) -> Mapping[str, float]:
@@ -313,6 +314,7 @@ def _local_fleet(job: Job, place: Place) -> LocalFleet:
         job.settings,
         job.persistent,
         place,
+        job.placement,
     )
 
 

@@ -54,7 +54,7 @@ class Training:
 
     @property
     def states(self) -> list[StageState]:
-        return [executor.state for executor in self.fleet.executors]
+        return self.fleet.states
 
     def run_to(self, step: int) -> None:
         """Train until so many steps are done."""

@@ -196,7 +196,7 @@ def train_stages(
     try:
         orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
         reports = [[r[0] for r in of_stages] for of_stages in fleet.run(orders, rows)]
-        states = [executor.state for executor in fleet.executors]
+        states = fleet.states
         parameters = {name: p.detach() for state in states for name, p in state.parameters.items()}
         for state in states:
             for name, held in state.parameters.items():

@@ -1,7 +1,10 @@
-"""The dumb machine: it carries out a row of actions on one stage and asks no questions.
+"""The dumb machine: it carries out a row of actions on the stages of one worker and asks no questions.
 
 It knows neither schedules nor Ray. What a row means was decided, checked and simulated elsewhere;
 here every action is a few lines, and whatever goes wrong is raised with the action's name.
+
+    row of the worker    0F0 3F0 3B0 0B0 ... 3REDUCE_GRAD 0REDUCE_GRAD | 0REDUCE_NORM 3REDUCE_NORM 0STEP 3STEP
+                         StageWork 0, StageWork 3                      | Reduction: once for all stages
 """
 
 from __future__ import annotations
@@ -12,19 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from raypipe.engine.channel import Channel, Message
-from raypipe.engine.codec import Codec, Codecs
-from raypipe.engine.codec.choice import message_bytes
+from raypipe.engine.codec import Codec
 from raypipe.engine.data import Source
-from raypipe.engine.feed import Feed, MicrobatchData
-from raypipe.engine.gradients import GradientSink
-from raypipe.engine.randomness import RandomKey
+from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.reduction import Reduction
 from raypipe.engine.stage import StageProgram
+from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import Settings, StageState
-from raypipe.engine.under_way import UnderWay
+from raypipe.engine.team import Team
 from raypipe.engine.update import Update
-from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError, RaypipeError, StageError
-from raypipe.ir.links import MessageTimes, stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
 from raypipe.ir.segment import Segment
@@ -34,59 +34,47 @@ __all__ = ["Executor"]
 
 
 class Executor:
-    """Runs segments on one stage.
+    """Runs segments on one worker.
 
     Args:
-        programs: of all stages; this one is ``programs[stage]``.
-        channels: to every stage of ``neighbours(programs, stage)``.
+        programs: of all stages.
+        team: who holds them, from this worker's side.
+        states: of this worker's stages, in their order.
+        channels: to every worker of ``team.neighbours(programs)``.
         sources: "train" and, for evaluation, "eval".
     """
 
     def __init__(
         self,
         programs: Sequence[StageProgram],
-        stage: int,
-        state: StageState,
+        team: Team,
+        states: Sequence[StageState],
         channels: Mapping[int, Channel],
         sources: Mapping[str, Source],
         settings: Settings,
     ) -> None:
-        self.programs = programs
-        self.program = programs[stage]
-        self.stage = stage
-        self.last = stage == len(programs) - 1
-        self.state = state
+        self.team = team
         self.channels = channels
         self.settings = settings
-        self._codecs = settings.codecs
-        self.use_codecs(((), ()))
-        self.sink = GradientSink(self.program, state.parameters)
-        weights = settings.weights
-        self.ring = WeightRing(
-            self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
-        )
-        self._under_way = UnderWay(self.sink, self.ring, answers=stage > self.program.first_trainable)
-        self._modes = self.program.modes
-        self.feed = Feed(
-            sources,
-            {mode: function.columns for mode, function in self._modes.items()},
-            self.program.targets
-            or (("labels",) if self.last and settings.loss_reduction not in ("mean", "sum") else ()),
-            weighs=self.last,
-            reduction=settings.loss_reduction,
-        )
-        self._update = Update(programs, stage, state, self.sink, self.ring, self._send, self._recv, settings)
-        self._buffers = {
-            mode: [state.buffers[name] for name in function.buffers] for mode, function in self._modes.items()
+        joined = _joined(programs, team, channels)
+        self.works = {
+            stage: StageWork(programs, stage, team.worker, state, joined[stage], team.mates(stage), sources, settings)
+            for stage, state in zip(team.stages, states, strict=True)
         }
-        self._losses: list[tuple[torch.Tensor, float]] = []
-        self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-        self._arrived: dict[int, Message] = {}
+        self._updates = {
+            stage: Update(work.program, work.state, work.sink, work.ring, settings)
+            for stage, work in self.works.items()
+        }
+        sinks = {stage: work.sink for stage, work in self.works.items()}
+        self._reduction = Reduction(programs, team, sinks, self._updates, self._send, self._recv)
+        self.use_codecs(((), ()))
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
-        self._training, self._alone = True, False
-        self._wait_s = 0.0
-        self._sent, self._plain = [0, 0], [0, 0]
-        self._peak = 0
+        self._alone = False
+
+    @property
+    def states(self) -> list[StageState]:
+        """Of this worker's stages, in their order."""
+        return [work.state for work in self.works.values()]
 
     def abort(self, reason: str) -> None:
         """Release every wait from another thread; the executor is unusable afterwards."""
@@ -98,20 +86,27 @@ class Executor:
         for channel in self.channels.values():
             channel.leave(reason)
 
+    def prepare(self, segment: Segment, *, training: bool) -> None:
+        """Read the data of a segment that comes later, from another thread."""
+        for work in self.works.values():
+            work.feed.prepare(segment, training=training)
+
     def use_codecs(self, by_hop: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
         """Send in these codecs from now on, forward and backward; an empty one stands for what was configured."""
         forward, backward = by_hop
-        # What goes ahead crosses the hop behind this stage, what goes back the one before it.
-        ahead = Codec(forward[self.stage]) if forward and not self.last else self.settings.codecs.forward
-        back = Codec(backward[self.stage - 1]) if backward and self.stage else self.settings.codecs.backward
-        self._codecs = Codecs(ahead, back)
-        for channel in self.channels.values():
-            channel.use(ahead, back)
+        assert len(self.works) == 1 or not (forward or backward), "a link that several hops share has one codec"
+        for stage, work in self.works.items():
+            # What goes ahead crosses the hop behind this stage, what goes back the one before it.
+            ahead = Codec(forward[stage]) if forward and not work.last else self.settings.codecs.forward
+            back = Codec(backward[stage - 1]) if backward and stage else self.settings.codecs.backward
+            work.use_codecs(ahead, back)
+            for channel in self.channels.values():
+                channel.use(ahead, back)
 
     def run(
         self, segment: Segment, row: Row, *, training: bool = True, keep_spans: bool = False, measure: bool = False
-    ) -> list[StepReport]:
-        """Carry out one segment; returns one report per mini-batch.
+    ) -> list[list[StepReport]]:
+        """Carry out one segment; returns by stage one report per mini-batch.
 
         Args:
             row: this worker's actions with micro-batches counted from 0 within the segment.
@@ -124,218 +119,134 @@ class Executor:
         """
         # The number of intra-op threads belongs to the calling thread, and sums over several round differently.
         torch.set_num_threads(1)
-        self._segment, self._training = segment, training
+        self._segment = segment
         self._alone = self.settings.weights.norm_per_stage and segment.update_interval is not None
-        if training and segment.phase.begins_empty:
-            self.ring.begin(segment.first_microbatch, segment.interval)
+        for work in self.works.values():
+            work.begin_segment(segment, training=training)
         per_minibatch = len(segment.microbatch_samples)
-        reports = []
+        reports: list[list[StepReport]] = [[] for _ in self.works]
         try:
             with torch.set_grad_enabled(training):
-                for part in _split(row, per_minibatch):
+                for part in _split(row, per_minibatch, len(self.works)):
                     minibatch = part[-1].microbatch // per_minibatch
-                    reports.append(self._run_minibatch(part, minibatch, keep_spans, measure))
+                    found = self._run_minibatch(part, minibatch, keep_spans=keep_spans, measure=measure)
+                    for of_stage, report in zip(reports, found, strict=True):
+                        of_stage.append(report)
         except RaypipeError:
             raise
         except Exception as error:
-            where = f" in {self._action}" if self._action else ""
-            raise StageError(f"Stage {self.stage} failed{where}: {type(error).__name__}: {error}") from error
+            stage, where = self.team.stages[0], ""
+            if self._action is not None:
+                stage, where = self._action.stage, f" in {self._action}"
+            raise StageError(f"Stage {stage} failed{where}: {type(error).__name__}: {error}") from error
         return reports
 
-    def _run_minibatch(self, row: Iterable[Action], minibatch: int, keep_spans: bool, measure: bool) -> StepReport:
+    def _run_minibatch(
+        self, row: Iterable[Action], minibatch: int, *, keep_spans: bool, measure: bool
+    ) -> list[StepReport]:
         segment = self._segment
         first, step = segment.first_microbatch, segment.first_step + minibatch
-        self._times = _message_times(self.stage) if measure else {}
-        count = len(segment.microbatch_samples)
-        self._parted, self._halves_s = first + minibatch * count + count // 2 if measure else None, None
-        self._wait_s, self._sent, self._plain, self._peak = 0.0, [0, 0], [0, 0], len(self._under_way)
-        self._losses.clear()
-        self._seed_tensors.clear()
+        works = self.works
+        for work in works.values():
+            work.begin_minibatch(minibatch, measure=measure)
+        self._totals = None
         clock = time.monotonic
         times = [start_s := clock()]
-        busy_s = 0.0
         done = []
         for local in row:
             action = self._action = local.shifted(first)
             self._do(action)
             now = clock()
             if local.op in COMPUTE:
-                busy_s += now - times[-1]
+                works[action.stage].worked(now - times[-1])
             done.append(action)
             times.append(now)
         self._action = None
-        spans: tuple[Span, ...] = ()
+        spans: list[Span] = []
         if keep_spans or measure:
-            spans = tuple(Span(self.stage, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False))
-        norm, loss = self._totals if self._totals is not None else (None, self._loss())
-        self._totals = None
-        return StepReport(
-            stage=self.stage,
-            step=step,
-            samples=segment.minibatch_samples,
-            loss=None if loss is None else float(loss),
-            grad_norm=None if norm is None or self._alone else float(norm),
-            stage_grad_norm=float(norm) if norm is not None and self._alone else None,
-            start_s=start_s,
-            end_s=times[-1],
-            busy_s=busy_s,
-            wait_s=self._wait_s,
-            sent_bytes=(self._sent[0], self._sent[1]),
-            plain_bytes=(self._plain[0], self._plain[1]),
-            peak_in_flight=self._peak,
-            weight_versions=self.ring.held,
-            spans=spans if keep_spans else (),
-            sample=stage_sample(self.stage, step, spans, self._halves_s) if measure else None,
-            messages=tuple(times for times in self._times.values() if times.wire_bytes),
-        )
+            me = self.team.worker
+            spans = [Span(me, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False)]
+        found = []
+        for stage, work in works.items():
+            norm, loss = self._totals if self._totals is not None else (None, work.loss())
+            own = spans if len(works) == 1 else [span for span in spans if span.action.stage == stage]
+            found.append(
+                work.report(
+                    step, start_s, times[-1], loss, norm, own,
+                    alone=self._alone, keep_spans=keep_spans, measure=measure,
+                )
+            )  # fmt: skip
+        return found
 
     _action: Action | None = None
     _segment: Segment
-    _parted: int | None = None
-    _halves_s: tuple[float, float] | None = None
 
     def _do(self, action: Action) -> None:
         stage, op, microbatch = action
         match op:
-            case Op.F:
-                self._forward(microbatch)
-            case Op.B if microbatch == self._parted:
-                # To the same bits, and it tells what a schedule that parts backwards would be worth.
-                begin_s = time.monotonic()
-                self._under_way.backward_input(microbatch)
-                between_s = time.monotonic()
-                self._under_way.backward_weight(microbatch)
-                self._halves_s = between_s - begin_s, time.monotonic() - between_s
-            case Op.B:
-                self._under_way.backward(microbatch)
-            case Op.I:
-                self._under_way.backward_input(microbatch)
-            case Op.W:
-                self._under_way.backward_weight(microbatch)
-            case Op.SEND_F:
-                # Kept for the backward, where there is one: none in evaluation and below the first trainable stage.
-                kept = self._training and stage >= self.program.first_trainable
-                outputs = self._under_way.outputs(microbatch, keep=kept)
-                self._send(stage + 1, action, outputs, self.ring.version(microbatch))
-            case Op.RECV_F:
-                self._arrived[microbatch] = self._hear(op, stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
-            case Op.SEND_B:
-                self._send(stage - 1, action, self._under_way.take_answer(microbatch))
-            case Op.RECV_B:
-                seeds = self._hear(op, stage + 1, Action(stage + 1, Op.SEND_B, microbatch))
-                self._under_way.seed(microbatch, seeds)
             case Op.REDUCE_GRAD:
-                self._update.reduce_grad(action)
+                self._reduction.reduce_grad(stage, microbatch)
             case Op.REDUCE_NORM:
+                loss = next((found for work in self.works.values() if (found := work.loss()) is not None), None)
                 if self._alone:
-                    self._totals = self._update.own_norm(), self._loss()
+                    self._totals = self._updates[stage].own_norm(), loss
                 else:
-                    self._totals = self._update.reduce_norm(action, self._loss())
+                    self._totals = self._reduction.norm(stage, microbatch, loss)
             case Op.STEP:
                 assert self._totals is not None
-                self._update.step(self._segment.locate(microbatch)[0], *self._totals, alone=self._alone)
+                self._updates[stage].step(self._segment.locate(microbatch)[0], *self._totals, alone=self._alone)
+            case _:
+                self.works[stage].do(action)
 
-    def _forward(self, microbatch: int) -> None:
-        segment, training = self._segment, self._training
-        mode = "train" if training else "eval"
-        function = self._modes[mode]
-        inputs = self._arrived.pop(microbatch, _NOTHING)
-        data = self.feed.microbatch(segment, microbatch, training=training)
-        leaves: Sequence[torch.Tensor]
-        if not training:
-            leaves = [self.state.parameters[site.parameter] for site in function.sites]
-        elif self.stage < self.program.first_trainable:
-            leaves = self.ring.newest_leaves()
-        else:
-            self.ring.enter(microbatch, inputs.weight_version)
-            leaves = self.ring.leaves(microbatch)
-        outputs = function(
-            leaves,
-            self._buffers[mode],
-            inputs,  # type: ignore[arg-type]
-            [data.columns[name] for name in function.columns],
-            RandomKey(self.settings.seed, segment.locate(microbatch)[0], microbatch),
-        )
-        if self.last:
-            outputs = self._take_loss(outputs, data, microbatch)
-        if training or not self.last:
-            self._under_way.hold(microbatch, inputs, outputs)
-            self._peak = max(self._peak, len(self._under_way))
+    def _send(self, worker: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
+        nbytes = sum(x.nbytes for x in tensors if x is not None)
+        self.works[action.stage].sent(nbytes, nbytes, ahead=worker > self.team.worker)
+        self.channels[worker].send(action, tensors, 0)
 
-    def _take_loss(
-        self, outputs: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int
-    ) -> tuple[torch.Tensor, ...]:
-        """The loss as the last stage's only output; its weight enters as the gradient's seed in the backward."""
-        if data.weight == 0.0:  # no valid target: an average over nothing, which would be nan
-            return ()
-        assert self.program.loss is not None
-        loss = self.program.loss(outputs, [data.columns[name] for name in self.program.targets])
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise StageError(
-                f"The loss of micro-batch {microbatch} is not a scalar tensor but has {found}. Let loss_fn reduce over "
-                "the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
-            )
-        self._losses.append((loss, data.share))
-        if self._training:
-            self._under_way.seed(microbatch, (self._seed(data.weight, loss.dtype),))
-        return (loss,)
-
-    def _seed(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
-        key = (weight, dtype)
-        if key not in self._seed_tensors:
-            self._seed_tensors[key] = torch.tensor(weight, dtype=dtype)
-        return self._seed_tensors[key]
-
-    def _loss(self) -> torch.Tensor | None:
-        """The mini-batch's loss so far: the weighted sum in the order of the micro-batches."""
-        total: torch.Tensor | None = None
-        for loss, weight in self._losses:
-            part = loss.detach() * weight
-            total = part if total is None else total + part
-        return total
-
-    def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
-        direction = 0 if peer > self.stage else 1
-        plain, wire = message_bytes(action.op, tensors, self._codecs)
-        self._plain[direction] += plain
-        self._sent[direction] += wire
-        self.channels[peer].send(action, tensors, weight_version)
-
-    def _hear(self, op: Op, peer: int, action: Action) -> Message:
-        """Receive an activation or a gradient, and note how it travelled where that is asked for."""
-        message = self._recv(peer, action)
-        if self._times:
-            sent_at_s, arrived_at_s, wire_bytes = message.stamp
-            raw_bytes = sum(x.nbytes for x in message if x is not None)
-            self._times[op].add(wire_bytes, raw_bytes, sent_at_s, arrived_at_s)
-        return message
-
-    def _recv(self, peer: int, action: Action) -> Message:
+    def _recv(self, worker: int, action: Action) -> Message:
+        assert self._action is not None
         begin_s = time.monotonic()
         try:
-            return self.channels[peer].recv(action, self.settings.timeout_s)
+            return self.channels[worker].recv(action, self.settings.timeout_s)
         except LinkError as error:
-            raise type(error)(f"Stage {self.stage} in {self._action}: {error}") from error
+            raise type(error)(f"Stage {self._action.stage} in {self._action}: {error}") from error
         finally:
-            self._wait_s += time.monotonic() - begin_s
+            self.works[self._action.stage].waited(time.monotonic() - begin_s)
 
 
-_NOTHING = Message()
-"""What the first stage receives."""
+def _joined(
+    programs: Sequence[StageProgram], team: Team, channels: Mapping[int, Channel]
+) -> dict[int, dict[int, Channel]]:
+    """By stage of this worker, channels to the stages beside it; mates are joined through the frames of a link.
+
+    So a stage that writes to its input in place spoils nothing of the one before, and strides arrive as anywhere else.
+    """
+    found: dict[int, dict[int, Channel]] = {
+        stage: {s: channels[team.placement[s]] for s in team.beside(stage) if s not in team.mates(stage)}
+        for stage in team.stages
+    }
+    for stage in team.stages:
+        if stage + 1 in team.mates(stage):
+            capacity = max(mode.num_outputs for mode in programs[stage].modes.values())
+            ahead, back = InMemoryChannel.pair(f"stage {stage} <-> stage {stage + 1}", 0, capacity)
+            found[stage][stage + 1], found[stage + 1][stage] = ahead, back
+    return found
 
 
-def _message_times(stage: int) -> dict[Op, MessageTimes]:
-    return {Op.RECV_F: MessageTimes(stage - 1, forward=True), Op.RECV_B: MessageTimes(stage, forward=False)}
+def _split(row: Row, per_minibatch: int, num_stages: int) -> Iterable[list[Action]]:
+    """A row in parts that end with a mini-batch's last STEP (an evaluation has none: one part), one report for each.
 
-
-def _split(row: Row, per_minibatch: int) -> Iterable[list[Action]]:
-    """A row in parts that end with a mini-batch's last STEP (an evaluation has none: one part), one report for each."""
+    Args:
+        num_stages: of the worker, each of which steps.
+    """
     part: list[Action] = []
+    stepped = 0
     for action in row:
         part.append(action)
         if action.op is Op.STEP and (action.microbatch + 1) % per_minibatch == 0:
-            yield part
-            part = []
+            stepped += 1
+            if stepped == num_stages:
+                yield part
+                part, stepped = [], 0
     if part:
         yield part

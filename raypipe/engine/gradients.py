@@ -12,14 +12,17 @@ Replicas and deferred weight gradients attach here, not in the executor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from raypipe.engine.stage import StageProgram
+from raypipe.engine.stage import Site, StageProgram
 
-__all__ = ["LARGE_BYTES", "GradientSink"]
+__all__ = ["LARGE_BYTES", "Accumulators", "GradientSink"]
+
+Accumulators = dict[Site, torch.Tensor | None]
+"""By use site, over one update."""
 
 LARGE_BYTES = 1 << 20
 """From here on adding a gradient takes so long that a hook's 5 us do not show."""
@@ -95,27 +98,22 @@ class GradientSink:
         self._sums[position], self._kept[position] = total, None
         return total, True
 
-    def exported(self, peer: int) -> list[torch.Tensor | None]:
-        """Accumulators of the parameters shared with stage ``peer``, for it to add to its own."""
-        names = self._shared_names(peer)
-        return [self._sums[p] for name in names for p in self._positions.get(name, ())]
+    def exported(self, stages: Collection[int]) -> list[torch.Tensor | None]:
+        """Accumulators of what is shared with any of these stages, as ``StageProgram.shared_sites`` reads them."""
+        return [self._sums[p] for name in self._program.shared_names(stages) for p in self._positions.get(name, ())]
 
-    def finish(self, imported: Mapping[int, Sequence[torch.Tensor | None]], peers: Mapping[int, StageProgram]) -> None:
+    def finish(self, imported: Iterable[Accumulators]) -> None:
         """Sum over sites into ``parameter.grad``; shared parameters get the same total on every holder.
 
         Args:
-            imported: by stage, what its ``exported`` gave.
-            peers: the programs of those stages.
+            imported: of other stages, what their ``exported`` gave.
         """
-        foreign: dict[tuple[str, int], torch.Tensor | None] = {}
-        for stage, tensors in imported.items():
-            names = self._shared_names(stage)
-            sites = [s for name in names for s in peers[stage].train.sites if s.parameter == name]
-            for site, tensor in zip(sites, tensors, strict=True):
-                foreign[site.parameter, site.index] = tensor
+        foreign: Accumulators = {}
+        for sites in imported:
+            foreign |= sites
         for name in self._program.trainable:
             own = {self._sites[p].index: self._sums[p] for p in self._positions.get(name, ())}
-            own |= {index: tensor for (parameter, index), tensor in foreign.items() if parameter == name}
+            own |= {site.index: tensor for site, tensor in foreign.items() if site.parameter == name}
             parts = [own[index] for index in sorted(own)]
             used = [part for part in parts if part is not None]
             if len(parts) <= 1:
@@ -132,11 +130,3 @@ class GradientSink:
             if self._sums[position] is not None and site.parameter not in self._program.shared_with:
                 self._kept[position] = self._sums[position]
             self._sums[position] = None
-
-    def _shared_names(self, peer: int) -> list[str]:
-        shared = self._program.shared_with
-        return [
-            name
-            for name in self._program.parameters
-            if name in self._program.trainable and peer in shared.get(name, ())
-        ]

@@ -1,6 +1,6 @@
 """The same plan in threads of one process, without Ray: the reference of every test, the debugger's friend.
 
-Each stage runs in a thread of its own over in-memory channels that go through the real frames. Intra-op
+Each worker is a thread of its own over in-memory channels that go through the real frames. Intra-op
 threads are held at one per stage while it runs, as in an actor (the executor sees to its own thread), for
 sums over many threads round differently.
 """
@@ -21,9 +21,11 @@ from raypipe.engine.data import Source
 from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.shard_writer import ShardWriter
-from raypipe.engine.stage import StageProgram, message_capacity, neighbours
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
 from raypipe.engine.storage import Place
+from raypipe.engine.team import Team
 from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
@@ -43,6 +45,7 @@ class LocalFleet:
         tensors: initial parameters and buffers by canonical name; they are copied.
         persistent: names that belong to a checkpoint.
         place: the run's folder, where checkpoints go; None for a run that saves nothing.
+        placement: worker that holds each stage; None for one worker each.
     """
 
     def __init__(
@@ -55,29 +58,46 @@ class LocalFleet:
         settings: Settings,
         persistent: frozenset[str] = frozenset(),
         place: Place | None = None,
+        placement: Sequence[int] | None = None,
     ) -> None:
         self.programs = programs
         self._place = place
         self._persistent = persistent
         self._halted = False
         self._spans: list[Span] = []
-        channels: list[dict[int, InMemoryChannel]] = [{} for _ in programs]
-        for one in range(len(programs)):
-            for other in neighbours(programs, one):
+        everybody = tuple(placement or range(len(programs)))
+        teams = [Team(everybody, worker) for worker in range(max(everybody) + 1)]
+        channels: list[dict[int, InMemoryChannel]] = [{} for _ in teams]
+        for one, team in enumerate(teams):
+            for other in team.neighbours(programs):
                 if one < other:
-                    capacity = message_capacity(programs, one, other)
-                    a, b = InMemoryChannel.pair(f"stage {one} <-> stage {other}", 0, capacity)
+                    capacity = team.message_capacity(programs, other)
+                    name = f"{team.name_of(one)} <-> {team.name_of(other)}"
+                    a, b = InMemoryChannel.pair(name, 0, capacity)
                     channels[one][other], channels[other][one] = a, b
         self.executors = []
-        for index, program in enumerate(programs):
-            own = {name: tensors[name].detach().clone() for name in (*program.parameters, *program.buffers)}
-            state = StageState(program, own, make_optimizer, make_scheduler)
-            self.executors.append(Executor(programs, index, state, channels[index], sources, settings))
+        for worker, team in enumerate(teams):
+            states = []
+            for program in (programs[stage] for stage in team.stages):
+                own = {name: tensors[name].detach().clone() for name in (*program.parameters, *program.buffers)}
+                states.append(StageState(program, own, make_optimizer, make_scheduler))
+            self.executors.append(Executor(programs, team, states, channels[worker], sources, settings))
         self._writers = [
-            ShardWriter(place, partial(take_snapshot, e.program, e.state, persistent))
-            for e in self.executors
+            ShardWriter(place, partial(take_snapshot, work.program, work.state, persistent))
+            for work in self._works
             if place is not None
         ]
+
+    @property
+    def _works(self) -> list[StageWork]:
+        """Of all stages, in their order."""
+        found = [work for executor in self.executors for work in executor.works.values()]
+        return sorted(found, key=lambda work: work.stage)
+
+    @property
+    def states(self) -> list[StageState]:
+        """Of all stages, in their order."""
+        return [work.state for work in self._works]
 
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
@@ -123,8 +143,8 @@ class LocalFleet:
     def restore(self, folder: str) -> None:
         """Go back to the state of checkpoint ``folder`` on every stage."""
         assert self._place is not None
-        for executor in self.executors:
-            load_stage(self._place / folder, executor.program, executor.state, self._persistent)
+        for work in self._works:
+            load_stage(self._place / folder, work.program, work.state, self._persistent)
 
     def stop(self) -> None:
         """Close the channels; safe to call twice."""
@@ -135,12 +155,12 @@ class LocalFleet:
                 channel.close()
 
     def _run_segment(self, order: Order, schedule: Schedule) -> list[list[StepReport]]:
-        outcomes: Queue[tuple[int, list[StepReport] | BaseException]] = Queue()
+        outcomes: Queue[tuple[int, list[list[StepReport]] | BaseException]] = Queue()
         if order.training:
             for executor in self.executors:
                 executor.use_codecs(order.codecs)
 
-        def work(index: int) -> None:
+        def carry_out(index: int) -> None:
             try:
                 row = schedule.row(index)
                 reports = self.executors[index].run(
@@ -156,12 +176,12 @@ class LocalFleet:
 
         with one_thread():
             threads = [
-                threading.Thread(target=work, args=(index,), name=f"raypipe stage {index}", daemon=True)
-                for index in range(len(self.programs))
+                threading.Thread(target=carry_out, args=(index,), name=f"raypipe worker {index}", daemon=True)
+                for index in range(len(self.executors))
             ]
             for thread in threads:
                 thread.start()
-            found: dict[int, list[StepReport]] = {}
+            found: dict[int, list[list[StepReport]]] = {}
             failure: BaseException | None = None
             for _ in threads:
                 index, outcome = self._next(outcomes)
@@ -169,19 +189,24 @@ class LocalFleet:
                     if failure is None or (not isinstance(failure, StageError) and isinstance(outcome, StageError)):
                         failure = outcome
                     for executor in self.executors:
-                        executor.abort(f"stage {index} failed")
+                        executor.abort(f"{executor.team.name_of(index)} failed")
                 else:
                     found[index] = outcome
             for thread in threads:
                 thread.join()
         if failure is not None:
             raise failure
-        return [found[index] for index in range(len(threads))]
+        by_stage = {
+            stage: of_stage
+            for executor, of_worker in zip(self.executors, (found[index] for index in range(len(threads))), strict=True)
+            for stage, of_stage in zip(executor.works, of_worker, strict=True)
+        }
+        return [by_stage[stage] for stage in sorted(by_stage)]
 
     @staticmethod
     def _next(
-        outcomes: Queue[tuple[int, list[StepReport] | BaseException]],
-    ) -> tuple[int, list[StepReport] | BaseException]:
+        outcomes: Queue[tuple[int, list[list[StepReport]] | BaseException]],
+    ) -> tuple[int, list[list[StepReport]] | BaseException]:
         while True:  # in short waits, so that Ctrl-C gets through
             try:
                 return outcomes.get(timeout=0.5)

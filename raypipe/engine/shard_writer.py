@@ -10,7 +10,7 @@ at most one copy of the stage's state is held.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
@@ -42,6 +42,11 @@ class ShardWriter:
             self._last.exception()  # waits for the one before; its error is for whoever asks for its entry
         snapshot = self._snapshot()
         self._last = self._entries[folder] = self._pool.submit(self._write, folder, snapshot)
+
+    def wait(self, folder: str, wait_s: float) -> bool:
+        """Whether ``entry`` has something to say of ``folder``, within so many seconds."""
+        future = self._entries.get(folder)
+        return future is not None and not wait([future], wait_s).not_done
 
     def entry(self, folder: str, wait_s: float) -> dict[str, Any] | None:
         """This stage's entry in the manifest of ``folder``; None while it is not begun or not written.

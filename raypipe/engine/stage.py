@@ -9,7 +9,7 @@ parameters, and weight versions, recomputation and re-partitioning need no other
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ import torch
 from raypipe.engine.randomness import RandomKey
 from raypipe.errors import StageError
 
-__all__ = ["GraphFunction", "Site", "StageFunction", "StageProgram", "message_capacity", "neighbours"]
+__all__ = ["GraphFunction", "Site", "StageFunction", "StageProgram"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +101,21 @@ class StageProgram:
         """By name: "train", and "eval" where there is one."""
         return {"train": self.train} if self.eval is None else {"train": self.train, "eval": self.eval}
 
+    def shared_names(self, stages: Collection[int]) -> list[str]:
+        """Parameters that learn and belong to one of these other stages too."""
+        return [
+            name
+            for name in self.parameters
+            if name in self.trainable and any(s in stages for s in self.shared_with.get(name, ()) if s != self.index)
+        ]
 
-def neighbours(programs: Sequence[StageProgram], stage: int) -> set[int]:
-    """Stages that this one exchanges messages with: those beside it and those that share a parameter."""
-    beside = {s for s in (stage - 1, stage + 1) if 0 <= s < len(programs)}
-    holders = {h for stages in programs[stage].shared_with.values() for h in stages}
-    return (beside | holders) - {stage}
-
-
-def message_capacity(programs: Sequence[StageProgram], one: int, other: int) -> int:
-    """The most tensors that a message between two stages can hold (the header has room for so many)."""
-    most = 3  # REDUCE_NORM: positions, norms, loss
-    if abs(one - other) == 1:
-        most = max(most, *(mode.num_outputs for mode in programs[min(one, other)].modes.values()))
-    for stage, peer in ((one, other), (other, one)):
-        shared = {name for name, stages in programs[stage].shared_with.items() if peer in stages}
-        most = max(most, sum(1 for site in programs[stage].train.sites if site.parameter in shared))
-    return most
+    def shared_sites(
+        self, stages: Collection[int], tensors: Sequence[torch.Tensor | None]
+    ) -> dict[Site, torch.Tensor | None]:
+        """By use site on this stage, what it exported to these."""
+        wanted = self.shared_names(stages)
+        sites = [site for name in wanted for site in self.train.sites if site.parameter == name]
+        return dict(zip(sites, tensors, strict=True))
 
 
 def _other_shape(name: str, column: torch.Tensor, shape: tuple[int | None, ...]) -> StageError:

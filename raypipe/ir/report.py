@@ -33,6 +33,7 @@ class StepReport:
         weight_versions: copies of the weights that the stage holds.
         spans: every action, where asked for (monotonic clock).
         sample, messages: how long actions and messages took, where asked for.
+        worker: that holds the stage; None for one of its own.
     """
 
     stage: int
@@ -52,6 +53,7 @@ class StepReport:
     spans: tuple[Span, ...] = ()
     sample: StageSample | None = None
     messages: tuple[MessageTimes, ...] = ()
+    worker: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def merge_reports(reports: Sequence[StepReport], previous_end_s: float | None) -
     """
     begin_s = min(r.start_s for r in reports) if previous_end_s is None else previous_end_s
     seconds = max(max(r.end_s for r in reports) - begin_s, 1e-9)
+    workers = {r.stage if r.worker is None else r.worker for r in reports}
     loss = next((r.loss for r in reversed(reports) if r.loss is not None), math.nan)
     norm = next((r.grad_norm for r in reports if r.grad_norm is not None), None)
     if norm is None:
@@ -101,7 +104,7 @@ def merge_reports(reports: Sequence[StepReport], previous_end_s: float | None) -
         loss=loss,
         grad_norm=norm,
         seconds=seconds,
-        bubble_fraction=max(0.0, 1.0 - sum(r.busy_s for r in reports) / (seconds * len(reports))),
+        bubble_fraction=max(0.0, 1.0 - sum(r.busy_s for r in reports) / (seconds * len(workers))),
         link_bytes_per_s=sum(sum(r.sent_bytes) for r in reports) / seconds,
         peak_in_flight=max(r.peak_in_flight for r in reports),
     )

@@ -30,14 +30,14 @@ _QUIET: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR", "log
 
 
 @contextlib.contextmanager
-def connected(num_stages: int, resources: Mapping[str, float], *, detached: bool = False) -> Iterator[None]:
+def connected(num_workers: int, resources: Mapping[str, float], *, detached: bool = False) -> Iterator[None]:
     """Inside, Ray runs: the caller's connection, the cluster that RAY_ADDRESS names, or one of our own.
 
     A detached run needs one that outlives this process, so none of our own.
 
     Raises:
         ConfigError: there is none.
-    Our own has as many logical CPUs as there are stages (the driver takes none), or what they ask for, and ends
+    Our own has as many logical CPUs as there are workers (the driver takes none), or what they ask for, and ends
     with the context.
     Ray protects it with a token, as it does for every cluster that it starts in a process.
     """
@@ -55,8 +55,8 @@ def connected(num_stages: int, resources: Mapping[str, float], *, detached: bool
         # Ray's workers are otherwise so nice that every daemon of its own goes before a stage.
         ray.init(
             address="local",
-            num_cpus=max(num_stages, math.ceil(num_stages * resources.get("CPU", 1))),
-            resources={name: n * num_stages for name, n in resources.items() if name not in ("CPU", "GPU")},
+            num_cpus=max(num_workers, math.ceil(num_workers * resources.get("CPU", 1))),
+            resources={name: n * num_workers for name, n in resources.items() if name not in ("CPU", "GPU")},
             include_dashboard=False,
             _system_config={"worker_niceness": 0},
             **_QUIET,
@@ -144,7 +144,7 @@ def start_run(
     """Start the driver, which starts the stages. A detached one is returned when it needs nothing more from here.
 
     Args:
-        tensors: the user's parameters and buffers by name; each stage gets its own through the object store.
+        tensors: the user's parameters and buffers by name; each worker gets its own through the object store.
         resources: of one worker.
 
     Raises:
@@ -161,10 +161,7 @@ def start_run(
             f"with raypipe.attach({spec.name!r}), or wait for it."
         ) from error
     release_orphans(driver_name(spec.name))  # of a driver that died while nobody looked
-    states = [
-        ray.put(pack(tensors, (*setup.programs[i].parameters, *setup.programs[i].buffers)))
-        for i, setup in enumerate(setups)
-    ]
+    states = [ray.put(pack(tensors, setup.tensors)) for setup in setups]
     # States travel inside a list, so that Ray passes the references on and not the tensors.
     call = driver.run.remote(spec, setups, states, dict(resources))
     line = RayLine(driver, spec.name, owner=not detached, call=call)

@@ -57,16 +57,17 @@ class _DriverActor:
         """The whole run in one call; ``news`` tells how it goes and how it ended, and no stage is left after it.
 
         Args:
-            states: references to the stages' packed tensors, which only the stages resolve.
+            states: references to the workers' packed tensors, which only they resolve.
         """
         self._predicted = spec.predicted
         try:
-            stages = "1 stage" if len(setups) == 1 else f"{len(setups)} stages"
+            count = len(setups[0].programs)
+            stages = "1 stage" if count == 1 else f"{count} stages"
             self._journal.begins(f"waiting for the places and processes of {stages}")
             fleet = Fleet(
                 len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name)
             )
-            journal = _Published(self._journal, Publisher(spec.name, len(setups)), spec)
+            journal = _Published(self._journal, Publisher(spec.name, count), spec)
             for note in fleet.notes:
                 RunFolder(spec.place).event("warning", note)
             try:

@@ -38,12 +38,12 @@ GRACE_S = 2.0
 
 @dataclass(slots=True)
 class _Flight:
-    """One ``Fleet.run``: its number, the long calls, the polls under way (with their stages), what came so far."""
+    """One ``Fleet.run``: its number, the long calls, the polls under way (with their workers), what came so far."""
 
     run: int
     works: dict[Any, int]
     polls: dict[Any, int]
-    received: list[list[list[StepReport]]]
+    received: list[list[list[list[StepReport]]]]
     last: bool = False
     """It completes what a halt left under way, so that no other halt may cut it short."""
     limit: float = math.inf
@@ -51,7 +51,7 @@ class _Flight:
 
     @property
     def complete(self) -> int:
-        """Segments that every stage has reported."""
+        """Segments that every worker has reported."""
         return min(map(len, self.received))
 
 
@@ -91,6 +91,8 @@ class Fleet:
         self.actors: list[Any] = []
         self._rows: set[RowsKey] = set()
         self._run = 0
+        self._held: list[tuple[int, ...]] = []  # stages, by worker
+        self._names: list[str] = []  # of the workers, for people: "Stage 1", "Stages 0 and 3"
         self._halting = threading.Lock()
         self._halted = False
         self._flight: _Flight | None = None
@@ -106,11 +108,11 @@ class Fleet:
             raise
 
     def configure(self, setups: Sequence[StageSetup], states: Sequence[Any]) -> None:
-        """Give the first workers a stage each and open the links of a new generation; processes stay.
+        """Give the first workers their stages and open the links of a new generation; processes stay.
 
         Args:
-            setups: one per stage, in order.
-            states: references to each stage's packed tensors, or None for a stage that keeps what it has.
+            setups: one per worker, in order.
+            states: references to each worker's packed tensors, or None for one that keeps what it has.
 
         Raises:
             RaypipeError: what went wrong on the first stage that failed.
@@ -118,6 +120,9 @@ class Fleet:
         self.generation += 1
         self.actors = self.workers[: len(setups)]
         self._rows, self._halted = set(), False
+        team = setups[0].team
+        self._held = [team.stages_of(worker) for worker in range(len(setups))]
+        self._names = [team.name_of(worker).capitalize() for worker in range(len(setups))]
         addresses = [member["address"] for member in self.members[: len(setups)]]
         self._all(
             [
@@ -168,8 +173,8 @@ class Fleet:
         self._run += 1
         flight = _Flight(
             self._run,
-            {actor.work.remote(self._run): stage for stage, actor in enumerate(self.actors)},
-            {actor.reports.remote(self._run, 0): stage for stage, actor in enumerate(self.actors)},
+            {actor.work.remote(self._run): worker for worker, actor in enumerate(self.actors)},
+            {actor.reports.remote(self._run, 0): worker for worker, actor in enumerate(self.actors)},
             [[] for _ in self.actors],
             last,
         )
@@ -191,7 +196,7 @@ class Fleet:
             while failure is None and yielded < min(submitted, flight.limit) and flight.complete <= yielded:
                 failure = self._gather(flight)
             while yielded < flight.complete and (failure is not None or yielded < submitted):
-                yield [reports[yielded] for reports in flight.received]
+                yield self._by_stage([reports[yielded] for reports in flight.received])
                 yielded += 1
             if failure is not None:
                 raise failure
@@ -214,8 +219,8 @@ class Fleet:
         key = order.rows
         if key not in self._rows:
             schedule = schedules(key)
-            for stage, actor in enumerate(self.actors):
-                actor.set_row.remote(key, schedule.row(stage))
+            for worker, actor in enumerate(self.actors):
+                actor.set_row.remote(key, schedule.row(worker))
             self._rows.add(key)
         for actor in self.actors:
             actor.submit.remote(run, order)
@@ -229,11 +234,11 @@ class Fleet:
         except RayError:
             return self._release(flight)
         if ref in flight.polls:
-            stage = flight.polls.pop(ref)
-            flight.received[stage] += news
-            if news or stage in flight.works.values():  # one that has ended and told everything says nothing more
-                poll = self.actors[stage].reports.remote(flight.run, len(flight.received[stage]))
-                flight.polls[poll] = stage
+            worker = flight.polls.pop(ref)
+            flight.received[worker] += news
+            if news or worker in flight.works.values():  # one that has ended and told everything says nothing more
+                poll = self.actors[worker].reports.remote(flight.run, len(flight.received[worker]))
+                flight.polls[poll] = worker
         else:
             del flight.works[ref]  # ended in order: all its reports are on their way
         return None
@@ -247,11 +252,17 @@ class Fleet:
         ray.wait(list(flight.works), num_returns=len(flight.works), timeout=LEAVE_S)
         aborts = [actor.abort.remote(self.generation, "another stage failed") for actor in self.actors]
         ray.wait([*aborts, *flight.works], num_returns=len(aborts) + len(flight.works), timeout=GRACE_S)
-        for stage, actor in enumerate(self.actors):
+        for worker, actor in enumerate(self.actors):
             with contextlib.suppress(RayError):
-                last = actor.reports.remote(flight.run, len(flight.received[stage]), 0.0)
-                flight.received[stage] += ray.get(last, timeout=GRACE_S)
-        return root_cause(flight.works, flight.complete)
+                last = actor.reports.remote(flight.run, len(flight.received[worker]), 0.0)
+                flight.received[worker] += ray.get(last, timeout=GRACE_S)
+        return root_cause(flight.works, self._names, flight.complete)
+
+    def _by_stage(self, by_worker: Sequence[list[list[StepReport]]]) -> list[list[StepReport]]:
+        """Reports of one segment in the order of the stages."""
+        pairs = zip(self._held, by_worker, strict=True)
+        found = {stage: of_stage for held, of_worker in pairs for stage, of_stage in zip(held, of_worker, strict=True)}
+        return [found[stage] for stage in sorted(found)]
 
     def _all(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
         try:
@@ -276,14 +287,18 @@ class Fleet:
             CheckpointError: one of them could not.
         """
         deadline_s = time.monotonic() + SAVE_TIMEOUT_S
-        found: dict[int, dict[str, Any]] = {}
-        while len(found) < len(self.actors) and time.monotonic() < deadline_s:
-            asked = {stage: a.entry.remote(folder) for stage, a in enumerate(self.actors) if stage not in found}
+        found: dict[int, dict[str, Any]] = {}  # by stage
+        missing = set(range(len(self.actors)))
+        while missing and time.monotonic() < deadline_s:
+            asked = {worker: self.actors[worker].entries.remote(folder) for worker in sorted(missing)}
             answers = self._all(list(asked.values()), SAVE_TIMEOUT_S, "writing a checkpoint")
-            found |= {stage: entry for stage, entry in zip(asked, answers, strict=True) if entry is not None}
-        if len(found) < len(self.actors):
+            for worker, entries in zip(asked, answers, strict=True):
+                if entries is not None:
+                    found |= zip(self._held[worker], entries, strict=True)
+                    missing.discard(worker)
+        if missing:
             raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
-        return [found[stage] for stage in range(len(self.actors))]
+        return [found[stage] for stage in sorted(found)]
 
     def restore(self, folder: str) -> None:
         """Every stage goes back to the state of checkpoint ``folder``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,32 +13,33 @@ from raypipe.errors import LinkAbortedError, LinkError, RaypipeError, StageError
 __all__ = ["root_cause"]
 
 
-def root_cause(works: Mapping[Any, int], segments: int) -> RaypipeError:
+def root_cause(works: Mapping[Any, int], names: Sequence[str], segments: int) -> RaypipeError:
     """The failure nearest to the root: the user's error, then a death, a broken link, an abort, a stage that hangs.
 
     Args:
-        works: reference to each stage's long call -> stage; all have ended, or have had the time to.
+        works: reference to each worker's long call -> worker; all have ended, or have had the time to.
+        names: of the workers, for people.
         segments: that every stage has carried out, for the message.
     """
     gone = (5, StageError("A stage died after its last segment, before its reports were fetched."))
-    found = (_failure(ref, stage, segments) for ref, stage in works.items())
+    found = (_failure(ref, names[worker], segments) for ref, worker in works.items())
     return min(filter(None, found), key=lambda item: item[0], default=gone)[1]
 
 
-def _failure(ref: Any, stage: int, segments: int) -> tuple[int, RaypipeError] | None:
-    """How a stage's long call failed, and how far from the root that is; None where it ended well."""
+def _failure(ref: Any, name: str, segments: int) -> tuple[int, RaypipeError] | None:
+    """How a worker's long call failed, and how far from the root that is; None where it ended well."""
     try:
         ray.get(ref, timeout=0)
     except GetTimeoutError:
-        return 4, LinkError(f"Stage {stage} did not stop after another stage's failure.")
+        return 4, LinkError(f"{name} did not stop after another stage's failure.")
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, LinkAbortedError):
             return 3, cause
         if isinstance(cause, LinkError):
             return 2, cause
-        return 0, cause if isinstance(cause, RaypipeError) else StageError(f"Stage {stage} failed: {error}")
+        return 0, cause if isinstance(cause, RaypipeError) else StageError(f"{name} failed: {error}")
     except RayActorError as error:
         first = str(error).splitlines()[0]
-        return 1, StageError(f"Stage {stage} died after {segments} segments of this run: {first}")
+        return 1, StageError(f"{name} died after {segments} segments of this run: {first}")
     return None

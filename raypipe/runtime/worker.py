@@ -1,4 +1,4 @@
-"""StageActor: one stage in one process. It runs whole segments in one long call; a control thread stays free.
+"""StageActor: the stages of one worker, in one process. It runs whole segments in one long call; a thread stays free.
 
 driver --configure(setup, generation)--> listen, connect, build state
        --run(segment) ----------------->  rows of actions, micro-batches over the links
@@ -17,19 +17,22 @@ import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
-from raypipe.engine.checkpoint import StageSnapshot, load_stage, take_snapshot
+from raypipe.engine.checkpoint import load_stage, take_snapshot
 from raypipe.engine.data import Source
 from raypipe.engine.executor import Executor
 from raypipe.engine.shard_writer import ShardWriter
-from raypipe.engine.stage import StageProgram, message_capacity, neighbours
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
 from raypipe.engine.storage import Place
+from raypipe.engine.team import Team
 from raypipe.errors import LinkError, RaypipeError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
@@ -48,11 +51,11 @@ REPORTS_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StageSetup:
-    """What makes an idle actor a stage.
+    """What makes an idle actor a worker of the pipeline.
 
     Attributes:
         programs: of all stages.
-        stage: which one this actor plays.
+        worker: its number in the pipeline.
         persistent: names of tensors that belong to a checkpoint.
         place: the run's folder, where checkpoints go.
         run_id: known to the stages of this run only; links check it.
@@ -60,10 +63,11 @@ class StageSetup:
         transport: how boundary tensors travel; the fleet is started with it.
         secret: known to the stages of this run only; links of "tcp" prove that they know it.
         link_ports: lowest and highest port that links may use; the fleet is started with it.
+        placement: worker that holds each stage; empty for one worker each.
     """
 
     programs: Sequence[StageProgram]
-    stage: int
+    worker: int
     make_optimizer: MakeOptimizer
     make_scheduler: MakeScheduler | None
     sources: Mapping[str, Source]
@@ -75,6 +79,18 @@ class StageSetup:
     transport: str = "tcp"
     secret: bytes = b""
     link_ports: tuple[int, int] | None = None
+    placement: tuple[int, ...] = ()
+
+    @property
+    def team(self) -> Team:
+        """Who holds which stage, from this worker's side."""
+        return Team(self.placement or tuple(range(len(self.programs))), self.worker)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the parameters and buffers that the worker's stages hold."""
+        held = (self.programs[stage] for stage in self.team.stages)
+        return tuple(dict.fromkeys(name for program in held for name in (*program.parameters, *program.buffers)))
 
 
 class _StageActor(LinkedActor):
@@ -82,13 +98,13 @@ class _StageActor(LinkedActor):
         torch.set_num_threads(1)
         self._endpoint: Endpoint | None = None
         self._setup: StageSetup | None = None
-        self._state: StageState | None = None
+        self._states: list[StageState] = []
         self._executor: Executor | None = None
         self._rows: dict[RowsKey, Row] = {}
         self._spans: tuple[Span, ...] = ()
         self._inflow = OrderGate()
-        self._writer: ShardWriter | None = None
-        self._done: list[list[StepReport]] = []
+        self._writers: list[ShardWriter] = []
+        self._done: list[list[list[StepReport]]] = []
         self._run = self._over = -1  # numbers of the run that began last, and that ended last
         self._generation = -1
         self._grown = threading.Condition()
@@ -115,38 +131,37 @@ class _StageActor(LinkedActor):
         self, setup: StageSetup, addresses: Sequence[Any], generation: int,
         packed: Mapping[str, PackedTensor] | None,
     ) -> None:  # fmt: skip
-        """Become a stage, or the same stage with new links; the state stays when ``packed`` is None.
+        """Become a worker, or the same one with new links; the state stays when ``packed`` is None.
 
         Args:
             addresses: of the endpoints of all stages.
             generation: of the plan; messages of other generations are dropped.
-            packed: initial parameters and buffers of this stage.
+            packed: initial parameters and buffers of its stages.
         """
         assert self._endpoint is not None, "listen() comes first"
         self._close_links()
-        stage, programs = setup.stage, setup.programs
-        program = programs[stage]
+        team, programs = setup.team, setup.programs
         if packed is not None:
-            self._state = StageState(program, unpack(packed), setup.make_optimizer, setup.make_scheduler)
-        if self._state is None:
-            raise StageError(f"Stage {stage} has no parameters yet; configure it with its initial state first.")
-        peers = neighbours(programs, stage)
+            self._states = [_initial(setup, programs[stage], packed) for stage in team.stages]
+        if not self._states:
+            raise StageError(f"Worker {team.worker} has no parameters yet; configure it with its initial state first.")
+        peers = team.neighbours(programs)
         opening = Opening(
-            me=stage,
+            me=team.worker,
             addresses={peer: addresses[peer] for peer in peers},
             generation=generation,
             run_id=setup.run_id,
-            capacity={peer: message_capacity(programs, stage, peer) for peer in peers},
+            capacity={peer: team.message_capacity(programs, peer) for peer in peers},
             timeout_s=setup.open_timeout_s,
-            names={peer: f"stage {stage} <-> stage {peer}" for peer in peers},
+            names={peer: f"{team.name_of(team.worker)} <-> {team.name_of(peer)}" for peer in peers},
             secret=setup.secret,
         )
         channels = self._endpoint.open(opening)
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
         self._setup, self._rows, self._inflow, self._generation = setup, {}, OrderGate(), generation
-        self._executor = Executor(programs, stage, self._state, channels, setup.sources, setup.settings)
+        self._executor = Executor(programs, team, self._states, channels, setup.sources, setup.settings)
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
         gc.freeze()
@@ -160,7 +175,7 @@ class _StageActor(LinkedActor):
     def submit(self, run: int, order: Order | None) -> None:
         """Queue a segment for ``work(run)`` and read its data meanwhile; None ends it after those before."""
         if order is not None and self._executor is not None:
-            self._executor.feed.prepare(order.segment, training=order.training)
+            self._executor.prepare(order.segment, training=order.training)
         self._inflow.put(run, order)
 
     @ray.method(concurrency_group="control")
@@ -196,16 +211,16 @@ class _StageActor(LinkedActor):
                     measure=order.measure,
                 )
                 if order.keep_spans:
-                    self._spans = tuple(span for report in reports for span in report.spans)
-                    reports = [replace(report, spans=()) for report in reports]
+                    self._spans = tuple(span for of_stage in reports for report in of_stage for span in report.spans)
+                    reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
                 if order.save_to:
-                    self._shards().begin(order.save_to)
+                    self.save(order.save_to)
                 with self._grown:
                     self._done.append(reports)
                     self._grown.notify_all()
         except RaypipeError as error:
             # The neighbours must not wait for what will never come, but they may finish the steps before.
-            executor.leave(f"stage {executor.stage} failed")
+            executor.leave(f"{executor.team.name_of(executor.team.worker)} failed")
             raise type(error)(_with_traceback(error)) from None
         finally:
             with self._grown:
@@ -213,8 +228,8 @@ class _StageActor(LinkedActor):
                 self._grown.notify_all()
 
     @ray.method(concurrency_group="control")
-    def reports(self, run: int, since: int, wait_s: float = REPORTS_WAIT_S) -> list[list[StepReport]]:
-        """Reports of the segments number ``since`` and later of ``work(run)``; waits a while for the first."""
+    def reports(self, run: int, since: int, wait_s: float = REPORTS_WAIT_S) -> list[list[list[StepReport]]]:
+        """Of the segments number ``since`` and later of ``work(run)``, by stage; waits a while for the first."""
         with self._grown:
             # A question about a run that is over is answered at once: waiting ones would fill the control group.
             self._grown.wait_for(
@@ -234,31 +249,37 @@ class _StageActor(LinkedActor):
         return self._spans
 
     @ray.method(concurrency_group="control")
-    def entry(self, folder: str, wait_s: float = REPORTS_WAIT_S) -> dict[str, Any] | None:
-        """What the manifest of checkpoint ``folder`` says of this stage; None while it is being written."""
-        return self._shards().entry(folder, wait_s)
+    def entries(self, folder: str, wait_s: float = REPORTS_WAIT_S) -> list[dict[str, Any]] | None:
+        """What the manifest of checkpoint ``folder`` says of each stage here; None while one is being written."""
+        writers = self._shards()
+        if not all(writer.wait(folder, wait_s) for writer in writers):
+            return None
+        return [entry for writer in writers if (entry := writer.entry(folder, 0.0)) is not None]
 
     def save(self, folder: str) -> None:
         """Take a snapshot now, between two runs; ``entry`` tells when it is written."""
-        self._shards().begin(folder)
+        for writer in self._shards():
+            writer.begin(folder)
 
     def restore(self, folder: str) -> None:
         """Go back to the state of a checkpoint, written at any number of stages."""
         assert self._setup is not None
-        assert self._state is not None
-        program = self._setup.programs[self._setup.stage]
-        load_stage(self._setup.place / folder, program, self._state, self._setup.persistent)
+        for work in self._works():
+            load_stage(self._setup.place / folder, work.program, work.state, self._setup.persistent)
 
-    def _shards(self) -> ShardWriter:
-        assert self._setup is not None
-        if self._writer is None:
-            self._writer = ShardWriter(self._setup.place, self._snapshot)
-        return self._writer
+    def _works(self) -> list[StageWork]:
+        assert self._executor is not None, "configure() comes first"
+        return list(self._executor.works.values())
 
-    def _snapshot(self) -> StageSnapshot:
-        assert self._setup is not None
-        assert self._state is not None
-        return take_snapshot(self._setup.programs[self._setup.stage], self._state, self._setup.persistent)
+    def _shards(self) -> list[ShardWriter]:
+        setup = self._setup
+        assert setup is not None
+        if not self._writers:
+            self._writers = [
+                ShardWriter(setup.place, partial(take_snapshot, work.program, work.state, setup.persistent))
+                for work in self._works()
+            ]
+        return self._writers
 
     def close(self) -> None:
         """Close links and endpoint."""
@@ -274,6 +295,12 @@ class _StageActor(LinkedActor):
             with contextlib.suppress(LinkError):
                 channel.close()
         self._executor = None
+
+
+def _initial(setup: StageSetup, program: StageProgram, packed: Mapping[str, PackedTensor]) -> StageState:
+    """Of one stage; mates that share a parameter get a copy each."""
+    own = {name: packed[name] for name in (*program.parameters, *program.buffers)}
+    return StageState(program, unpack(own), setup.make_optimizer, setup.make_scheduler)
 
 
 def _version() -> str:

@@ -35,7 +35,7 @@ def backwards(parameters: dict[str, torch.nn.Parameter], count: int) -> tuple[Gr
         handed = max(handed, sum(g.untyped_storage().nbytes() for g in found if g is not None))
         ring.leave(microbatch)
         sink.add(found)
-    sink.finish({}, {})
+    sink.finish(())
     return sink, handed
 
 
@@ -72,7 +72,7 @@ def test_another_micro_batch_without_this_parameter_adds_nothing() -> None:
         leaf = ring.leaves(microbatch)[list(parameters).index(used)]
         sink.add(gradients([leaf.sum()], [torch.tensor(1.0)], ring.trained(microbatch)))
         ring.leave(microbatch)
-    sink.finish({}, {})
+    sink.finish(())
     assert parameters["c"].grad is None
     assert torch.equal(parameters["a"].grad, torch.ones(SIZE, SIZE))
     assert torch.equal(parameters["b"].grad, torch.ones(SIZE, SIZE))

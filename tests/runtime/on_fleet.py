@@ -33,7 +33,7 @@ def start_on(fleet: Fleet, trainer: PipelineTrainer, num_steps: int) -> RunHandl
     job = trainer._prepared()
     spec = trainer._spec(job, num_steps, local=False)
     setups = trainer._setups(job, spec.place)
-    states = [ray.put(pack(job.tensors, (*p.parameters, *p.buffers))) for p in job.programs]
+    states = [ray.put(pack(job.tensors, setup.tensors)) for setup in setups]
 
     def lent() -> Any:
         fleet.configure(setups, states)

@@ -1,0 +1,319 @@
+"""What one stage does, an action at a time: forwards, backwards, messages to other stages, and counting all of it.
+
+The executor decides nothing either, but it knows the row of its worker; this knows one stage and no order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from raypipe.engine.channel import Channel, Message
+from raypipe.engine.codec import NONE, Codec, Codecs
+from raypipe.engine.codec.choice import message_bytes
+from raypipe.engine.data import Source
+from raypipe.engine.feed import Feed, MicrobatchData
+from raypipe.engine.gradients import GradientSink
+from raypipe.engine.randomness import RandomKey
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import Settings, StageState
+from raypipe.engine.under_way import UnderWay
+from raypipe.engine.weight_ring import WeightRing
+from raypipe.errors import LinkError, StageError
+from raypipe.ir.links import MessageTimes, stage_sample
+from raypipe.ir.report import StepReport
+from raypipe.ir.schedule import Action, Op
+from raypipe.ir.segment import Segment
+from raypipe.ir.timeline import Span
+
+__all__ = ["StageWork"]
+
+
+class StageWork:
+    """One stage of a worker.
+
+    Args:
+        programs: of all stages; this one is ``programs[stage]``.
+        worker: that holds it.
+        channels: by stage, to the ones beside it.
+        mates: those of them that the same worker holds: no link is crossed, and rows have no messages to them.
+        sources: "train" and, for evaluation, "eval".
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[StageProgram],
+        stage: int,
+        worker: int,
+        state: StageState,
+        channels: Mapping[int, Channel],
+        mates: frozenset[int],
+        sources: Mapping[str, Source],
+        settings: Settings,
+    ) -> None:
+        self.program = programs[stage]
+        self.stage, self.worker = stage, worker
+        self.last = stage == len(programs) - 1
+        self.state = state
+        self.settings = settings
+        self._channels, self._mates = channels, mates
+        self._codecs = settings.codecs
+        self.sink = GradientSink(self.program, state.parameters)
+        weights = settings.weights
+        self.ring = WeightRing(
+            self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
+        )
+        self._under_way = UnderWay(self.sink, self.ring, answers=stage > self.program.first_trainable)
+        self._modes = self.program.modes
+        self.feed = Feed(
+            sources,
+            {mode: function.columns for mode, function in self._modes.items()},
+            self.program.targets
+            or (("labels",) if self.last and settings.loss_reduction not in ("mean", "sum") else ()),
+            weighs=self.last,
+            reduction=settings.loss_reduction,
+        )
+        self._buffers = {
+            mode: [state.buffers[name] for name in function.buffers] for mode, function in self._modes.items()
+        }
+        self._losses: list[tuple[torch.Tensor, float]] = []
+        self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._arrived: dict[int, Message] = {}
+        self._training = True
+        self._wait_s = self._busy_s = 0.0
+        self._sent, self._plain = [0, 0], [0, 0]
+        self._peak = 0
+
+    def use_codecs(self, ahead: Codec, back: Codec) -> None:
+        """What the messages to other workers travel in from now on, for the bytes that are told."""
+        self._codecs = Codecs(
+            NONE if self.stage + 1 in self._mates else ahead, NONE if self.stage - 1 in self._mates else back
+        )
+
+    def begin_segment(self, segment: Segment, *, training: bool) -> None:
+        """What comes belongs to this segment."""
+        self._segment, self._training = segment, training
+        if training and segment.phase.begins_empty:
+            self.ring.begin(segment.first_microbatch, segment.interval)
+
+    def begin_minibatch(self, minibatch: int, *, measure: bool) -> None:
+        """Count anew.
+
+        Args:
+            minibatch: of the segment.
+            measure: how long messages take, and what the halves of one backward do.
+        """
+        segment = self._segment
+        self._times = _message_times(self.stage) if measure else {}
+        count = len(segment.microbatch_samples)
+        first = segment.first_microbatch
+        self._parted, self._halves_s = first + minibatch * count + count // 2 if measure else None, None
+        self._wait_s = self._busy_s = 0.0
+        self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._under_way)
+        self._losses.clear()
+        self._seed_tensors.clear()
+
+    def worked(self, seconds: float) -> None:
+        """A compute action of this stage took so long."""
+        self._busy_s += seconds
+
+    def waited(self, seconds: float) -> None:
+        """For a message of another stage."""
+        self._wait_s += seconds
+
+    def sent(self, plain_bytes: int, wire_bytes: int, *, ahead: bool) -> None:
+        """To a worker with later stages, or with earlier ones."""
+        direction = 0 if ahead else 1
+        self._plain[direction] += plain_bytes
+        self._sent[direction] += wire_bytes
+
+    def report(
+        self,
+        step: int,
+        start_s: float,
+        end_s: float,
+        loss: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        spans: Sequence[Span],
+        *,
+        alone: bool,
+        keep_spans: bool,
+        measure: bool,
+    ) -> StepReport:
+        """On the mini-batch that ends.
+
+        Args:
+            spans: of this stage.
+            alone: the norm is that of this stage.
+        """
+        return StepReport(
+            stage=self.stage,
+            step=step,
+            samples=self._segment.minibatch_samples,
+            loss=None if loss is None else float(loss),
+            grad_norm=None if norm is None or alone else float(norm),
+            stage_grad_norm=float(norm) if norm is not None and alone else None,
+            start_s=start_s,
+            end_s=end_s,
+            busy_s=self._busy_s,
+            wait_s=self._wait_s,
+            sent_bytes=(self._sent[0], self._sent[1]),
+            plain_bytes=(self._plain[0], self._plain[1]),
+            peak_in_flight=self._peak,
+            weight_versions=self.ring.held,
+            spans=tuple(spans) if keep_spans else (),
+            sample=stage_sample(self.stage, step, spans, self._halves_s) if measure else None,
+            messages=tuple(times for times in self._times.values() if times.wire_bytes),
+            worker=self.worker,
+        )
+
+    _segment: Segment
+    _times: dict[Op, MessageTimes]
+    _parted: int | None = None
+    _halves_s: tuple[float, float] | None = None
+
+    def do(self, action: Action) -> None:
+        """Any action but the end of an update."""
+        stage, op, microbatch = action
+        match op:
+            case Op.F:
+                if stage - 1 in self._mates:
+                    self._arrived[microbatch] = self._hear(op, stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
+                self._forward(microbatch)
+                if stage + 1 in self._mates:
+                    self._send_forward(Action(stage, Op.SEND_F, microbatch))
+            case Op.B | Op.I:
+                if stage + 1 in self._mates:
+                    self._hear_seeds(microbatch)
+                self._backward(op, microbatch)
+                if stage - 1 in self._mates and stage > self.program.first_trainable:
+                    self._send_back(Action(stage, Op.SEND_B, microbatch))
+            case Op.W:
+                self._under_way.backward_weight(microbatch)
+            case Op.SEND_F:
+                self._send_forward(action)
+            case Op.RECV_F:
+                self._arrived[microbatch] = self._hear(op, stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
+            case Op.SEND_B:
+                self._send_back(action)
+            case Op.RECV_B:
+                self._hear_seeds(microbatch)
+            case _:
+                raise AssertionError(f"{action} belongs to the worker, not to one of its stages")
+
+    def _forward(self, microbatch: int) -> None:
+        segment, training = self._segment, self._training
+        mode = "train" if training else "eval"
+        function = self._modes[mode]
+        inputs = self._arrived.pop(microbatch, _NOTHING)
+        data = self.feed.microbatch(segment, microbatch, training=training)
+        leaves: Sequence[torch.Tensor]
+        if not training:
+            leaves = [self.state.parameters[site.parameter] for site in function.sites]
+        elif self.stage < self.program.first_trainable:
+            leaves = self.ring.newest_leaves()
+        else:
+            self.ring.enter(microbatch, inputs.weight_version)
+            leaves = self.ring.leaves(microbatch)
+        outputs = function(
+            leaves,
+            self._buffers[mode],
+            inputs,  # type: ignore[arg-type]
+            [data.columns[name] for name in function.columns],
+            RandomKey(self.settings.seed, segment.locate(microbatch)[0], microbatch),
+        )
+        if self.last:
+            outputs = self._take_loss(outputs, data, microbatch)
+        if training or not self.last:
+            self._under_way.hold(microbatch, inputs, outputs)
+            self._peak = max(self._peak, len(self._under_way))
+
+    def _backward(self, op: Op, microbatch: int) -> None:
+        if op is Op.I:
+            self._under_way.backward_input(microbatch)
+        elif microbatch == self._parted:
+            # To the same bits, and it tells what a schedule that parts backwards would be worth.
+            begin_s = time.monotonic()
+            self._under_way.backward_input(microbatch)
+            between_s = time.monotonic()
+            self._under_way.backward_weight(microbatch)
+            self._halves_s = between_s - begin_s, time.monotonic() - between_s
+        else:
+            self._under_way.backward(microbatch)
+
+    def _take_loss(
+        self, outputs: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int
+    ) -> tuple[torch.Tensor, ...]:
+        """The loss as the last stage's only output; its weight enters as the gradient's seed in the backward."""
+        if data.weight == 0.0:  # no valid target: an average over nothing, which would be nan
+            return ()
+        assert self.program.loss is not None
+        loss = self.program.loss(outputs, [data.columns[name] for name in self.program.targets])
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise StageError(
+                f"The loss of micro-batch {microbatch} is not a scalar tensor but has {found}. Let loss_fn reduce over "
+                "the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
+            )
+        self._losses.append((loss, data.share))
+        if self._training:
+            self._under_way.seed(microbatch, (self._seed(data.weight, loss.dtype),))
+        return (loss,)
+
+    def _seed(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
+        key = (weight, dtype)
+        if key not in self._seed_tensors:
+            self._seed_tensors[key] = torch.tensor(weight, dtype=dtype)
+        return self._seed_tensors[key]
+
+    def loss(self) -> torch.Tensor | None:
+        """The mini-batch's loss so far: the weighted sum in the order of the micro-batches. Of the last stage only."""
+        total: torch.Tensor | None = None
+        for loss, weight in self._losses:
+            part = loss.detach() * weight
+            total = part if total is None else total + part
+        return total
+
+    def _send_forward(self, action: Action) -> None:
+        # Kept for the backward, where there is one: none in evaluation and below the first trainable stage.
+        kept = self._training and self.stage >= self.program.first_trainable
+        outputs = self._under_way.outputs(action.microbatch, keep=kept)
+        self._send(self.stage + 1, action, outputs, self.ring.version(action.microbatch))
+
+    def _send_back(self, action: Action) -> None:
+        self._send(self.stage - 1, action, self._under_way.take_answer(action.microbatch))
+
+    def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
+        if peer not in self._mates:
+            self.sent(*message_bytes(action.op, tensors, self._codecs), ahead=peer > self.stage)
+        self._channels[peer].send(action, tensors, weight_version)
+
+    def _hear_seeds(self, microbatch: int) -> None:
+        above = self.stage + 1
+        self._under_way.seed(microbatch, self._hear(Op.RECV_B, above, Action(above, Op.SEND_B, microbatch)))
+
+    def _hear(self, op: Op, peer: int, action: Action) -> Message:
+        """Receive an activation or a gradient, and note how it travelled where that is asked for."""
+        begin_s = time.monotonic()
+        try:
+            message = self._channels[peer].recv(action, self.settings.timeout_s)
+        except LinkError as error:
+            at = Action(self.stage, op, action.microbatch)
+            raise type(error)(f"Stage {self.stage} in {at}: {error}") from error
+        finally:
+            self._wait_s += time.monotonic() - begin_s
+        if self._times and peer not in self._mates:
+            sent_at_s, arrived_at_s, wire_bytes = message.stamp
+            raw_bytes = sum(x.nbytes for x in message if x is not None)
+            self._times[op].add(wire_bytes, raw_bytes, sent_at_s, arrived_at_s)
+        return message
+
+
+_NOTHING = Message()
+"""What the first stage receives."""
+
+
+def _message_times(stage: int) -> dict[Op, MessageTimes]:
+    return {Op.RECV_F: MessageTimes(stage - 1, forward=True), Op.RECV_B: MessageTimes(stage, forward=False)}
