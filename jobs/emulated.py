@@ -33,11 +33,24 @@ WIDTH = 4096  # float32; a micro-batch is one sample
 BOUNDARY_BYTES = 4 * WIDTH
 WARM_UP_STEPS = 2
 LEARNING_RATE = 0.0078125  # a power of two: its products with small whole numbers are exact
+WAKE_S = 0.0003
 CPU_SHARE = 0.1
 """Logical CPUs of a stage: those that sleep share processors."""
 
 StageTimes = Sequence[tuple[float, float]]
 """(forward_s, backward_s) of one micro-batch, by stage."""
+
+
+def pass_time(seconds: float) -> None:
+    """Leave the processor to others for exactly so long, as somebody who waits for an accelerator does.
+
+    A sleep ends when the system has woken the thread, which is up to WAKE_S too late; the rest is asked for again and
+    again, and others run in between.
+    """
+    end_s = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - WAKE_S))
+    while time.perf_counter() < end_s:
+        time.sleep(0.0)
 
 
 class _Sleep(torch.autograd.Function):
@@ -46,14 +59,14 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Block) -> torch.Tensor:
         ctx.block = block
-        time.sleep(block.times[block.next_forward()][0])
+        pass_time(block.times[block.next_forward()][0])
         return block.output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
         block = ctx.block
         plan = block.next_backward()
-        time.sleep(block.times[plan][1])
+        pass_time(block.times[plan][1])
         return block.of_x if ctx.needs_input_grad[0] else None, torch.full((1,), 1.0 + plan), None
 
 
