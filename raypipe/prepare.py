@@ -109,7 +109,7 @@ class Job:
     def rows(self, key: RowsKey) -> Schedule:
         """Lowered and checked rows of a segment that begins and ends with an empty pipeline."""
         if not key.training:
-            return forward_only(self.num_stages, key.num_microbatches)
+            return forward_only(self.plan.schedule.wiring.placement, key.num_microbatches)
         first, request = self.programs[0].first_trainable, self.request
         if key.update_interval is None:
             # A mini-batch smaller than the others runs by itself in any case.

@@ -35,6 +35,15 @@ def test_latency_costs_what_the_law_says() -> None:
     assert "slack(r=2): 160.0 ms" in CliRunner().invoke(app, [*arguments, "--schedule=slack", "--slack=2"]).output
 
 
+def test_simulate_draws_zb_v_and_compares_it_with_1f1b_on_as_many_workers() -> None:
+    """49 slots of 10 ms; 1F1B on two workers takes (8 + 1) * (20 + 40) ms, as its stages are twice as large."""
+    result = CliRunner().invoke(app, ["simulate", "--schedule", "zb-v", "--stages", "4"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 ")
+    assert "zb-v: 490.0 ms per step, bubble 2.0%; 1f1b with free links takes 540.0 ms" in result.output
+    assert "by stage: 4 3 2 1" in result.output
+
+
 def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "raypipe.cli", *map(str, arguments)],

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-WIDEST_PICTURE = 160
+WIDEST_PICTURE = 200
 _ON_PAPER = (
     "stages", "microbatches", "schedule", "group_size", "slack", "chunks",
     "forward_ms", "backward_ms", "latency_ms", "occupancy_ms", "csv",
@@ -33,7 +33,7 @@ def simulate(
     overrides: Overrides = None,
     stages: Annotated[int, typer.Option(help="S")] = 4,
     microbatches: Annotated[int, typer.Option(help="M, per optimizer step")] = 8,
-    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, kfkb, slack, zb-h1 or interleaved")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, kfkb, slack, zb-h1, zb-v or interleaved")] = "1f1b",
     group_size: Annotated[int | None, typer.Option(help="k of kfkb")] = None,
     slack: Annotated[int | None, typer.Option(help="r of slack and zb-h1, for every hop")] = None,
     chunks: Annotated[int | None, typer.Option(help="stages per worker of interleaved")] = None,
@@ -62,7 +62,8 @@ def simulate(
             raise typer.BadParameter("--set changes the settings of a CONFIG.yaml: name one, or leave --set out.")
         made = _made(schedule, stages, microbatches, group_size, slack, chunks)
         timeline = _on_paper(made, forward_ms / 1e3, backward_ms / 1e3, latency_ms / 1e3, occupancy_ms / 1e3)
-        _say(made, timeline, (microbatches + stages - 1) * (forward_ms + backward_ms))
+        whole_ms = stages / made.num_workers * (forward_ms + backward_ms)  # 1f1b has one stage on each of them
+        _say(made, timeline, (microbatches + made.num_workers - 1) * whole_ms)
         if csv is not None:
             from raypipe.planner.schedule.text import to_csv
 

@@ -24,6 +24,8 @@ from raypipe.planner.schedule.lower import expected_sends, lower
 from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b
 from raypipe.planner.schedule.text import from_csv, to_csv
 from raypipe.planner.schedule.validate import validate
+from raypipe.planner.schedule.zero_bubble_v import zb_v
+from raypipe.planner.simulate import Costs, makespan_s
 
 
 def plans():
@@ -37,6 +39,9 @@ def plans():
             yield make_schedule("slack", stages, microbatches, slack=[1 + s % 3 for s in range(stages - 1)])
             yield make_schedule("zb-h1", stages, microbatches)
             yield make_schedule("zb-h1", stages, microbatches, slack=[1 + s % 3 for s in range(stages - 1)])
+    for stages in (2, 4, 6, 8):
+        for microbatches in (1, 2, 5, 8, 12):
+            yield make_schedule("zb-v", stages, microbatches)
     for workers in (1, 2, 3, 4):
         for microbatches in (1, 2, 3, 4, 7, 8, 12):
             for chunks in (1, 2, 3):
@@ -139,7 +144,27 @@ def test_1f1b_is_torchs_own_order():
             assert ours == [str(a) for a in row if a is not None and a.computation_type is not oracle.REDUCE_GRAD]
 
 
-@pytest.mark.parametrize("schedule", [k_f_k_b(3, 5, 2), interleaved(2, 4, 2)], ids=lambda s: s.kind)
+@pytest.mark.slow
+@pytest.mark.parametrize("latency_s", [0.0, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_zb_v_is_no_longer_than_torchs(workers, latency_s):
+    """As long from M = 2 P - 1 on, which is the least there is on free links, and shorter for fewer micro-batches."""
+    ones, hops = (1.0,) * 2 * workers, (latency_s,) * (2 * workers - 1)
+    costs = Costs(ones, (2.0,) * 2 * workers, ones, ones, hops, hops)
+    for microbatches in (1, workers, 8, 16):
+        theirs = object.__new__(oracle.ScheduleZBVZeroBubble)
+        theirs.pp_group_size, theirs.num_stages, theirs._n_microbatches = workers, 2 * workers, microbatches
+        listing = [theirs._calculate_single_rank_operations(rank) for rank in range(workers)]
+        rows = from_csv("".join(",".join(str(a) for a in row if a is not None) + "\n" for row in listing))
+        least = makespan_s(lower(rows), costs)
+        found = makespan_s(lower(zb_v(2 * workers, microbatches)), costs)
+        if microbatches >= 2 * workers - 1:
+            assert found == pytest.approx(least)
+        else:
+            assert found < least
+
+
+@pytest.mark.parametrize("schedule", [k_f_k_b(3, 5, 2), interleaved(2, 4, 2), zb_v(4, 3)], ids=lambda s: s.kind)
 def test_torch_reads_and_writes_our_csv(tmp_path, schedule):
     ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
     ours.write_text(to_csv(schedule))

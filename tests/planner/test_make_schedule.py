@@ -9,6 +9,7 @@ from raypipe.planner.schedule import KINDS, make_schedule
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.zero_bubble import zb_h1
+from raypipe.planner.schedule.zero_bubble_v import zb_v
 
 
 def test_names_lead_to_generators():
@@ -19,7 +20,8 @@ def test_names_lead_to_generators():
     assert make_schedule("interleaved", 4, 4, chunks=2) == interleaved(2, 4, 2)
     assert make_schedule("zb-h1", 3, 4, slack=(1, 2)) == zb_h1(3, 4, (1, 2))
     assert make_schedule("zb-h1", 3, 4).body == zb_h1(3, 4, 1).body
-    assert len(KINDS) == 6
+    assert make_schedule("zb-v", 4, 3, first_trainable=1) == zb_v(4, 3, 1)
+    assert len(KINDS) == 7
 
 
 def test_labels():
@@ -31,18 +33,19 @@ def test_labels():
         make_schedule("slack", 4, 8, slack=2),
         make_schedule("interleaved", 4, 8, chunks=2),
         make_schedule("zb-h1", 4, 8, slack=(2, 2, 1)),
+        make_schedule("zb-v", 4, 8),
     ]
     assert [schedule.kind for schedule in made] == [
         "1f1b", "gpipe", "kfkb(k=2)", "slack(r=2,2,1)", "slack(r=2)", "interleaved(v=2)",
-        "zb-h1(r=2,2,1)",
+        "zb-h1(r=2,2,1)", "zb-v",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "part"),
     [
-        (("kfkbb", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved, zb-h1. Did you mean 'kfkb'?"),
-        (("zzz", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved, zb-h1."),
+        (("kfkbb", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved, zb-h1, zb-v. Did you mean 'kfkb'?"),
+        (("zzz", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved, zb-h1, zb-v."),
         (("kfkb", 2, 2), {}, "'kfkb' needs group_size"),
         (("1f1b", 2, 2), {"group_size": 2}, "'1f1b' has no group_size: leave out group_size=2"),
         (("kfkb", 2, 2), {"group_size": 0}, "not k=0"),
@@ -54,6 +57,11 @@ def test_labels():
         (("slack", 1, 2), {"slack": 0}, "every hop needs at least 1"),
         (("interleaved", 3, 2), {"chunks": 2}, "3 stages cannot be shared out evenly, 2 to each worker"),
         (("interleaved", 2, 2), {"chunks": 0}, "0 to each worker"),
+        (("zb-v", 3, 2), {}, "3 is odd: cut the model into 2 or 4 stages"),
+        (("zb-v", 1, 2), {}, "1 is odd: cut the model into 2 stages"),
+        (("zb-v", 0, 2), {}, "at least one stage, not 0"),
+        (("zb-v", 4, 2), {"slack": 2}, "'zb-v' has no slack: leave out slack=2"),
+        (("zb-v", 4, 2), {"first_trainable": 4}, "with 4 stages it lies between 0 and 3"),
     ],
 )
 def test_refusals(arguments, options, part):

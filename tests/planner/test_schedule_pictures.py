@@ -13,6 +13,7 @@ from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.text import draw
+from raypipe.planner.schedule.zero_bubble_v import zb_v
 from raypipe.planner.simulate import Costs, simulate
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,6 +24,7 @@ PICTURES = {
     "kfkb_S2_M4_k2": (k_f_k_b, k_f_k_b(2, 4, 2)),
     "slack_S4_M8_r2": (slack, slack(4, 8, 2)),
     "interleaved_S2_M4_v2": (interleaved, interleaved(2, 4, 2)),
+    "zb-v_S4_M4": (zb_v, zb_v(4, 4)),
 }
 
 

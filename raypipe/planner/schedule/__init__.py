@@ -4,7 +4,7 @@ A generator writes the compute actions of one optimizer step, one row per worker
 the step, ``validate`` refuses what cannot work, ``raypipe.planner.simulate`` tells what it costs, and the
 executor carries rows out without thinking.
 
-    generator (sync, zero_bubble, interleaved, or a CSV) -> lower -> validate -> simulate / execute
+    generator (sync, zero_bubble, zero_bubble_v, interleaved, or a CSV) -> lower -> validate -> simulate / execute
 
 1F1B on 4 workers, 8 micro-batches, one slot per action (``draw``):
 
@@ -20,6 +20,7 @@ kfkb         1F1B in groups of k                                 memory of k * (
 slack        1F1B that starts r_h forwards earlier per hop       memory of 1 + sum r_h, hides slow links
 interleaved  1F1B over several stages per worker                 more messages, smaller bubble
 zb-h1        slack with parted backwards, half of each put off   memory of 1 + sum r_h on every stage, smaller bubble
+zb-v         two stages per worker, there and back, B parted     memory of 1f1b's first stage, no bubble but the fill
 
 Left out: replicas of a stage (each replica runs the same row), recomputation, and a limit on the messages
 that wait at a receiver: a stage without backward is held back by nobody and may run a whole step ahead.
@@ -35,6 +36,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.zero_bubble import zb_h1
+from raypipe.planner.schedule.zero_bubble_v import zb_v
 
 __all__ = ["KINDS", "make_schedule"]
 
@@ -95,6 +97,7 @@ _MAKERS: dict[str, tuple[str, Callable[..., Schedule]]] = {
     "slack": ("slack", slack),
     "interleaved": ("chunks", _interleaved),
     "zb-h1": ("slack", zb_h1),
+    "zb-v": ("", lambda s, m, _, first: zb_v(s, m, first)),
 }
 _DEFAULTS = {"zb-h1": 1}
 

@@ -1,28 +1,78 @@
-"""Forward only: what an evaluation runs. There is nothing to schedule but the order of the micro-batches."""
+"""Forward only: what an evaluation runs. All there is to decide is whose turn it is on a worker of several stages."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Action, Op, Schedule, Wiring
+from raypipe.planner.schedule.interleaved import in_rounds
 
 __all__ = ["forward_only"]
 
 
-def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
-    """Lowered rows of an evaluation, one stage per worker.
+def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
+    """Lowered rows of an evaluation, for any placement of the stages.
 
-    S=2, M=2
+    placement=(0, 1), M=2
     0: 0F0 0SEND_F0 0F1 0SEND_F1
     1: 1RECV_F0 1F0 1RECV_F1 1F1
+
+    Micro-batches go in rounds of about 2 P, where P is the number of workers. A worker of several stages takes the
+    earliest round that it has something of, there the earliest stage, and a later round rather than stand still: the
+    pipeline stays full, also where a message is under way for as long as a forward takes, and the first stage is ahead
+    of a last one on its worker by a few rounds at most. With equal stages and free links, M >= P micro-batches take
+    M * v + P - 1 forwards where stages go round the workers v times, and 2 * (M + P - 1) where they go there and back.
+    Neither can be less: the last worker of the way there begins after P - 1 forwards of others, all of its own work is
+    still to come then, and on the way back P - 1 forwards of others come after that.
+
+    Args:
+        placement: worker of each stage, by stage.
+        num_microbatches: M.
+
+    Raises:
+        ScheduleError: no stage, or no micro-batch.
     """
-    rows = []
-    for stage in range(num_stages):
-        row = []
-        for m in range(num_microbatches):
-            if stage:
-                row.append(Action(stage, Op.RECV_F, m))
-            row.append(Action(stage, Op.F, m))
-            if stage + 1 < num_stages:
-                row.append(Action(stage, Op.SEND_F, m))
-        rows.append(tuple(row))
-    wiring = Wiring(tuple(range(num_stages)), update_interval=num_microbatches)
-    return Schedule("forward", wiring, tuple(rows), stride=num_microbatches)
+    if not placement or num_microbatches < 1:
+        raise ScheduleError(
+            f"An evaluation of {num_microbatches} micro-batches on {len(placement)} stages does nothing: "
+            "it needs at least one of each."
+        )
+    wiring = Wiring(tuple(placement), update_interval=num_microbatches)
+    rows = tuple(tuple(_with_messages(row, wiring)) for row in _orders(wiring, num_microbatches))
+    return Schedule("forward", wiring, rows, stride=num_microbatches)
+
+
+def _orders(wiring: Wiring, num_microbatches: int) -> list[list[Action]]:
+    """Forwards of each worker as equal stages could run them, slot by slot: an order that was run cannot deadlock.
+
+    A message is under way for one slot. If links were free here, forwards would follow on each other's heels, and any
+    latency would delay every round.
+    """
+    placement = wiring.placement
+    homes = [[s for s, worker in enumerate(placement) if worker == w] for w in range(1 + max(placement))]
+    round_of = [number for number, part in enumerate(in_rounds(num_microbatches, 2 * len(homes))) for _ in part]
+    orders: list[list[Action]] = [[] for _ in homes]
+    done = [0] * len(placement)
+    before = done
+    while done[-1] < num_microbatches:
+        there = [num_microbatches] + [(before if wiring.crosses(s) else done)[s] for s in range(len(placement) - 1)]
+        ready = ([s for s in stages if done[s] < there[s]] for stages in homes)
+        turns = [min(stages, key=lambda s: (round_of[done[s]], s)) for stages in ready if stages]
+        before = done.copy()
+        for stage in turns:
+            orders[placement[stage]].append(Action(stage, Op.F, done[stage]))
+            done[stage] += 1
+    return orders
+
+
+def _with_messages(row: Sequence[Action], wiring: Wiring) -> list[Action]:
+    found = []
+    for action in row:
+        stage, _, microbatch = action
+        if stage and wiring.crosses(stage - 1):
+            found.append(Action(stage, Op.RECV_F, microbatch))
+        found.append(action)
+        if wiring.crosses(stage):
+            found.append(Action(stage, Op.SEND_F, microbatch))
+    return found

@@ -15,7 +15,7 @@ from raypipe.ir.schedule import Op, Schedule, Wiring
 from raypipe.planner.program import OP_CODE, pack
 from raypipe.planner.schedule.sync import check_counts, take_turns
 
-__all__ = ["interleaved"]
+__all__ = ["in_rounds", "interleaved"]
 
 
 def interleaved(num_workers: int, num_microbatches: int, chunks: int, first_trainable: int = 0) -> Schedule:
@@ -44,7 +44,7 @@ def interleaved(num_workers: int, num_microbatches: int, chunks: int, first_trai
         raise ScheduleError(f"interleaved needs at least one worker and one chunk, not {num_workers} and {chunks}.")
     num_stages = num_workers * chunks
     check_counts(num_stages, num_microbatches, first_trainable)
-    rounds = _rounds(num_microbatches, num_workers)
+    rounds = in_rounds(num_microbatches, num_workers)
     forward = np.array([(c, m) for part in rounds for c in range(chunks) for m in part])
     backward = np.array([(c, m) for part in rounds for c in reversed(range(chunks)) for m in part])
     rows = []
@@ -60,7 +60,7 @@ def interleaved(num_workers: int, num_microbatches: int, chunks: int, first_trai
     return Schedule(f"interleaved(v={chunks})", wiring, tuple(rows), stride=num_microbatches)
 
 
-def _rounds(num_microbatches: int, num_workers: int) -> list[range]:
+def in_rounds(num_microbatches: int, num_workers: int) -> list[range]:
     """Micro-batches cut into rounds as equal as can be, the longer ones first."""
     count = max(1, num_microbatches // num_workers)
     size, longer = divmod(num_microbatches, count)
