@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.tune.attempt import Problem
 from raypipe.planner.tune.decision import Decision
-from raypipe.planner.tune.request import ASYNCHRONOUS
+from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED
 from raypipe.planner.tune.weights import weight_reason
 
 __all__ = ["reasons_of"]
@@ -30,6 +30,9 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
 
 def _stages(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> str:
     request, chosen = problem.request, best.partition.num_stages
+    if request.schedule in CHUNKED:
+        workers = request.workers(chosen)
+        return f"{chosen}, {chosen // workers} on each of {workers} worker{'s' * (workers > 1)}"
     if request.split_points:
         return f"{chosen}, from the split points"
     if request.num_stages is not None:
@@ -53,7 +56,8 @@ def _microbatches(best: Decision) -> str:
         return f"{count} of {size}, as asked for"
     if best.request.schedule in ASYNCHRONOUS:
         return f"{count} of {size}, by the rule of 4 per stage: without a bubble, fewer are as quick"
-    return f"{count} of {size}, by the rule of 4 per stage: seconds are known for one size only"
+    per = "worker" if best.request.schedule in CHUNKED else "stage"
+    return f"{count} of {size}, by the rule of 4 per {per}: seconds are known for one size only"
 
 
 def _schedule(problem: Problem, best: Decision) -> str:
