@@ -31,6 +31,7 @@ from raypipe.planner.schedule.validate import lowered_and_checked
 from raypipe.planner.segments import Flow
 from raypipe.planner.tune import (
     ASYNCHRONOUS,
+    CHUNKED,
     Decision,
     Request,
     build_schedule,
@@ -82,6 +83,16 @@ class Job:
     @property
     def num_stages(self) -> int:
         return len(self.programs)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of each stage."""
+        return self.plan.schedule.wiring.placement
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that hold a stage; fewer than stages where a schedule puts several on each."""
+        return 1 + max(self.placement)
 
     @property
     def flow(self) -> Flow | None:
@@ -215,7 +226,7 @@ def profile(
 
 def _rooms(decision: Decision) -> tuple[Room, ...]:
     memory = decision.limits.memory
-    if memory.schedule in ASYNCHRONOUS:  # which nobody turns
+    if memory.schedule in (*ASYNCHRONOUS, *CHUNKED):  # which nobody turns
         return unknown_rooms(decision.partition.num_stages)
     graph, partition = decision.graph, decision.partition
     order = partition.order or range(len(graph.nodes))
