@@ -148,7 +148,7 @@ class PipelineConfig:
         num_replicas: workers per stage; a list gives one number per stage.
         minibatch_size: samples per optimizer step.
         num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller. "auto"
-            follows from the profile, or is 4 per worker with partitioner "parameters".
+            follows from the profile, or is 4 per stage with partitioner "parameters".
         loss_reduction: how loss_fn averages: "mean" over samples (micro-batch i weighs b_i / B),
             "sum", "valid_tokens" (targets other than -100), or a function (target) -> number of
             items for any other average. Evaluation weighs mini-batches by samples, and adds up sums.

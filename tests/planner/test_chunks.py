@@ -170,9 +170,9 @@ def test_the_picture_names_the_worker_of_every_stage() -> None:
 def test_a_plan_without_a_profile_shows_its_workers_too() -> None:
     request = asked(partitioner="parameters", num_workers=2, minibatch_size=None)
     plan = make_plan(request, make_partition(chain(8).graph, request), 0)
-    assert (plan.partition.num_stages, plan.num_microbatches) == (4, 8)
+    assert (plan.partition.num_stages, plan.num_microbatches) == (4, 16)
     assert plan.schedule.wiring.placement == (0, 1, 0, 1)
-    assert "smallest possible bubble 6%" in str(plan)
+    assert "smallest possible bubble 3%" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
     few = dataclasses.replace(request, num_workers=4, num_microbatches=2)
     assert make_plan(few, make_partition(chain(8).graph, few), 0).notes == (

@@ -62,11 +62,11 @@ def test_the_numbers_of_a_small_interleaved_step() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHUNKED)
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
 def test_more_micro_batches_than_fill_it_hold_nothing_more(kind: str, workers: int) -> None:
     for chunks in (2, 3) if kind == "interleaved" else (2,):
         request = request_for(kind, workers, chunks)
-        for count in range(1, 7 * workers * chunks, 2):
+        for count in (*range(1, 4 * workers * chunks, 3), *range(4 * workers * chunks, 5 * workers * chunks)):
             found = memory_model(request, workers * chunks, count, 1).held
             assert found == held_by(make_schedule(kind, workers * chunks, count, **chunks_of(kind, chunks))), count
 

@@ -44,11 +44,12 @@ def stages_by_worker(placement: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def in_chunks(solver: Solver, placement: Sequence[int]) -> Solver:
+def in_chunks(solver: Solver, placement: Sequence[int], within: Solver | None = None) -> Solver:
     """The solver for stages that are placed already, several on a device; ``limits.num_stages`` must be their number.
 
     Args:
         placement: device of each stage, by its position in the cluster.
+        within: what cuts where memory is shared out; None for the same solver.
     """
 
     def solve(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
@@ -56,17 +57,17 @@ def in_chunks(solver: Solver, placement: Sequence[int]) -> Solver:
         caps = [limit_bytes(cluster, limits, device) for device in range(max(placement) + 1)]
         single = dataclasses.replace(limits, num_stages=len(placement), memory_limit_bytes=None, in_order=True)
 
-        def cut(shares: Shares) -> tuple[Partition, tuple[StageMemory, ...]]:
+        def cut(solver: Solver, shares: Shares) -> tuple[Partition, tuple[StageMemory, ...]]:
             found = solve_within(solver, graph, _one_each(cluster, placement, shares), single)
             return _on_workers(found, placement), memory_of(graph, found, limits.memory)
 
-        free, memory = cut([None] * len(placement))
+        free, memory = cut(solver, [None] * len(placement))
         try:
             check_workers(memory, placement, caps)
         except PlanError:
             for shares in _shares(graph, limits.memory, [m.total_bytes for m in memory], placement, caps):
                 with contextlib.suppress(PlanError):
-                    found, memory = cut(shares)
+                    found, memory = cut(within or solver, shares)
                     check_workers(memory, placement, caps)
                     return found
             raise

@@ -79,6 +79,13 @@ class Lineup(NamedTuple):
         ends = [s for s, depth in enumerate(self.depths) if depth and num_stages in (None, depth)]
         return sorted(ends, key=lambda s: self.depths[s])
 
+    def depths_by_kind(self) -> list[list[int]]:
+        """The depths at which a device of each kind may stand."""
+        found: list[set[int]] = [set() for _ in self.kinds]
+        for step in self.steps:
+            found[step.kind].add(self.depths[step.after])
+        return [sorted(depths) for depths in found]
+
     def assign(self, kinds: list[int]) -> list[int]:
         """Devices for stages of these kinds, in the order of the cluster within a kind."""
         left = [list(kind.devices) for kind in self.kinds]

@@ -62,18 +62,20 @@ def solver_of(request: Request, graph: ModelGraph, *, quick: bool = False) -> So
     return _chunked(request, found)
 
 
-def _chunked(request: Request, solver: Solver) -> Solver:
+def _chunked(request: Request, solver: Solver, within: Solver | None = None) -> Solver:
     """The same solver, for stages that share workers where the schedule of a settled request asks for that."""
     if request.schedule not in CHUNKED:
         return solver
     assert request.num_stages is not None, "settled_workers has set it"
-    return in_chunks(solver, placement_of(request, request.num_stages))
+    return in_chunks(solver, placement_of(request, request.num_stages), within)
 
 
 def quick_cut(request: Request) -> Solver:
     """Some cut within the limits, for who asks often and wants no fast one."""
+    if request.schedule not in CHUNKED:
+        return any_cut
     # Shares of a worker's memory follow from what a sensible cut needs.
-    return _chunked(request, prefix_sum if request.schedule in CHUNKED else any_cut)
+    return _chunked(request, prefix_sum, any_cut)
 
 
 def _of_one_each(request: Request, graph: ModelGraph, *, quick: bool) -> Solver:

@@ -56,8 +56,7 @@ def _microbatches(best: Decision) -> str:
         return f"{count} of {size}, as asked for"
     if best.request.schedule in ASYNCHRONOUS:
         return f"{count} of {size}, by the rule of 4 per stage: without a bubble, fewer are as quick"
-    per = "worker" if best.request.schedule in CHUNKED else "stage"
-    return f"{count} of {size}, by the rule of 4 per {per}: seconds are known for one size only"
+    return f"{count} of {size}, by the rule of 4 per stage: seconds are known for one size only"
 
 
 def _schedule(problem: Problem, best: Decision) -> str:

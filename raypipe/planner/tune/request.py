@@ -78,9 +78,9 @@ class Request:
 
 
 def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
-    """(minibatch_size, microbatch_size, num_microbatches); 4 micro-batches per worker where nothing is said."""
+    """(minibatch_size, microbatch_size, num_microbatches); 4 micro-batches per stage where nothing is said."""
     minibatch = request.minibatch_size or min(DEFAULT_MINIBATCH, request.num_samples)
-    wanted = request.num_microbatches or min(minibatch, 4 * request.workers(num_stages))
+    wanted = request.num_microbatches or min(minibatch, 4 * num_stages)
     size = math.ceil(minibatch / wanted)
     return minibatch, size, math.ceil(minibatch / size)
 

@@ -13,8 +13,8 @@ from raypipe.planner.tune.weights import continuous_schedule, slack_of, weight_p
 
 __all__ = ["build_schedule", "memory_model", "placement_of"]
 
-FULL = 4
-"""Micro-batches per stage from which on a step has a steady state that only grows longer."""
+FULL = 2
+"""Micro-batches per stage from which on the steady state of a step only grows longer, where rounds are equal."""
 
 
 def build_schedule(request: Request, num_stages: int, num_microbatches: int, first_trainable: int) -> Schedule:
@@ -65,6 +65,7 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
 def _held(kind: str, num_stages: int, num_microbatches: int, workers: int) -> Held:
     """Of backwards on all stages, since nobody knows the lowest that trains before the cut."""
     chunks = num_stages // workers if kind == "interleaved" else None
-    # Further micro-batches only repeat the steady state; what is left over decides how long rounds are.
-    enough = FULL * num_stages + num_microbatches % num_stages
+    # Further micro-batches only repeat the steady state. What is left over decides how long rounds are: with as many
+    # rounds as workers, none is longer than by one.
+    enough = max(FULL * num_stages, -(-(workers**2) // num_stages) * num_stages) + num_microbatches % num_stages
     return held_by(make_schedule(kind, num_stages, min(num_microbatches, enough), chunks=chunks))
