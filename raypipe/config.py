@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar
 
+from raypipe.config_checks import check_together
 from raypipe.errors import ConfigError
 
 __all__ = ["SUPPORTED", "Auto", "PipelineConfig"]
@@ -26,7 +27,7 @@ _T = TypeVar("_T")
 
 SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "num_replicas": (1,),
-    "schedule": ("gpipe", "1f1b", "kfkb", "slack", "zb-h1", "pipedream", "2bw"),
+    "schedule": ("gpipe", "1f1b", "kfkb", "slack", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw"),
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8"),
     "codec_backward": ("none", "bf16", "fp16", "int8"),
@@ -142,7 +143,8 @@ class PipelineConfig:
 
     Attributes:
         num_stages: stages of the pipeline; "auto" takes as many of scaling_config's workers as are worth
-            it, two where nothing was said.
+            it, two where nothing was said. Schedules "interleaved" and "zb-v" put num_stages / num_workers on each
+            worker, two with "auto" and always in "zb-v".
         num_replicas: workers per stage; a list gives one number per stage.
         minibatch_size: samples per optimizer step.
         num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller. "auto"
@@ -157,7 +159,9 @@ class PipelineConfig:
         schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for, kFkB or,
             where the halves of the backwards that the run measures say so, "zb-h1", turned by the controller while the
             run trains. "zb-h1" parts backwards and puts off what only the weights need: shorter steps for more
-            memory behind the first stage.
+            memory behind the first stage. "interleaved" and "zb-v" (which parts backwards too) give every worker
+            several stages, so that the pipeline fills in smaller pieces: shorter steps for more messages. The
+            controller leaves them as they are.
         group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
             controller turns it.
         slack: r of slack: forwards that each stage starts earlier than the next, 1 being 1F1B; a list gives one
@@ -230,15 +234,7 @@ class PipelineConfig:
             object.__setattr__(self, field.name, value)
             _check_allowed(field.name, value)
             _check_supported(field.name, value)
-        _check_microbatches(self.minibatch_size, self.num_microbatches)
-        _check_split_points(self.partitioner, self.num_stages)
-        _check_per_stage("num_replicas", self.num_replicas, self.num_stages)
-        _check_per_stage("recompute", self.recompute, self.num_stages)
-        _check_link_ports(self.link_ports, self.transport)
-        _check_group_size(self.group_size, self.schedule, self.num_microbatches)
-        _check_slack(self.slack, self.schedule, self.num_stages)
-        _check_weights(self)
-        _check_retuning(self)
+        check_together(self)
 
 
 def _plain(value: Any) -> Any:
@@ -273,112 +269,6 @@ def _check_supported(name: str, value: Any) -> None:
         raise ConfigError(
             f"{name}={value!r} comes with a later release; this release runs {name} {words}. "
             f"Leave {name} out to run with {default!r}."
-        )
-
-
-def _check_microbatches(minibatch_size: int | Auto, num_microbatches: int | Auto) -> None:
-    if minibatch_size == "auto" or num_microbatches == "auto":
-        return
-    if num_microbatches > minibatch_size:
-        raise ConfigError(
-            f"num_microbatches={num_microbatches} is more than minibatch_size={minibatch_size} samples: "
-            f"a micro-batch needs at least one. Set num_microbatches to {minibatch_size} or less."
-        )
-    microbatch_size = math.ceil(minibatch_size / num_microbatches)
-    count = math.ceil(minibatch_size / microbatch_size)
-    if count != num_microbatches:
-        raise ConfigError(
-            f"minibatch_size={minibatch_size} does not divide into num_microbatches={num_microbatches} of equal size "
-            f"with a smaller last one: {microbatch_size} samples each make {count}. Set num_microbatches={count}, "
-            f"or minibatch_size={microbatch_size * num_microbatches}."
-        )
-
-
-def _check_split_points(partitioner: str | Sequence[str], num_stages: int | Auto) -> None:
-    if isinstance(partitioner, str):
-        return
-    twice = sorted({name for name in partitioner if list(partitioner).count(name) > 1})
-    if twice:
-        raise ConfigError(f"partitioner names {twice[0]!r} twice: a module begins one stage only.")
-    if num_stages != "auto" and num_stages != len(partitioner) + 1:
-        raise ConfigError(
-            f"partitioner={partitioner!r} makes {len(partitioner) + 1} stages, but num_stages={num_stages}. "
-            f"Leave num_stages out, or name {num_stages - 1} modules."
-        )
-
-
-def _check_per_stage(name: str, value: object, num_stages: int | Auto) -> None:
-    if isinstance(value, tuple) and num_stages not in ("auto", len(value)):
-        raise ConfigError(
-            f"{name}={value!r} speaks of {len(value)} stages, but num_stages={num_stages}. "
-            "Give one item per stage, or a single value for all."
-        )
-
-
-def _check_link_ports(link_ports: tuple[int, int] | Auto, transport: str) -> None:
-    if link_ports != "auto" and transport not in ("auto", "tcp"):
-        raise ConfigError(
-            f"link_ports={link_ports!r} means nothing to transport={transport!r}: only 'tcp' links listen on these "
-            "ports. Set transport='tcp', or leave link_ports out."
-        )
-
-
-def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: int | Auto) -> None:
-    if group_size == "auto":
-        return
-    if schedule != "kfkb":
-        raise ConfigError(
-            f"group_size={group_size} means nothing to schedule={schedule!r}: only 'kfkb' groups micro-batches. "
-            "Set schedule='kfkb', or leave group_size out."
-        )
-    if num_microbatches != "auto" and group_size > num_microbatches:
-        raise ConfigError(
-            f"group_size={group_size} is more than num_microbatches={num_microbatches}. "
-            f"Set group_size to {num_microbatches} or less."
-        )
-
-
-def _check_slack(slack: int | Sequence[int] | Auto, schedule: str, num_stages: int | Auto) -> None:
-    if slack != "auto" and schedule not in ("slack", "zb-h1", "pipedream", "2bw"):
-        raise ConfigError(
-            f"slack={slack!r} means nothing to schedule={schedule!r}. Set schedule='slack', 'zb-h1', 'pipedream' or "
-            "'2bw', or leave slack out."
-        )
-    if isinstance(slack, tuple) and num_stages not in ("auto", len(slack) + 1):
-        raise ConfigError(
-            f"slack={slack!r} speaks of {len(slack)} hops, but num_stages={num_stages} has {num_stages - 1}. "  # type: ignore[operator]
-            "Give one number per hop, or a single one for all."
-        )
-
-
-def _check_weights(config: PipelineConfig) -> None:
-    """Weight versions belong to asynchronous schedules, and 2bw leaves nothing open."""
-    schedule = config.schedule
-    fixed = {"weight_versions": 1, "vertical_sync": False}
-    meaning = "runs empty before every update and has one weight version"
-    if schedule == "2bw":
-        fixed = {"weight_versions": 2, "vertical_sync": True}
-        meaning = "updates once per mini-batch and has two weight versions, the same on every stage"
-    elif schedule == "pipedream":
-        return
-    for name in ("weight_versions", "update_interval", "vertical_sync"):
-        value = getattr(config, name)
-        if value not in ("auto", False) and (name not in fixed or value != fixed[name]):
-            raise ConfigError(
-                f"{name}={value!r} means nothing to schedule={schedule!r}, which {meaning}. Set schedule='pipedream', "
-                f"or leave {name} out."
-            )
-
-
-def _check_retuning(config: PipelineConfig) -> None:
-    """The controller turns nothing of a schedule that never runs empty, and nothing at all with an interval of 0."""
-    if not config.retune_microbatches:
-        return
-    if config.schedule in ("pipedream", "2bw") or config.retune_interval_steps == 0:
-        name = "schedule" if config.retune_interval_steps else "retune_interval_steps"
-        raise ConfigError(
-            f"retune_microbatches=True means nothing with {name}={getattr(config, name)!r}, under which nothing is "
-            "turned while the run trains. Leave one of them out."
         )
 
 

@@ -31,6 +31,7 @@ from raypipe.planner.schedule.validate import lowered_and_checked
 from raypipe.planner.segments import Flow
 from raypipe.planner.tune import (
     ASYNCHRONOUS,
+    CHUNKED,
     Decision,
     Request,
     build_schedule,
@@ -225,7 +226,7 @@ def profile(
 
 def _rooms(decision: Decision) -> tuple[Room, ...]:
     memory = decision.limits.memory
-    if memory.schedule in ASYNCHRONOUS:  # which nobody turns
+    if memory.schedule in (*ASYNCHRONOUS, *CHUNKED):  # which nobody turns
         return unknown_rooms(decision.partition.num_stages)
     graph, partition = decision.graph, decision.partition
     order = partition.order or range(len(graph.nodes))

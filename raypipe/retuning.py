@@ -5,7 +5,7 @@ from __future__ import annotations
 from raypipe.config import PipelineConfig
 from raypipe.engine.codec.cost import codec_cost
 from raypipe.planner.control import Choice, Codec, Setup
-from raypipe.planner.tune import settled_schedule
+from raypipe.planner.tune import CHUNKED, settled_schedule
 from raypipe.prepare import Job
 
 __all__ = ["retune_setup"]
@@ -17,14 +17,17 @@ BACKWARD_CODECS = ("bf16",)
 
 
 def retune_setup(pipeline: PipelineConfig, job: Job) -> Setup | None:
-    """None where nothing is to be turned: one stage, an asynchronous schedule, everything given, or forbidden."""
+    """None where nothing is to be turned.
+
+    That is with one stage, an asynchronous schedule, several stages on a worker, everything given, or forbidden.
+    """
     kinds = pipeline.schedule in TURNED and pipeline.group_size == "auto" == pipeline.slack
     wanted = [
         FORWARD_CODECS if pipeline.codec_forward == "auto" else (),
         BACKWARD_CODECS if pipeline.codec_backward == "auto" else (),
     ]
     never = pipeline.retune_interval_steps == 0 or not (kinds or any(wanted) or job.microbatch_seconds)
-    if never or job.num_stages < 2 or job.flow is not None:
+    if never or job.num_stages < 2 or job.flow is not None or pipeline.schedule in CHUNKED:
         return None
     forward, backward = (tuple(Codec(name, *codec_cost(name)) for name in names) for names in wanted)
     given = {

@@ -79,7 +79,6 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("schedule", "zb-v"),
         ("schedule", "rows.csv"),
         ("num_replicas", 2),
         ("num_replicas", [1, 2]),
@@ -115,6 +114,18 @@ def test_values_of_later_releases_are_refused_by_name(name: str, value: object) 
         ({"group_size": 5, "num_microbatches": 4, "schedule": "kfkb"}, ["group_size=5", "num_microbatches=4"]),
         ({"retune_microbatches": True, "schedule": "2bw"}, ["retune_microbatches=True", "schedule='2bw'"]),
         ({"retune_microbatches": True, "retune_interval_steps": 0}, ["retune_interval_steps=0", "nothing is turned"]),
+        ({"retune_microbatches": True, "schedule": "zb-v"}, ["retune_microbatches=True", "schedule='zb-v'"]),
+        ({"codec_forward": "auto", "schedule": "interleaved"}, ["codec_forward='auto'", "codec_forward='bf16'"]),
+        ({"codec_backward": "auto", "schedule": "zb-v"}, ["codec_backward='auto'", "schedule='zb-v'", "'none'"]),
+        ({"slack": 2, "schedule": "interleaved"}, ["slack=2", "'interleaved'"]),
+        ({"group_size": 2, "schedule": "zb-v"}, ["group_size=2", "'zb-v'"]),
+        ({"weight_versions": 2, "schedule": "interleaved"}, ["weight_versions=2", "'interleaved'"]),
+        (
+            {"partitioner": "hierarchical", "schedule": "interleaved"},
+            ["partitioner='hierarchical'", "'interleaved'", "partitioner='auto'"],
+        ),
+        ({"num_stages": 3, "schedule": "zb-v"}, ["num_stages=3", "two on every worker", "Make them 4", "interleaved"]),
+        ({"partitioner": ["b", "c"], "schedule": "zb-v"}, ["partitioner=('b', 'c')", "3 stages", "Make them 4"]),
     ],
 )
 def test_fields_at_odds(values: dict[str, object], words: list[str]) -> None:

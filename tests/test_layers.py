@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 IMPURE = ("time", "datetime", "random", "secrets", "uuid", "os", "socket", "subprocess", "threading", "logging")
 
 LAYERS = {
-    "data": Layer(("ir", "config", "errors", "metrics"), ("data",), ()),
+    "data": Layer(("ir", "config", "config_checks", "errors", "metrics"), ("data",), ()),
     "decide": Layer(("planner",), ("data", "decide"), ("numpy",), IMPURE),
     "compute": Layer(("engine",), ("data", "compute"), ("numpy", "pyarrow", "safetensors", "torch")),
     "run": Layer(

@@ -29,7 +29,8 @@ def plan_svg(plan: Plan, timeline: Timeline, width: int = 1200) -> str:
     """
     if plan.prediction is None:
         raise ValueError("this plan was made without a profile, so there is nothing to draw")
-    parts = (timeline_svg([timeline], width), stage_bars_svg(plan.prediction, width))
+    placement = plan.schedule.wiring.placement
+    parts = (timeline_svg([timeline], width), stage_bars_svg(plan.prediction, width, placement))
     heights = [_height(part) for part in parts]
     # A picture may stand inside another one; only its place is added.
     placed = (part.replace("<svg ", f'<svg x="0" y="{sum(heights[:i]):.0f}" ', 1) for i, part in enumerate(parts))
@@ -38,8 +39,13 @@ def plan_svg(plan: Plan, timeline: Timeline, width: int = 1200) -> str:
     )
 
 
-def stage_bars_svg(found: Prediction, width: int = 1200) -> str:
-    """Two bars per stage: seconds per micro-batch (F, B) and bytes by what they are for, with the limit as a line."""
+def stage_bars_svg(found: Prediction, width: int = 1200, placement: Sequence[int] = ()) -> str:
+    """Two bars per stage: seconds per micro-batch (F, B) and bytes by what they are for, with the limit as a line.
+
+    Args:
+        placement: worker of each stage, which is named where one holds several; the limit is that of the worker.
+    """
+    shared = len(set(placement)) < len(placement)
     slowest_s = max(stage.busy_s for stage in found.stages) or 1.0
     most = max([s.memory_bytes for s in found.stages] + [s.limit_bytes or 0 for s in found.stages]) or 1
     scale = width - LEFT - RIGHT
@@ -47,6 +53,8 @@ def stage_bars_svg(found: Prediction, width: int = 1200) -> str:
     for index, stage in enumerate(found.stages):
         top = HEAD + index * ROW
         parts.append(f'<text x="4" y="{top + 12}" font-size="12">stage {index}</text>')
+        if shared:
+            parts.append(f'<text x="4" y="{top + BAR + 13}" font-size="11">worker {placement[index]}</text>')
         seconds = ((stage.forward_s, COLOURS[Op.F], "F"), (stage.backward_s, COLOURS[Op.B], "B"))
         end = _bar(parts, top, [(s / slowest_s * scale, colour, f"{name} {human_s(s)}") for s, colour, name in seconds])
         parts.append(f'<text x="{end + 4:.1f}" y="{top + 10}" font-size="11">{human_s(stage.busy_s)}</text>')
@@ -63,7 +71,7 @@ def stage_bars_svg(found: Prediction, width: int = 1200) -> str:
                 f'<path d="M{at:.1f},{top + BAR + 1} V{top + 2 * BAR + 5}" stroke="black"><title>limit '
                 f"{human_bytes(stage.limit_bytes)}</title></path>"
             )
-            words += f" of {human_bytes(stage.limit_bytes)}"
+            words += f" of {human_bytes(stage.limit_bytes)}" + (f" of worker {placement[index]}" if shared else "")
             end = max(end, at)
         parts.append(f'<text x="{end + 4:.1f}" y="{top + BAR + 13}" font-size="11">{words}</text>')
     height = HEAD + len(found.stages) * ROW + 10

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from raypipe.ir.plan import Plan
     from raypipe.ir.prediction import Prediction
 
-__all__ = ["human_bytes", "human_s", "table"]
+__all__ = ["human_bytes", "human_s", "smallest_bubble", "table"]
 
 Column = tuple[str, Sequence[str]]
 LONGEST_CURVE = 12
@@ -27,8 +27,12 @@ def table(plan: Plan, peaks: Sequence[int]) -> str:
     """
     stages = plan.partition.stages
     total = sum(stage.param_bytes for stage in stages) or 1
-    columns: list[Column] = [
-        ("stage", [str(stage.index) for stage in stages]),
+    placement = plan.schedule.wiring.placement
+    workers = 1 + max(placement)
+    columns: list[Column] = [("stage", [str(stage.index) for stage in stages])]
+    if workers < len(stages):
+        columns.append(("worker", [str(worker) for worker in placement]))
+    columns += [
         ("parameters", [human_bytes(stage.param_bytes) for stage in stages]),
         ("share", [f"{stage.param_bytes / total:.0%}" for stage in stages]),
         ("receives/sample", [human_bytes(stage.input_bytes) if stage.index else "data" for stage in stages]),
@@ -37,6 +41,8 @@ def table(plan: Plan, peaks: Sequence[int]) -> str:
     if plan.prediction is not None:
         columns += _predicted(plan.prediction)
     count = f"{len(stages)} stages" if len(stages) > 1 else "1 stage"
+    if workers < len(stages):
+        count += f" on {workers} workers" if workers > 1 else " on 1 worker"
     lines = [
         f"plan: {count}, schedule {plan.schedule.kind}, {plan.num_microbatches} micro-batches of "
         f"{plan.microbatch_size} of {plan.minibatch_size} samples, transport {plan.transport}"
@@ -47,11 +53,9 @@ def table(plan: Plan, peaks: Sequence[int]) -> str:
         cells = [f"{cells[row]:>{w}}" for (_, cells), w in zip(columns, widths, strict=True)]
         lines.append("  ".join([*cells, f"{stage.first_node} ... {stage.last_node}"]))
     if plan.prediction is None:
-        ideal = (len(stages) - 1) / (plan.num_microbatches + len(stages) - 1)
-        bubble = f"smallest possible bubble {ideal:.0%}" if plan.weights.synchronous else "no bubble but at a drain"
-        lines.append(f"cut: {plan.partition.reason}; {bubble}")
+        lines.append(f"cut: {plan.partition.reason}{_bubble(plan, workers)}")
     else:
-        lines += _step(plan.prediction)
+        lines += [*_step(plan.prediction), _memory(plan.prediction, placement)]
     lines += [f"{what}: {why}" for what, why in plan.reasons]
     if plan.prediction is not None and plan.prediction.curve:
         lines += _curve(plan.prediction, plan.num_microbatches)
@@ -91,12 +95,46 @@ def _step(found: Prediction) -> list[str]:
     if found.one_f_one_b_s is not None:
         loss = found.one_f_one_b_s / found.step_s - 1 if found.step_s else 0.0
         lines.append(f"1f1b: would take {human_s(found.one_f_one_b_s)} per step, {loss:+.1%}")
+    return lines
+
+
+def _memory(found: Prediction, placement: Sequence[int]) -> str:
+    """The fullest stage, or, where workers hold several, the fullest worker: the sum of what its stages hold."""
+    if 1 + max(placement) < len(placement):
+        held: dict[int, int] = {}
+        for stage, worker in zip(found.stages, placement, strict=True):
+            held[worker] = held.get(worker, 0) + stage.memory_bytes
+        worst = max(held, key=held.__getitem__)
+        each = [
+            f"stage {s} {human_bytes(stage.memory_bytes)} at {stage.fullest_at}"
+            for s, stage in enumerate(found.stages)
+            if placement[s] == worst
+        ]
+        return f"memory: worker {worst} is fullest with at most {human_bytes(held[worst])}: {', '.join(each)}"
     fullest = max(found.stages, key=lambda s: s.memory_bytes)
     parts = ", ".join(f"{name} {human_bytes(count)}" for name, count in fullest.memory if count)
-    lines.append(
-        f"memory: stage {found.stages.index(fullest)} is fullest at {fullest.fullest_at}: {parts or 'nothing known'}"
-    )
-    return lines
+    return f"memory: stage {found.stages.index(fullest)} is fullest at {fullest.fullest_at}: {parts or 'nothing known'}"
+
+
+def _bubble(plan: Plan, workers: int) -> str:
+    """What no costs could beat; nothing of a V with parted backwards, whose halves fill it as far as they last."""
+    if not plan.weights.synchronous:
+        return "; no bubble but at a drain"
+    stages = plan.partition.num_stages
+    if workers < stages and plan.schedule.wiring.split_backward:
+        return ""
+    return f"; smallest possible bubble {smallest_bubble(stages, workers, plan.num_microbatches):.0%}"
+
+
+def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) -> float:
+    """Share of worker time without computation, of equal stages, free links and whole backwards.
+
+    S stages on P workers, v = S / P on each: from M = P on a worker waits for P - 1 of the smaller stages, with fewer
+    micro-batches for all of the pipeline to fill (Narayanan et al., arXiv:2104.04473, section 2.2; 1F1B where v is 1).
+    """
+    each = num_stages / num_workers
+    slots = max(each * num_microbatches + num_workers - 1, num_microbatches + num_stages - 1)
+    return 1 - each * num_microbatches / slots
 
 
 def _curve(found: Prediction, chosen: int) -> list[str]:

@@ -15,7 +15,7 @@ __all__ = ["CurvePoint", "HopPrediction", "Prediction", "StagePrediction"]
 
 @dataclass(frozen=True, slots=True)
 class StagePrediction:
-    """One stage, on each of its devices.
+    """One stage, on each of its devices; a worker that holds several stages is the device of each of them.
 
     Attributes:
         devices: names, one per replica.
@@ -24,7 +24,7 @@ class StagePrediction:
         in_flight: most micro-batches between their F and their B, or W.
         fullest_at: the action at which memory is fullest, as ``0F3``.
         memory: bytes on one device at that moment, by what they are for.
-        limit_bytes: what the device offers, None where nobody said.
+        limit_bytes: what the device offers, None where nobody said; of several stages on it, to all of them together.
     """
 
     devices: tuple[str, ...]
@@ -78,7 +78,8 @@ class Prediction:
         step_s: seconds, simulated with all messages; the optimizer's own are not in it.
         bubble_fraction: share of worker time without computation.
         samples_per_s: of training.
-        one_f_one_b_s: the same step with schedule 1f1b; None where that is the schedule.
+        one_f_one_b_s: the same step with schedule 1f1b; None where that is the schedule, and where workers hold
+            several stages, for 1f1b would need another cut or more workers.
         bound: what decides the step, in words.
         source: of the nodes' seconds: "measured", "estimated" or "mixed".
         links: where bandwidths and latencies come from.

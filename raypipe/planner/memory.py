@@ -14,6 +14,10 @@ twice: for the operands of its products, which are among its activations, and fo
 ``pipedream`` is the asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the weights that learn, u being
 the update interval; ``2bw`` keeps two.
 
+Where several stages sit on one worker (interleaved, zb-v) the rows of the schedule are counted instead (``Held``). What
+a worker holds is taken as the sum over its stages, each at its own fullest moment; those need not coincide, so that the
+sum is an upper bound.
+
 The numbers per node add up, so a part of a stage never needs more than the stage: the partition solvers rest on that.
 Messages and the workspace are exceptions: those depend on the cut, and this is the most that any node needs while it
 runs, not their sum. ``partition.fit`` finds how much room the solvers must leave for them.
@@ -39,10 +43,25 @@ from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import human_bytes
 from raypipe.planner.columns import Sums, columns_of
 
-__all__ = ["SCHEDULES", "MemoryModel", "StageMemory", "check_memory", "stage_memory"]
+__all__ = ["SCHEDULES", "Held", "MemoryModel", "StageMemory", "check_memory", "stage_memory"]
 
 SCHEDULES = ("gpipe", "1f1b", "kfkb", "slack", "zb-h1", "pipedream", "2bw")
 """Schedules whose micro-batches in flight this module knows by formula."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a schedule makes each stage hold, counted in its rows.
+
+    Attributes:
+        in_flight: most micro-batches between their F and their B, or W, by stage.
+        activation_sets: how often each stage holds a micro-batch's activations, or as many bytes.
+        message_slots: boundary messages that wait at a stage, per direction, besides those of micro-batches in flight.
+    """
+
+    in_flight: tuple[int, ...]
+    activation_sets: tuple[int, ...]
+    message_slots: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +69,7 @@ class MemoryModel:
     """What decides a stage's memory, besides its nodes and its place.
 
     Attributes:
-        schedule: one of ``SCHEDULES``.
+        schedule: one of ``SCHEDULES``, or any other with ``held``.
         num_microbatches: M, per optimizer step.
         microbatch_size: b, samples.
         group_size: k of kfkb.
@@ -60,7 +79,9 @@ class MemoryModel:
         update_interval: u of pipedream, micro-batches per update.
         gradient_factor: bytes of gradients per byte of trainable parameters.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
-        reserve_bytes: kept free on every device, for temporaries and the runtime.
+        reserve_bytes: kept free on every device, for temporaries and the runtime; of several stages on one device, the
+            share of each.
+        held: what the rows say, for schedules without a formula; it is of so many micro-batches and stages.
 
     Raises:
         PlanError: an unknown schedule, or a number out of range.
@@ -77,11 +98,13 @@ class MemoryModel:
     gradient_factor: float = 1.0
     optimizer_factor: float = 2.0
     reserve_bytes: int = 0
+    held: Held | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
+        if self.schedule not in SCHEDULES and self.held is None:
             raise PlanError(
-                f"No memory model for the schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}."
+                f"No memory model for the schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}, or count "
+                "what its rows hold."
             )
         hops = (self.slack,) if isinstance(self.slack, int) else self.slack
         counts = [self.num_microbatches, self.microbatch_size, self.group_size, self.update_interval, *hops]
@@ -95,6 +118,8 @@ class MemoryModel:
 
     def in_flight(self, depth: int) -> int:
         """Most micro-batches between their F and their B, or W, on a stage of this depth."""
+        if self.held is not None:
+            return self.held.in_flight[-depth]
         match self.schedule:
             case "gpipe":
                 wanted = self.num_microbatches
@@ -112,6 +137,8 @@ class MemoryModel:
 
     def activation_sets(self, depth: int) -> int:
         """How often a stage of this depth holds a micro-batch's activations, or as many bytes."""
+        if self.held is not None:
+            return self.held.activation_sets[-depth]
         held = self.in_flight(depth)
         if self.schedule != "zb-h1":
             return held
@@ -135,6 +162,8 @@ class MemoryModel:
     @property
     def message_slots(self) -> int:
         """Boundary messages that wait at a stage, per direction, besides those of micro-batches in flight."""
+        if self.held is not None:
+            return self.held.message_slots
         if self.schedule == "kfkb":
             return self.group_size
         if self.schedule in ("slack", "zb-h1", "pipedream", "2bw"):

@@ -12,9 +12,10 @@ time is overhead. N micro-batches of a mini-batch of B samples through S stages 
        +-----[----N*--------]---- N
      bubbles               overhead
 
-N* grows only with the root of B, and the range is wide. What the model leaves out: transfers that the schedule
-does not hide (give ``exposed``), kernels that speed up in steps, and batch normalisation, whose results depend
-on b. The paper is known by its abstract only; this model is ours.
+N* grows only with the root of B, and the range is wide. What the model leaves out: parted backwards, which shorten the
+bubble (so that too many are taken rather than too few), transfers that the schedule does not hide (give ``exposed``),
+kernels that speed up in steps, and batch normalisation, whose results depend on b. The paper is known by its abstract
+only; this model is ours.
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ def choose_microbatches(
     *,
     hop: Hop | None = None,
     chunks: int = 1,
+    in_rounds: bool = True,
     epsilon: float = 0.05,
     fits: Callable[[int, int], bool] | None = None,
     least: int = 1,
@@ -205,7 +207,9 @@ def choose_microbatches(
     Args:
         time: of the slowest stage.
         hop: the slowest transfer; None where transfers cost nothing.
-        chunks: stages per worker of an interleaved schedule, which wants a multiple of the number of workers.
+        chunks: stages per worker, ``time`` being that of all stages of a worker.
+        in_rounds: of several stages per worker, as interleaved runs them: a number that is no multiple of the workers
+            is taken only where no multiple can be.
         fits: (micro-batches, samples) -> whether memory holds them.
         least: samples that the model needs in a micro-batch; batch normalisation refuses a single one.
         multiple: of which the number must be one, so that every replica of a stage gets as many.
@@ -219,17 +223,19 @@ def choose_microbatches(
             "numbers of at least 1, stages that divide evenly, and an epsilon between 0 and 1."
         )
     workers = num_stages // chunks
+    whole = math.lcm(multiple, workers) if chunks > 1 and in_rounds else multiple
     hops = 0 if workers == 1 else num_stages - 1
     model = _Model(time, minibatch_size, (workers - 1) / chunks, hops, hop or Hop())
     ideal, low, high = model.range(epsilon)
-    refuse = functools.partial(
-        _refusal, math.lcm(multiple, workers if chunks > 1 else 1), fits, min(least, minibatch_size)
-    )
-    curve = [_candidate(model, n, minibatch_size // n, refuse) for n in _divisors(minibatch_size)]
-    open_ones = [c for c in curve if not c.refused]
-    if not any(low <= c.num_microbatches <= high for c in open_ones):
-        curve = _ragged(model, refuse)
+    for wanted in dict.fromkeys((whole, multiple)):
+        refuse = functools.partial(_refusal, wanted, fits, min(least, minibatch_size))
+        curve = [_candidate(model, n, minibatch_size // n, refuse) for n in _divisors(minibatch_size)]
         open_ones = [c for c in curve if not c.refused]
+        if not any(low <= c.num_microbatches <= high for c in open_ones):
+            curve = _ragged(model, refuse)
+            open_ones = [c for c in curve if not c.refused]
+        if open_ones:
+            break
     if not open_ones:
         smallest = curve[-1]
         raise PlanError(

@@ -18,6 +18,7 @@ from raypipe.cli import app
 from raypipe.errors import PlanError, RaypipeError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
+from raypipe.retuning import retune_setup
 
 TASK = """\
 import torch
@@ -147,3 +148,29 @@ def test_a_memory_limit_is_kept_or_refused_by_stage() -> None:
     assert all(stage.memory_bytes <= limit for stage in plan.partition.stages)
     with pytest.raises(PlanError, match=r"stage \d needs .* at \dF\d"):
         trainer(num_stages=2, memory_limit_bytes=100).plan()
+
+
+def test_several_stages_per_worker_are_planned_for_workers_and_for_a_described_cluster(folder: Path) -> None:
+    text = command("plan", "run.yaml", "--set", "pipeline.schedule=interleaved", "--svg", "plan.svg")
+    assert text.startswith("plan: 6 stages on 3 workers, schedule interleaved(v=2), ")
+    labels = [element.text for element in ElementTree.parse("plan.svg").iter() if element.text]
+    assert labels.count("worker 2") >= 2
+    rented = command(
+        "plan", "run.yaml", "--cluster", "cluster.yaml", "--set", "pipeline.schedule=interleaved", "--json"
+    )
+    found = Plan.from_json(rented)
+    assert found.schedule.wiring.placement == (0, 1, 0, 1)
+    with pytest.raises(PlanError, match="num_stages=4 for num_workers=3: make the stages 6, or num_workers=2"):
+        command("plan", "run.yaml", "--set", "pipeline.schedule=interleaved", "--set", "pipeline.num_stages=4")
+
+
+@pytest.mark.parametrize("partitioner", ["auto", "parameters"])
+def test_a_job_knows_its_workers_and_turns_nothing(partitioner: str) -> None:
+    pipeline = {"schedule": "interleaved", "num_stages": 2, "partitioner": partitioner}
+    made = trainer(**pipeline)
+    job = made._prepared()
+    assert (job.num_stages, job.num_workers, job.placement) == (2, 1, (0, 0))
+    for count in (job.plan.num_microbatches, 3):
+        rows = job.schedule(count)
+        assert (rows.num_workers, rows.wiring.placement) == (1, job.placement)
+    assert retune_setup(made._pipeline, job) is None

@@ -23,6 +23,7 @@ class Limits:
         update_interval: micro-batches per optimizer step, over which replicas spread their all-reduce;
             1 is PipeDream's update after every micro-batch.
         max_replicas: devices per stage at most, None for no bound; only ``hierarchical`` replicates.
+        in_order: stage s on device s, all of them in use: who asks has placed the stages already.
         max_states: ``antichain`` refuses a graph with more sets of executed nodes than this.
     """
 
@@ -32,6 +33,7 @@ class Limits:
     room_bytes: int = 0
     update_interval: int = 1
     max_replicas: int | None = None
+    in_order: bool = False
     max_states: int = 100_000
 
     def __post_init__(self) -> None:

@@ -10,7 +10,8 @@
 
 Walking from the end makes the depth, and with it the micro-batches in flight, known before the number of stages
 is. Where links differ, the host counts as part of the kind, and a state knows the last device. Where that makes
-too many states, kinds stay in the order of the cluster, and a pipeline may only leave devices out.
+too many states, kinds stay in the order of the cluster, and a pipeline may only leave devices out. Where stages are
+placed already (``Limits.in_order``), it is a single way.
 """
 
 from __future__ import annotations
@@ -78,6 +79,13 @@ class Lineup(NamedTuple):
         ends = [s for s, depth in enumerate(self.depths) if depth and num_stages in (None, depth)]
         return sorted(ends, key=lambda s: self.depths[s])
 
+    def depths_by_kind(self) -> list[list[int]]:
+        """The depths at which a device of each kind may stand."""
+        found: list[set[int]] = [set() for _ in self.kinds]
+        for step in self.steps:
+            found[step.kind].add(self.depths[step.after])
+        return [sorted(depths) for depths in found]
+
     def assign(self, kinds: list[int]) -> list[int]:
         """Devices for stages of these kinds, in the order of the cluster within a kind."""
         left = [list(kind.devices) for kind in self.kinds]
@@ -93,6 +101,8 @@ class _Place(NamedTuple):
 
 def line_up(cluster: Cluster, limits: Limits) -> Lineup:
     """The automaton of a cluster."""
+    if limits.in_order:
+        return _straight(cluster, limits)
     alike = len({link.bandwidth_bytes_s for link in cluster.links}) == 1 or len({d.host for d in cluster.devices}) == 1
     found: dict[tuple[float, int | None, str], list[int]] = {}
     for i, device in enumerate(cluster.devices):
@@ -101,6 +111,19 @@ def line_up(cluster: Cluster, limits: Limits) -> Lineup:
     kinds = tuple(Kind(speed, cap, tuple(devices)) for (speed, cap, _), devices in found.items())
     states = math.prod(len(kind.devices) + 1 for kind in kinds) * (1 if alike else len(kinds))
     return _walk(cluster, limits, kinds, alike, free=states <= MAX_STATES)
+
+
+def _straight(cluster: Cluster, limits: Limits) -> Lineup:
+    """Every device a kind of its own, and one way from the last to the first."""
+    devices = cluster.devices
+    kinds = tuple(Kind(d.speed, limits.capacity_bytes(d), (i,)) for i, d in enumerate(devices))
+    last = len(devices) - 1
+    bandwidths = [math.inf, *(cluster.link(i, i + 1).bandwidth_bytes_s for i in reversed(range(last)))]
+    steps = tuple(Step(depth, depth + 1, last - depth, bandwidth) for depth, bandwidth in enumerate(bandwidths))
+    speeds = [device.speed for device in reversed(devices)]
+    used = tuple(math.fsum(speeds[:depth]) for depth in range(len(devices) + 1))
+    free = tuple(math.fsum(speeds[depth:]) for depth in range(len(devices) + 1))
+    return Lineup(kinds, tuple(range(len(devices) + 1)), used, free, steps)
 
 
 def _walk(cluster: Cluster, limits: Limits, kinds: tuple[Kind, ...], alike: bool, free: bool) -> Lineup:

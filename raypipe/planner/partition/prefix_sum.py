@@ -178,9 +178,10 @@ def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
 def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
     """lo(e) by (kind, depth): the smallest place where a stage that ends at e may begin."""
     chain, found = problem.chain, {}
+    depths = problem.lineup.depths_by_kind()
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
         by_time = np.searchsorted(chain.time_ps, chain.time_ps - math.floor(period_ps * speed))
-        for depth in problem.memory:
+        for depth in depths[kind]:
             found[kind, depth] = by_time
             if capacity is not None:
                 by_memory = _earliest_by_memory(problem, depth, capacity + extra_bytes, keep=not extra_bytes)

@@ -9,8 +9,8 @@ from raypipe.ir.cluster import Cluster, Device
 from raypipe.ir.plan_table import human_bytes
 from raypipe.planner.partition.fit import solve_within
 from raypipe.planner.partition.limits import Limits
-from raypipe.planner.partition.prefix_sum import any_cut
 from raypipe.planner.tune.attempt import Problem
+from raypipe.planner.tune.cut import quick_cut
 from raypipe.planner.tune.request import microbatches
 from raypipe.planner.tune.settled import memory_model
 
@@ -41,7 +41,7 @@ def what_would_fit(problem: Problem) -> str:
         like = Device("device", 1.0, cap)
         try:
             limits = Limits(num_stages=stages, memory=memory_model(thrifty, stages or number, count, size))
-            solve_within(any_cut, problem.short, Cluster((like,) * number), limits)
+            solve_within(quick_cut(request), problem.short, Cluster((like,) * number), limits)
         except PlanError:
             return False
         return True

@@ -17,13 +17,12 @@ from raypipe.planner.memory import MemoryModel
 from raypipe.planner.microbatch import Hop, MicrobatchChoice, StageTime, choose_microbatches
 from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, refilled, solve_within
 from raypipe.planner.partition.limits import Limits
-from raypipe.planner.partition.prefix_sum import any_cut
 from raypipe.planner.tune.coarse import coarse
-from raypipe.planner.tune.cut import solver_of
+from raypipe.planner.tune.cut import quick_cut, solver_of
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.fits import memory_test
 from raypipe.planner.tune.predict import first_trainable_stage, hops_of, predict, stages_of
-from raypipe.planner.tune.request import ASYNCHRONOUS, Request, microbatches, settled_schedule
+from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED, Request, microbatches, settled_schedule
 from raypipe.planner.tune.settled import build_schedule, memory_model
 from raypipe.planner.tune.sizes import graph_at, seconds_at, times_of
 
@@ -134,13 +133,14 @@ def predicted(
 
     Args:
         first_trainable: lowest stage with a backward; None follows the graph.
-        compare: with 1F1B too.
+        compare: with 1F1B too, where workers hold one stage each.
     """
     stages, count = decision.partition.num_stages, decision.num_microbatches
     first = first_trainable_stage(decision.graph, decision.partition) if first_trainable is None else first_trainable
     schedule = build_schedule(decision.request, stages, count, first)
     plain = None
-    if compare and schedule.kind != "1f1b" and stages > 1:
+    # On as many workers, 1F1B would have fewer and larger stages: no question of this cut.
+    if compare and schedule.kind != "1f1b" and stages > 1 and decision.request.schedule not in CHUNKED:
         plain = build_schedule(
             dataclasses.replace(decision.request, schedule="1f1b", slack=None, group_size=None), stages, count, first
         )
@@ -197,7 +197,10 @@ def _choose(
     free = Cluster(tuple(dataclasses.replace(d, memory_bytes=None) for d in cluster.devices), cluster.links)
     unbound = dataclasses.replace(_limits(request, num_stages, stages, count, size), memory_limit_bytes=None)
     rough = solver(graph, free, unbound)
-    slowest_s = max(stage.busy_s for stage in stages_of(graph, rough, free, unbound))
+    busy_s: dict[tuple[int, ...], float] = {}  # of stages that share a worker together
+    for stage, found in zip(rough.stages, stages_of(graph, rough, free, unbound), strict=True):
+        busy_s[stage.devices] = busy_s.get(stage.devices, 0.0) + found.busy_s
+    slowest_s = max(busy_s.values())
     # The curve may have been measured with another overhead than the nodes: it gives the shape, they give the height.
     share = slowest_s / times.seconds(size)
     time = dataclasses.replace(
@@ -208,7 +211,7 @@ def _choose(
     hop = Hop(max(h.latency_s for h in hops), max(h.occupancy_s for h in hops), exposed) if hops else None
     fits = None
     if problem.bounded:
-        some = any_cut if problem.searches else solver
+        some = quick_cut(request) if problem.searches else solver
         fits = memory_test(
             lambda limits: solve_within(some, graph, cluster, limits),
             lambda n, b: _limits(request, num_stages, stages, n, b),
@@ -221,6 +224,8 @@ def _choose(
             minibatch,
             rough.num_stages,
             hop=hop,
+            chunks=rough.num_stages // request.workers(rough.num_stages),
+            in_rounds=request.schedule == "interleaved",
             fits=fits,
             least=request.least_microbatch,
             multiple=math.lcm(*rough.replicas),

@@ -24,11 +24,11 @@ from raypipe.planner.tune.attempt import Problem, attempt, predicted
 from raypipe.planner.tune.cut import solver_of
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.explain import reasons_of
-from raypipe.planner.tune.plain import bubble_notes
 from raypipe.planner.tune.predict import first_trainable_stage
-from raypipe.planner.tune.request import ASYNCHRONOUS, AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
+from raypipe.planner.tune.request import ASYNCHRONOUS, AUTO_SLACK, CHUNKED, DEFAULT_STAGES, Request, microbatches
 from raypipe.planner.tune.settled import build_schedule
 from raypipe.planner.tune.weights import weight_policy
+from raypipe.planner.tune.workers import idle_notes, settled_workers, single_notes, used_devices
 
 __all__ = ["ASSUMED_LINK", "decide", "plan_of"]
 
@@ -49,6 +49,9 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     Raises:
         PlanError: nothing fits, or there are fewer places than stages; names stage or field, and numbers.
     """
+    places = len(profile.graph.cut_positions()) + 1
+    request = settled_workers(request, places, len(cluster.devices) if cluster else None)
+    cluster = cluster and used_devices(request, cluster)
     problem = Problem(request, profile, cluster or _assumed(request, profile.graph), described=cluster is not None)
     found: list[Decision] = []
     refusal: PlanError | None = None
@@ -84,14 +87,15 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
     expected = first_trainable_stage(decision.graph, decision.partition)
     first = expected if first_trainable is None else first_trainable
     flowing = decision.request.schedule in ASYNCHRONOUS
-    idle = () if decision.choice or flowing else bubble_notes(decision.partition.num_stages, decision.num_microbatches)
+    sizes = decision.partition.num_stages, decision.num_microbatches
+    idle = () if decision.choice or flowing else idle_notes(decision.request, *sizes)
     return Plan(
         decision.partition,
         build_schedule(decision.request, decision.partition.num_stages, decision.num_microbatches, first),
         decision.minibatch_size,
         decision.microbatch_size,
         decision.num_microbatches,
-        notes=(*notes, *idle),
+        notes=(*notes, *single_notes(decision.request, sizes[0]), *idle),
         reasons=decision.reasons,
         prediction=decision.prediction if first == expected else predicted(decision, decision.prediction.links, first),
         weights=weight_policy(decision.request, decision.partition.num_stages, decision.num_microbatches),
@@ -108,6 +112,8 @@ def _assumed(request: Request, graph: ModelGraph) -> Cluster:
 def _stage_counts(problem: Problem) -> list[int | None]:
     """Numbers of stages to try; None leaves it to the solver."""
     request, devices = problem.request, len(problem.cluster.devices)
+    if request.schedule in CHUNKED:  # settled, and more stages than devices
+        return [request.num_stages]
     wanted = len(request.split_points) + 1 if request.split_points else request.num_stages
     if wanted is not None and wanted > devices and not problem.described:
         raise PlanError(

@@ -11,13 +11,16 @@ from raypipe.ir.plan import Partition
 from raypipe.planner.memory import check_memory
 from raypipe.planner.partition.antichain import antichain
 from raypipe.planner.partition.chain import equal_parameters, split_before
+from raypipe.planner.partition.chunks import in_chunks
 from raypipe.planner.partition.fit import Solver, limit_bytes, memory_of
 from raypipe.planner.partition.hierarchical import hierarchical
 from raypipe.planner.partition.limits import Limits
-from raypipe.planner.partition.prefix_sum import prefix_sum
-from raypipe.planner.tune.request import DEFAULT_STAGES, Request
+from raypipe.planner.partition.prefix_sum import any_cut, prefix_sum
+from raypipe.planner.tune.request import CHUNKED, DEFAULT_STAGES, Request
+from raypipe.planner.tune.settled import placement_of
+from raypipe.planner.tune.workers import settled_workers
 
-__all__ = ["branches", "make_partition", "placed", "solver_of"]
+__all__ = ["branches", "make_partition", "placed", "quick_cut", "solver_of"]
 
 FEW_STATES = 20_000
 """Sets of executed nodes up to which "auto" looks at other orders than the nodes' own."""
@@ -27,10 +30,16 @@ WORTH = 1e-3
 
 
 def make_partition(graph: ModelGraph, request: Request) -> Partition:
-    """The cut that needs no profile: where the user says, or of equal parameters."""
+    """The cut that needs no profile: where the user says, or of equal parameters.
+
+    Raises:
+        PlanError: stages that do not share out over the workers, or too few places to cut.
+    """
     if request.split_points:
+        settled_workers(request, len(request.split_points) + 1)
         return split_before(graph, request.split_points)
     places = len(graph.cut_positions())
+    request = settled_workers(request, places + 1)
     num_stages = request.num_stages or request.num_workers or min(DEFAULT_STAGES, places + 1)
     return equal_parameters(graph, num_stages)
 
@@ -49,6 +58,27 @@ def solver_of(request: Request, graph: ModelGraph, *, quick: bool = False) -> So
     Args:
         quick: good enough to compare numbers of stages: other orders of execution are not looked at.
     """
+    found = _of_one_each(request, graph, quick=quick)
+    return _chunked(request, found)
+
+
+def _chunked(request: Request, solver: Solver, within: Solver | None = None) -> Solver:
+    """The same solver, for stages that share workers where the schedule of a settled request asks for that."""
+    if request.schedule not in CHUNKED:
+        return solver
+    assert request.num_stages is not None, "settled_workers has set it"
+    return in_chunks(solver, placement_of(request, request.num_stages), within)
+
+
+def quick_cut(request: Request) -> Solver:
+    """Some cut within the limits, for who asks often and wants no fast one."""
+    if request.schedule not in CHUNKED:
+        return any_cut
+    # Shares of a worker's memory follow from what a sensible cut needs.
+    return _chunked(request, prefix_sum, any_cut)
+
+
+def _of_one_each(request: Request, graph: ModelGraph, *, quick: bool) -> Solver:
     if request.split_points or request.partitioner == "parameters":
         return _without_profile(request)
     if request.partitioner == "hierarchical":

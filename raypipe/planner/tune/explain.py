@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.tune.attempt import Problem
 from raypipe.planner.tune.decision import Decision
-from raypipe.planner.tune.request import ASYNCHRONOUS
+from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED
 from raypipe.planner.tune.weights import weight_reason
 
 __all__ = ["reasons_of"]
@@ -30,6 +30,9 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
 
 def _stages(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> str:
     request, chosen = problem.request, best.partition.num_stages
+    if request.schedule in CHUNKED:
+        workers = request.workers(chosen)
+        return f"{chosen}, {chosen // workers} on each of {workers} worker{'s' * (workers > 1)}"
     if request.split_points:
         return f"{chosen}, from the split points"
     if request.num_stages is not None:

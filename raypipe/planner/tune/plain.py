@@ -9,8 +9,9 @@ from raypipe.ir.plan import Partition, Plan
 from raypipe.planner.tune.request import ASYNCHRONOUS, Request, microbatches
 from raypipe.planner.tune.settled import build_schedule
 from raypipe.planner.tune.weights import weight_policy, weight_reason
+from raypipe.planner.tune.workers import idle_notes, single_notes
 
-__all__ = ["bubble_notes", "make_plan"]
+__all__ = ["make_plan"]
 
 
 def make_plan(request: Request, partition: Partition, first_trainable: int, notes: Sequence[str] = ()) -> Plan:
@@ -20,14 +21,15 @@ def make_plan(request: Request, partition: Partition, first_trainable: int, note
         PlanError: the stages do not fit on the workers offered.
     """
     num_stages = partition.num_stages
-    if request.num_workers is not None and num_stages > request.num_workers:
+    offered = request.num_workers
+    if offered is not None and request.workers(num_stages) > offered:
         raise PlanError(
-            f"The plan has {num_stages} stages, but scaling_config offers {request.num_workers} workers. "
-            f"Set num_stages to at most {request.num_workers}, or raise num_workers."
+            f"The plan has {num_stages} stages, but scaling_config offers {offered} workers. "
+            f"Set num_stages to at most {offered}, or raise num_workers."
         )
     minibatch, size, count = microbatches(request, num_stages)
-    idle = () if request.schedule in ASYNCHRONOUS else bubble_notes(num_stages, count)
-    found = (*notes, *idle)
+    idle = () if request.schedule in ASYNCHRONOUS else idle_notes(request, num_stages, count)
+    found = (*notes, *single_notes(request, num_stages), *idle)
     schedule = build_schedule(request, num_stages, count, first_trainable)
     reason = weight_reason(request, num_stages, count)
     return Plan(
@@ -39,15 +41,4 @@ def make_plan(request: Request, partition: Partition, first_trainable: int, note
         notes=found,
         reasons=(("weights", reason),) if reason else (),
         weights=weight_policy(request, num_stages, count),
-    )
-
-
-def bubble_notes(num_stages: int, count: int) -> tuple[str, ...]:
-    """A sentence where fewer micro-batches than stages leave workers idle."""
-    if count >= num_stages:
-        return ()
-    bubble = (num_stages - 1) / (count + num_stages - 1)
-    return (
-        f"{count} micro-batches for {num_stages} stages leave workers idle {bubble:.0%} of the time; "
-        f"num_microbatches={4 * num_stages} would leave {(num_stages - 1) / (5 * num_stages - 1):.0%}.",
     )

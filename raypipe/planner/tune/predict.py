@@ -12,10 +12,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from raypipe.ir.cluster import Cluster
+from raypipe.ir.cluster import Cluster, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Plan
-from raypipe.ir.plan_table import human_s
 from raypipe.ir.prediction import HopPrediction, Prediction, StagePrediction
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.timeline import Timeline
@@ -26,6 +25,7 @@ from raypipe.planner.partition.limits import Limits
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.simulate import Costs, makespan_s, simulate
+from raypipe.planner.tune.bound import bound_of
 
 __all__ = [
     "costs_of",
@@ -40,8 +40,6 @@ __all__ = [
 
 STEADY = (4, 12)
 """Repetitions of an asynchronous schedule's body, between which its seconds per step are taken."""
-NEAR = 0.02
-"""A step within this of what the slowest stage alone would take is decided by that stage."""
 
 
 def first_trainable_stage(graph: ModelGraph, partition: Partition) -> int:
@@ -96,10 +94,11 @@ def _parts(memory: StageMemory) -> tuple[tuple[str, int], ...]:
 
 
 def hops_of(partition: Partition, cluster: Cluster, microbatch_size: int) -> tuple[HopPrediction, ...]:
-    """What a message meets between each two stages."""
+    """What a message meets between each two stages; nothing where both are on one device."""
     found = []
     for before, after in zip(partition.stages, partition.stages[1:], strict=False):
-        link = cluster.link(before.devices[-1], after.devices[0])
+        here, there = before.devices[-1], after.devices[0]
+        link = Link() if here == there else cluster.link(here, there)
         nbytes = after.input_bytes * microbatch_size
         found.append(HopPrediction(nbytes, link.latency_s, nbytes / link.bandwidth_bytes_s))
     return tuple(found)
@@ -162,7 +161,7 @@ def predict(
         bubble_fraction=bubble_fraction,
         samples_per_s=minibatch_size / step_s if step_s else 0.0,
         one_f_one_b_s=None if one_f_one_b is None else makespan_s(lower(one_f_one_b), costs),
-        bound=_bound(stages, hops, schedule, step_s),
+        bound=bound_of(stages, hops, costs, schedule, step_s),
         source=source_of(graph),
         links=links,
         stages=stages,
@@ -179,27 +178,6 @@ def step_of(lowered: Schedule, costs: Costs) -> tuple[float, float]:
     step_s = (more - fewer) / (STEADY[1] - STEADY[0])
     busy_s = lowered.stride * (math.fsum(costs.forward_s) + math.fsum(costs.backward_s))
     return step_s, max(0.0, 1.0 - busy_s / (step_s * lowered.num_workers)) if step_s else 0.0
-
-
-def _bound(
-    stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...], schedule: Schedule, step_s: float
-) -> str:
-    slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
-    busy_s, count = stages[slowest].busy_s, schedule.num_microbatches()
-    rounds = count + len(stages) - 1
-    text = f"the computation of stage {slowest}, {human_s(busy_s)} per micro-batch"
-    if not hops:
-        return text
-    widest = max(range(len(hops)), key=lambda h: hops[h].occupancy_s)
-    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message one way"
-    if 2 * hops[widest].occupancy_s > busy_s:
-        return f"the link between stages {widest} and {widest + 1}: {waits}, against {human_s(busy_s)} of computation"
-    if step_s > rounds * busy_s * (1 + NEAR):
-        return (
-            f"messages: {rounds} x {human_s(busy_s)} of stage {slowest} would be {human_s(rounds * busy_s)}; the "
-            f"slowest link, between stages {widest} and {widest + 1}, takes {waits}"
-        )
-    return text
 
 
 def timeline_of(plan: Plan) -> Timeline:

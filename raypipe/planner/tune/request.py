@@ -5,10 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["ASYNCHRONOUS", "AUTO_SLACK", "Request", "microbatches", "settled_schedule"]
+from raypipe.config_checks import CHUNKED
+
+__all__ = [
+    "ASYNCHRONOUS",
+    "AUTO_SLACK",
+    "CHUNKED",
+    "DEFAULT_STAGES",
+    "DEFAULT_WORKERS",
+    "PER_WORKER",
+    "Request",
+    "microbatches",
+    "settled_schedule",
+]
 
 DEFAULT_MINIBATCH = 32
 DEFAULT_STAGES = 2
+DEFAULT_WORKERS = 2
+PER_WORKER = 2
+"""Stages on each worker where a schedule puts several there and nobody says how many."""
 AUTO_SLACK = 2
 ASYNCHRONOUS = ("pipedream", "2bw")
 """Schedules that do not run empty between mini-batches."""
@@ -54,6 +69,12 @@ class Request:
     update_interval: int | None = None
     vertical_sync: bool = False
     clips: bool = False
+
+    def workers(self, num_stages: int) -> int:
+        """Workers that hold so many stages: as many, or fewer where the schedule puts several on each."""
+        if self.schedule not in CHUNKED:
+            return num_stages
+        return self.num_workers or max(1, num_stages // PER_WORKER)
 
 
 def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:

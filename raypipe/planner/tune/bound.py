@@ -1,0 +1,75 @@
+"""What decides a step, in words: the slowest computation, a link, or messages that are waited for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from raypipe.ir.plan_table import human_s
+from raypipe.ir.prediction import HopPrediction, StagePrediction
+from raypipe.ir.schedule import Schedule
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.simulate import Costs, makespan_s
+
+__all__ = ["bound_of"]
+
+NEAR = 0.02
+"""A step within this of what computation alone would take is decided by that."""
+
+
+def bound_of(
+    stages: Sequence[StagePrediction], hops: Sequence[HopPrediction], costs: Costs, schedule: Schedule, step_s: float
+) -> str:
+    """The bound.
+
+    Args:
+        costs: those of the stages and hops.
+        schedule: compute actions only.
+        step_s: that it takes, as simulated.
+    """
+    if schedule.num_workers < len(stages):
+        return _of_workers(stages, hops, costs, schedule, step_s)
+    slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
+    busy_s, count = stages[slowest].busy_s, schedule.num_microbatches()
+    rounds = count + len(stages) - 1
+    text = f"the computation of stage {slowest}, {human_s(busy_s)} per micro-batch"
+    if not hops:
+        return text
+    widest = max(range(len(hops)), key=lambda h: hops[h].occupancy_s)
+    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message one way"
+    if 2 * hops[widest].occupancy_s > busy_s:
+        return f"the link between stages {widest} and {widest + 1}: {waits}, against {human_s(busy_s)} of computation"
+    if step_s > rounds * busy_s * (1 + NEAR):
+        return (
+            f"messages: {rounds} x {human_s(busy_s)} of stage {slowest} would be {human_s(rounds * busy_s)}; the "
+            f"slowest link, between stages {widest} and {widest + 1}, takes {waits}"
+        )
+    return text
+
+
+def _of_workers(
+    stages: Sequence[StagePrediction], hops: Sequence[HopPrediction], costs: Costs, schedule: Schedule, step_s: float
+) -> str:
+    """The same where workers hold several stages: the sum of a worker's stages counts."""
+    wiring = schedule.wiring
+    busy_s = [0.0] * schedule.num_workers
+    for stage, worker in zip(stages, wiring.placement, strict=True):
+        busy_s[worker] += stage.busy_s
+    slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
+    held = " and ".join(str(s) for s, worker in enumerate(wiring.placement) if worker == slowest)
+    text = f"the computation of worker {slowest} (stages {held}), {human_s(busy_s[slowest])} per micro-batch"
+    crossing = [hop for hop in range(len(hops)) if wiring.crosses(hop)]
+    if not crossing:
+        return text
+    widest = max(crossing, key=lambda hop: hops[hop].occupancy_s + hops[hop].latency_s)
+    free = dataclasses.replace(
+        costs, forward_latency_s=(), backward_latency_s=(), forward_occupancy_s=(), backward_occupancy_s=()
+    )
+    free_s = makespan_s(lower(schedule), free)
+    if step_s <= free_s * (1 + NEAR):
+        return text
+    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message one way"
+    return (
+        f"messages: without them the step would take {human_s(free_s)}; the slowest link, between stages {widest} and "
+        f"{widest + 1}, takes {waits}"
+    )

@@ -1,0 +1,69 @@
+"""What a schedule's rows make each stage hold: counted, for schedules whose micro-batches in flight have no formula.
+
+    row of a worker   0F0 0F1 2F0 2F1 0F2 2B0 ...       whatever the costs, a worker runs its row in this order
+    stage 0            1   2           3                micro-batches between F and B (or W)
+    stage 2                    1   2       1
+
+A micro-batch between I and W counts twice among the activation sets, as in ``planner.memory``: for the operands of its
+products, and for the gradients of what those made. Here even where its W is the next action of its row, which makes
+one more than the formula of zb-h1. How many messages wait does depend on the costs; that number is the
+one of equal stages and free links, where backwards take twice as long as forwards.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.ir.schedule import Op, Schedule
+from raypipe.ir.timeline import Timeline
+from raypipe.planner.memory import Held
+from raypipe.planner.program import OP_CODE, OPS, encode
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.simulate import Costs, simulate
+
+__all__ = ["held_by"]
+
+_FLIGHT = np.zeros(len(OPS), dtype=np.int64)
+_FLIGHT[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.W]]] = 1, -1, -1
+_SETS = np.zeros(len(OPS), dtype=np.int64)
+_SETS[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.I], OP_CODE[Op.W]]] = 1, -1, 1, -2
+"""By operation, what it adds to the micro-batches in flight and to the activation sets of its stage."""
+
+
+def held_by(schedule: Schedule) -> Held:
+    """The most that each stage of a synchronous schedule holds at once.
+
+    Args:
+        schedule: compute actions only.
+    """
+    in_flight, sets = [0] * schedule.num_stages, [0] * schedule.num_stages
+    for row in schedule.body:
+        stages, ops, _ = encode(row)
+        for stage in np.unique(stages).tolist():
+            own = ops[stages == stage]
+            in_flight[stage] = int(np.cumsum(_FLIGHT[own]).max())
+            sets[stage] = int(np.cumsum(_SETS[own]).max())
+    timeline = simulate(lower(schedule), Costs.uniform(schedule.num_stages))
+    return Held(tuple(in_flight), tuple(sets), _most_waiting(timeline, schedule))
+
+
+def _most_waiting(timeline: Timeline, schedule: Schedule) -> int:
+    """Most messages of one hop and direction that have arrived before the action that takes them could begin."""
+    backward = Op.I if schedule.wiring.split_backward else Op.B
+    times: dict[tuple[int, Op], list[tuple[float, float]]] = {}
+    for _, action, start_s, end_s in timeline.spans:
+        if action.op in (Op.F, backward):
+            times.setdefault((action.stage, action.op), []).append((start_s, end_s))
+    found = 1
+    for (stage, op), rows in times.items():
+        source = times.get((stage - 1 if op is Op.F else stage + 1, op))
+        if source is not None:
+            found = max(found, _behind(np.sort([end for _, end in source]), np.sort([start for start, _ in rows])))
+    return found
+
+
+def _behind(arrived_s: NDArray[np.float64], begun_s: NDArray[np.float64]) -> int:
+    """Most that have arrived and not begun, looked at just before each begins."""
+    waiting = np.searchsorted(arrived_s, begun_s) - np.arange(len(begun_s))
+    return int(waiting.max(initial=0))

@@ -1,0 +1,118 @@
+"""How many stages on how many workers, for schedules that put several on each.
+
+    num_stages  num_workers    becomes
+    S           P              S / P on each of P
+    S           not given      2 on each of S / 2
+    not given   P              2 on each of P
+    not given   not given      2 on each of 2
+
+A described cluster offers its devices: all of them where the stages share out evenly over all, else as many as have
+two stages each or more. Workers that were given in numbers are all used: fewer would leave some idle without a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.plan_table import smallest_bubble
+from raypipe.planner.tune.request import CHUNKED, DEFAULT_WORKERS, PER_WORKER, Request
+
+__all__ = ["idle_notes", "settled_workers", "single_notes", "used_devices"]
+
+
+def settled_workers(request: Request, places: int, devices: int | None = None) -> Request:
+    """The request with numbers of stages and workers; unchanged where the schedule puts one stage on each worker.
+
+    Args:
+        places: stages that the model can be cut into at most.
+        devices: of a described cluster.
+
+    Raises:
+        PlanError: the stages cannot be shared out, or the model has too few places to cut; names the field.
+    """
+    if request.schedule not in CHUNKED:
+        return request
+    asked = len(request.split_points) + 1 if request.split_points else request.num_stages
+    if devices is not None:
+        workers = devices if asked is None else _of_devices(request, asked, devices)
+    else:
+        workers = request.num_workers or (DEFAULT_WORKERS if asked is None else -(-asked // PER_WORKER))
+    stages = PER_WORKER * workers if asked is None else asked
+    if not _shares_out(request, stages, workers):
+        raise _uneven(request, stages, devices)
+    if stages > places:
+        raise _too_few_places(request, stages, workers, places)
+    return dataclasses.replace(request, num_stages=stages, num_workers=workers)
+
+
+def used_devices(request: Request, cluster: Cluster) -> Cluster:
+    """The devices that a settled request takes of a described cluster, the first ones."""
+    if request.schedule not in CHUNKED:
+        return cluster
+    return Cluster(cluster.devices[: request.num_workers], cluster.links)
+
+
+def single_notes(request: Request, num_stages: int) -> tuple[str, ...]:
+    """A sentence where a schedule for several stages per worker gets one on each."""
+    if request.schedule not in CHUNKED or not request.workers(num_stages) == num_stages > 1:
+        return ()
+    return (
+        f"With one stage on each worker schedule={request.schedule!r} takes as long as '1f1b' and holds more "
+        f"micro-batches; num_stages={PER_WORKER * num_stages} would leave workers less idle.",
+    )
+
+
+def idle_notes(request: Request, num_stages: int, num_microbatches: int) -> tuple[str, ...]:
+    """A sentence where fewer micro-batches than workers leave some idle.
+
+    None about zb-v: how far halves of backwards fill its bubble is a matter of their seconds.
+    """
+    workers = request.workers(num_stages)
+    if num_microbatches >= workers or request.schedule == "zb-v":
+        return ()
+    what = f"{num_stages} stages" + (f" on {workers} workers" if workers < num_stages else "")
+    now, then = (smallest_bubble(num_stages, workers, count) for count in (num_microbatches, 4 * workers))
+    return (
+        f"{num_microbatches} micro-batches for {what} leave workers idle {now:.0%} of the time; "
+        f"num_microbatches={4 * workers} would leave {then:.0%}.",
+    )
+
+
+def _shares_out(request: Request, stages: int, workers: int) -> bool:
+    return stages == PER_WORKER * workers if request.schedule == "zb-v" else stages % workers == 0
+
+
+def _of_devices(request: Request, stages: int, devices: int) -> int:
+    """As many of the devices as these stages can be shared out over, all where no number above one will do."""
+    if _shares_out(request, stages, devices):
+        return devices
+    fewer = range(min(devices, stages // PER_WORKER), 1, -1)
+    return next((workers for workers in fewer if _shares_out(request, stages, workers)), devices)
+
+
+def _uneven(request: Request, stages: int, devices: int | None) -> PlanError:
+    which = f"the split points make {stages}" if request.split_points else f"num_stages={stages}"
+    workers, several = devices or request.num_workers, "two" if request.schedule == "zb-v" else "as many"
+    text = f"schedule={request.schedule!r} puts {several} stages on every worker, but {which}"
+    if workers is None:
+        cure = ", or take schedule='interleaved'" if request.schedule == "zb-v" else ""
+        cure = cure or ", or say in scaling_config how many workers share them (num_workers)"
+        return PlanError(f"{text}, which is no multiple of 2: make it {stages + 1}{cure}.")
+    offered = f"{workers} devices" if devices else f"num_workers={workers}"
+    each = PER_WORKER if request.schedule == "zb-v" else max(PER_WORKER, -(-stages // workers))
+    cure = f", or num_workers={stages // PER_WORKER}" if stages % PER_WORKER == 0 and not devices else ""
+    return PlanError(f"{text} for {offered}: make the stages {each * workers}{cure}.")
+
+
+def _too_few_places(request: Request, stages: int, workers: int, places: int) -> PlanError:
+    each = stages // workers
+    fewer = (
+        f"Set num_stages={places // each * each} and num_workers={places // each}, or take" if places >= each else ""
+    )
+    return PlanError(
+        f"schedule={request.schedule!r} puts {each} stages on each of {workers} workers, which makes "
+        f"num_stages={stages}, but the model can be cut into {places} at most. {fewer or 'Take'} schedule='1f1b', "
+        "which needs one stage per worker."
+    )
