@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -155,20 +155,27 @@ def request_of(config: PipelineConfig, num_samples: int) -> Request:
 
 
 def train(
-    name: str, cuts: int | tuple[int, ...], shape: Shape, schedule: str, optimizer: str, steps: int = STEPS, **more: Any
+    name: str,
+    cuts: int | tuple[int, ...],
+    shape: Shape,
+    schedule: str,
+    optimizer: str,
+    steps: int = STEPS,
+    workers: int | None = None,
+    **more: Any,
 ) -> Run:
     """The same training in stages, in threads of this process.
 
     Args:
         cuts: number of stages, or positions.
+        workers: that share the stages, where the schedule puts several on each.
         more: further fields of PipelineConfig.
     """
     found, (_, made) = case(name), captured(name)
     stages = programs(name, cuts)
     config = config_of(shape, len(stages), schedule, **more)
-    return train_stages(
-        found, stages, {**made.parameters, **made.buffers}, config, shape, optimizer_of(optimizer), steps
-    )
+    tensors = {**made.parameters, **made.buffers}
+    return train_stages(found, stages, tensors, config, shape, optimizer_of(optimizer), steps, workers)
 
 
 def train_stages(
@@ -179,10 +186,11 @@ def train_stages(
     shape: Shape,
     recorder: Recorder,
     steps: int,
+    workers: int | None = None,
 ) -> Run:
     """LocalFleet, fed as the trainer feeds it."""
     source = open_data(found.data(shape.samples), seed=config.seed)
-    request = request_of(config, shape.samples)
+    request = replace(request_of(config, shape.samples), num_workers=workers)
     settings = Settings(config.seed, config.loss_reduction, config.max_grad_norm, 30.0)
     minibatch, size, _ = microbatches(request, len(stages))
 
@@ -192,7 +200,8 @@ def train_stages(
         validate(lowered)
         return lowered
 
-    fleet = LocalFleet(stages, tensors, recorder, None, {"train": source}, settings)
+    placement = build_schedule(request, len(stages), 1, 0).wiring.placement
+    fleet = LocalFleet(stages, tensors, recorder, None, {"train": source}, settings, placement=placement)
     try:
         orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
         reports = [[r[0] for r in of_stages] for of_stages in fleet.run(orders, rows)]

@@ -83,6 +83,22 @@ def test_the_same_steps(name: str, first: int, then: int, tmp_path: Path, whole:
     assert any(not same_bits(state[n], saved[n]) for n in state), "the second half changed nothing"
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((4, "zb-v"), (3, "slack")), ((2, "slack"), (4, "interleaved")), ((4, "interleaved"), (4, "zb-v"))],
+)
+def test_other_stages_on_a_worker(
+    first: tuple[int, str], then: tuple[int, str], tmp_path: Path, whole: dict[str, Any]
+) -> None:
+    for (stages, schedule), steps in ((first, SAVED), (then, STEPS)):
+        pipeline = config_of(SHAPES["ragged-epoch"], stages, schedule, max_grad_norm=0.5)
+        trainer("cnn", tmp_path, "run", stages, pipeline=pipeline).fit(num_steps=steps, local=True, progress=False)
+    rows, state = outcome(tmp_path / "run")
+    expected_rows, expected = whole["cnn"]
+    assert rows == expected_rows
+    assert [n for n in state if not same_bits(state[n], expected[n])] == []
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     once = trainer("mlp", tmp_path, "run", 2).fit(num_steps=SAVED, local=True, progress=False)
     again = trainer("mlp", tmp_path, "run", 2).fit(num_steps=SAVED, local=True, progress=False)

@@ -113,15 +113,15 @@ def gone_within(pid: int, seconds: float) -> bool:
 
 def configure(
     fleet: Fleet, stages: Sequence[StageProgram], tensors: dict[str, torch.Tensor], optimizer: Any, data: Any,
-    settings: Settings, place: Place = NOWHERE,
+    settings: Settings, place: Place = NOWHERE, placement: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     run_id, sources = uuid.uuid4().hex, {"train": open_data(data, seed=settings.seed)}
     names = frozenset(tensors)
     setups = [
-        StageSetup(stages, stage, optimizer, None, sources, settings, names, place, run_id, 30.0)
-        for stage in range(len(stages))
+        StageSetup(stages, worker, optimizer, None, sources, settings, names, place, run_id, 30.0, placement=placement)
+        for worker in range(1 + max(placement, default=len(stages) - 1))
     ]
-    fleet.configure(setups, [ray.put(pack(tensors, (*s.parameters, *s.buffers))) for s in stages])
+    fleet.configure(setups, [ray.put(pack(tensors, setup.tensors)) for setup in setups])
 
 
 def saved_state(fleet: Fleet, folder: Path) -> dict[str, torch.Tensor]:
@@ -174,6 +174,43 @@ def test_the_same_bits(fleet: Fleet, tmp_path: Path, name: str, stages: int, sch
         assert differences(run, train(name, 1, SHAPES[shape], "1f1b", "adamw", **MANNER)) == []
     else:
         assert differences(run, expected(name, SHAPES[shape], "adamw", **MANNER)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "placement"), [("unet", "zb-v", (0, 1, 1, 0)), ("tied-lm", "interleaved", (0, 1, 0, 1))]
+)
+def test_several_stages_on_a_worker(
+    fleet: Fleet, tmp_path: Path, name: str, schedule: str, placement: tuple[int, ...]
+) -> None:
+    """Two processes hold four stages, and write a part of the checkpoint for each."""
+    made, cut, shape = captured(name)[1], programs(name, 4), SHAPES["ragged-epoch"]
+    recorder = FileRecorder(str(tmp_path))
+    settings = Settings(0, "mean", MANNER["max_grad_norm"], LINK_S)
+    tensors = {**made.parameters, **made.buffers}
+    data = case(name).data(shape.samples)
+    configure(fleet, cut, tensors, recorder, data, settings, Place.of(tmp_path), placement)
+    assert len(fleet.actors) == 2
+    reports = list(steps(fleet, cut, shape, schedule))
+    assert [[report.stage for report in of_stages] for of_stages in reports] == [[0, 1, 2, 3]] * STEPS
+    assert [report.worker for report in reports[0]] == list(placement)
+    state = saved_state(fleet, tmp_path)
+    assert len(list(tmp_path.glob("checkpoints/*/stage_*.optimizer.safetensors"))) == 4
+    one = train(name, 1, shape, "1f1b", "adamw", **MANNER)
+    assert [n for n in made.parameters if not same_bits(state[n], one.parameters[n])] == []
+    assert [of_stages[0].grad_norm for of_stages in reports] == one.grad_norms
+    assert [of_stages[0].loss for of_stages in reports] == one.losses
+
+
+def test_one_of_several_stages_raises(fleet: Fleet) -> None:
+    """It is named, and not the worker."""
+    shape = SHAPES["even"]
+    stages, tensors = faulty(4, 3, Fuse("B", 5))
+    data = CASES["mlp"].data(shape.samples)
+    configure(fleet, stages, tensors, sgd, data, Settings(0, "mean", None, LINK_S), placement=(0, 1, 1, 0))
+    begin_s = time.monotonic()
+    with pytest.raises(StageError, match=r"^Stage 3 failed in 3I5: ValueError: the user's own mistake"):
+        list(steps(fleet, stages, shape, "zb-v"))
+    assert time.monotonic() - begin_s < SOON_S
 
 
 def test_the_cases_above_cover_every_pair() -> None:
