@@ -1,7 +1,9 @@
 """Stages that take the seconds they are told to, run by PipelineTrainer.fit: what a plan is worth without its devices.
 
 A block sleeps where an accelerator would compute, and hands on a boundary tensor of 16 KiB, whatever the real one
-would be: what is emulated is computation, and links are as good as free.
+would be: what is emulated is computation, and links are as good as free. Around its sleep a block is a Python function
+that autograd calls, on a core that has been idle, and it wakes late: half a millisecond that no accelerator takes.
+``own_seconds`` measures that with one lone block, and blocks sleep so much shorter.
 
 One fleet measures several plans in turn, A B A B, so that whatever else the machine does meets all of them alike:
 
@@ -15,9 +17,11 @@ every stage has done every micro-batch of every plan.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,30 +31,18 @@ from torch.utils.data import TensorDataset
 
 import raypipe
 
-__all__ = ["BOUNDARY_BYTES", "CPU_SHARE", "Block", "StageTimes", "plan_of_step", "run_in_turn"]
+__all__ = ["BOUNDARY_BYTES", "CPU_SHARE", "Block", "StageTimes", "own_seconds", "plan_of_step", "run_in_turn"]
 
 WIDTH = 4096  # float32; a micro-batch is one sample
 BOUNDARY_BYTES = 4 * WIDTH
 WARM_UP_STEPS = 2
+CALIBRATIONS = 25
 LEARNING_RATE = 0.0078125  # a power of two: its products with small whole numbers are exact
-WAKE_S = 0.0003
 CPU_SHARE = 0.1
 """Logical CPUs of a stage: those that sleep share processors."""
 
 StageTimes = Sequence[tuple[float, float]]
 """(forward_s, backward_s) of one micro-batch, by stage."""
-
-
-def pass_time(seconds: float) -> None:
-    """Leave the processor to others for exactly so long, as somebody who waits for an accelerator does.
-
-    A sleep ends when the system has woken the thread, which is up to WAKE_S too late; the rest is asked for again and
-    again, and others run in between.
-    """
-    end_s = time.perf_counter() + seconds
-    time.sleep(max(0.0, seconds - WAKE_S))
-    while time.perf_counter() < end_s:
-        time.sleep(0.0)
 
 
 class _Sleep(torch.autograd.Function):
@@ -59,14 +51,14 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Block) -> torch.Tensor:
         ctx.block = block
-        pass_time(block.times[block.next_forward()][0])
+        time.sleep(max(0.0, block.times[block.next_forward()][0] - block.own_s[0]))
         return block.output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
         block = ctx.block
         plan = block.next_backward()
-        pass_time(block.times[plan][1])
+        time.sleep(max(0.0, block.times[plan][1] - block.own_s[1]))
         return block.of_x if ctx.needs_input_grad[0] else None, torch.full((1,), 1.0 + plan), None
 
 
@@ -77,10 +69,19 @@ class Block(nn.Module):
         times: (forward_s, backward_s) by plan.
         num_microbatches: of every step.
         last: its output is a single feature.
+        own_s: what forward and backward take besides their sleeps, which are shorter by that.
     """
 
-    def __init__(self, times: Sequence[tuple[float, float]], num_microbatches: int, *, last: bool) -> None:
+    def __init__(
+        self,
+        times: Sequence[tuple[float, float]],
+        num_microbatches: int,
+        *,
+        last: bool,
+        own_s: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
         super().__init__()
+        self.own_s = own_s
         self.times = tuple(times)
         self.num_microbatches = num_microbatches
         self.weight = nn.Parameter(torch.zeros(1))
@@ -102,6 +103,28 @@ class Block(nn.Module):
 
     def _plan(self, microbatch: int) -> int:
         return plan_of_step(microbatch // self.num_microbatches, len(self.times))
+
+
+@functools.cache
+def own_seconds() -> tuple[float, float]:
+    """What forward and backward of a lone block take besides the sleeps that they are asked for: medians, here."""
+    asked_s = 0.01
+    block, x = Block([(asked_s, asked_s)], 1, last=False), torch.ones(1, WIDTH, requires_grad=True)
+    forward_s, backward_s = [], []
+    for _ in range(CALIBRATIONS):
+        outputs: list[torch.Tensor] = []
+        forward_s.append(_seconds(lambda into=outputs: into.append(block(x))) - asked_s)  # type: ignore[misc]
+        gradients = (x, block.weight)
+        backward_s.append(
+            _seconds(lambda of=outputs, to=gradients: torch.autograd.grad(of, to, [block.output])) - asked_s  # type: ignore[misc]
+        )
+    return max(0.0, median(forward_s)), max(0.0, median(backward_s))
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    begin_s = time.perf_counter()
+    call()
+    return time.perf_counter() - begin_s
 
 
 def plan_of_step(step: int, num_plans: int) -> int:
@@ -132,8 +155,9 @@ def run_in_turn(
     """
     num_stages = len(plans[0])
     num_steps = WARM_UP_STEPS + rounds * len(plans)
+    own_s = own_seconds()
     blocks = [
-        Block([times[stage] for times in plans], num_microbatches, last=stage == num_stages - 1)
+        Block([times[stage] for times in plans], num_microbatches, last=stage == num_stages - 1, own_s=own_s)
         for stage in range(num_stages)
     ]
     count = num_microbatches * num_steps

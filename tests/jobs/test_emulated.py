@@ -7,7 +7,7 @@ import itertools
 import emulated
 import pytest
 import torch
-from emulated import Block, plan_of_step, run_in_turn
+from emulated import Block, own_seconds, plan_of_step, run_in_turn
 
 
 def test_plans_take_turns_after_the_warm_up() -> None:
@@ -23,6 +23,16 @@ def test_a_block_takes_the_seconds_of_the_plan_whose_turn_it_is() -> None:
     backwards = [block.next_backward() for _ in range(4)]
     expected = list(itertools.chain.from_iterable([plan_of_step(step, 3)] * 2 for step in range(3)))
     assert (forwards, backwards) == (expected, expected[:4])
+
+
+def test_a_lone_block_takes_what_it_is_told_to() -> None:
+    """Its sleeps are shorter by what it needs itself, and never below nothing."""
+    forward_s, backward_s = own_seconds()
+    assert 0.0 <= forward_s < 0.01
+    assert 0.0 <= backward_s < 0.01
+    block = Block([(0.0, 0.0)], 1, last=True, own_s=(1.0, 1.0))
+    block(torch.ones(1, 1)).sum().backward()
+    assert block.weight.grad is not None
 
 
 def test_a_gradient_tells_the_plan() -> None:
@@ -41,7 +51,8 @@ def test_every_plan_gets_its_steps() -> None:
     plans = [[(0.0, 0.0)] * 3, [(0.001, 0.002)] * 3]
     found = run_in_turn(plans, num_microbatches=4, rounds=2, local=True)
     assert [len(steps) for steps in found] == [2, 2]
-    assert min(found[1]) >= (4 + 3 - 1) * 0.003 > 0.0
+    assert min(found[1]) >= (4 + 3 - 1) * max(0.0, 0.003 - sum(own_seconds()))
+    assert min(found[1]) > max(found[0])
 
 
 @pytest.mark.slow
