@@ -34,11 +34,9 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
             optimizer=links_gpt.optimizer_of,
             train_data=links_gpt.samples(asked["steps"]),
             pipeline=raypipe.PipelineConfig(
-                num_stages=2,
                 minibatch_size=links_gpt.MICROBATCHES * links_gpt.MICROBATCH_SIZE,
                 num_microbatches=links_gpt.MICROBATCHES,
-                partitioner=("5",),
-                **asked["pipeline"],
+                **{"num_stages": 2, "partitioner": ("5",), **asked["pipeline"]},
             ),
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(name="run", storage_path=folder),

@@ -137,7 +137,6 @@ def test_auto_is_two_stages_on_each_worker_and_reads_back(kind: str) -> None:
 
 
 def test_v_goes_there_and_back() -> None:
-    pytest.importorskip("raypipe.planner.schedule.zero_bubble_v", reason="there is no generator of zb-v yet")
     plan = plan_of(decide(asked("zb-v", num_workers=3), chain(12)))
     assert plan.schedule.wiring.placement == (0, 1, 2, 2, 1, 0)
     assert plan.prediction is not None

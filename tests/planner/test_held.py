@@ -8,15 +8,12 @@ from hypothesis import strategies as st
 
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.program import build
-from raypipe.planner.schedule import KINDS, make_schedule
+from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.tune import Request, memory_model
 from raypipe.planner.tune.held import held_by
 
-CHUNKED = [
-    "interleaved",
-    pytest.param("zb-v", marks=pytest.mark.skipif("zb-v" not in KINDS, reason="there is no generator of zb-v yet")),
-]
+CHUNKED = ["interleaved", "zb-v"]
 
 
 def request_for(kind: str, workers: int, chunks: int) -> Request:
