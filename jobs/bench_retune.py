@@ -107,8 +107,8 @@ def run(shape: tuple[int, int], turns: int) -> Ran:
         fleet = Fleet(num_stages, needs)
         try:
             processes = [member["process"] for member in fleet.members]
-            states = [ray.put(pack(job.tensors, (*p.parameters, *p.buffers))) for p in job.programs]
-            fleet.configure(trainer._setups(job, spec.place), states)
+            setups = trainer._setups(job, spec.place)
+            fleet.configure(setups, [ray.put(pack(job.tensors, setup.tensors)) for setup in setups])
             made = lambda setup, state: Retuner(setup, state, Script(setup))  # noqa: E731
             run_loop(fleet, spec, Journal(spec.name, str(spec.place)), Requests(), made)
             same = all(Path(f"/proc/{process}").exists() for process in processes)

@@ -32,8 +32,10 @@ from raypipe.ir.prediction import CurvePoint
 
 __all__ = ["Hop", "MicrobatchChoice", "StageTime", "choose_microbatches", "fit_stage_time"]
 
-STRAIGHT = 0.1
+STRAIGHT = 0.02
 """Largest relative error of the line; beyond it the measured points themselves are used."""
+GRID = 1024
+"""Numbers of micro-batches, in equal ratios from 1 to B, that are looked at where there is no closed form."""
 EVEN = 0.005
 """Predicted times this near to each other count as equal: then fewer, larger micro-batches are taken."""
 
@@ -155,7 +157,7 @@ class _Model:
     hops: int  # there is nothing to hide on one worker
     hop: Hop
 
-    def step_s(self, count: int, samples: float) -> float:
+    def step_s(self, count: float, samples: float) -> float:
         waits = 2 * self.hops / (self.hops + 1) * count if self.hop.exposed else 0.0
         fill = 2 * self.hops + waits
         return (count + self.bubble) * self.time.seconds(samples) + fill * self.hop.seconds(samples)
@@ -171,7 +173,21 @@ class _Model:
         return constant, slope, self.minibatch_size * self.bubble * sigma + 2 * self.hops * per_sample
 
     def range(self, epsilon: float) -> tuple[float, float, float]:
-        """N* and the two ends of the range, all between 1 and B, where there is no other N.
+        """N* and the two ends of the range, all between 1 and B, where there is no other N."""
+        return self._closed_form(epsilon) if self.time.is_straight else self._by_points(epsilon)
+
+    def _by_points(self, epsilon: float) -> tuple[float, float, float]:
+        """From T(N) itself, on a grid: where t(b) is no line, nothing else is to be had."""
+        counts = np.geomspace(1.0, self.minibatch_size, GRID)
+        steps_s = np.array([self.step_s(n, self.minibatch_size / n) for n in counts.tolist()])
+        best = int(steps_s.argmin())
+        beyond = np.flatnonzero(steps_s > (1 + epsilon) * steps_s[best])
+        low = max((int(i) + 1 for i in beyond if i < best), default=0)
+        high = min((int(i) - 1 for i in beyond if i > best), default=len(counts) - 1)
+        return float(counts[best]), float(counts[low]), float(counts[high])
+
+    def _closed_form(self, epsilon: float) -> tuple[float, float, float]:
+        """Of the line.
 
         T(N) <= (1 + epsilon) T(N*) is p N^2 - r N + q <= 0 with r = (1 + epsilon) T(N*) - A.
         """

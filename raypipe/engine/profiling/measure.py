@@ -7,7 +7,8 @@ Both in every round, so that a machine that slows down slows both. Medians are t
 the operations are then scaled to the whole, and the factor is reported. The user's loss counts as part of the last
 operation, for both are always in the last stage. At the smallest size the operations are measured too, for they do
 not all grow alike. Sizes beyond the example's are measured as long as that takes next to nothing: where small sizes
-differ by less than their noise, a line through them says nothing of large ones. What the model leaves out: caches and
+differ by less than their noise, a line through them says nothing of large ones. Seconds by size are those of the whole
+alone, again and again, for operation by operation leaves other caches behind. What the model leaves out: caches and
 memory that stages share, and the optimizer's step.
 """
 
@@ -17,10 +18,10 @@ import dataclasses
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -76,7 +77,8 @@ def profile_graph(
     """
     samples = samples_of(columns)
     sizes = powers_of_two(samples) if sizes is None else sizes
-    total = (repeats + 1) * (1 + sum(1 for size in sizes if size != samples)) + 3
+    # Rounds at this size and at the smallest, the whole alone at each.
+    total = (repeats + 1) * (2 + len({*sizes, samples})) + 3
     done = 0
 
     def advance() -> None:
@@ -100,15 +102,16 @@ def profile_graph(
             for _ in range(repeats + 1):
                 rounds.append(bench.round(columns))
                 advance()
-            by_size, notes = _by_size(bench, columns, [size for size in sizes if size != samples], repeats, advance)
-            more, doubts = _beyond(bench, larger or {}, samples, sum(seconds_of(rounds[1:]).whole), larger_s, repeats)
-            by_size, notes = by_size | more, notes + doubts
+            found = _by_size(bench, columns, {*sizes, samples}, repeats, advance)
+            more, doubts = _beyond(bench, larger or {}, samples, _median_s(found.alone[samples]), larger_s, repeats)
+            found.alone.update(more)
+            found.notes.extend(doubts)
     except (RuntimeError, ValueError, IndexError) as error:
         raise StageError(
             f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
             "Check that the example has the shapes of the training data."
         ) from error
-    return _profile(captured, samples, seconds_of(rounds[1:]), kept, spaces, shares, by_size, notes)
+    return _profile(captured, samples, seconds_of(rounds[1:], found.alone[samples]), kept, spaces, shares, found)
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
@@ -237,46 +240,66 @@ class _Bench:
         return self.program.loss(outputs, [columns[name] for name in self.program.targets])
 
 
+class _BySize(NamedTuple):
+    """Of several sizes of micro-batches.
+
+    Attributes:
+        alone: (forward, backward) seconds of the whole model with nothing in between, by size.
+        small: the smallest size that can be run, and its rounds; None where all are larger.
+        notes: what could not be measured, one sentence each.
+    """
+
+    alone: dict[int, list[tuple[float, float]]]
+    small: tuple[int, list[Round]] | None
+    notes: list[str]
+
+
 def _by_size(
-    bench: _Bench, columns: Columns, sizes: Sequence[int], repeats: int, advance: Callable[[], None]
-) -> tuple[dict[int, Seconds | float], list[str]]:
-    """Seconds of the whole model by size, and at the smallest size that can be run those of every operation."""
-    found: dict[int, Seconds | float] = {}
-    notes = []
+    bench: _Bench, columns: Columns, sizes: Collection[int], repeats: int, advance: Callable[[], None]
+) -> _BySize:
+    found = _BySize({}, None, [])
     for size in sorted(sizes):
         part = first_of(columns, size)
         try:
-            rounds, seconds = [], []
-            for _ in range(repeats + 1):
-                if found:
-                    seconds.append(sum(bench.whole(part)))
-                else:
+            if found.small is None and size < max(sizes):
+                rounds = []
+                for _ in range(repeats + 1):
                     rounds.append(bench.round(part))
+                    advance()
+                found = found._replace(small=(size, rounds[1:]))
+            seconds = []
+            for _ in range(repeats + 1):
+                seconds.append(bench.whole(part))
                 advance()
-            found[size] = statistics.median(seconds[1:]) if found else seconds_of(rounds[1:])
+            found.alone[size] = seconds[1:]
         except (RuntimeError, ValueError) as error:  # batch statistics of a single value, for one
-            notes.append(f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}.")
-    return found, notes
+            found.notes.append(f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}.")
+    return found
+
+
+def _median_s(alone: Sequence[tuple[float, float]]) -> float:
+    """Of forward and backward together, as ``seconds_of`` takes them."""
+    return statistics.median(f for f, _ in alone) + statistics.median(b for _, b in alone)
 
 
 def _beyond(
     bench: _Bench, larger: Columns, samples: int, seconds: float, cheap_s: float, repeats: int
-) -> tuple[dict[int, Seconds | float], list[str]]:
+) -> tuple[dict[int, list[tuple[float, float]]], list[str]]:
     """Seconds of the whole model at larger sizes, while that is cheap.
 
     Args:
         seconds: of ``samples`` samples.
     """
-    found: dict[int, Seconds | float] = {}
+    found: dict[int, list[tuple[float, float]]] = {}
     for size in larger_sizes(samples, larger):
         if (repeats + 1) * 2 * seconds > cheap_s:  # twice the samples take at most about twice as long
             break
         part = first_of(larger, size)
         try:
-            seconds = statistics.median([sum(bench.whole(part)) for _ in range(repeats + 1)][1:])
+            found[size] = [bench.whole(part) for _ in range(repeats + 1)][1:]
         except Exception as error:  # noqa: BLE001  (the user's code, at a size that nobody asked for)
             return found, [f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}."]
-        found[size] = seconds
+        seconds = _median_s(found[size])
     return found, []
 
 
@@ -287,8 +310,7 @@ def _profile(
     kept: Sequence[int],
     spaces: Sequence[Lines],
     shares: Sequence[float],
-    by_size: Mapping[int, Seconds | float],
-    notes: Sequence[str],
+    by_size: _BySize,
 ) -> Profile:
     nodes = tuple(
         dataclasses.replace(
@@ -307,14 +329,16 @@ def _profile(
         for way, ratio in zip(("forward", "backward"), found.raw_ratio, strict=True)
         if abs(ratio - 1) > DOUBTFUL
     ]
-    whole_s = {size: s if isinstance(s, float) else sum(s.whole) for size, s in by_size.items()}
-    small = next(((size, s) for size, s in by_size.items() if isinstance(s, Seconds)), None)
+    small = None
+    if by_size.small is not None:
+        size, rounds = by_size.small
+        small = size, tuple(seconds_of(rounds, by_size.alone.get(size, ())).by_operation())
     return Profile(
         graph=dataclasses.replace(captured.graph, nodes=nodes),
         microbatch_size=samples,
-        seconds_by_size=tuple(sorted([*whole_s.items(), (samples, sum(found.whole))])),
+        seconds_by_size=tuple((size, _median_s(alone)) for size, alone in sorted(by_size.alone.items())),
         raw_ratio=found.raw_ratio,
         device=device_name(),
-        notes=(*notes, *doubts),
-        small=None if small is None else (small[0], tuple(small[1].by_operation())),
+        notes=(*by_size.notes, *doubts),
+        small=small,
     )

@@ -14,7 +14,7 @@ from raypipe.ir.plan import Partition
 from raypipe.ir.prediction import Prediction
 from raypipe.ir.profile import Profile
 from raypipe.planner.memory import MemoryModel
-from raypipe.planner.microbatch import Hop, MicrobatchChoice, StageTime, choose_microbatches
+from raypipe.planner.microbatch import Hop, MicrobatchChoice, StageTime, choose_microbatches, fit_stage_time
 from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, refilled, solve_within
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.coarse import coarse
@@ -197,14 +197,9 @@ def _choose(
     free = Cluster(tuple(dataclasses.replace(d, memory_bytes=None) for d in cluster.devices), cluster.links)
     unbound = dataclasses.replace(_limits(request, num_stages, stages, count, size), memory_limit_bytes=None)
     rough = solver(graph, free, unbound)
-    busy_s: dict[tuple[int, ...], float] = {}  # of stages that share a worker together
-    for stage, found in zip(rough.stages, stages_of(graph, rough, free, unbound), strict=True):
-        busy_s[stage.devices] = busy_s.get(stage.devices, 0.0) + found.busy_s
-    slowest_s = max(busy_s.values())
-    # The curve may have been measured with another overhead than the nodes: it gives the shape, they give the height.
-    share = slowest_s / times.seconds(size)
-    time = dataclasses.replace(
-        times, sigma_s=times.sigma_s * share, points=tuple((b, s * share) for b, s in times.points)
+    # Stages do not all grow alike: which one is slowest, and by how much, depends on the size.
+    time = fit_stage_time(
+        {b: _slowest_s(problem.at(b, graph), rough, free, unbound, problem.at(size, graph)) for b, _ in times.points}
     )
     hops = hops_of(rough, cluster, 1)
     exposed = settled_schedule(request, rough.num_stages, count)[0] == "1f1b"
@@ -235,6 +230,24 @@ def _choose(
         least = min(request.least_microbatch, minibatch)
         fitting_partition(solver, graph, cluster, _limits(request, num_stages, stages, -(-minibatch // least), least))
         raise
+
+
+def _slowest_s(graph: ModelGraph, cut: Partition, cluster: Cluster, limits: Limits, cut_at: ModelGraph) -> float:
+    """Seconds per micro-batch of the worker that takes longest, its stages together.
+
+    Args:
+        graph: with the seconds of some size.
+        cut_at: with those that the cut was made for, and its periods.
+    """
+    order = cut.order or range(len(graph.nodes))
+    busy_s: dict[tuple[int, ...], float] = {}
+    for stage, found in zip(cut.stages, stages_of(cut_at, cut, cluster, limits), strict=True):
+        here_s, then_s = (
+            math.fsum(g.nodes[i].busy_s for i in order[stage.start : stage.stop]) for g in (graph, cut_at)
+        )
+        grown = here_s / then_s if then_s else 1.0
+        busy_s[stage.devices] = busy_s.get(stage.devices, 0.0) + found.busy_s * grown
+    return max(busy_s.values())
 
 
 def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: Limits, partition: Partition) -> Request:
