@@ -35,6 +35,9 @@ from raypipe.ir.profile import Profile
 
 __all__ = ["cache_folder", "cached_profile", "load_profile", "profile_key", "save_profile"]
 
+MEASURING = 2
+"""Number of the way in which seconds are measured: profiles of another one are not mixed with these."""
+
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
     """Where profiles are kept: RAYPIPE_CACHE_DIR, else ~/.cache/raypipe, and there ``profiles``."""
@@ -91,6 +94,7 @@ def profile_key(
         "columns": [[str(name), list(t.shape), str(t.dtype)] for name, t in columns.items()],
         "sizes": list(sizes),
         "repeats": repeats,
+        "measuring": MEASURING,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
