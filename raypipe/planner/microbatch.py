@@ -32,7 +32,7 @@ from raypipe.ir.prediction import CurvePoint
 
 __all__ = ["Hop", "MicrobatchChoice", "StageTime", "choose_microbatches", "fit_stage_time"]
 
-STRAIGHT = 0.02
+STRAIGHT = 0.05
 """Largest relative error of the line; beyond it the measured points themselves are used."""
 GRID = 1024
 """Numbers of micro-batches, in equal ratios from 1 to B, that are looked at where there is no closed form."""

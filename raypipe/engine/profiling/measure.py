@@ -42,7 +42,8 @@ from raypipe.ir.profile import DOUBTFUL, Profile
 __all__ = ["Progress", "device_name", "larger_sizes", "powers_of_two", "profile_graph", "settle_allocator"]
 
 CHEAP_S = 0.25
-"""Seconds that all rounds of one larger size may take."""
+"""Seconds that all rounds of one larger size, or further rounds of the others, may take."""
+MOST_ROUNDS = 25
 
 LARGEST_TURN_BYTES = (32 << 20) - (64 << 10)
 """Just below what glibc's malloc lets its thresholds grow to."""
@@ -77,8 +78,7 @@ def profile_graph(
     """
     samples = samples_of(columns)
     sizes = powers_of_two(samples) if sizes is None else sizes
-    # Rounds at this size and at the smallest, the whole alone at each.
-    total = (repeats + 1) * (2 + len({*sizes, samples})) + 3
+    total = repeats + 1 + repeats * len({*sizes, samples}) + 3
     done = 0
 
     def advance() -> None:
@@ -257,24 +257,33 @@ class _BySize(NamedTuple):
 def _by_size(
     bench: _Bench, columns: Columns, sizes: Collection[int], repeats: int, advance: Callable[[], None]
 ) -> _BySize:
+    parts = {size: first_of(columns, size) for size in sorted(sizes)}
     found = _BySize({}, None, [])
-    for size in sorted(sizes):
-        part = first_of(columns, size)
+    for size, part in list(parts.items()):
         try:
-            if found.small is None and size < max(sizes):
-                rounds = []
-                for _ in range(repeats + 1):
-                    rounds.append(bench.round(part))
-                    advance()
-                found = found._replace(small=(size, rounds[1:]))
-            seconds = []
-            for _ in range(repeats + 1):
-                seconds.append(bench.whole(part))
-                advance()
-            found.alone[size] = seconds[1:]
+            rounds = [bench.round(part)] if found.small is None and size < max(sizes) else []
+            found.alone[size] = [bench.whole(part)]
         except (RuntimeError, ValueError) as error:  # batch statistics of a single value, for one
             found.notes.append(f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}.")
-    return found
+            del parts[size]
+            continue
+        if rounds:
+            found = found._replace(small=(size, rounds))
+    begin_s = time.perf_counter()
+    done = 0
+    # Where that costs next to nothing more often, since small models vary most.
+    while done < repeats or (done < MOST_ROUNDS and time.perf_counter() - begin_s < CHEAP_S):
+        # In turns: a machine that is slow for a while is so at every size.
+        for size, part in parts.items():
+            if found.small is not None and size == found.small[0]:
+                found.small[1].append(bench.round(part))
+            found.alone[size].append(bench.whole(part))
+            if done < repeats:
+                advance()
+        done += 1
+    # The first were to warm up.
+    small = None if found.small is None else (found.small[0], found.small[1][1:])
+    return _BySize({size: alone[1:] for size, alone in found.alone.items()}, small, found.notes)
 
 
 def _median_s(alone: Sequence[tuple[float, float]]) -> float:
