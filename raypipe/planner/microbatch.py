@@ -156,11 +156,13 @@ class _Model:
     bubble: float  # stages that fill and drain: S - 1, over the chunks of an interleaved schedule
     hops: int  # there is nothing to hide on one worker
     hop: Hop
+    rounds: Callable[[float], float] | None = None  # instead of N + bubble
 
     def step_s(self, count: float, samples: float) -> float:
         waits = 2 * self.hops / (self.hops + 1) * count if self.hop.exposed else 0.0
         fill = 2 * self.hops + waits
-        return (count + self.bubble) * self.time.seconds(samples) + fill * self.hop.seconds(samples)
+        rounds = self.rounds(count) if self.rounds else count + self.bubble
+        return rounds * self.time.seconds(samples) + fill * self.hop.seconds(samples)
 
     def coefficients(self) -> tuple[float, float, float]:
         """A, p and q of A + p N + q / N."""
@@ -174,10 +176,12 @@ class _Model:
 
     def range(self, epsilon: float) -> tuple[float, float, float]:
         """N* and the two ends of the range, all between 1 and B, where there is no other N."""
-        return self._closed_form(epsilon) if self.time.is_straight else self._by_points(epsilon)
+        if self.time.is_straight and self.rounds is None:
+            return self._closed_form(epsilon)
+        return self._by_points(epsilon)
 
     def _by_points(self, epsilon: float) -> tuple[float, float, float]:
-        """From T(N) itself, on a grid: where t(b) is no line, nothing else is to be had."""
+        """From T(N) itself, on a grid: for a t(b) that is no line, or rounds that are no N + S - 1."""
         counts = np.geomspace(1.0, self.minibatch_size, GRID)
         steps_s = np.array([self.step_s(n, self.minibatch_size / n) for n in counts.tolist()])
         best = int(steps_s.argmin())
@@ -209,6 +213,7 @@ def choose_microbatches(
     *,
     hop: Hop | None = None,
     chunks: int = 1,
+    rounds: Callable[[float], float] | None = None,
     in_rounds: bool = True,
     epsilon: float = 0.05,
     fits: Callable[[int, int], bool] | None = None,
@@ -224,6 +229,8 @@ def choose_microbatches(
         time: of the slowest stage.
         hop: the slowest transfer; None where transfers cost nothing.
         chunks: stages per worker, ``time`` being that of all stages of a worker.
+        rounds: times t(b) that a step of N micro-batches takes where transfers cost nothing; None for N + S - 1, or
+            N + (P - 1) / chunks.
         in_rounds: of several stages per worker, as interleaved runs them: a number that is no multiple of the workers
             is taken only where no multiple can be.
         fits: (micro-batches, samples) -> whether memory holds them.
@@ -241,7 +248,7 @@ def choose_microbatches(
     workers = num_stages // chunks
     whole = math.lcm(multiple, workers) if chunks > 1 and in_rounds else multiple
     hops = 0 if workers == 1 else num_stages - 1
-    model = _Model(time, minibatch_size, (workers - 1) / chunks, hops, hop or Hop())
+    model = _Model(time, minibatch_size, (workers - 1) / chunks, hops, hop or Hop(), rounds)
     ideal, low, high = model.range(epsilon)
     for wanted in dict.fromkeys((whole, multiple)):
         refuse = functools.partial(_refusal, wanted, fits, min(least, minibatch_size))

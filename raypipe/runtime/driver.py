@@ -67,7 +67,7 @@ class _DriverActor:
             fleet = Fleet(
                 len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name)
             )
-            journal = _Published(self._journal, Publisher(spec.name, count), spec)
+            journal = _Published(self._journal, Publisher(spec.name, count, setups[0].placement), spec)
             for note in fleet.notes:
                 RunFolder(spec.place).event("warning", note)
             try:

@@ -139,15 +139,15 @@ class Fleet:
         _, waiting = ray.wait(refs, num_returns=len(refs), timeout=START_TIMEOUT_S)
         if waiting:
             raise PlanError(
-                f"Stage {refs.index(waiting[0])} has its place, but its process did not start within "
+                f"Worker {refs.index(waiting[0])} has its place, but its process did not start within "
                 f"{START_TIMEOUT_S:g} s. Look at that node's load and at Ray's worker logs."
             )
         members = self._all(refs, GRACE_S, "starting")
-        for stage, member in enumerate(members):
+        for worker, member in enumerate(members):
             if member["versions"] != members[0]["versions"]:
                 raise PlanError(
-                    f"Stage {stage} on {member['host']} runs {member['versions']}, but stage 0 on {members[0]['host']} "
-                    f"runs {members[0]['versions']}. Install the same versions on every node."
+                    f"Worker {worker} on {member['host']} runs {member['versions']}, but worker 0 on "
+                    f"{members[0]['host']} runs {members[0]['versions']}. Install the same versions on every node."
                 )
         return members
 

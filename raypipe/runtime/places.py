@@ -35,7 +35,7 @@ def reserve(owner: str, num_workers: int, needs: Mapping[str, float]) -> list[Pl
     names = [f"{owner}/{worker}" if owner else "" for worker in range(num_workers)]
     groups = [placement_group([dict(needs)], strategy="PACK", name=name) for name in names]
     deadline_s = time.monotonic() + PLACE_TIMEOUT_S
-    for stage, group in enumerate(groups):
+    for worker, group in enumerate(groups):
         if group.wait(max(deadline_s - time.monotonic(), 0.01)):
             continue
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -43,9 +43,9 @@ def reserve(owner: str, num_workers: int, needs: Mapping[str, float]) -> list[Pl
         has = ", ".join(f"{free.get(k, 0):g} of {total.get(k, 0):g} {k} free" for k in needs)
         wanted = ", ".join(f"{v:g} {k}" for k, v in needs.items())
         raise PlanError(
-            f"Stage {stage} found no place within {PLACE_TIMEOUT_S:g} s: each of the {num_workers} stages needs "
-            f"{wanted}, {stage} got it, and the cluster has {has}. Add workers, lower num_stages, or ask for less in "
-            "ScalingConfig(resources_per_worker=...)."
+            f"Worker {worker} found no place within {PLACE_TIMEOUT_S:g} s: each of the {num_workers} workers needs "
+            f"{wanted}, {worker} got it, and the cluster has {has}. Add nodes, lower num_stages (and num_workers with "
+            "it), or ask for less in ScalingConfig(resources_per_worker=...)."
         )
     return groups
 

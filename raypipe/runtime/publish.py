@@ -26,22 +26,26 @@ class Publisher:
     Args:
         run: value of the tag "run".
         num_stages: of the first plan; ``resized`` tells of another number.
+        placement: worker that holds each stage; empty for one worker each.
     """
 
-    def __init__(self, run: str, num_stages: int) -> None:
+    def __init__(self, run: str, num_stages: int, placement: Sequence[int] = ()) -> None:
         self._metrics = {found.name: _make(found) for found in METRICS}
         self._run = {"run": run}
         self._detailed_s = -math.inf
-        self.resized(num_stages)
+        self.resized(num_stages, placement)
 
-    def resized(self, num_stages: int) -> None:
+    def resized(self, num_stages: int, placement: Sequence[int] = ()) -> None:
         """The pipeline has another number of stages from now on."""
         stages = range(num_stages)
+        homes = placement or stages
         self._stages = [{**self._run, "stage": str(stage)} for stage in stages]
         # By stage: the link to the next one and the link to the one before, as in StepReport.sent_bytes.
         self._links = [
             tuple(
-                {**self._run, "link": link_name(stage, peer)} if peer in stages else None
+                {**self._run, "link": link_name(stage, peer)}
+                if peer in stages and homes[peer] != homes[stage]
+                else None
                 for peer in (stage + 1, stage - 1)
             )
             for stage in stages

@@ -26,7 +26,7 @@ class RunStatus:
         schedule: that the last step ran with, where the controller may turn it.
         retunes: times that it turned something in this submission.
         message: what it waits for while it starts, why it stopped or failed, or what it cannot write at the moment.
-        stages: host, process id and versions of each.
+        stages: host, process id and versions of each worker, which holds one stage or several.
     """
 
     name: str

@@ -99,6 +99,7 @@ class _StageActor(LinkedActor):
         self._endpoint: Endpoint | None = None
         self._setup: StageSetup | None = None
         self._states: list[StageState] = []
+        self._held: list[tuple[str, ...]] = []  # names of the tensors of each
         self._executor: Executor | None = None
         self._rows: dict[RowsKey, Row] = {}
         self._spans: tuple[Span, ...] = ()
@@ -141,10 +142,15 @@ class _StageActor(LinkedActor):
         assert self._endpoint is not None, "listen() comes first"
         self._close_links()
         team, programs = setup.team, setup.programs
+        held = [(*programs[stage].parameters, *programs[stage].buffers) for stage in team.stages]
         if packed is not None:
             self._states = [_initial(setup, programs[stage], packed) for stage in team.stages]
-        if not self._states:
-            raise StageError(f"Worker {team.worker} has no parameters yet; configure it with its initial state first.")
+            self._held = held
+        if held != self._held:
+            raise StageError(
+                f"Worker {team.worker} does not hold the parameters of {team.name_of(team.worker)} as they are cut "
+                "now; configure it with its initial state first."
+            )
         peers = team.neighbours(programs)
         opening = Opening(
             me=team.worker,

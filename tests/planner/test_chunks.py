@@ -23,9 +23,9 @@ from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import prefix_sum
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate import Costs, simulate
+from raypipe.planner.simulate import Costs, makespan_s, simulate
 from raypipe.planner.tune import Request, decide, make_partition, make_plan, plan_of, timeline_of
-from raypipe.planner.tune.workers import settled_workers
+from raypipe.planner.tune.workers import rounds_of, settled_workers
 from tests.planner.partition_cases import chain_of, graphs
 from tests.planner.test_decide import MIB, REQUEST, chain, rented
 from tests.planner.test_held import CHUNKED
@@ -330,3 +330,17 @@ def test_a_solver_sees_a_device_for_every_stage_in_order() -> None:
     assert math.isinf(virtual.link(1, 2).bandwidth_bytes_s)
     assert virtual.link(1, 2).latency_s == 0.0
     assert virtual.link(0, 1) == virtual.link(2, 3) == hosts.links[1]
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_rounds_are_those_of_the_rows(kind, workers):
+    """Of equal stages on free links; halves of backwards as long as forwards."""
+    request = Request(2 * workers, workers, (), None, None, num_samples=1000, schedule=kind)
+    rounds = rounds_of(request, 2 * workers)
+    costs = Costs.uniform(2 * workers, 1.0, 2.0)
+    for count in (1, 2, 3, 4, workers, 2 * workers, 8 * workers):
+        if kind == "interleaved" and count > workers and count % workers:
+            continue  # rounds of unequal size take a little longer
+        made = lower(make_schedule(kind, 2 * workers, count, chunks=2 if kind == "interleaved" else None))
+        assert makespan_s(made, costs) == pytest.approx(6.0 * rounds(count))

@@ -201,6 +201,22 @@ def test_several_stages_on_a_worker(
     assert [of_stages[0].loss for of_stages in reports] == one.losses
 
 
+def test_what_a_worker_holds_is_not_taken_for_other_stages(fleet: Fleet) -> None:
+    stages, tensors = faulty(4, 3, Fuse("F", 10**6))
+    data, settings = CASES["mlp"].data(40), Settings(0, "mean", None, LINK_S)
+    configure(fleet, stages, tensors, sgd, data, settings, placement=(0, 1, 0, 1))
+    sources, run_id = {"train": open_data(data, seed=0)}, uuid.uuid4().hex
+    setups = [
+        StageSetup(
+            stages, worker, sgd, None, sources, settings, frozenset(tensors), NOWHERE, run_id, 30.0,
+            placement=(0, 1, 1, 0),
+        )
+        for worker in range(2)
+    ]  # fmt: skip
+    with pytest.raises(StageError, match="does not hold the parameters of stages 0 and 3 as they are cut now"):
+        fleet.configure(setups, [None, None])
+
+
 def test_one_of_several_stages_raises(fleet: Fleet) -> None:
     """It is named, and not the worker."""
     shape = SHAPES["even"]
@@ -303,6 +319,6 @@ def test_a_stage_without_a_place_is_refused(local_ray: None, monkeypatch: pytest
     with pytest.raises(PlanError) as caught:
         Fleet(2, {"CPU": 3})
     message = str(caught.value)
-    assert "found no place within 6 s: each of the 2 stages needs 3 CPU, 1 got it" in message
+    assert "found no place within 6 s: each of the 2 workers needs 3 CPU, 1 got it" in message
     assert "1 of 4 CPU free" in message
     assert "resources_per_worker" in message

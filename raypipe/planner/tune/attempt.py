@@ -25,6 +25,7 @@ from raypipe.planner.tune.predict import first_trainable_stage, hops_of, predict
 from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED, Request, microbatches, settled_schedule
 from raypipe.planner.tune.settled import build_schedule, memory_model
 from raypipe.planner.tune.sizes import graph_at, seconds_at, times_of
+from raypipe.planner.tune.workers import rounds_of
 
 __all__ = ["Problem", "attempt", "predicted"]
 
@@ -220,6 +221,7 @@ def _choose(
             rough.num_stages,
             hop=hop,
             chunks=rough.num_stages // request.workers(rough.num_stages),
+            rounds=rounds_of(request, rough.num_stages),
             in_rounds=request.schedule == "interleaved",
             fits=fits,
             least=request.least_microbatch,

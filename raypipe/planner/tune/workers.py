@@ -13,13 +13,14 @@ two stages each or more. Workers that were given in numbers are all used: fewer 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan_table import smallest_bubble
 from raypipe.planner.tune.request import CHUNKED, DEFAULT_WORKERS, PER_WORKER, Request
 
-__all__ = ["idle_notes", "settled_workers", "single_notes", "used_devices"]
+__all__ = ["idle_notes", "rounds_of", "settled_workers", "single_notes", "used_devices"]
 
 
 def settled_workers(request: Request, places: int, devices: int | None = None) -> Request:
@@ -55,8 +56,16 @@ def used_devices(request: Request, cluster: Cluster) -> Cluster:
 
 
 def single_notes(request: Request, num_stages: int) -> tuple[str, ...]:
-    """A sentence where a schedule for several stages per worker gets one on each."""
-    if request.schedule not in CHUNKED or not request.workers(num_stages) == num_stages > 1:
+    """A sentence where a schedule for several stages per worker gets one on each, or one worker for all."""
+    workers = request.workers(num_stages)
+    if request.schedule not in CHUNKED or num_stages == 1:
+        return ()
+    if workers == 1:
+        return (
+            f"All {num_stages} stages are on one worker, so that nothing runs side by side; "
+            f"num_stages={2 * num_stages} would take two workers.",
+        )
+    if workers < num_stages:
         return ()
     return (
         f"With one stage on each worker schedule={request.schedule!r} takes as long as '1f1b' and holds more "
@@ -78,6 +87,20 @@ def idle_notes(request: Request, num_stages: int, num_microbatches: int) -> tupl
         f"{num_microbatches} micro-batches for {what} leave workers idle {now:.0%} of the time; "
         f"num_microbatches={4 * workers} would leave {then:.0%}.",
     )
+
+
+def rounds_of(request: Request, num_stages: int) -> Callable[[float], float] | None:
+    """N -> times that a step takes what a worker needs for one micro-batch, of equal stages on free links.
+
+    None where that is N + S - 1. Fewer micro-batches than workers wait for the whole pipeline to fill.
+    """
+    workers = request.workers(num_stages)
+    each = num_stages / workers
+    if request.schedule == "interleaved":  # as in plan_table.smallest_bubble
+        return lambda n: max(n + (workers - 1) / each, (n + num_stages - 1) / each)
+    if request.schedule == "zb-v":  # of six slots each, see schedule.zero_bubble_v
+        return lambda n: max(6 * n + workers - 1, 3 * n + 4 * workers - 2) / 6
+    return None
 
 
 def _shares_out(request: Request, stages: int, workers: int) -> bool:
