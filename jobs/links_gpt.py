@@ -69,7 +69,8 @@ class SleepingBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         passed: torch.Tensor = Later.apply(x, self.forward_s, self.half_s)
         scale: torch.Tensor = Later.apply(self.scale, 0.0, self.half_s)
-        return (passed.reshape(-1, 1) @ scale).view_as(x)
+        # No view: torch's own runtime detaches what a stage gives in place.
+        return (passed.reshape(-1, 1) @ scale).view_as(x).clone()
 
 
 def chain(half_s: Sequence[float] = ()) -> nn.Sequential:
