@@ -71,10 +71,12 @@ class Reduction:
                 for peer in sorted(peers - found.keys()):
                     tensors = self._receive(self._team.placement[peer], Action(peer, Op.REDUCE_GRAD, microbatch))
                     found[peer] = self._programs[peer].shared_sites(self._own, tensors)
-        mine = {stage: self._programs[stage].shared_sites(self._own, self._sinks[stage].exported(self._own))
-                for stage in self._own if self._programs[stage].shared_with}  # fmt: skip
+        within = {
+            stage: self._programs[stage].shared_sites(self._own, sink.exported(self._own))
+            for stage, sink in self._sinks.items()
+        }
         for stage, sink in self._sinks.items():
-            sink.finish([*found.values(), *(sites for mate, sites in mine.items() if mate != stage)])
+            sink.finish([*found.values(), *(sites for mate, sites in within.items() if mate != stage)])
             self._updates[stage].average()
 
     def norm(self, stage: int, microbatch: int, loss: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
