@@ -38,8 +38,8 @@ def build(name: str) -> torch.nn.Module:
 
 def _declare_operators() -> None:
     found = util.find_spec("torchvision")
-    if found is None or found.origin is None:
-        raise SystemExit("This needs torchvision: pip install --no-deps torchvision pillow")
+    if found is None or found.origin is None or util.find_spec("PIL") is None:
+        raise SystemExit("This needs torchvision and its images: pip install --no-deps torchvision pillow")
     if _LIBRARIES:
         return
     source = Path(found.origin).with_name("_meta_registrations.py").read_text(encoding="utf-8")

@@ -244,7 +244,8 @@ class _BySize(NamedTuple):
     """Of several sizes of micro-batches.
 
     Attributes:
-        alone: (forward, backward) seconds of the whole model with nothing in between, by size.
+        alone: (forward, backward) seconds of the whole model by size, one size after the other. Single operations run
+            in between at the smallest size only.
         small: the smallest size that can be run, and its rounds; None where all are larger.
         notes: what could not be measured, one sentence each.
     """
