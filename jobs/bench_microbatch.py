@@ -179,7 +179,7 @@ def main() -> int:
         if asked.handicap:
             seen = handicap_seen(case, steps, asked.handicap) and seen
     for name, sweeps in real.items():
-        chosen = next(case.chosen for case in cases if case.name == name)
+        chosen = next(case.real_chosen for case in cases if case.name == name)
         figures[f"real_chosen_vs_best_{name}"] = median(sweeps[chosen]) / min(map(median, sweeps.values()))
     figures["chosen_vs_best"] = max(figures[f"chosen_vs_best_{case.name}"] for case in cases)
     print("\n" + summary(cases, figures))

@@ -24,6 +24,7 @@ from torch.utils.data import TensorDataset
 import raypipe
 from raypipe.engine.capture import capture
 from raypipe.engine.profile import measure_stages
+from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate import Costs, makespan_s
@@ -92,7 +93,9 @@ class Case(NamedTuple):
     """One model cut into so many stages: what raypipe chose, and what its stages take.
 
     Attributes:
-        chosen, optimum, low, high, epsilon: as in the plan's prediction, for ``minibatch_size``.
+        chosen, optimum, low, high, epsilon: as in the plan's prediction, for ``minibatch_size`` and links that take no
+            time.
+        real_chosen: as in the plan that this machine's processes would run, whose links take what is assumed of them.
         half_chosen, half_optimum: of the plan for half of it, from the same profile.
         predicted_s: the plan's own curve, by number of micro-batches.
         starts: number of the first child of each stage but the first.
@@ -104,6 +107,7 @@ class Case(NamedTuple):
     num_stages: int
     minibatch_size: int
     chosen: int
+    real_chosen: int
     optimum: float
     low: float
     high: float
@@ -135,8 +139,10 @@ def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int) -> 
     built, data = model.make(), model.data(2 * minibatch_size)
     whole = _trainer(model, built, data, num_stages, minibatch_size)
     profiled = whole.profile()
-    plan = whole.plan(profiled=profiled)
-    half = _trainer(model, built, data, num_stages, minibatch_size // 2).plan(profiled=profiled)
+    # Emulated stages take many times the model's seconds, messages between them what they always take: next to nothing.
+    cluster = Cluster(tuple(Device(f"emulated{i}") for i in range(num_stages)), (Link(),))
+    plan = whole.plan(profiled=profiled, cluster=cluster)
+    half = _trainer(model, built, data, num_stages, minibatch_size // 2).plan(profiled=profiled, cluster=cluster)
     assert plan.prediction is not None
     assert half.prediction is not None
     found = plan.prediction
@@ -145,6 +151,7 @@ def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int) -> 
         num_stages=num_stages,
         minibatch_size=minibatch_size,
         chosen=plan.num_microbatches,
+        real_chosen=whole.plan(profiled=profiled).num_microbatches,
         optimum=found.optimum,
         low=found.low,
         high=found.high,

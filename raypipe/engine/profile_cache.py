@@ -35,7 +35,7 @@ from raypipe.ir.profile import Profile
 
 __all__ = ["cache_folder", "cached_profile", "load_profile", "profile_key", "save_profile"]
 
-MEASURING = 2
+MEASURING = 3
 """Number of the way in which seconds are measured: profiles of another one are not mixed with these."""
 
 

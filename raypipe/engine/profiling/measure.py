@@ -42,7 +42,7 @@ from raypipe.ir.profile import DOUBTFUL, Profile
 __all__ = ["Progress", "device_name", "larger_sizes", "powers_of_two", "profile_graph", "settle_allocator"]
 
 CHEAP_S = 0.25
-"""Seconds that all rounds of one larger size, or further rounds of the others, may take."""
+"""Seconds that all rounds of one larger size, one turn of the others, or further turns of those may take."""
 MOST_ROUNDS = 25
 
 LARGEST_TURN_BYTES = (32 << 20) - (64 << 10)
@@ -244,8 +244,8 @@ class _BySize(NamedTuple):
     """Of several sizes of micro-batches.
 
     Attributes:
-        alone: (forward, backward) seconds of the whole model by size, one size after the other. Single operations run
-            in between at the smallest size only.
+        alone: (forward, backward) seconds of the whole model by size, each behind a pass of the same size where that
+            is cheap.
         small: the smallest size that can be run, and its rounds; None where all are larger.
         notes: what could not be measured, one sentence each.
     """
@@ -260,10 +260,12 @@ def _by_size(
 ) -> _BySize:
     parts = {size: first_of(columns, size) for size in sorted(sizes)}
     found = _BySize({}, None, [])
+    warm_up_s = 0.0
     for size, part in list(parts.items()):
         try:
             rounds = [bench.round(part)] if found.small is None and size < max(sizes) else []
-            found.alone[size] = [bench.whole(part)]
+            warm_up_s += sum(bench.whole(part))
+            found.alone[size] = []
         except (RuntimeError, ValueError) as error:  # batch statistics of a single value, for one
             found.notes.append(f"Micro-batches of {size} could not be measured: {type(error).__name__}: {error}.")
             del parts[size]
@@ -278,13 +280,15 @@ def _by_size(
         for size, part in parts.items():
             if found.small is not None and size == found.small[0]:
                 found.small[1].append(bench.round(part))
+            if warm_up_s < CHEAP_S:  # what another size left in caches is not what training finds there
+                bench.whole(part)
             found.alone[size].append(bench.whole(part))
             if done < repeats:
                 advance()
         done += 1
-    # The first were to warm up.
-    small = None if found.small is None else (found.small[0], found.small[1][1:])
-    return _BySize({size: alone[1:] for size, alone in found.alone.items()}, small, found.notes)
+    if found.small is not None:
+        del found.small[1][0]  # it was to warm up
+    return found
 
 
 def _median_s(alone: Sequence[tuple[float, float]]) -> float:
