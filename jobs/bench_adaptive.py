@@ -45,6 +45,7 @@ A_FIXED: dict[str, dict[str, Any]] = {
     "zb-h1 1": {"schedule": "zb-h1", "slack": 1},
     "zb-h1 2": {"schedule": "zb-h1", "slack": 2},
     "zb-h1 3": {"schedule": "zb-h1", "slack": 3},
+    "zb-h1 5": {"schedule": "zb-h1", "slack": 5},
     "kfkb 2": {"schedule": "kfkb", "group_size": 2},
     "kfkb 4": {"schedule": "kfkb", "group_size": 4},
 }

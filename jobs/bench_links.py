@@ -37,7 +37,8 @@ from raypipe.ir.schedule import Schedule
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.text import to_csv
-from raypipe.planner.simulate import Costs, makespan_s
+from raypipe.planner.simulate import Costs
+from raypipe.planner.tune import step_of
 from tests.lab.flow import flow
 
 MESSAGE_BYTES = 4 * links_gpt.MICROBATCH_SIZE * links_gpt.CONTEXT * links_gpt.WIDTH
@@ -129,7 +130,7 @@ def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, parted: b
 
     Args:
         work: by operation, its seconds on every stage.
-        parted: zb-h1 with any slack too.
+        parted: zb-h1 with any slack too, whose steps overlap.
     """
     costs = Costs(
         forward_s=work["F"],
@@ -144,8 +145,8 @@ def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, parted: b
         candidates.append(make_schedule("slack", 2, MICROBATCHES, slack=(number,)))
         candidates.append(make_schedule("kfkb", 2, MICROBATCHES, group_size=number))
         if parted:
-            candidates.append(make_schedule("zb-h1", 2, MICROBATCHES, slack=(number,)))
-    return min(makespan_s(lower(candidate), costs) for candidate in candidates)
+            candidates.append(make_schedule("zb-h1", 2, MICROBATCHES, slack=(number,), overlap=True))
+    return min(step_of(lower(candidate), costs)[0] for candidate in candidates)
 
 
 def seconds_of(run: dict[str, Any], name: str, settings: Settings) -> list[float]:

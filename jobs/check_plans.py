@@ -34,6 +34,8 @@ from bench_common import machine, machine_line, table
 NETS = ("vgg16", "resnet50", "densenet121", "gpt2")
 STAGES = (2, 3)
 STEPS = 8
+UNITS = {"seconds": "busy_s", "bytes": "bytes"}
+WAYS = ("predicted", "measured")
 WARM = 2
 """Steps that are not counted: the first makes the optimizer's state."""
 LIMIT_S = 600.0
@@ -65,26 +67,36 @@ def compare(nets: list[str], stages: list[int], rounds: int) -> dict[str, Any]:
         for net in nets:
             for count in stages:
                 for what in ("seconds", "bytes") if number == 0 else ("seconds",):
-                    found[f"{net}_{count}"][what].append(run_one(what, net, count))
-                    print(f"round {number + 1}: {net}, {count} workers, {what}; {machine_line()}", flush=True)
-    rows = []
-    for key, runs in found.items():
-        for stage, promised in enumerate(runs["seconds"][0]["predicted"]):
-            same = [run for run in runs["seconds"] if run["cuts"] == runs["seconds"][0]["cuts"]]
-            ratios = [run["measured"][stage]["busy_s"] / run["predicted"][stage]["busy_s"] for run in runs["seconds"]]
-            measured_s = statistics.median(run["measured"][stage]["busy_s"] for run in same)
-            held = runs["bytes"][0]
-            rows.append(
-                [
-                    key, stage, runs["seconds"][0]["microbatches"], promised["busy_s"] * 1e3, measured_s * 1e3,
-                    statistics.median(ratios), held["predicted"][stage]["bytes"] / 1e6,
-                    held["measured"][stage]["bytes"] / 1e6,
-                    held["measured"][stage]["bytes"] / held["predicted"][stage]["bytes"],
-                ]
-            )  # fmt: skip
-    columns = ("net", "stage", "M x b", "ms plan", "ms", "ratio", "MB plan", "MB", "ratio ")
+                    run = run_one(what, net, count)
+                    found[f"{net}_{count}"][what].append(run)
+                    ratios = " ".join(f"{ratio:.3f}" for ratio in kept_of(run, UNITS[what]))
+                    print(f"round {number + 1}: {net}, {count} workers, {what} {ratios}; {machine_line()}", flush=True)
+    rows = [row for key, runs in found.items() for row in rows_of(key, runs["seconds"], runs["bytes"][0])]
+    columns = ("net", "stage", "M x b", "runs", "ms plan", "ms", "ratio", "MB plan", "MB", "ratio ")
     print(table("a step of every stage: processor seconds and peak bytes, promised and measured", columns, rows))
     return {"runs": found, "rows": rows}
+
+
+def kept_of(run: dict[str, Any], unit: str) -> list[float]:
+    """By stage, what was measured over what was promised."""
+    pairs = zip(run["measured"], run["predicted"], strict=True)
+    return [measured[unit] / promised[unit] for measured, promised in pairs]
+
+
+def rows_of(key: str, runs: list[dict[str, Any]], held: dict[str, Any]) -> list[list[Any]]:
+    """By stage; every run has a profile of its own, and so perhaps other stages: the usual number of them counts."""
+    usual = statistics.mode(len(run["predicted"]) for run in runs)
+    same = [run for run in runs if len(run["predicted"]) == usual]
+    rows: list[list[Any]] = []
+    for stage in range(usual):
+        planned_s, measured_s = (statistics.median(run[w][stage]["busy_s"] for run in same) for w in WAYS)
+        ratio = statistics.median(kept_of(run, "busy_s")[stage] for run in same)
+        row = [key, stage, same[0]["microbatches"], len(same), planned_s * 1e3, measured_s * 1e3, ratio]
+        if stage < len(held["predicted"]):
+            nbytes = [held[way][stage]["bytes"] for way in WAYS]
+            row += [*(count / 1e6 for count in nbytes), nbytes[1] / nbytes[0]]
+        rows.append(row + [""] * (10 - len(row)))
+    return rows
 
 
 def main() -> None:

@@ -159,9 +159,9 @@ class PipelineConfig:
         schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for, kFkB or,
             where the halves of the backwards that the run measures say so, "zb-h1", turned by the controller while the
             run trains. "zb-h1" parts backwards and puts off what only the weights need: shorter steps for more
-            memory behind the first stage. "interleaved" and "zb-v" (which parts backwards too) give every worker
-            several stages, so that the pipeline fills in smaller pieces: shorter steps for more messages. The
-            controller leaves them as they are.
+            memory behind the first stage; where max_grad_norm is None and no parameter is tied, its steps overlap.
+            "interleaved" and "zb-v" (which parts backwards too) give every worker several stages, so that the
+            pipeline fills in smaller pieces: shorter steps for more messages. The controller leaves them as they are.
         group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
             controller turns it.
         slack: r of slack: forwards that each stage starts earlier than the next, 1 being 1F1B; a list gives one
@@ -183,7 +183,8 @@ class PipelineConfig:
             refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: run forwards again instead of keeping activations; a list gives one word per stage.
         precision: of the computation.
-        max_grad_norm: clips the gradient norm of the whole model; None leaves it. Where updates come more often
+        max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before every
+            step; None leaves it. Where updates come more often
             than once per num_stages micro-batches, each stage clips its own to this times the root of its
             share of the parameters.
         retune_interval_steps, link_drift_threshold, min_gain: patience of the controller, which turns k, the slack

@@ -163,6 +163,7 @@ def prepare(
     if profiled is None:
         partition = make_partition(captured.graph, request)
         programs = captured.programs(partition.cuts)
+        request = dataclasses.replace(request, ties=_ties(programs))
         plan = make_plan(request, partition, programs[0].first_trainable, _notes(captured, programs))
         rooms = unknown_rooms(len(programs))
     else:
@@ -173,8 +174,10 @@ def prepare(
             least_microbatch=_least_microbatch(profiled),
         )
         decision = decide(request, profiled, cluster)
-        request, partition = decision.request, decision.partition
+        partition = decision.partition
         programs = captured.programs(partition.cuts, partition.order)
+        request = dataclasses.replace(decision.request, ties=_ties(programs))
+        decision = dataclasses.replace(decision, request=request)
         plan = plan_of(decision, programs[0].first_trainable, [*_notes(captured, programs), *profiled.notes])
         rooms = _rooms(decision)
         if pipeline.retune_microbatches:
@@ -289,6 +292,10 @@ def _aliases(model: torch.nn.Module) -> dict[str, str]:
         if canonical != name and name in wanted:
             found[name] = canonical
     return found
+
+
+def _ties(programs: tuple[StageProgram, ...]) -> bool:
+    return any(program.shared_with for program in programs)
 
 
 def _notes(captured: Capture, programs: tuple[StageProgram, ...]) -> list[str]:

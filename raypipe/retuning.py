@@ -43,6 +43,7 @@ def retune_setup(pipeline: PipelineConfig, job: Job) -> Setup | None:
         forward,
         backward,
         job.microbatch_seconds,
+        overlap=job.request.overlaps,
         **{name: value for name, value in given.items() if value != "auto"},  # type: ignore[arg-type]
     )
 

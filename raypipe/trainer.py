@@ -132,10 +132,9 @@ class PipelineTrainer:
             seconds = measure_stages(job.programs, job.tensors, job.example)
             step_s = measure_steps(job.programs, job.tensors, job.make_optimizer)
             costs = Costs(forward_s=seconds.forward_s, backward_s=seconds.backward_s, step_s=step_s)
-            self._predicted = simulate(job.schedule(job.plan.num_microbatches), costs)
-            self._predicted_step_s = self._predicted.makespan_s
-            if job.flow is not None:
-                self._predicted_step_s, _ = step_of(lower(job.plan.schedule), costs)
+            step = job.schedule(job.plan.num_microbatches)
+            self._predicted = simulate(step, costs)
+            self._predicted_step_s, _ = step_of(step if job.flow is None else lower(job.plan.schedule), costs)
         return self._predicted
 
     def fit(
@@ -239,6 +238,7 @@ class PipelineTrainer:
         plan = job.plan
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
+        predicted = self.simulate()
         return RunSpec(
             name=name,
             place=self._place(name),
@@ -250,8 +250,9 @@ class PipelineTrainer:
             microbatch_size=plan.microbatch_size,
             num_steps=num_steps,
             seed=job.settings.seed,
-            predicted=self.simulate(),
-            predicted_step_s=self._predicted_step_s,
+            predicted=predicted,
+            # In threads of one process no step begins before the last one's end.
+            predicted_step_s=predicted.makespan_s if local and job.flow is None else self._predicted_step_s,
             aliases=job.aliases,
             sums_losses=job.settings.loss_reduction == "sum",
             flow=job.flow,

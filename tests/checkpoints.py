@@ -15,10 +15,12 @@ import torch
 from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, make_manifest, take_snapshot, write_snapshot
 from raypipe.engine.data import open_data
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.norms import norm_of
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
 from raypipe.engine.storage import Place
 from raypipe.ir.order import Order
+from raypipe.ir.report import merge_reports
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import Position, train_segments
@@ -68,8 +70,9 @@ class Training:
 
         for segment, after in train_segments(self.shape.samples, minibatch, size, step, self.at):
             for reports in self.fleet.run(iter([Order(segment)]), rows):
-                self.losses.append(reports[-1][0].loss)
-                self.norms.append(reports[0][0].grad_norm)
+                record = merge_reports([of_stage[0] for of_stage in reports], None, norm_of)
+                self.losses.append(record.loss)
+                self.norms.append(record.grad_norm)
             self.at = after
 
     def save(self, run: Place) -> Manifest:

@@ -15,11 +15,12 @@ from raypipe import PipelineConfig
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.data import open_data
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.norms import norm_of
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.ir.order import Order
-from raypipe.ir.report import StepReport
+from raypipe.ir.report import StepReport, merge_reports
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.schedule.lower import lower
@@ -151,7 +152,8 @@ def request_of(config: PipelineConfig, num_samples: int) -> Request:
     """What the trainer would ask of the planner."""
     group = None if config.group_size == "auto" else config.group_size
     sizes = (config.minibatch_size, config.num_microbatches)
-    return Request(config.num_stages, None, (), *sizes, num_samples, config.schedule, group)  # type: ignore[arg-type]
+    clips = config.max_grad_norm is not None
+    return Request(config.num_stages, None, (), *sizes, num_samples, config.schedule, group, clips=clips)  # type: ignore[arg-type]
 
 
 def train(
@@ -213,7 +215,8 @@ def train_stages(
         buffers = {name: buffer for state in reversed(states) for name, buffer in state.buffers.items()}
     finally:
         fleet.stop()
-    losses, norms = [r[-1].loss for r in reports], [r[0].grad_norm for r in reports]
+    records = [merge_reports(r, None, norm_of) for r in reports]
+    losses, norms = [r.loss for r in records], [r.grad_norm for r in records]
     return Run(losses, norms, recorder.steps, parameters, buffers, reports)  # type: ignore[arg-type]
 
 

@@ -58,6 +58,30 @@ class Nap(nn.Module):
         return x
 
 
+class LateWeights(nn.Module):
+    """The gradient of its one weight takes ``seconds``, that of its input next to nothing."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.scale = seconds, nn.Parameter(torch.ones(1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale: torch.Tensor = _Late.apply(self.scale, self.seconds)
+        return (x.reshape(-1, 1) @ scale).view_as(x)
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
 def chain(num_stages: int, stage: int, block: nn.Module) -> nn.Sequential:
     """Two children per stage, a Linear first; the second of ``stage`` is the block, of the others a Tanh."""
     children: list[nn.Module] = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -25,7 +26,7 @@ from raypipe.engine.state import Settings, StageState
 from raypipe.engine.team import Team
 from raypipe.engine.update import Update
 from raypipe.errors import LinkError, RaypipeError, StageError
-from raypipe.ir.report import StepReport
+from raypipe.ir.report import Norms, StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
 from raypipe.ir.segment import Segment
 from raypipe.ir.timeline import Span
@@ -69,6 +70,7 @@ class Executor:
         self._reduction = Reduction(programs, team, sinks, self._updates, self._send, self._recv)
         self.use_codecs(((), ()))
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+        self._norms: Norms | None = None
         self._alone = False
 
     @property
@@ -104,13 +106,21 @@ class Executor:
                 channel.use(ahead, back)
 
     def run(
-        self, segment: Segment, row: Row, *, training: bool = True, keep_spans: bool = False, measure: bool = False
+        self,
+        segment: Segment,
+        row: Row,
+        *,
+        training: bool = True,
+        alone: bool = False,
+        keep_spans: bool = False,
+        measure: bool = False,
     ) -> list[list[StepReport]]:
         """Carry out one segment; returns by stage one report per mini-batch.
 
         Args:
             row: this worker's actions with micro-batches counted from 0 within the segment.
             training: False runs the evaluation function without gradients.
+            alone: every stage takes its own norm and waits for nobody's (``Wiring.norm_per_stage``).
             measure: report how long actions and messages took.
 
         Raises:
@@ -120,7 +130,9 @@ class Executor:
         # The number of intra-op threads belongs to the calling thread, and sums over several round differently.
         torch.set_num_threads(1)
         self._segment = segment
-        self._alone = self.settings.weights.norm_per_stage and segment.update_interval is not None
+        synchronous = segment.update_interval is None
+        assert not (alone and synchronous and self.settings.max_grad_norm is not None), "clipping needs the whole norm"
+        self._alone = alone
         for work in self.works.values():
             work.begin_segment(segment, training=training)
         per_minibatch = len(segment.microbatch_samples)
@@ -149,7 +161,7 @@ class Executor:
         works = self.works
         for work in works.values():
             work.begin_minibatch(minibatch, measure=measure)
-        self._totals = None
+        self._totals = self._norms = None
         clock = time.monotonic
         times = [start_s := clock()]
         done = []
@@ -170,12 +182,13 @@ class Executor:
         for stage, work in works.items():
             norm, loss = self._totals if self._totals is not None else (None, work.loss())
             own = spans if len(works) == 1 else [span for span in spans if span.action.stage == stage]
-            found.append(
-                work.report(
-                    step, start_s, times[-1], loss, norm, own,
-                    alone=self._alone, keep_spans=keep_spans, measure=measure,
-                )
+            report = work.report(
+                step, start_s, times[-1], loss, norm, own,
+                alone=self._alone, keep_spans=keep_spans, measure=measure,
             )  # fmt: skip
+            # Asynchronous stages' norms are of different weights: nobody makes one of them.
+            together = self._alone and segment.update_interval is None
+            found.append(replace(report, norms=self._norms) if together else report)
         return found
 
     _action: Action | None = None
@@ -187,9 +200,11 @@ class Executor:
             case Op.REDUCE_GRAD:
                 self._reduction.reduce_grad(stage, microbatch)
             case Op.REDUCE_NORM:
-                loss = next((found for work in self.works.values() if (found := work.loss()) is not None), None)
+                loss = next((known for work in self.works.values() if (known := work.loss()) is not None), None)
                 if self._alone:
-                    self._totals = self._updates[stage].own_norm(), loss
+                    own = self._updates[stage].own_norm()
+                    norm, self._norms = (None, None) if own is None else own
+                    self._totals = norm, loss
                 else:
                     self._totals = self._reduction.norm(stage, microbatch, loss)
             case Op.STEP:

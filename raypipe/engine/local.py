@@ -167,6 +167,7 @@ class LocalFleet:
                     order.segment,
                     row,
                     training=order.training,
+                    alone=schedule.wiring.norm_per_stage,
                     keep_spans=order.keep_spans,
                     measure=order.measure,
                 )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from raypipe.engine.gradients import Accumulators, GradientSink
+from raypipe.engine.norms import total_norm
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.team import Team
 from raypipe.engine.update import Update
@@ -111,7 +112,7 @@ class Reduction:
             self._send(me - 1, action, [where, norms, loss])
             total, loss = self._receive(me - 1, Action(team.first_stage(me - 1), Op.REDUCE_NORM, microbatch))
         else:
-            total = torch.linalg.vector_norm(norms[torch.argsort(where)])
+            total = total_norm(where, norms)
         if me + 1 < team.num_workers:
             self._send(me + 1, action, [total, loss])
         assert total is not None

@@ -1,6 +1,6 @@
 """The update of one stage: whether there is room for it, its norms, and the optimizer's step.
 
-Asynchronous schedules may let every stage take its own norm: it then waits for nobody. Where the ring of weight
+Schedules may let every stage take its own norm: it then waits for nobody. Where the ring of weight
 versions has no room for another one, nothing is done and the gradients join those of the next update.
 """
 
@@ -11,10 +11,12 @@ import math
 import torch
 
 from raypipe.engine.gradients import GradientSink
+from raypipe.engine.norms import norms_told, total_norm
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
+from raypipe.ir.report import Norms
 
 __all__ = ["Update"]
 
@@ -51,12 +53,12 @@ class Update:
             self._scale(1.0 / (1 + self._put_off))
             self._put_off = 0
 
-    def own_norm(self) -> torch.Tensor | None:
-        """Gradient norm of this stage alone; None where the update is put off."""
+    def own_norm(self) -> tuple[torch.Tensor, Norms] | None:
+        """Gradient norm of this stage alone, and of its parameters; None where the update is put off."""
         if self._waits:
             return None
         where, norms = self.own_norms()
-        return torch.linalg.vector_norm(norms[torch.argsort(where)])
+        return total_norm(where, norms), norms_told(where, norms)
 
     def own_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions in named_parameters() and norms of the gradients that this stage is the first to hold."""
@@ -116,5 +118,5 @@ def _not_finite(step: int, stage: int, total: torch.Tensor, loss: torch.Tensor |
     known = "" if loss is None else f"the loss is {float(loss):g} and "
     return (
         f"Step {step}: {known}the gradient norm of stage {stage} is {float(total):g}, so it refused the update. Other "
-        f"stages may have gone on, as an asynchronous schedule does; the newest checkpoint is whole. {advice}"
+        f"stages may have gone on, for this schedule waits for no norm; the newest checkpoint is whole. {advice}"
     )

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypipe.ir.links import MessageTimes, StageSample
 from raypipe.ir.timeline import Span
 
-__all__ = ["StepRecord", "StepReport", "merge_reports"]
+__all__ = ["Norms", "StepRecord", "StepReport", "merge_reports"]
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """Gradient norms of a stage's parameters.
+
+    Attributes:
+        places: of the parameters among all of the model's, in the user's order.
+        norms: one each.
+        dtype: that they were computed in, by its name in torch.
+    """
+
+    places: tuple[int, ...]
+    norms: tuple[float, ...]
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +36,10 @@ class StepReport:
         step: optimizer step, counted from 0 over the run; for evaluation, the batch.
         samples: in the mini-batch.
         loss: of the mini-batch, after loss_reduction; the same on every stage (None on all but the last
-            in evaluation).
+            in evaluation and where stages take norms alone).
         grad_norm: over the whole model, before clipping; None in evaluation and where stages take norms alone.
         stage_grad_norm: over this stage, where they do.
+        norms: of its parameters, where stages take norms alone in a synchronous step: together they make grad_norm.
         start_s, end_s: on the host's monotonic clock.
         busy_s: in F, B, I and W.
         wait_s: waiting for messages.
@@ -54,6 +70,7 @@ class StepReport:
     sample: StageSample | None = None
     messages: tuple[MessageTimes, ...] = ()
     worker: int | None = None
+    norms: Norms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +80,7 @@ class StepRecord:
     Attributes:
         step, samples, loss, grad_norm: as in StepReport.
         seconds: from the end of the step before to the end of this one.
-        bubble_fraction: share of worker time without computation.
+        bubble_fraction: share of worker time without computation; where steps overlap, right in the mean over some.
         link_bytes_per_s: bytes over all links and both directions, per second.
         peak_in_flight: largest of any stage.
         schedule: that it ran with, in words.
@@ -84,17 +101,25 @@ class StepRecord:
         return self.samples / self.seconds if self.seconds else 0.0
 
 
-def merge_reports(reports: Sequence[StepReport], previous_end_s: float | None) -> StepRecord:
+def merge_reports(
+    reports: Sequence[StepReport],
+    previous_end_s: float | None,
+    total: Callable[[Sequence[Norms]], float] | None = None,
+) -> StepRecord:
     """One record from the reports of all stages on one step.
 
     Args:
         previous_end_s: when the step before ended; None for the first step of a run.
+        total: what torch makes of all parameters' norms.
     """
     begin_s = min(r.start_s for r in reports) if previous_end_s is None else previous_end_s
     seconds = max(max(r.end_s for r in reports) - begin_s, 1e-9)
     workers = {r.stage if r.worker is None else r.worker for r in reports}
     loss = next((r.loss for r in reversed(reports) if r.loss is not None), math.nan)
     norm = next((r.grad_norm for r in reports if r.grad_norm is not None), None)
+    parts = [r.norms for r in reports if r.norms is not None]
+    if parts and total is not None:
+        norm = total(parts)
     if norm is None:
         norms = [r.stage_grad_norm for r in reports if r.stage_grad_norm is not None]
         norm = math.hypot(*norms) if norms else math.nan

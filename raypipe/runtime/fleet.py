@@ -220,7 +220,7 @@ class Fleet:
         if key not in self._rows:
             schedule = schedules(key)
             for worker, actor in enumerate(self.actors):
-                actor.set_row.remote(key, schedule.row(worker))
+                actor.set_row.remote(key, schedule.row(worker), schedule.wiring.norm_per_stage)
             self._rows.add(key)
         for actor in self.actors:
             actor.submit.remote(run, order)
@@ -247,7 +247,7 @@ class Fleet:
         """Release everybody, take the reports of finished steps, and find the failure that explains the others.
 
         A failed stage leaves its links in good order and its neighbours follow, so that all of them end after the
-        same step; only who has not ended by then is aborted.
+        same step, or one later where steps overlap; only who has not ended by then is aborted.
         """
         ray.wait(list(flight.works), num_returns=len(flight.works), timeout=LEAVE_S)
         aborts = [actor.abort.remote(self.generation, "another stage failed") for actor in self.actors]

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from raypipe.engine.checkpoint import MANIFEST, Manifest, check_position, find_checkpoint, make_manifest
+from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import CheckpointError
 from raypipe.ir.order import Order
@@ -217,7 +218,7 @@ class _Loop:
         for reports in news:
             segment, after, setting, counts = self._ordered.pop(self.at.step)
             for of_step in zip(*reports, strict=True):
-                record = merge_reports(of_step, self._end_s)
+                record = merge_reports(of_step, self._end_s, norm_of)
                 if setting.choice is not None:
                     record = replace(record, schedule=setting.name)
                 self._end_s = max(r.end_s for r in of_step)
@@ -341,7 +342,8 @@ class _Loop:
     def _schedule(self, key: RowsKey) -> Schedule:
         if key not in self._schedules:
             num_stages = next(iter(self.spec.schedules.values())).num_stages
-            self._schedules[key] = rows_of(key, num_stages, self.spec.first_trainable)
+            overlap = self.spec.retune is not None and self.spec.retune.overlap
+            self._schedules[key] = rows_of(key, num_stages, self.spec.first_trainable, overlap=overlap)
         return self._schedules[key]
 
     def _metrics(self, eval_loss: float | None) -> dict[str, float]:

@@ -136,8 +136,11 @@ class Retuner:
         return Setting(choice, setup.name(choice), count, variant, (forward, backward))
 
 
-def rows_of(key: RowsKey, num_stages: int, first_trainable: int) -> Schedule:
+def rows_of(key: RowsKey, num_stages: int, first_trainable: int, *, overlap: bool) -> Schedule:
     """Lowered and checked rows of a variant.
+
+    Args:
+        overlap: see Setup.
 
     Raises:
         ScheduleError: it cannot work.
@@ -145,7 +148,7 @@ def rows_of(key: RowsKey, num_stages: int, first_trainable: int) -> Schedule:
     variant = key.variant
     assert variant is not None, "rows without a variant are the plan's"
     choice = Choice(variant.kind, key.num_microbatches, variant.group_size, variant.slack)
-    return lowered_and_checked(schedule_of(choice, num_stages, first_trainable))
+    return lowered_and_checked(schedule_of(choice, num_stages, first_trainable, overlap=overlap))
 
 
 def step_done(seconds: float, setting: Setting, reports: Sequence[StepReport], *, counts: bool) -> StepDone:

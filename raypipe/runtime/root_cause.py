@@ -16,13 +16,17 @@ __all__ = ["root_cause"]
 def root_cause(works: Mapping[Any, int], names: Sequence[str], segments: int) -> RaypipeError:
     """The failure nearest to the root: the user's error, then a death, a broken link, an abort, a stage that hangs.
 
+    Of several as near, that of the last worker: a loss that is not finite makes every stage's gradients so, and it
+    knows the loss.
+
     Args:
         works: reference to each worker's long call -> worker; all have ended, or have had the time to.
         names: of the workers, for people.
         segments: that every stage has carried out, for the message.
     """
     gone = (5, StageError("A stage died after its last segment, before its reports were fetched."))
-    found = (_failure(ref, names[worker], segments) for ref, worker in works.items())
+    from_last = sorted(works.items(), key=lambda item: -item[1])
+    found = (_failure(ref, names[worker], segments) for ref, worker in from_last)
     return min(filter(None, found), key=lambda item: item[0], default=gone)[1]
 
 

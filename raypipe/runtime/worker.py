@@ -101,7 +101,7 @@ class _StageActor(LinkedActor):
         self._states: list[StageState] = []
         self._held: list[tuple[str, ...]] = []  # names of the tensors of each
         self._executor: Executor | None = None
-        self._rows: dict[RowsKey, Row] = {}
+        self._rows: dict[RowsKey, tuple[Row, bool]] = {}
         self._spans: tuple[Span, ...] = ()
         self._inflow = OrderGate()
         self._writers: list[ShardWriter] = []
@@ -173,9 +173,9 @@ class _StageActor(LinkedActor):
         gc.freeze()
 
     @ray.method(concurrency_group="orders")
-    def set_row(self, key: RowsKey, row: Row) -> None:
-        """Learn a row of actions; segments refer to it by key."""
-        self._rows[key] = row
+    def set_row(self, key: RowsKey, row: Row, alone: bool) -> None:
+        """Learn a row of actions, and whether norms are taken alone there; segments refer to it by key."""
+        self._rows[key] = row, alone
 
     @ray.method(concurrency_group="orders")
     def submit(self, run: int, order: Order | None) -> None:
@@ -206,13 +206,14 @@ class _StageActor(LinkedActor):
             self._run, self._done = run, []
         try:
             while (order := self._inflow.next(run)) is not None:
-                row = self._rows[order.rows]
+                row, alone = self._rows[order.rows]
                 if order.training:
                     executor.use_codecs(order.codecs)
                 reports = executor.run(
                     order.segment,
                     row,
                     training=order.training,
+                    alone=alone,
                     keep_spans=order.keep_spans,
                     measure=order.measure,
                 )

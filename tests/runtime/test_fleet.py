@@ -24,12 +24,13 @@ import raypipe.runtime.places
 from raypipe.engine.capture import capture
 from raypipe.engine.checkpoint import checkpoint_name, commit, load_state_dict, make_manifest
 from raypipe.engine.data import open_data
+from raypipe.engine.norms import norm_of
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.engine.storage import Place
 from raypipe.errors import LinkError, PlanError, StageError
 from raypipe.ir.order import Order
-from raypipe.ir.report import StepReport
+from raypipe.ir.report import StepReport, merge_reports
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
@@ -52,7 +53,7 @@ from tests.exactness import (
     same_bits,
     train,
 )
-from tests.mishaps import Fuse, Nap, chain
+from tests.mishaps import Fuse, LateWeights, Nap, chain
 from tests.models import CASES, case
 from tests.processes import alive
 
@@ -66,6 +67,7 @@ ORDERS = ("gpipe", "1f1b", "kfkb2", "kfkb3", "kfkb4", "slack")
 SIZES = ("even", "ragged-epoch")
 NOWHERE = Place.of("/nowhere")
 MANNER: dict[str, Any] = {"max_grad_norm": 0.5}
+"""Of all schedules but zb-h1, whose steps overlap where nothing is clipped."""
 PAIRWISE = [
     (model, 1 + (m + o) % 4, order, SIZES[(m // 2 + o // 2 + o // 4) % 2])
     for (m, model), (o, order) in itertools.product(enumerate(MODELS), enumerate(ORDERS))
@@ -138,10 +140,10 @@ def saved_state(fleet: Fleet, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def steps(
-    fleet: Fleet, stages: Sequence[StageProgram], shape: Shape, schedule: str, count: int = STEPS
+    fleet: Fleet, stages: Sequence[StageProgram], shape: Shape, schedule: str, count: int = STEPS, **more: Any
 ) -> Iterator[list[StepReport]]:
     """Train; yields the reports of all stages on each step."""
-    request = request_of(config_of(shape, len(stages), schedule), shape.samples)
+    request = request_of(config_of(shape, len(stages), schedule, **more), shape.samples)
     minibatch, size, _ = microbatches(request, len(stages))
 
     @cache
@@ -157,23 +159,25 @@ def steps(
 def test_the_same_bits(fleet: Fleet, tmp_path: Path, name: str, stages: int, schedule: str, shape: str) -> None:
     found, made, cut = case(name), captured(name)[1], programs(name, stages)
     recorder = FileRecorder(str(tmp_path))
-    settings = Settings(0, "mean", MANNER["max_grad_norm"], LINK_S)
+    manner = {} if schedule == "zb-h1" else MANNER
+    settings = Settings(0, "mean", manner.get("max_grad_norm"), LINK_S)
     tensors = {**made.parameters, **made.buffers}
     data = found.data(SHAPES[shape].samples)
     configure(fleet, cut, tensors, recorder, data, settings, place=Place.of(tmp_path))
-    reports = list(steps(fleet, cut, SHAPES[shape], schedule))
+    told = steps(fleet, cut, SHAPES[shape], schedule, **manner)
+    records = [merge_reports(of_stages, None, norm_of) for of_stages in told]
     state = saved_state(fleet, tmp_path)
     run = Run(
-        [of_stages[-1].loss for of_stages in reports],  # type: ignore[misc]
-        [of_stages[0].grad_norm for of_stages in reports],  # type: ignore[misc]
+        [record.loss for record in records],
+        [record.grad_norm for record in records],
         recorder.steps(),
         {n: state[n] for n in made.parameters},
         {n: state[n] for n in made.buffers},
     )
     if found.tied:
-        assert differences(run, train(name, 1, SHAPES[shape], "1f1b", "adamw", **MANNER)) == []
+        assert differences(run, train(name, 1, SHAPES[shape], "1f1b", "adamw", **manner)) == []
     else:
-        assert differences(run, expected(name, SHAPES[shape], "adamw", **MANNER)) == []
+        assert differences(run, expected(name, SHAPES[shape], "adamw", **manner)) == []
 
 
 @pytest.mark.parametrize(
@@ -270,6 +274,21 @@ def test_a_stage_that_raises(fleet: Fleet, phase: str, num_stages: int, stage: i
     assert 'raise ValueError("the user\'s own mistake")' in message
     assert "mishaps.py" in message
     assert all(map(alive, pids(fleet)))
+
+
+def test_steps_overlap_where_nothing_is_clipped(fleet: Fleet) -> None:
+    """Stage 1 still makes gradients of its weights, for a tenth of a second, when stage 0 begins the next step."""
+    stages, tensors = faulty(2, 1, LateWeights(0.05))
+    data = CASES["mlp"].data(SHAPES["even"].samples)
+    began_early = {}
+    for limit in (None, 10.0):
+        configure(fleet, stages, tensors, sgd, data, Settings(0, "mean", limit, LINK_S))
+        reports = list(steps(fleet, stages, SHAPES["even"], "zb-h1", max_grad_norm=limit))
+        early = [then[1].end_s - now[0].start_s for then, now in itertools.pairwise(reports)]
+        began_early[limit] = min(early) if limit is None else max(early)
+        assert all((report.norms is None) == (limit is not None) for of_stages in reports for report in of_stages)
+    assert began_early[None] > 0.05
+    assert began_early[10.0] < 0.05
 
 
 def test_the_fleet_goes_on_after_a_failure(fleet: Fleet) -> None:

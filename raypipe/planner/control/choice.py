@@ -102,8 +102,11 @@ class Choice:
         return cls(**values)
 
 
-def schedule_of(choice: Choice, num_stages: int, first_trainable: int = 0) -> Schedule:
+def schedule_of(choice: Choice, num_stages: int, first_trainable: int = 0, *, overlap: bool = False) -> Schedule:
     """The compute actions of one step.
+
+    Args:
+        overlap: steps with parted backwards may overlap.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -115,4 +118,5 @@ def schedule_of(choice: Choice, num_stages: int, first_trainable: int = 0) -> Sc
         group_size=choice.group_size if choice.kind == "kfkb" else None,
         slack=choice.slack if choice.kind in ("slack", "zb-h1") else None,
         first_trainable=first_trainable,
+        overlap=overlap,
     )

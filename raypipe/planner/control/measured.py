@@ -79,14 +79,20 @@ class Measured:
 
 
 def predicted_s(
-    measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool], Codec], first_trainable: int = 0
+    measured: Measured,
+    choice: Choice,
+    codecs: Mapping[tuple[str, bool], Codec],
+    first_trainable: int = 0,
+    *,
+    overlap: bool = False,
 ) -> float:
     """Seconds of a step under ``choice``.
 
     Args:
         codecs: by name and whether forward; "none" need not be there.
+        overlap: steps with parted backwards may overlap.
     """
-    program = compiled(choice, measured.num_stages, first_trainable)
+    program = compiled(choice, measured.num_stages, first_trainable, overlap=overlap)
     wires = []
     for place, link in enumerate(measured.links):
         forward = place % 2 == 0

@@ -6,7 +6,8 @@ measured ones and the same for every candidate: what differs between two results
     compiled once:   RECV_F -> wait for a message    F -> add seconds    SEND_F -> hand a message to a wire
     replayed often:  one pass over these, in an order that respects every wait
 
-With equal messages the result is ``makespan_s``'s to the bit (tests/planner/test_control_replay.py).
+With equal messages the result is ``makespan_s``'s to the bit (tests/planner/test_control_replay.py). Steps that overlap
+are replayed one behind the other, and what counts is how much longer each of them makes the run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from raypipe.planner.schedule.lower import lower
 __all__ = ["Compiled", "Wire", "compiled", "step_s"]
 
 WORK, WAIT, SEND = range(3)
+FILLING = 2
+"""Steps that overlap, before those that count: with an empty pipeline the first begins earlier than any other."""
 # Kind of instruction, then work less 4 times the stage or wire less twice the stage: wire 2 h is hop h forward, 2 h + 1
 # backward.
 _PLACES = {
@@ -61,26 +64,34 @@ class Compiled:
         blocks: (worker, instructions); an instruction is (WORK, work, _), (WAIT, message, _) or (SEND, wire, message).
             Work 4 s + (0, 1, 2 or 3) is F, B, I or W of stage s; wire 2 h + (0 or 1) is hop h forward or backward;
             message wire * M + m is micro-batch m on it.
+        overlaps: a stage begins its next step while others have not ended theirs.
     """
 
     num_stages: int
     num_microbatches: int
     blocks: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...]
+    overlaps: bool = False
 
 
-def compiled(choice: Choice, num_stages: int, first_trainable: int = 0) -> Compiled:
+def compiled(choice: Choice, num_stages: int, first_trainable: int = 0, *, overlap: bool = False) -> Compiled:
     """The choice, lowered and put in order; the last few hundred are remembered.
+
+    Args:
+        overlap: steps with parted backwards may overlap.
 
     Raises:
         ScheduleError: the choice describes no pipeline.
     """
-    return _compiled(choice.order, num_stages, first_trainable)
+    return _compiled(choice.order, num_stages, first_trainable, overlap)
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(order: tuple[str, int, int, tuple[int, ...]], num_stages: int, first_trainable: int) -> Compiled:
+def _compiled(
+    order: tuple[str, int, int, tuple[int, ...]], num_stages: int, first_trainable: int, overlap: bool
+) -> Compiled:
     kind, count, group_size, slack = order
-    program = build(lower(schedule_of(Choice(kind, count, group_size, slack), num_stages, first_trainable)))
+    schedule = schedule_of(Choice(kind, count, group_size, slack), num_stages, first_trainable, overlap=overlap)
+    program = build(lower(schedule))
     stage, m, op = program.stage.astype(np.int64), program.microbatch, program.op
     # By operation: what it is, and wire or work; messages of wire w are numbered from w * M.
     places = [(4 if kind == WORK else 2) * stage + shift for kind, shift in _PLACES.values()]
@@ -89,11 +100,13 @@ def _compiled(order: tuple[str, int, int, tuple[int, ...]], num_stages: int, fir
     message = place * count + m
     first = np.where(what == WAIT, message, place)
     lines = list(zip(what.tolist(), first.tolist(), message.tolist(), strict=True))
-    # What has no place is REDUCE_GRAD, REDUCE_NORM and STEP: everybody waits for everybody, then steps.
+    # What has no place is REDUCE_GRAD, REDUCE_NORM and STEP: everybody waits for everybody, unless steps overlap, then
+    # steps.
     blocks = (
         (worker, tuple(line for line in lines[start:stop] if line[0] >= 0)) for worker, start, stop in program.blocks()
     )
-    return Compiled(num_stages, count, tuple((worker, block) for worker, block in blocks if block))
+    filled = tuple((worker, block) for worker, block in blocks if block)
+    return Compiled(num_stages, count, filled, schedule.wiring.norm_per_stage)
 
 
 def step_s(
@@ -115,13 +128,38 @@ def step_s(
     """
     by_stage = zip(forward_s, backward_s, halves_s or [(s / 2, s / 2) for s in backward_s], strict=True)
     work = [s for f, b, halves in by_stage for s in (f, b, *halves)]
+    if program.overlaps:
+        return _overlapping_s(program, work, wires, optimizer_s, replays)
     total_s = 0.0
     for replay in range(replays):
-        total_s += _once(program, work, wires, replay)
+        clock, free = [0.0] * program.num_stages, [0.0] * len(wires)
+        _replay(program, work, wires, replay, clock, free)
+        total_s += max(clock)
     return total_s / replays + max(optimizer_s, default=0.0)
 
 
-def _once(program: Compiled, work: list[float], wires: Sequence[Wire], replay: int) -> float:
+def _overlapping_s(
+    program: Compiled, work: list[float], wires: Sequence[Wire], optimizer_s: Sequence[float], replays: int
+) -> float:
+    clock, free = [0.0] * program.num_stages, [0.0] * len(wires)
+    begin_s = 0.0
+    for replay in range(-FILLING, replays):
+        if replay == 0:
+            begin_s = max(clock)
+        _replay(program, work, wires, replay, clock, free)
+        for worker, seconds in enumerate(optimizer_s):
+            clock[worker] += seconds
+    return (max(clock) - begin_s) / replays
+
+
+def _replay(
+    program: Compiled, work: list[float], wires: Sequence[Wire], replay: int, clock: list[float], free: list[float]
+) -> None:
+    """One step.
+
+    Args:
+        clock, free: by worker and by wire, when it is done with the step before, and after that with this one.
+    """
     count = program.num_microbatches
     occupancy: list[float] = []
     for wire in wires:
@@ -133,8 +171,6 @@ def _once(program: Compiled, work: list[float], wires: Sequence[Wire], replay: i
         occupancy.extend(line)
     latency = [wire.latency_s for wire in wires]
     arrival = [0.0] * len(occupancy)
-    free = [0.0] * len(wires)
-    clock = [0.0] * program.num_stages
     for worker, lines in program.blocks:
         now = clock[worker]
         for what, a, b in lines:
@@ -148,4 +184,3 @@ def _once(program: Compiled, work: list[float], wires: Sequence[Wire], replay: i
                 free[a] = leave = leave + occupancy[b]
                 arrival[b] = leave + latency[a]
         clock[worker] = now
-    return max(clock)

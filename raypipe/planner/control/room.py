@@ -21,8 +21,9 @@ from raypipe.planner.memory import MemoryModel, StageMemory
 __all__ = ["UNKNOWN_IN_FLIGHT", "Room", "fits", "rooms_of", "unknown_rooms", "why_not"]
 
 UNKNOWN_IN_FLIGHT = 4
-"""Micro-batches' activations per stage, where nobody said how much memory there is: every stage may hold what the first
-one holds in a 1F1B of four times the depth, which hides round trips of at least three times a stage's own time."""
+"""Micro-batches per stage, where nobody said how much memory there is: every stage may hold as many as the first one
+does in a 1F1B of four times the depth, which hides round trips of at least three times a stage's own time. One that
+waits for its W counts as one, though it may hold up to twice the bytes of its activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Room:
         activation_bytes: of one micro-batch in flight.
         message_bytes: of one waiting message in each direction.
         workspace: that operations need while they run: (fixed bytes, bytes per micro-batch), the most of which counts.
-        most_in_flight: micro-batches whose activations are allowed in any case, of those that num_microbatches cuts;
-            None for any number.
+        most_in_flight: micro-batches between their F and their B or W that are allowed in any case, of those that
+            num_microbatches cuts; None for any number.
         num_microbatches: M that bytes of a micro-batch are of; with more, smaller ones, they shrink.
         extra_bytes: found by measurement on top.
     """
@@ -105,7 +106,7 @@ def why_not(choice: Choice, rooms: Sequence[Room]) -> str:
     """The first stage on which a choice does not fit, with the numbers; "" where it fits on all."""
     for stage, room in enumerate(rooms):
         depth = len(rooms) - stage
-        held = choice.memory_model().activation_sets(depth)
+        held = choice.memory_model().in_flight(depth)
         if room.most_in_flight is not None and held > room.most_of(choice):
             return f"stage {stage} would hold {held} micro-batches, at most {room.most_of(choice)} are allowed"
         if room.limit_bytes is not None and (need := room.need_bytes(choice, depth)) > room.limit_bytes:

@@ -47,6 +47,7 @@ class Space:
         forward_codecs, backward_codecs: allowed besides "none", the mildest first.
         microbatch_seconds: (M, seconds of one micro-batch, whose ratios count) where M may change; empty else.
         codec_gain: what codecs must save, relatively, to be used at all.
+        overlap: steps with parted backwards may overlap.
     """
 
     mode: str
@@ -56,6 +57,7 @@ class Space:
     backward_codecs: tuple[Codec, ...] = ()
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
     codec_gain: float = 0.03
+    overlap: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -102,7 +104,8 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
 
     def score(choice: Choice) -> float:
         if choice not in scores:
-            scores[choice] = predicted_s(at[choice.num_microbatches], choice, codecs, space.first_trainable)
+            here = at[choice.num_microbatches]
+            scores[choice] = predicted_s(here, choice, codecs, space.first_trainable, overlap=space.overlap)
         return scores[choice]
 
     now = Scored(current, score(current))

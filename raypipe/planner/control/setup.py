@@ -30,6 +30,7 @@ class Setup:
         link_drift_threshold: relative change of a link, or of a stage, that is looked at at once.
         min_gain: relative gain in step time that is worth a switch.
         frozen: look and tell, but never switch: what a benchmark compares with.
+        overlap: steps with parted backwards may overlap.
     """
 
     mode: str
@@ -43,6 +44,7 @@ class Setup:
     link_drift_threshold: float = 0.25
     min_gain: float = 0.03
     frozen: bool = False
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if not self.rooms:
@@ -67,6 +69,7 @@ class Setup:
             self.backward_codecs,
             self.microbatch_seconds,
             self.min_gain,
+            self.overlap,
         )
 
     @property
@@ -75,7 +78,7 @@ class Setup:
         codecs = [[codec.name for codec in codecs] for codecs in (self.forward_codecs, self.backward_codecs)]
         rooms = [asdict(room) for room in self.rooms]
         counts = [count for count, _ in self.microbatch_seconds]
-        return json.dumps([self.mode, asdict(self.choice), rooms, self.first_trainable, codecs, counts])
+        return json.dumps([self.mode, asdict(self.choice), rooms, self.first_trainable, codecs, counts, self.overlap])
 
     def name(self, choice: Choice) -> str:
         """A choice in words, with its micro-batches where their number may change."""

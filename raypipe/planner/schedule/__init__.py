@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Schedule
@@ -50,6 +51,7 @@ def make_schedule(
     slack: Sequence[int] | int | None = None,
     chunks: int | None = None,
     first_trainable: int = 0,
+    overlap: bool = False,
 ) -> Schedule:
     """A schedule by name, compute actions only.
 
@@ -61,6 +63,7 @@ def make_schedule(
         slack: r of slack and zb-h1, by hop or one for all; None is 1 for zb-h1.
         chunks: stages per worker of interleaved.
         first_trainable: lowest stage with a backward.
+        overlap: steps of zb-h1 may overlap; those of other kinds never do.
 
     Raises:
         ScheduleError: unknown kind, an option that it lacks or does not have, or a number out of range.
@@ -77,6 +80,7 @@ def make_schedule(
         if name != option and value is not None:
             raise ScheduleError(f"The schedule {kind!r} has no {name}: leave out {name}={value}.")
     value = given.get(option)
+    make = partial(make, overlap=overlap) if kind == "zb-h1" else make
     return make(num_stages, num_microbatches, _DEFAULTS.get(kind) if value is None else value, first_trainable)
 
 

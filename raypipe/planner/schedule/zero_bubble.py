@@ -18,7 +18,14 @@ from raypipe.planner.schedule.sync import check_counts, slack_by_hop, take_turns
 __all__ = ["zb_h1"]
 
 
-def zb_h1(num_stages: int, num_microbatches: int, slack: Sequence[int] | int = 1, first_trainable: int = 0) -> Schedule:
+def zb_h1(
+    num_stages: int,
+    num_microbatches: int,
+    slack: Sequence[int] | int = 1,
+    first_trainable: int = 0,
+    *,
+    overlap: bool = False,
+) -> Schedule:
     """Slack 1F1B with parted backwards, in the memory of 1F1B's first stage on every stage.
 
     S=4, M=8, r=1, one slot per action:
@@ -34,11 +41,22 @@ def zb_h1(num_stages: int, num_microbatches: int, slack: Sequence[int] | int = 1
     min(M, 1 + sum of all r_h) micro-batches between F and W. With free links, equal stages, r=1 and t_F = t_I = t_W a
     step takes M * (t_F + t_I + t_W) + (S - 1) * (t_F + t_I - t_W), where 1F1B adds (S - 1) * (t_F + t_I + t_W).
 
+    Where steps overlap, no stage waits for the norm of all before its optimizer step. S=2, M=4, r=2:
+
+        0: F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 F4 F5 F6 I4 W4 F7 I5 W5 I6 W6 I7 W7 F8 F9
+        1:  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 F4 I4 F5 I5 F6 I6 W4 F7 I7 W5 W6 W7 F8
+
+    A later stage begins every step later and ends it as much later, so that with enough slack nobody ever stands still:
+    the parallelogram of the same paper, which checks the norm afterwards; here nobody may clip by it. They do not
+    overlap with fewer than 1 + sum r_h micro-batches, for forwards of the next step would wait beside weights'
+    gradients of this one, nor where a stage has no backward, for nothing would hold it back from running steps ahead.
+
     Args:
         num_stages: S.
         num_microbatches: M, per optimizer step.
         slack: r_h by hop, or one number for all hops; 1 is ZB-H1 of the paper, more hides slow links.
         first_trainable: lowest stage with a backward; stages below have none, so none is put off for them.
+        overlap: steps may overlap.
 
     Raises:
         ScheduleError: a number is out of range, or not one r_h for each hop.
@@ -52,7 +70,13 @@ def zb_h1(num_stages: int, num_microbatches: int, slack: Sequence[int] | int = 1
         for s, (warmup, lag) in enumerate(zip(warmups, lags, strict=True))
     )
     shown = (slack,) if isinstance(slack, int) else by_hop
-    wiring = Wiring(tuple(range(num_stages)), num_microbatches, split_backward=True, first_trainable=first_trainable)
+    wiring = Wiring(
+        tuple(range(num_stages)),
+        num_microbatches,
+        split_backward=True,
+        first_trainable=first_trainable,
+        norm_per_stage=overlap and not first_trainable and num_microbatches > sum(by_hop),
+    )
     return Schedule(f"zb-h1(r={','.join(map(str, shown))})", wiring, rows, stride=num_microbatches)
 
 

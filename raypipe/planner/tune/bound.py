@@ -31,7 +31,8 @@ def bound_of(
         return _of_workers(stages, hops, costs, schedule, step_s)
     slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
     busy_s, count = stages[slowest].busy_s, schedule.num_microbatches()
-    rounds = count + len(stages) - 1
+    overlaps = schedule.wiring.norm_per_stage and not schedule.prologue
+    rounds = count if overlaps else count + len(stages) - 1
     text = f"the computation of stage {slowest}, {human_s(busy_s)} per micro-batch"
     if not hops:
         return text

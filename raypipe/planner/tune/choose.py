@@ -86,6 +86,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
     """
     expected = first_trainable_stage(decision.graph, decision.partition)
     first = expected if first_trainable is None else first_trainable
+    as_expected = first == expected and not decision.request.ties  # of which nobody knew before the cut
     flowing = decision.request.schedule in ASYNCHRONOUS
     sizes = decision.partition.num_stages, decision.num_microbatches
     idle = () if decision.choice or flowing else idle_notes(decision.request, *sizes)
@@ -97,7 +98,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
         decision.num_microbatches,
         notes=(*notes, *single_notes(decision.request, sizes[0]), *idle),
         reasons=decision.reasons,
-        prediction=decision.prediction if first == expected else predicted(decision, decision.prediction.links, first),
+        prediction=decision.prediction if as_expected else predicted(decision, decision.prediction.links, first),
         weights=weight_policy(decision.request, decision.partition.num_stages, decision.num_microbatches),
     )
 

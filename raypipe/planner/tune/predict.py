@@ -170,8 +170,8 @@ def predict(
 
 
 def step_of(lowered: Schedule, costs: Costs) -> tuple[float, float]:
-    """(seconds, bubble) of one step; of a schedule that does not run empty, in the steady state."""
-    if not lowered.prologue:
+    """(seconds, bubble) of one step; where steps overlap, in the steady state."""
+    if not (lowered.prologue or lowered.wiring.norm_per_stage):
         timeline = simulate(lowered, costs)
         return timeline.makespan_s, timeline.bubble_fraction
     fewer, more = (makespan_s(lowered, costs, repeats=repeats) for repeats in STEADY)
@@ -189,5 +189,5 @@ def timeline_of(plan: Plan) -> Timeline:
     if plan.prediction is None:
         raise ValueError("this plan was made without a profile, so there is nothing to draw")
     costs = costs_of(plan.prediction.stages, plan.prediction.hops)
-    repeats = 2 if plan.schedule.prologue else 1
+    repeats = 2 if plan.schedule.prologue or plan.schedule.wiring.norm_per_stage else 1
     return dataclasses.replace(simulate(lower(plan.schedule), costs, repeats=repeats), name=plan.schedule.kind)

@@ -30,6 +30,7 @@ def build_schedule(request: Request, num_stages: int, num_microbatches: int, fir
         slack=slack,
         chunks=num_stages // request.workers(num_stages) if kind == "interleaved" else None,
         first_trainable=first_trainable,
+        overlap=request.overlaps,
     )
 
 

@@ -1,0 +1,115 @@
+"""Steps that overlap: the same rows, never a longer run, and no bubble where there is slack enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from raypipe.planner.control import Choice, Space, predicted_s, search
+from raypipe.planner.control.replay import FILLING, Wire, compiled, step_s
+from raypipe.planner.schedule import KINDS, make_schedule
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.validate import validate
+from raypipe.planner.simulate import Costs, makespan_s, simulate
+from raypipe.planner.tune import Request, build_schedule, step_of
+from tests.planner.test_control_search import at_most, measured_of
+
+SECONDS = st.floats(0.01, 1.0)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...], Costs]:
+    """Stages, micro-batches, slack, and what everything takes."""
+    stages = draw(st.integers(2, 4))
+    by_stage = st.tuples(*[SECONDS] * stages)
+    by_hop = st.tuples(*[st.floats(0.0, 1.0)] * (stages - 1))
+    inputs, weights = draw(by_stage), draw(by_stage)
+    costs = Costs(
+        forward_s=draw(by_stage),
+        backward_s=tuple(i + w for i, w in zip(inputs, weights, strict=True)),
+        backward_input_s=inputs,
+        backward_weight_s=weights,
+        forward_latency_s=draw(by_hop),
+        backward_latency_s=draw(by_hop),
+        forward_occupancy_s=draw(by_hop),
+        backward_occupancy_s=draw(by_hop),
+        step_s=draw(by_stage),
+    )
+    slack = draw(st.tuples(*[st.integers(1, 4)] * (stages - 1)))
+    return stages, draw(st.integers(1, 8)), slack, costs
+
+
+@given(pipelines())
+def test_a_run_of_overlapping_steps_is_never_longer_and_holds_no_more(
+    found: tuple[int, int, tuple[int, ...], Costs],
+) -> None:
+    stages, count, slack, costs = found
+    apart, together = (make_schedule("zb-h1", stages, count, slack=slack, overlap=overlap) for overlap in (False, True))
+    assert together.wiring.norm_per_stage == (count > sum(slack))
+    assert together.body == apart.body
+    validate(lower(together))
+    assert makespan_s(lower(together), costs, 3) <= makespan_s(lower(apart), costs, 3) * (1 + 1e-9)
+    held = [simulate(lower(one), costs, 3).peak_in_flight for one in (apart, together)]
+    assert held[0] == held[1]
+    period_s, _ = step_of(lower(together), costs)
+    own_s = [count * (f + b) for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+    assert period_s >= max(s + step for s, step in zip(own_s, costs.step_s, strict=True)) * (1 - 1e-9)
+
+
+@given(pipelines(), st.integers(1, 4))
+def test_the_controller_counts_by_how_much_steps_make_the_run_longer(
+    found: tuple[int, int, tuple[int, ...], Costs], replays: int
+) -> None:
+    stages, count, slack, costs = found
+    assume(count > sum(slack))
+    program = compiled(Choice("zb-h1", count, slack=slack), stages, overlap=True)
+    ways = (
+        (costs.forward_latency_s, costs.forward_occupancy_s),
+        (costs.backward_latency_s, costs.backward_occupancy_s),
+    )
+    wires = [Wire(latency[hop], (occupancy[hop],)) for hop in range(stages - 1) for latency, occupancy in ways]
+    halves_s = list(zip(costs.backward_input_s, costs.backward_weight_s, strict=True))
+    seconds = step_s(program, costs.forward_s, costs.backward_s, wires, costs.step_s, replays, halves_s)
+    lowered = lower(make_schedule("zb-h1", stages, count, slack=slack, overlap=True))
+    before_s, after_s = (makespan_s(lowered, costs, FILLING + steps) for steps in (0, replays))
+    assert seconds * replays == pytest.approx(after_s - before_s)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("count", [8, 16])
+def test_with_slack_two_and_equal_stages_there_is_no_bubble(stages: int, count: int) -> None:
+    costs = Costs.uniform(stages)
+    apart, together = (make_schedule("zb-h1", stages, count, slack=2, overlap=overlap) for overlap in (False, True))
+    assert step_of(lower(together), costs) == (pytest.approx(3.0 * count), pytest.approx(0.0, abs=1e-9))
+    assert step_of(lower(apart), costs)[0] >= 3.0 * count + stages - 1
+
+
+def test_what_has_no_parted_backwards_or_a_stage_without_any_is_left_alone() -> None:
+    options = {"kfkb": {"group_size": 2}, "slack": {"slack": 2}, "interleaved": {"chunks": 2}}
+    for kind in set(KINDS) - {"zb-h1"}:
+        one = make_schedule(kind, 4, 8, **options.get(kind, {}), overlap=True)  # type: ignore[arg-type]
+        assert not one.wiring.norm_per_stage
+    assert not make_schedule("zb-h1", 4, 8, first_trainable=1, overlap=True).wiring.norm_per_stage
+
+
+def test_who_clips_or_ties_waits() -> None:
+    asked = Request(2, None, (), 8, 4, 64, "zb-h1")
+    assert build_schedule(asked, 2, 4, 0).wiring.norm_per_stage
+    for other in (replace(asked, clips=True), replace(asked, ties=True), replace(asked, schedule="slack")):
+        assert not build_schedule(other, 2, 4, 0).wiring.norm_per_stage
+
+
+def test_the_search_takes_more_slack_where_steps_overlap() -> None:
+    """At 50 Mbit/s, in the numbers of docs/design/0020."""
+    measured = replace(measured_of([(0.044, 0.0005)], 8, (0.0182, 0.0362)), halves_s=((0.0181, 0.0181),) * 2)
+    apart, together = (
+        search(Space("auto", at_most(16, 16), overlap=overlap), measured, Choice("slack", 8, slack=(2,))).best
+        for overlap in (False, True)
+    )
+    assert apart.choice.kind == together.choice.kind == "zb-h1"
+    assert together.choice.slack > apart.choice.slack
+    assert together.seconds < 0.94 * apart.seconds
+    assert together.seconds == predicted_s(measured, together.choice, {}, overlap=True)
