@@ -6,7 +6,8 @@ through PipelineTrainer.fit at every divisor of the mini-batch, of half the mini
 
     chosen_vs_best      the step at the chosen number / the best step of the sweep; the worst of all cases
     range_low, _high    the step at the last whole number within either end of the printed range / the best step
-    number_kept         the chosen number kept while the mini-batch halves: how far its step / the best step moves
+    number_kept         the chosen number kept while the mini-batch halves: how far its step / the best step moves;
+                        number_kept_planned is that of the plans' own curves
     throughput_kept     the same change's samples per second, after / before: 1 where b0 is small beside b (Hu, 2024)
     chosen_x            chosen number / N*; chosen_x_half is that of the plan for half the mini-batch
     real_chosen_vs_best the two-stage models themselves on this machine's processors, overhead of the runtime included
@@ -110,8 +111,14 @@ def figures_of(case: Case, steps: Steps) -> dict[str, float]:
     if half % case.chosen == 0:  # the whole mini-batch has one divisor more
         kept_s = step_s(case.chosen, half)
         figures["number_kept"] = abs(kept_s / best_of_half - step_s(case.chosen) / best)
+        figures["number_kept_planned"] = abs(over_best(case.half_predicted_s, case) - over_best(case.predicted_s, case))
         figures["throughput_kept"] = (half / kept_s) / (whole / step_s(case.chosen))
     return figures
+
+
+def over_best(curve: Mapping[int, float], case: Case) -> float:
+    """The plan's own curve at the chosen number, over its least."""
+    return curve[case.chosen] / min(curve.values())
 
 
 def handicap_seen(case: Case, steps: Steps, handicap_s: float) -> bool:
@@ -196,8 +203,8 @@ def main() -> int:
 def summary(cases: Sequence[Case], figures: Mapping[str, float]) -> str:
     """A line per case."""
     names = (
-        "chosen", "chosen_vs_best", "range_low", "range_high", "number_kept", "throughput_kept", "chosen_x",
-        "chosen_x_half", "real_chosen_vs_best",
+        "chosen", "chosen_vs_best", "range_low", "range_high", "number_kept", "number_kept_planned", "throughput_kept",
+        "chosen_x", "chosen_x_half", "real_chosen_vs_best",
     )  # fmt: skip
     rows = [[case.name, *(figures.get(f"{name}_{case.name}", "-") for name in names)] for case in cases]
     return bench_common.table(f"micro-batches; {machine_line()}", ("case", *names), rows)

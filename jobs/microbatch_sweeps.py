@@ -25,6 +25,7 @@ import raypipe
 from raypipe.engine.capture import capture
 from raypipe.engine.profile import measure_stages
 from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.plan import Plan
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate import Costs, makespan_s
@@ -97,7 +98,7 @@ class Case(NamedTuple):
             time.
         real_chosen: as in the plan that this machine's processes would run, whose links take what is assumed of them.
         half_chosen, half_optimum: of the plan for half of it, from the same profile.
-        predicted_s: the plan's own curve, by number of micro-batches.
+        predicted_s, half_predicted_s: the plans' own curves, by number of micro-batches.
         starts: number of the first child of each stage but the first.
         stage_s: by size and stage, measured (forward_s, backward_s).
         factor: emulated seconds per measured one.
@@ -115,6 +116,7 @@ class Case(NamedTuple):
     half_chosen: int
     half_optimum: float
     predicted_s: dict[int, float]
+    half_predicted_s: dict[int, float]
     starts: tuple[int, ...]
     stage_s: dict[int, list[tuple[float, float]]]
     factor: float
@@ -158,12 +160,18 @@ def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int) -> 
         epsilon=found.epsilon,
         half_chosen=half.num_microbatches,
         half_optimum=half.prediction.optimum,
-        predicted_s={point.num_microbatches: point.predicted_s for point in found.curve},
+        predicted_s=_curve(plan),
+        half_predicted_s=_curve(half),
         starts=tuple(stage.start for stage in plan.partition.stages[1:]),
         stage_s=_stage_seconds(model, built, data, plan.partition.cuts, divisors(minibatch_size), repeats),
         factor=1.0,
     )
     return case._replace(factor=_factor(case))
+
+
+def _curve(plan: Plan) -> dict[int, float]:
+    assert plan.prediction is not None
+    return {point.num_microbatches: point.predicted_s for point in plan.prediction.curve}
 
 
 def _trainer(

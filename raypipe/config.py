@@ -183,10 +183,9 @@ class PipelineConfig:
             refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: run forwards again instead of keeping activations; a list gives one word per stage.
         precision: of the computation.
-        max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before every
-            step; None leaves it. Where updates come more often
-            than once per num_stages micro-batches, each stage clips its own to this times the root of its
-            share of the parameters.
+        max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before
+            every step; None leaves it. Where updates come more often than once per num_stages micro-batches, each
+            stage clips its own to this times the root of its share of the parameters.
         retune_interval_steps, link_drift_threshold, min_gain: patience of the controller, which turns k, the slack
             and codecs where these are "auto": steps between looks (20; 0 never changes anything), relative change
             of a link that is looked at sooner (0.25), relative gain in step time worth a change (0.03).

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Fuse", "Nap", "chain"]
+__all__ = ["Fuse", "LateWeights", "Nap", "Spoil", "chain"]
 
 
 class _Trip(torch.autograd.Function):
@@ -55,6 +55,20 @@ class Nap(nn.Module):
             self.done += 1
             if self.done == self.at + 1:
                 time.sleep(self.seconds)
+        return x
+
+
+class Spoil(nn.Module):
+    """Makes nan of everything in the forward number ``at`` of the training."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.done = at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and torch.is_grad_enabled():
+            self.done += 1
+            return x * (float("nan") if self.done == self.at + 1 else 1.0)
         return x
 
 

@@ -19,6 +19,7 @@ from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec
 from raypipe.engine.data import Source
 from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.norms import norms_told
 from raypipe.engine.reduction import Reduction
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
@@ -26,7 +27,7 @@ from raypipe.engine.state import Settings, StageState
 from raypipe.engine.team import Team
 from raypipe.engine.update import Update
 from raypipe.errors import LinkError, RaypipeError, StageError
-from raypipe.ir.report import Norms, StepReport
+from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
 from raypipe.ir.segment import Segment
 from raypipe.ir.timeline import Span
@@ -70,7 +71,7 @@ class Executor:
         self._reduction = Reduction(programs, team, sinks, self._updates, self._send, self._recv)
         self.use_codecs(((), ()))
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
-        self._norms: Norms | None = None
+        self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
         self._alone = False
 
     @property
@@ -187,8 +188,9 @@ class Executor:
                 alone=self._alone, keep_spans=keep_spans, measure=measure,
             )  # fmt: skip
             # Asynchronous stages' norms are of different weights: nobody makes one of them.
-            together = self._alone and segment.update_interval is None
-            found.append(replace(report, norms=self._norms) if together else report)
+            if self._norms is not None and segment.update_interval is None:
+                report = replace(report, norms=norms_told(*self._norms))
+            found.append(report)
         return found
 
     _action: Action | None = None

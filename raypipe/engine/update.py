@@ -1,7 +1,7 @@
 """The update of one stage: whether there is room for it, its norms, and the optimizer's step.
 
-Schedules may let every stage take its own norm: it then waits for nobody. Where the ring of weight
-versions has no room for another one, nothing is done and the gradients join those of the next update.
+Schedules may let every stage take its own norm: it then waits for nobody. Where the ring of weight versions has no room
+for another one, nothing is done and the gradients join those of the next update.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import math
 import torch
 
 from raypipe.engine.gradients import GradientSink
-from raypipe.engine.norms import norms_told, total_norm
+from raypipe.engine.norms import total_norm
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
-from raypipe.ir.report import Norms
 
 __all__ = ["Update"]
 
@@ -53,12 +52,12 @@ class Update:
             self._scale(1.0 / (1 + self._put_off))
             self._put_off = 0
 
-    def own_norm(self) -> tuple[torch.Tensor, Norms] | None:
-        """Gradient norm of this stage alone, and of its parameters; None where the update is put off."""
+    def own_norm(self) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None:
+        """Gradient norm of this stage alone, and ``own_norms``; None where the update is put off."""
         if self._waits:
             return None
-        where, norms = self.own_norms()
-        return total_norm(where, norms), norms_told(where, norms)
+        parts = self.own_norms()
+        return total_norm(*parts), parts
 
     def own_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions in named_parameters() and norms of the gradients that this stage is the first to hold."""

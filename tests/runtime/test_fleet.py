@@ -53,7 +53,7 @@ from tests.exactness import (
     same_bits,
     train,
 )
-from tests.mishaps import Fuse, LateWeights, Nap, chain
+from tests.mishaps import Fuse, LateWeights, Nap, Spoil, chain
 from tests.models import CASES, case
 from tests.processes import alive
 
@@ -289,6 +289,17 @@ def test_steps_overlap_where_nothing_is_clipped(fleet: Fleet) -> None:
         assert all((report.norms is None) == (limit is not None) for of_stages in reports for report in of_stages)
     assert began_early[None] > 0.05
     assert began_early[10.0] < 0.05
+
+
+def test_a_loss_that_is_no_number_is_told_by_the_stage_that_knows_it(fleet: Fleet) -> None:
+    """Its gradients spoil every stage's norm, and no stage waits for another's."""
+    shape = SHAPES["even"]
+    stages, tensors = faulty(3, 1, Spoil(4 * 2 + 1))
+    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(shape.samples), Settings(0, "mean", None, LINK_S))
+    finished: list[Any] = []
+    with pytest.raises(StageError, match=r"^Step 2: the loss is nan and the gradient norm of stage 2 is nan"):
+        finished.extend(steps(fleet, stages, shape, "zb-h1"))
+    assert len(finished) == 2
 
 
 def test_the_fleet_goes_on_after_a_failure(fleet: Fleet) -> None:
