@@ -28,7 +28,11 @@ from raypipe.ir.schedule import Action, Op
 from raypipe.ir.segment import Segment
 from raypipe.ir.timeline import Span
 
-__all__ = ["StageWork"]
+__all__ = ["PARTED_EVERY", "PARTED_FIRST", "StageWork"]
+
+PARTED_FIRST, PARTED_EVERY = 4, 8
+"""Where it is measured what parted backwards are worth: one backward in each of the first steps, then in every eighth.
+The halves of many small layers take up to twice the whole."""
 
 
 class StageWork:
@@ -103,13 +107,14 @@ class StageWork:
 
         Args:
             minibatch: of the segment.
-            measure: how long messages take, and what the halves of one backward do.
+            measure: how long messages take, and now and then what the halves of one backward do.
         """
         segment = self._segment
         self._times = _message_times(self.stage) if measure else {}
         count = len(segment.microbatch_samples)
-        first = segment.first_microbatch
-        self._parted, self._halves_s = first + minibatch * count + count // 2 if measure else None, None
+        step, middle = segment.first_step + minibatch, segment.first_microbatch + minibatch * count + count // 2
+        parts = measure and (step < PARTED_FIRST or step % PARTED_EVERY == 0)
+        self._parted, self._halves_s = middle if parts else None, None
         self._wait_s = self._busy_s = 0.0
         self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._under_way)
         self._losses.clear()

@@ -39,6 +39,7 @@ from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
+from raypipe.runtime.allocator import keep_freed_memory
 from raypipe.runtime.object_store import LINK_GROUPS, LinkedActor
 from raypipe.runtime.order_gate import OrderGate
 from raypipe.runtime.packing import PackedTensor, unpack
@@ -96,6 +97,7 @@ class StageSetup:
 class _StageActor(LinkedActor):
     def __init__(self) -> None:
         torch.set_num_threads(1)
+        keep_freed_memory()
         self._endpoint: Endpoint | None = None
         self._setup: StageSetup | None = None
         self._states: list[StageState] = []

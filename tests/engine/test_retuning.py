@@ -15,6 +15,7 @@ import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.stage_work import PARTED_EVERY, PARTED_FIRST
 from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
 from raypipe.retuning import retune_setup
 from raypipe.runtime.journal import Journal
@@ -132,11 +133,14 @@ def test_parameters_do_not_show_how_often_the_schedule_was_turned(
     assert all(same_bits(found[key], expected[key]) for key in expected)
     initial = CASES[name].model().state_dict()
     assert any(not torch.equal(initial[key], found[key]) for key in initial)
-    # The halves of a backward were measured in every step, whatever it ran; nobody waits for the first stage's.
+    # The halves of a backward were measured whatever ran, now and then; nobody waits for the first stage's.
     for event in scripts[0].events:
         parted = event.choice.kind == "zb-h1"
         for sample in event.stages:
             assert (sample.backward_s == 0.0) == parted
+            if not (parted or event.step < PARTED_FIRST or event.step % PARTED_EVERY == 0):
+                assert sample.input_s is sample.weight_s is None
+                continue
             assert sample.input_s is not None
             assert sample.weight_s is not None
             assert sample.weight_s > 0.0

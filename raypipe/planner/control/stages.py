@@ -27,7 +27,7 @@ class StageEstimator:
     def __init__(self, num_stages: int, drift_threshold: float = 0.25) -> None:
         self._window: list[deque[StageSample]] = [deque(maxlen=WINDOW_STEPS) for _ in range(num_stages)]
         self._drift = [Drift(drift_threshold, FLOOR_S) for _ in range(num_stages)]
-        self._parting = [1.0] * num_stages
+        self._parts: list[tuple[float, float] | None] = [None] * num_stages  # I and W over the whole they were run for
 
     def add(self, samples: Iterable[StageSample]) -> News:
         """Take in one step; CHANGED when a stage has become another."""
@@ -37,13 +37,13 @@ class StageEstimator:
             busy_s = sample.forward_s + self._whole_s(sample)
             self._drift[sample.stage], word = self._drift[sample.stage].after(busy_s)
             window.append(sample)
-            ratios = [
-                (s.input_s + s.weight_s) / s.backward_s
+            parts = [
+                (s.input_s / s.backward_s, s.weight_s / s.backward_s)
                 for s in window
                 if s.backward_s > 0 and s.input_s is not None and s.weight_s is not None
             ]
-            if ratios:
-                self._parting[sample.stage] = median(ratios)
+            if parts:
+                self._parts[sample.stage] = median(i for i, _ in parts), median(w for _, w in parts)
             if word is News.CHANGED:
                 keep = list(window)[-2:]
                 window.clear()
@@ -70,28 +70,37 @@ class StageEstimator:
         return forward_s, backward_s, step_s
 
     def halves(self) -> tuple[tuple[float, float], ...]:
-        """By stage, I and W of a backward; empty while a stage that has one has not told."""
+        """By stage, I and W of a backward; empty while a stage that has one has not told.
+
+        Whole backwards are run from their halves now and then only: their seconds are those of the whole, by what the
+        halves were of it when that was seen last.
+        """
         found = []
-        for window in self._window:
+        for window, parts in zip(self._window, self._parts, strict=True):
+            whole_s = [s.backward_s for s in window if s.backward_s > 0]
             told = [(s.input_s, s.weight_s) for s in window if s.input_s is not None and s.weight_s is not None]
-            if not told and any(s.backward_s > 0 for s in window):
+            if whole_s and parts is not None:
+                found.append((median(whole_s) * parts[0], median(whole_s) * parts[1]))
+            elif whole_s:
                 return ()
-            input_s, weight_s = zip(*told or [(0.0, 0.0)], strict=True)
-            found.append((median(input_s), median(weight_s)))
+            else:
+                input_s, weight_s = zip(*told or [(0.0, 0.0)], strict=True)
+                found.append((median(input_s), median(weight_s)))
         return tuple(found)
 
     def _whole_s(self, sample: StageSample) -> float:
         """A whole backward, where none was run from its halves: they cost more by what that was seen to be."""
         if sample.backward_s or sample.input_s is None or sample.weight_s is None:
             return sample.backward_s
-        return (sample.input_s + sample.weight_s) / self._parting[sample.stage]
+        parts = self._parts[sample.stage]
+        return (sample.input_s + sample.weight_s) / (sum(parts) if parts is not None else 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """The state, for JSON."""
         return {
             "window": [[list(sample) for sample in window] for window in self._window],
             "drift": [asdict(one) for one in self._drift],
-            "parting": self._parting,
+            "parts": self._parts,
         }
 
     def load(self, found: dict[str, Any]) -> None:
@@ -100,4 +109,4 @@ class StageEstimator:
             window.clear()
             window.extend(StageSample(*row) for row in rows)
         self._drift = [Drift(**one) for one in found["drift"]]
-        self._parting = list(found.get("parting", self._parting))
+        self._parts = [None if parts is None else (float(parts[0]), float(parts[1])) for parts in found["parts"]]
