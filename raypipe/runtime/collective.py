@@ -31,6 +31,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from raypipe.errors import LinkError
 from raypipe.runtime.collective_channel import NOTICE, CollectiveChannel, Group, notice_of
+from raypipe.runtime.congestion import choose_congestion_control
 from raypipe.runtime.handshake import run_digest
 from raypipe.runtime.transport import Opening
 
@@ -38,7 +39,9 @@ __all__ = ["CollectiveEndpoint"]
 
 POLL_S = 0.01
 _HELLO = struct.Struct("<IIII")  # generation, from, to, max_tensors
-_DEVICE_LOCK = threading.Lock()
+_LOOKING = threading.Lock()
+"""Held by whoever looks at this process's sockets: it duplicates each for a moment, and others would take those for
+sockets too."""
 
 
 class CollectiveEndpoint:
@@ -113,11 +116,14 @@ class _Opening:
         self.mine.set(f"port/{me}", f"{port} {host}")
         self._await_peer()
         theirs_port, _, theirs_host = self.mine.get(f"port/{peer}").decode().partition(" ")
-        before = {found.inode for found in _own_sockets()}
+        with _LOOKING:
+            before = {found.inode for found in _own_sockets()}
         groups = [self._group(device, sender) for sender in sorted((me, peer))]
         outgoing, incoming = groups if me < peer else groups[::-1]
         sockets = _connections(port, (theirs_host, int(theirs_port)), before)
         try:
+            for sock in sockets:
+                choose_congestion_control(sock)
             # The peer's hello follows its receive for my notice on the same connection, so both stand after it.
             notice = notice_of()
             work = outgoing.post_recv(notice, NOTICE)
@@ -178,7 +184,7 @@ def _connect(host: str, port: int, deadline_s: float) -> TCPStore:
 
 def _make_device(host: str) -> tuple[Any, int]:
     """A gloo device and the port it listens on, which only this process's list of sockets tells."""
-    with _DEVICE_LOCK:
+    with _LOOKING:
         before = {found.inode for found in _own_sockets()}
         device = ProcessGroupGloo.create_device(hostname=host)
         ports = [found.local[1] for found in _own_sockets() if found.listens and found.inode not in before]
@@ -197,27 +203,29 @@ class _Found(NamedTuple):
 
 def _connections(mine: int, theirs: tuple[str, int], before: set[int]) -> list[socket.socket]:
     """Duplicates of this process's new connections between two devices: a plain number may pass to another socket."""
-    new = [s for s in _own_sockets() if s.inode not in before and s.peer is not None]
-    # Another thread's duplicate is the same socket, and younger than gloo's.
-    found = {s.inode: s.fd for s in sorted(new, reverse=True) if s.local[1] == mine or s.peer == theirs}
-    return [socket.socket(fileno=os.dup(fd)) for fd in found.values()]
+    with _LOOKING:
+        new = [s for s in _own_sockets() if s.inode not in before and s.peer is not None]
+        found = {s.inode: s.fd for s in new if s.local[1] == mine or s.peer == theirs}
+        return [socket.socket(fileno=os.dup(fd)) for fd in found.values()]
 
 
 def _own_sockets() -> list[_Found]:
+    """All that this process has open; asked of a duplicate, which nobody closes meanwhile."""
     found = []
     for path in Path("/proc/self/fd").iterdir():
         try:
             fd = int(path.name)
-            status = path.stat()
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-                found.append(_Found(fd, status.st_ino, listens, _plain(sock.getsockname), _peer_of(sock)))
+            copy = os.dup(fd)
         except OSError:  # closed meanwhile
             continue
+        status = os.fstat(copy)
+        if not stat.S_ISSOCK(status.st_mode):
+            os.close(copy)
+            continue
+        with socket.socket(fileno=copy) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                found.append(_Found(fd, status.st_ino, listens, _plain(sock.getsockname), _peer_of(sock)))
     return found
 
 

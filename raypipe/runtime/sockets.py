@@ -26,6 +26,7 @@ from collections.abc import Mapping
 
 from raypipe.errors import LinkError
 from raypipe.runtime.addresses import Address, check_reachable, same_machine
+from raypipe.runtime.congestion import choose_congestion_control
 from raypipe.runtime.handshake import Answer, Conversation, Hello, answer, call, run_digest
 from raypipe.runtime.listener import SocketListener, enlarge_buffers
 from raypipe.runtime.socket_channel import SocketChannel
@@ -191,6 +192,7 @@ class _Opening:
         sock.setblocking(False)
         enlarge_buffers(sock)
         self.calls[peer] = talk = _Talk(sock, call(self.hellos[peer], self.secret), peer, self.deadline_s)
+        choose_congestion_control(sock)
         try:
             code = sock.connect_ex(at.unix_path() if over_unix else (at.host, at.port))
         except OSError as error:  # a name that has no address
