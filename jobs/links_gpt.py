@@ -5,9 +5,12 @@ In its place there may be blocks that sleep where an accelerator would compute, 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import torch
 from later import Later
@@ -29,6 +32,7 @@ __all__ = [
 
 CONTEXT, WIDTH, DEPTH, HEADS = 128, 256, 8, 4
 MICROBATCHES, MICROBATCH_SIZE = 8, 2
+CALIBRATIONS = 25
 
 
 class Embed(nn.Module):
@@ -59,11 +63,12 @@ class SleepingBlock(nn.Module):
 
     Args:
         forward_s, backward_s: of one micro-batch.
+        own_s: what both take besides their sleeps, which are shorter by that: no accelerator takes it.
     """
 
-    def __init__(self, forward_s: float, backward_s: float) -> None:
+    def __init__(self, forward_s: float, backward_s: float, own_s: tuple[float, float] = (0.0, 0.0)) -> None:
         super().__init__()
-        self.forward_s, self.half_s = forward_s, backward_s / 2
+        self.forward_s, self.half_s = max(0.0, forward_s - own_s[0]), max(0.0, backward_s - own_s[1]) / 2
         self.scale = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,6 +76,23 @@ class SleepingBlock(nn.Module):
         scale: torch.Tensor = Later.apply(self.scale, 0.0, self.half_s)
         # No view: torch's own runtime detaches what a stage gives in place.
         return (passed.reshape(-1, 1) @ scale).view_as(x).clone()
+
+
+@functools.cache
+def own_seconds() -> tuple[float, float]:
+    """What forward and backward of a lone sleeping block take besides their sleeps: medians, here."""
+    asked_s = 0.005
+    block, x = SleepingBlock(asked_s, 2 * asked_s), torch.ones(MICROBATCH_SIZE, CONTEXT, WIDTH, requires_grad=True)
+    gradient = torch.ones_like(x)
+    forward_s, backward_s = [], []
+    for _ in range(CALIBRATIONS):
+        begin_s = time.perf_counter()
+        y = block(x)
+        between_s = time.perf_counter()
+        torch.autograd.grad(y, (x, block.scale), gradient)
+        forward_s.append(between_s - begin_s - asked_s)
+        backward_s.append(time.perf_counter() - between_s - 2 * asked_s)
+    return max(0.0, median(forward_s)), max(0.0, median(backward_s))
 
 
 def chain(half_s: Sequence[float] = ()) -> nn.Sequential:
@@ -82,7 +104,8 @@ def chain(half_s: Sequence[float] = ()) -> nn.Sequential:
     torch.manual_seed(5)
     blocks: list[nn.Module]
     if half_s:
-        blocks = [SleepingBlock(*(seconds / (DEPTH // 2) for seconds in half_s)) for _ in range(DEPTH)]
+        forward_s, backward_s = (seconds / (DEPTH // 2) for seconds in half_s)
+        blocks = [SleepingBlock(forward_s, backward_s, own_seconds()) for _ in range(DEPTH)]
     else:
         blocks = [Block(WIDTH, HEADS) for _ in range(DEPTH)]
     return nn.Sequential(Embed(), *blocks, Head())

@@ -19,6 +19,7 @@ import links_gpt
 import pyarrow.parquet as pq
 import ray
 from ray.train import RunConfig, ScalingConfig
+from turns import Gated
 
 import raypipe
 
@@ -27,26 +28,30 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     """Train ``steps`` steps; seconds, loss and schedule of each, and each stage's peak resident memory."""
     head = os.environ["RAY_HEAD"]
     ray.init(address=head, _node_ip_address=head.partition(":")[0], log_to_driver=False)
+    data: Any = links_gpt.samples(asked["steps"])
+    name = asked.get("name", "run")
+    if "gate" in asked:
+        data = Gated(data, asked["gate"], links_gpt.MICROBATCHES * links_gpt.MICROBATCH_SIZE)
     with tempfile.TemporaryDirectory(prefix="bench-links-") as folder:
         trainer = raypipe.PipelineTrainer(
             links_gpt.chain(asked.get("half_s", ())),
             loss_fn=links_gpt.loss_fn,
             optimizer=links_gpt.optimizer_of,
-            train_data=links_gpt.samples(asked["steps"]),
+            train_data=data,
             pipeline=raypipe.PipelineConfig(
                 minibatch_size=links_gpt.MICROBATCHES * links_gpt.MICROBATCH_SIZE,
                 num_microbatches=links_gpt.MICROBATCHES,
                 **{"num_stages": 2, "partitioner": ("5",), **asked["pipeline"]},
             ),
-            scaling_config=ScalingConfig(num_workers=2),
-            run_config=RunConfig(name="run", storage_path=folder),
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": asked.get("cpu", 1)}),
+            run_config=RunConfig(name=name, storage_path=folder),
         )
         handle = trainer.start(num_steps=asked["steps"])
         peaks: dict[int, int] = {}
         watch = threading.Thread(target=_watch, args=(handle, peaks), daemon=True)
         watch.start()
         handle.wait(on_news=lambda news: print(f"step {news.status.step}", flush=True))
-        run = Path(folder) / "run"
+        run = Path(folder) / name
         rows = pq.read_table(run / "metrics.parquet").to_pylist()
         spans = pq.read_table(run / "timeline" / "spans.parquet").to_pylist()
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
