@@ -8,8 +8,9 @@
 
 Real compute: a GPT of eight blocks, 256 KiB per boundary message, M = 8, AdamW, one thread per process. At each rate
 ours and torch's take turns; the steps before the last ``counted`` ones warm up, and let the controller settle.
-With ``--emulated`` the blocks sleep instead, 17.8 ms forward and 35.5 ms back per stage and micro-batch: stages with
-processors of their own, which the runtimes' threads take nothing from. Figures end in ``_emulated`` then.
+With ``--emulated`` the blocks sleep instead, so that a stage takes 17.8 ms forward and 35.5 ms back per micro-batch;
+what a lone block takes besides its sleep everybody sleeps less. Such stages have processors of their own, which the
+runtimes' threads take nothing from. Figures end in ``_emulated`` then.
 
 The limit is the quickest lossless schedule on paper, with the stages' seconds as they were in our runs and the link's
 goodput as a flow of its own measures it: ``fraction_of_limit`` is that over our step. A stage's seconds per forward and
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 import bench_common
 import links_gpt
+import torch
 from bench_common import machine, machine_line, median
 from links_torch import SCHEDULES
 from shaped import Rig, rig
@@ -230,7 +232,9 @@ def main() -> int:
     asked = bench_common.arguments(__doc__, switches={"--emulated": "stages sleep instead of computing"})
     settings = QUICK if asked.quick else Settings()
     if asked.emulated:
-        settings = settings._replace(half_s=EMULATED_S)
+        torch.set_num_threads(1)
+        settings = settings._replace(half_s=links_gpt.slept(EMULATED_S))
+        print(f"half of the blocks sleep {' and '.join(f'{s * 1e3:.1f}' for s in settings.half_s)} ms", flush=True)
     raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
     figures: dict[str, float] = {}
     rows: list[list[Any]] = []

@@ -5,7 +5,6 @@ In its place there may be blocks that sleep where an accelerator would compute, 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ __all__ = [
     "optimizer_of",
     "peak_bytes",
     "samples",
+    "slept",
 ]
 
 CONTEXT, WIDTH, DEPTH, HEADS = 128, 256, 8, 4
@@ -62,13 +62,12 @@ class SleepingBlock(nn.Module):
     part them.
 
     Args:
-        forward_s, backward_s: of one micro-batch.
-        own_s: what both take besides their sleeps, which are shorter by that: no accelerator takes it.
+        forward_s, backward_s: slept for one micro-batch.
     """
 
-    def __init__(self, forward_s: float, backward_s: float, own_s: tuple[float, float] = (0.0, 0.0)) -> None:
+    def __init__(self, forward_s: float, backward_s: float) -> None:
         super().__init__()
-        self.forward_s, self.half_s = max(0.0, forward_s - own_s[0]), max(0.0, backward_s - own_s[1]) / 2
+        self.forward_s, self.half_s = forward_s, backward_s / 2
         self.scale = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,9 +77,12 @@ class SleepingBlock(nn.Module):
         return (passed.reshape(-1, 1) @ scale).view_as(x).clone()
 
 
-@functools.cache
-def own_seconds() -> tuple[float, float]:
-    """What forward and backward of a lone sleeping block take besides their sleeps: medians, here."""
+def slept(half_s: Sequence[float]) -> tuple[float, ...]:
+    """What half of the blocks sleep forward and backward so that they take ``half_s``.
+
+    It is less by what a lone block was seen to take besides its sleeps, which no accelerator takes. Ask once for all
+    candidates, on an idle machine.
+    """
     asked_s = 0.005
     block, x = SleepingBlock(asked_s, 2 * asked_s), torch.ones(MICROBATCH_SIZE, CONTEXT, WIDTH, requires_grad=True)
     gradient = torch.ones_like(x)
@@ -92,20 +94,20 @@ def own_seconds() -> tuple[float, float]:
         torch.autograd.grad(y, (x, block.scale), gradient)
         forward_s.append(between_s - begin_s - asked_s)
         backward_s.append(time.perf_counter() - between_s - 2 * asked_s)
-    return max(0.0, median(forward_s)), max(0.0, median(backward_s))
+    own_s = median(forward_s), median(backward_s)
+    return tuple(max(0.0, whole - DEPTH // 2 * own) for whole, own in zip(half_s, own_s, strict=True))
 
 
 def chain(half_s: Sequence[float] = ()) -> nn.Sequential:
     """The same in every process: children "0" (embedding), "1" to "8" (blocks), "9" (head).
 
     Args:
-        half_s: (forward, backward) seconds of half of the blocks, which then sleep; () to compute.
+        half_s: (forward, backward) seconds that half of the blocks sleep; () to compute.
     """
     torch.manual_seed(5)
     blocks: list[nn.Module]
     if half_s:
-        forward_s, backward_s = (seconds / (DEPTH // 2) for seconds in half_s)
-        blocks = [SleepingBlock(forward_s, backward_s, own_seconds()) for _ in range(DEPTH)]
+        blocks = [SleepingBlock(*(seconds / (DEPTH // 2) for seconds in half_s)) for _ in range(DEPTH)]
     else:
         blocks = [Block(WIDTH, HEADS) for _ in range(DEPTH)]
     return nn.Sequential(Embed(), *blocks, Head())
