@@ -82,6 +82,9 @@ def slept(half_s: Sequence[float]) -> tuple[float, ...]:
 
     It is less by what a lone block was seen to take besides its sleeps, which no accelerator takes. Ask once for all
     candidates, on an idle machine.
+
+    Raises:
+        ValueError: a block takes longer than that by itself.
     """
     asked_s = 0.005
     block, x = SleepingBlock(asked_s, 2 * asked_s), torch.ones(MICROBATCH_SIZE, CONTEXT, WIDTH, requires_grad=True)
@@ -95,7 +98,10 @@ def slept(half_s: Sequence[float]) -> tuple[float, ...]:
         forward_s.append(between_s - begin_s - asked_s)
         backward_s.append(time.perf_counter() - between_s - 2 * asked_s)
     own_s = median(forward_s), median(backward_s)
-    return tuple(max(0.0, whole - DEPTH // 2 * own) for whole, own in zip(half_s, own_s, strict=True))
+    found = tuple(whole - DEPTH // 2 * own for whole, own in zip(half_s, own_s, strict=True))
+    if min(found) <= 0:
+        raise ValueError(f"a lone block takes {own_s} s besides its sleeps: {half_s} s of {DEPTH // 2} are too few")
+    return found
 
 
 def chain(half_s: Sequence[float] = ()) -> nn.Sequential:

@@ -5,7 +5,8 @@ minute then does so for all of them.
     a           0 1 2 3  .........  4 5 6 7  ......    its samples come no sooner
     b                    0 1 2 3             4 5 6 7
 
-The first step of a turn contains the wait for it and is not counted.
+The first step of a turn contains the wait for it. The last one has none behind it that could begin meanwhile, as steps
+of some schedules do. Neither is counted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.utils.data import Dataset
 
 __all__ = ["Gated", "in_turns", "open_gate"]
 
-POLL_S = 0.005
+POLL_S = 0.05
+HANDOVER_S = 0.2
+"""Between two turns, for what the driver still has to do behind a step."""
 LIMIT_S = 120.0
 """For one turn, or the start of a run."""
 RUN_LIMIT_S = 3600.0
@@ -71,30 +74,45 @@ class _Run:
     def __init__(self, lab: Any, gate: Path, asked: dict[str, Any]) -> None:
         self.gate, self.done = gate, 0
         self.answer: dict[str, Any] | None = None
-        self.error: BaseException | None = None
-        self._news = threading.Condition()
-        self._lab, self._process = lab, lab.start(0, "links_ours.py", json.dumps({**asked, "gate": str(gate)}))
-        self.thread = threading.Thread(target=self._read, daemon=True)
-        self.thread.start()
+        self._error: BaseException | None = None
+        self._ended, self._news = False, threading.Condition()
+        self._lab, self._name = lab, asked["name"]
+        self._process = lab.start(0, "links_ours.py", json.dumps({**asked, "gate": str(gate)}))
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
 
-    def wait_for(self, steps: int) -> None:
-        """Until so many steps are done.
+    def go_to(self, steps: int) -> None:
+        """Let it do so many steps in all, and wait until they are done.
 
         Raises:
-            RuntimeError: the run failed, or takes too long.
+            RuntimeError: the run failed, ended too soon or takes too long.
         """
+        open_gate(self.gate, steps)
         with self._news:
-            came = self._news.wait_for(lambda: self.done >= steps or not self.thread.is_alive() or self.error, LIMIT_S)
-        if self.error is not None or not came:
-            raise RuntimeError(f"a run stands at step {self.done} of {steps}") from self.error
+            self._news.wait_for(lambda: self.done >= steps or self._ended, LIMIT_S)
+        if self.done < steps:
+            raise RuntimeError(f"{self._name} stands at step {self.done} of {steps}") from self._error
+        time.sleep(HANDOVER_S)
+
+    def end(self) -> dict[str, Any]:
+        """What it told last.
+
+        Raises:
+            RuntimeError: it failed behind its last step.
+        """
+        self._thread.join(LIMIT_S)
+        if self.answer is None:
+            raise RuntimeError(f"{self._name} did not end") from self._error
+        return self.answer
 
     def _read(self) -> None:
         try:
             self.answer = self._lab.answer(self._process, RUN_LIMIT_S, self._line)
         except BaseException as error:  # noqa: BLE001  (told to the thread that waits)
-            self.error = error
+            self._error = error
         finally:
             with self._news:
+                self._ended = True
                 self._news.notify_all()
 
     def _line(self, line: str) -> None:
@@ -104,19 +122,16 @@ class _Run:
                 self._news.notify_all()
 
 
-def in_turns(
-    lab: Any, pipelines: Mapping[str, dict[str, Any]], turns: int, steps: int, settling: int
-) -> dict[str, dict[str, Any]]:
+def in_turns(lab: Any, pipelines: Mapping[str, dict[str, Any]], turns: int, steps: int) -> dict[str, dict[str, Any]]:
     """By name, what links_ours.py tells of the run, and ``turns``: seconds of the counted steps of every turn.
 
     Args:
         lab: shaped.rig's, with one processor per host.
         pipelines: what each run is configured with.
-        turns: that count, of each run.
-        steps: of a turn, the first of which is not counted.
-        settling: turns before those that count.
+        turns: of each run.
+        steps: of a turn, the first and the last of which are not counted.
     """
-    total = (turns + settling) * steps
+    total = turns * steps
     with contextlib.ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="turns-")))
         runs: dict[str, _Run] = {}
@@ -126,17 +141,13 @@ def in_turns(
             # More than half of what its host has left, so that the two stages come to two hosts.
             asked = {"name": f"run{place}", "steps": total, "pipeline": pipeline, "cpu": round(0.52 / 2**place, 4)}
             runs[name] = _Run(lab, gate, asked)
-            runs[name].wait_for(steps)
-        for turn in range(1, turns + settling):
+            runs[name].go_to(steps)
+        for turn in range(1, turns):
             for name in list(runs)[:: -1 if turn % 2 else 1]:
-                open_gate(runs[name].gate, (turn + 1) * steps)
-                runs[name].wait_for((turn + 1) * steps)
+                runs[name].go_to((turn + 1) * steps)
         found: dict[str, dict[str, Any]] = {}
         for name, run in runs.items():
-            run.thread.join(LIMIT_S)
-            if run.answer is None:
-                raise RuntimeError(f"the run {name!r} did not end") from run.error
-            seconds = run.answer["seconds"]
-            blocks = [seconds[begin + 1 : begin + steps] for begin in range(settling * steps, total, steps)]
-            found[name] = {**run.answer, "turns": blocks}
+            answer = run.end()
+            blocks = [answer["seconds"][begin + 1 : begin + steps - 1] for begin in range(0, total, steps)]
+            found[name] = {**answer, "turns": blocks}
     return found

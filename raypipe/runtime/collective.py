@@ -15,6 +15,7 @@ you trust; "tcp" checks who connects. gloo chooses its ports itself: they cannot
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -40,8 +41,7 @@ __all__ = ["CollectiveEndpoint"]
 POLL_S = 0.01
 _HELLO = struct.Struct("<IIII")  # generation, from, to, max_tensors
 _LOOKING = threading.Lock()
-"""Held by whoever looks at this process's sockets: it duplicates each for a moment, and others would take those for
-sockets too."""
+"""Held by whoever looks at this process's sockets: others would take the duplicates of that moment for sockets too."""
 
 
 class CollectiveEndpoint:
@@ -78,7 +78,7 @@ class CollectiveEndpoint:
                     store = _connect(host, port, deadline_s)
                     link = PrefixStore(f"{run}/{min(me, peer)}-{max(me, peer)}", store)
                     channels[peer] = _Opening(hello, link, deadline_s).run(self.address[0], opening.names[peer])
-                except (RuntimeError, ConnectionError) as error:
+                except (RuntimeError, OSError) as error:
                     why = str(error).splitlines()[0][:200]
                     raise LinkError(
                         f"worker {me} cannot open its link to worker {peer} at {host} within {timeout_s:g} s: {why}. "
@@ -205,28 +205,50 @@ def _connections(mine: int, theirs: tuple[str, int], before: set[int]) -> list[s
     """Duplicates of this process's new connections between two devices: a plain number may pass to another socket."""
     with _LOOKING:
         new = [s for s in _own_sockets() if s.inode not in before and s.peer is not None]
-        found = {s.inode: s.fd for s in new if s.local[1] == mine or s.peer == theirs}
-        return [socket.socket(fileno=os.dup(fd)) for fd in found.values()]
+        copies = []
+        for found in new:
+            if (found.local[1] == mine or found.peer == theirs) and (copy := _duplicate(found.fd)) is not None:
+                copies.append(copy)
+        return copies
 
 
 def _own_sockets() -> list[_Found]:
-    """All that this process has open; asked of a duplicate, which nobody closes meanwhile."""
+    """All TCP sockets that this process has open."""
     found = []
     for path in Path("/proc/self/fd").iterdir():
-        try:
-            fd = int(path.name)
-            copy = os.dup(fd)
-        except OSError:  # closed meanwhile
+        fd = int(path.name)
+        copy = _duplicate(fd)
+        if copy is None:
             continue
-        status = os.fstat(copy)
-        if not stat.S_ISSOCK(status.st_mode):
-            os.close(copy)
-            continue
-        with socket.socket(fileno=copy) as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6):
-                listens = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-                found.append(_Found(fd, status.st_ino, listens, _plain(sock.getsockname), _peer_of(sock)))
+        with copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                inode = os.fstat(copy.fileno()).st_ino
+                listens = bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                found.append(_Found(fd, inode, listens, _plain(copy.getsockname), _peer_of(copy)))
     return found
+
+
+def _duplicate(fd: int) -> socket.socket | None:
+    """Another number for a socket, which nobody closes meanwhile; None for anything else and for what has been closed.
+
+    Files are not touched: closing a file's duplicate would drop all of this process's locks on it.
+
+    Raises:
+        OSError: this process has no number left.
+    """
+    try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
+        copy = os.dup(fd)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            return None
+        raise
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # of a kind that has no names
+        os.close(copy)
+        return None
 
 
 def _peer_of(sock: socket.socket) -> tuple[str, int] | None:

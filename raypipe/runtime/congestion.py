@@ -1,4 +1,4 @@
-"""The congestion control of a link's connections: never BBR, unless somebody asks for it.
+"""The congestion control of a link's connections: not BBR, where there is a choice and nobody asks for it.
 
     out   ======#########======>     BBR remembers the shortest round trip, and allows itself twice what fits into it;
     back  <=ack===########======     a pipeline's link is full both ways, so acknowledgements wait behind messages
@@ -6,12 +6,12 @@
 It then stands still in the middle of a message until they come, and every ten seconds for 200 ms to measure that round
 trip anew. CUBIC counts losses instead, and fills the link (docs/design/0022 has both). BBR is some systems' default
 because it is good at what a link is not: one long flow over a path that loses packets. Where stages are joined by such
-a path, ``RAYPIPE_CONGESTION`` in their environment names the one to take, whatever the system's default is.
+a path, ``RAYPIPE_CONGESTION`` in their environment names the one to take, whatever the system's default is. Each end
+decides for what it sends; what a socket receives does not depend on it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -31,30 +31,33 @@ def choose_congestion_control(sock: socket.socket, environment: Mapping[str, str
         environment: instead of os.environ.
 
     Returns:
-        The one in use; "" where there is none to choose.
+        The one in use; "" for a socket that is not TCP, or where the system does not tell.
 
     Raises:
         LinkError: the environment asks for one that this system does not have, or not for us.
     """
-    option = getattr(socket, "TCP_CONGESTION", None)
-    if option is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return ""
+    option = getattr(socket, "TCP_CONGESTION", None)
     asked = (os.environ if environment is None else environment).get(ASKED, "")
     if asked:
-        try:
-            sock.setsockopt(socket.IPPROTO_TCP, option, asked.encode())
-        except OSError as error:
+        if option is None or not _take(sock, option, asked):
             raise LinkError(
-                f"{ASKED}={asked} is not possible here: {error}. sysctl net.ipv4.tcp_allowed_congestion_control lists "
-                "what is, without rights; leave it away to take the system's, or CUBIC instead of BBR."
-            ) from error
-        return asked
-    if _in_use(sock, option).startswith("bbr"):
-        for name in (b"cubic", b"reno"):  # the first may be for root only where the system's default is another
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, option, name)
-                break
-    return _in_use(sock, option)
+                f"{ASKED}={asked} is not possible on host {socket.gethostname()}: its system does not have it, or not "
+                "without rights (sysctl net.ipv4.tcp_allowed_congestion_control lists what anybody may take). Without "
+                "the variable links take the system's own, or CUBIC instead of BBR."
+            )
+    elif option is not None and _in_use(sock, option).startswith("bbr") and not _take(sock, option, "cubic"):
+        _take(sock, option, "reno")  # where that is for root only too, BBR stays
+    return "" if option is None else _in_use(sock, option)
+
+
+def _take(sock: socket.socket, option: int, name: str) -> bool:
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, option, name.encode())
+    except OSError:
+        return False
+    return True
 
 
 def _in_use(sock: socket.socket, option: int) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
-from turns import Gated, open_gate
+import pytest
+from shaped import Rig
+from turns import Gated, in_turns, open_gate
 
 WAIT_S = 10.0
 
@@ -26,3 +31,41 @@ def test_samples_come_as_far_as_the_gate_says(tmp_path: Path) -> None:
     assert came.wait(WAIT_S)
     read.join(WAIT_S)
     assert there[4] == "e"
+
+
+# Does what links_ours.py does with its gate, in no time; one whose pipeline says "dies" ends after ten steps.
+RUN = """
+import json, sys, time
+from pathlib import Path
+asked = json.loads(sys.argv[1])
+for step in range(asked["steps"]):
+    while int(Path(asked["gate"]).read_text()) <= step:
+        time.sleep(0.01)
+    if step == 10 and asked["pipeline"].get("dies"):
+        break
+    print("step", step + 1, flush=True)
+print(json.dumps({"seconds": list(range(asked["steps"])), "cpu": asked["cpu"]}), flush=True)
+"""
+
+
+class Lab:
+    """Starts them where it stands."""
+
+    answer = Rig.answer
+
+    def start(self, host: int, script: str, asked: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", RUN, asked], stdout=subprocess.PIPE, text=True)
+
+
+def test_runs_take_turns_and_the_middle_of_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turns.HANDOVER_S", 0.0)
+    found = in_turns(Lab(), {"a": {}, "b": {}}, turns=3, steps=4)
+    assert {name: run["turns"] for name, run in found.items()} == {name: [[1, 2], [5, 6], [9, 10]] for name in "ab"}
+    assert [run["cpu"] for run in found.values()] == [0.52, 0.26]
+
+
+def test_a_run_that_ends_too_soon_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turns.HANDOVER_S", 0.0)
+    pipelines: dict[str, dict[str, Any]] = {"a": {}, "b": {"dies": True}}
+    with pytest.raises(RuntimeError, match="run1 stands at step 10 of 12"):
+        in_turns(Lab(), pipelines, turns=4, steps=4)

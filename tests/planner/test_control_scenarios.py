@@ -258,6 +258,21 @@ def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
     assert sum(seconds[-20:]) / 20 <= 1.03 * best_s
 
 
+@pytest.mark.parametrize(("mbit", "bucket_bytes"), [(30, 65_536), (40, 65_536), (30, 131_072)])
+def test_a_gain_that_falls_short_is_looked_at_again_at_once(mbit: int, bucket_bytes: int) -> None:
+    """Full links are slower than their buckets let them look before the switch; the usual interval is 20 steps."""
+    codecs = (Codec("bf16", 2.0),)
+    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2, 0, codecs, codecs)
+    wire = {"codecs": {"bf16": 2.0}, "bucket_bytes": bucket_bytes, "weight_shares": (1.0, 0.5)}
+    seconds, choices, decisions = run_controlled(Pipeline([(0.018, 0.035)] * 2, rate(mbit), **wire), setup, 29, lag=2)
+    paid = next(d for d in decisions if d.verdict is Verdict.PAID)
+    assert paid.numbers["achieved_gain"] < paid.numbers["predicted_gain"] - setup.min_gain
+    again = [d.step for d in decisions if d.verdict is Verdict.SWITCH and d.step > paid.step]
+    assert again == [paid.step + 1]
+    assert choices[-1].backward_codecs == ("bf16",)
+    assert seconds[-1] < 0.92 * paid.numbers["after_s"]
+
+
 @pytest.mark.parametrize(("occupancy_s", "latency_s"), [(0.045, 0.0003), (0.0, 0.06)])
 def test_codecs_that_save_no_time_are_taken_back(occupancy_s: float, latency_s: float) -> None:
     """A message takes as long whatever its size: the bytes shrink and the seconds do not."""

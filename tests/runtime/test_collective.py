@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -281,3 +282,14 @@ def test_an_abort_ends_every_thread_though_the_peer_is_stopped(distant: tuple[An
     channel.close()
     assert time.monotonic() - start_s < WAKE_S
     assert not [thread for thread in mine if channel.name in thread.name and thread.is_alive()]
+
+
+def test_looking_for_sockets_keeps_the_locks_of_this_process(tmp_path: Path) -> None:
+    """POSIX drops all locks on a file when any descriptor of it is closed."""
+    program = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    path = tmp_path / "lock"
+    with path.open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        collective._own_sockets()
+        tried = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, timeout=WAIT_S)
+    assert b"BlockingIOError" in tried.stderr

@@ -170,6 +170,8 @@ class Controller:
         text = outcome(trial, self.setup.name)
         if paid:
             state.undone, state.left = 0, None
+            if trial.predicted_gain - trial.achieved_gain > self.setup.min_gain:
+                state.looked = None  # the links are fuller now than when they were measured: look again at once
             return [Decision(event.step, Verdict.PAID, sentence(f"{text}."), numbers)]
         state.undone += 1
         quiet = self.setup.retune_interval_steps * 2**state.undone
