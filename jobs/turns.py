@@ -139,7 +139,7 @@ def in_turns(lab: Any, pipelines: Mapping[str, dict[str, Any]], turns: int, step
             gate = folder / f"{place}.gate"
             open_gate(gate, steps)
             # More than half of what its host has left, so that the two stages come to two hosts.
-            asked = {"name": f"run{place}", "steps": total, "pipeline": pipeline, "cpu": round(0.52 / 2**place, 4)}
+            asked = {"name": f"run{place}", "steps": total, "pipeline": pipeline, "cpu": round(0.52 * 0.48**place, 4)}
             runs[name] = _Run(lab, gate, asked)
             runs[name].go_to(steps)
         for turn in range(1, turns):

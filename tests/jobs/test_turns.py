@@ -61,7 +61,9 @@ def test_runs_take_turns_and_the_middle_of_each_counts(monkeypatch: pytest.Monke
     monkeypatch.setattr("turns.HANDOVER_S", 0.0)
     found = in_turns(Lab(), {"a": {}, "b": {}}, turns=3, steps=4)
     assert {name: run["turns"] for name, run in found.items()} == {name: [[1, 2], [5, 6], [9, 10]] for name in "ab"}
-    assert [run["cpu"] for run in found.values()] == [0.52, 0.26]
+    shares = [run["cpu"] for run in found.values()]
+    assert 0.5 < shares[0] < 1
+    assert (1 - shares[0]) / 2 < shares[1] < 1 - shares[0], "two of a host find no room on it, one does"
 
 
 def test_a_run_that_ends_too_soon_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
