@@ -205,11 +205,8 @@ def _connections(mine: int, theirs: tuple[str, int], before: set[int]) -> list[s
     """Duplicates of this process's new connections between two devices: a plain number may pass to another socket."""
     with _LOOKING:
         new = [s for s in _own_sockets() if s.inode not in before and s.peer is not None]
-        copies = []
-        for found in new:
-            if (found.local[1] == mine or found.peer == theirs) and (copy := _duplicate(found.fd)) is not None:
-                copies.append(copy)
-        return copies
+        found = {s.inode: s.fd for s in new if s.local[1] == mine or s.peer == theirs}
+        return [copy for fd in found.values() if (copy := _duplicate(fd)) is not None]
 
 
 def _own_sockets() -> list[_Found]:
