@@ -170,6 +170,20 @@ def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
     assert abs(paid[0]["achieved_gain"] - paid[0]["predicted_gain"]) < 0.03
 
 
+def test_slow_first_steps_do_not_decide_for_the_usual_interval() -> None:
+    """What they take besides is three quarters of them, and hides what there is to gain; the usual interval is 20."""
+    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2)
+    pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.5))
+    controller, choice, verdicts = Controller(setup), setup.choice, list[tuple[int, Verdict]]()
+    for step in range(12):
+        done = pipeline.step(step, choice)
+        for decision in controller.handle(replace(done, seconds=done.seconds + 2.0) if step < 3 else done):
+            choice = decision.choice or choice
+            verdicts.append((step, decision.verdict))
+    assert verdicts[0] == (1, Verdict.KEEP)
+    assert choice.kind == "zb-h1"
+
+
 @pytest.mark.parametrize(("share", "parting"), [(0.0, 1.0), (0.5, 1.2), (0.5, 1.6)])
 def test_stages_that_lose_by_parting_their_backward_are_left_alone(share: float, parting: float) -> None:
     setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2)

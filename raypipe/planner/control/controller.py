@@ -57,6 +57,7 @@ class _State:
         left: what the last switch left, and when; empty where that switch paid.
         vain: looks in a row that news caused and that changed nothing.
         rest_until: step before which news causes no further one.
+        steps: heard of, since the run began or went on from a checkpoint.
         count: M that is measured.
         step: the last one; -1 before the first.
     """
@@ -136,7 +137,7 @@ class Controller:
         state = self._state
         if step <= state.step:
             state.seconds, state.trial, state.left, state.looked = [], None, None, None
-            state.waiting = state.quiet_until = state.rest_until = 0
+            state.steps = state.waiting = state.quiet_until = state.rest_until = 0
         state.step = step
 
     def _due(self, event: StepDone, news: News) -> bool:
@@ -150,7 +151,9 @@ class Controller:
             return True
         if news is not News.STEADY and event.step >= state.rest_until:
             return True
-        return event.step - state.looked >= self.setup.retune_interval_steps
+        # A run's first steps are slow and alike to nothing: what is seen in few steps is looked at again after as many.
+        age = event.step - state.looked
+        return age >= min(self.setup.retune_interval_steps, state.steps - age)
 
     def _judge(self, event: StepDone, trial: Trial, news: News) -> list[Decision]:
         """Whether the last switch paid."""
