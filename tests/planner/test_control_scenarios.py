@@ -272,6 +272,42 @@ def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
     assert sum(seconds[-20:]) / 20 <= 1.03 * best_s
 
 
+BUCKET_CODECS = (Codec("bf16", 2.0, 2e-10, 2e-10), Codec("int8", 3.9, 6e-10, 6e-10))
+
+
+def behind_a_bucket(link: Link, bucket_bytes: int, seed: int = 1) -> tuple[Pipeline, Setup]:
+    """Two stages whose messages of 256 KiB may be a half or a quarter as large."""
+    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2, 0, BUCKET_CODECS, BUCKET_CODECS[:1])
+    wire = {"codecs": {"bf16": 2.0, "int8": 3.9}, "bucket_bytes": bucket_bytes, "weight_shares": (1.0, 0.5)}
+    return Pipeline([(0.024, 0.045)] * 2, link, noise=0.02, stamp_noise_s=2e-4, seed=seed, **wire), setup
+
+
+@pytest.mark.parametrize("through_json", [False, True])
+@pytest.mark.parametrize(("mbit", "bucket_bytes"), [(12, 131_072), (12, 200_000), (25, 131_072)])
+def test_small_messages_do_not_speak_for_whole_ones(mbit: int, bucket_bytes: int, through_json: bool) -> None:
+    """What is compressed fits into the bucket, and the link looks free for what it was before."""
+    pipeline, setup = behind_a_bucket(rate(mbit), bucket_bytes)
+    seconds, choices, decisions = run_controlled(pipeline, setup, 60, lag=2, through_json=through_json)
+    both = replace(Choice("zb-h1", 8, slack=(3,)), forward_codecs=("int8",), backward_codecs=("bf16",))
+    fixed_s = run_fixed(behind_a_bucket(rate(mbit), bucket_bytes)[0], both, 30)
+    assert all(choice.forward_codecs != ("none",) != choice.backward_codecs for choice in choices[20:])
+    assert not any(d.verdict is Verdict.UNDO for d in decisions)
+    assert sum(seconds[20:]) / 40 <= 1.03 * sum(fixed_s[10:]) / 20
+
+
+def test_a_link_that_became_free_unseen_is_found_to_be_free() -> None:
+    """Compressed messages pass the bucket as before: only going without a codec can tell, which is tried seldom."""
+    slow, free = rate(25), rate(None)
+
+    def link(hop: int, forward: bool, step: int, m: int) -> tuple[float, float]:
+        return (slow if step < 40 else free)(hop, forward, step, m)
+
+    pipeline, setup = behind_a_bucket(link, 131_072)
+    _, choices, _ = run_controlled(pipeline, setup, 230, lag=2)
+    assert all(choice.lossy for choice in choices[10:120])
+    assert not any(choice.lossy for choice in choices[-20:])
+
+
 @pytest.mark.parametrize(("mbit", "bucket_bytes"), [(30, 65_536), (40, 65_536), (30, 131_072)])
 def test_a_gain_that_falls_short_is_looked_at_again_at_once(mbit: int, bucket_bytes: int) -> None:
     """Full links are slower than their buckets let them look before the switch; the usual interval is 20 steps."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 from raypipe.errors import PlanError
@@ -24,6 +25,7 @@ from raypipe.ir.links import LinkEstimate
 from raypipe.planner.control.choice import Choice
 from raypipe.planner.control.drift import News
 from raypipe.planner.control.events import Decision, StepDone, Verdict
+from raypipe.planner.control.measured import Measured
 from raypipe.planner.control.observer import Observer
 from raypipe.planner.control.room import Room, fits
 from raypipe.planner.control.search import EVEN, search
@@ -37,6 +39,10 @@ RECENT = 8
 """Steps that a change is compared with."""
 SETTLE = 1
 """Steps of a run before the first look."""
+MEMORY_INTERVALS = 8
+"""Usual intervals for which it counts what whole messages took, while they are compressed. A change of the link that
+compressed ones show ends it at once; one that they cannot show, because they pass a token bucket anyway, is looked for
+by going without the codec that seldom."""
 FREE_LOOKS = 8
 """Looks in a row that news may cause and that change nothing; every further one has to wait twice as long as the last,
 up to the usual interval. On a link that is never the same the controller would search after every step."""
@@ -58,6 +64,8 @@ class _State:
         vain: looks in a row that news caused and that changed nothing.
         rest_until: step before which news causes no further one.
         steps: heard of, since the run began or went on from a checkpoint.
+        whole_s: by hop and direction, what a message took before it was compressed; 0 where it is not, or nobody knows.
+        whole_until: step from which that is forgotten.
         count: M that is measured.
         step: the last one; -1 before the first.
     """
@@ -77,6 +85,8 @@ class _State:
     rest_until: int = 0
     count: int = 0
     step: int = -1
+    whole_s: list[float] = field(default_factory=list)
+    whole_until: int = 0
 
 
 class Controller:
@@ -111,7 +121,7 @@ class Controller:
         if event.choice.num_microbatches != state.count:
             # Other actions and messages than those measured so far; the first step with them is like no other.
             self._observer = Observer(len(self.setup.rooms), self.setup.link_drift_threshold)
-            state.count = event.choice.num_microbatches
+            state.count, state.whole_s = event.choice.num_microbatches, []
             news, who = News.STEADY, ""
         else:
             news, who = self._observer.add(event.stages, event.messages)
@@ -123,6 +133,10 @@ class Controller:
             state.seconds.clear()
         elif event.counts:
             state.seconds = [*state.seconds, (event.step, event.seconds)][-RECENT:]
+        # After a switch of our own a link behaves differently by itself.
+        changed = news is News.CHANGED and "link" in who and state.trial is None
+        if changed or event.step >= state.whole_until:
+            state.whole_s = []
         if news is News.CHANGED:  # which this step and the one before it have shown
             state.seconds = [pair for pair in state.seconds if pair[0] >= event.step - 1]
             found.append(Decision(event.step, Verdict.DRIFT, sentence(f"{who} changed for good."), {"who": who}))
@@ -137,6 +151,7 @@ class Controller:
         state = self._state
         if step <= state.step:
             state.seconds, state.trial, state.left, state.looked = [], None, None, None
+            state.whole_s = []
             state.steps = state.waiting = state.quiet_until = state.rest_until = 0
         state.step = step
 
@@ -151,9 +166,10 @@ class Controller:
             return True
         if news is not News.STEADY and event.step >= state.rest_until:
             return True
+        age, interval = event.step - state.looked, self.setup.retune_interval_steps
+        seen = state.steps - age
         # A run's first steps are slow and alike to nothing: what is seen in few steps is looked at again after as many.
-        age = event.step - state.looked
-        return age >= min(self.setup.retune_interval_steps, state.steps - age)
+        return age >= (min(seen, interval) if seen <= RECENT else interval)
 
     def _judge(self, event: StepDone, trial: Trial, news: News) -> list[Decision]:
         """Whether the last switch paid."""
@@ -179,13 +195,14 @@ class Controller:
         state.undone += 1
         quiet = self.setup.retune_interval_steps * 2**state.undone
         state.quiet_until, state.wanted, state.seconds = event.step + quiet, trial.before, []
+        self._remember(event, trial.before)
         reason = f"{sentence(text)}. It did not pay: back, and no switch for {quiet} steps."
         return [Decision(event.step, Verdict.UNDO, reason, numbers, trial.before)]
 
     def _look(self, event: StepDone, news: News, who: str) -> list[Decision]:
         """Score the candidates on what is measured now."""
         state, setup = self._state, self.setup
-        measured = self._observer.measured(event.choice.num_microbatches)
+        measured = self._measured(event)
         if measured is None:
             return []
         state.looked = event.step
@@ -214,6 +231,35 @@ class Controller:
         trial = Trial(event.choice, best, gain, tuple(recent))
         return self._switch(event, best, trial, text, numbers)
 
+    def _measured(self, event: StepDone) -> Measured | None:
+        measured = self._observer.measured(event.choice.num_microbatches)
+        whole_s = self._state.whole_s
+        if measured is None or not whole_s:
+            return measured
+        ratios = tuple(self._ratio(event.choice, place) for place in range(len(whole_s)))
+        return replace(measured, whole_s=tuple(whole_s), ratios=ratios)
+
+    def _ratio(self, choice: Choice, place: int) -> float:
+        """Of the codec of a hop and direction; 1 for none."""
+        space, forward = self.setup.space, place % 2 == 0
+        allowed = space.forward_codecs if forward else space.backward_codecs
+        return {codec.name: codec.ratio for codec in allowed}.get(choice.codec(place // 2, forward), 1.0)
+
+    def _remember(self, event: StepDone, choice: Choice) -> None:
+        """What messages take that ``choice`` will compress and that were whole until now."""
+        state, measured = self._state, self._measured(event)
+        if measured is None:
+            return
+        known = state.whole_s or [0.0] * len(measured.links)
+        state.whole_s = []
+        for place, before_s in enumerate(known):
+            codec, new = (one.codec(place // 2, place % 2 == 0) for one in (event.choice, choice))
+            newest_s = measured.draws_s(place)[-event.choice.num_microbatches :]
+            fresh = codec == "none" and newest_s
+            state.whole_s.append(0.0 if new == "none" else median(newest_s) if fresh else before_s)
+            if new != "none" and fresh:
+                state.whole_until = event.step + MEMORY_INTERVALS * self.setup.retune_interval_steps
+
     def _went_back(self, step: int, since: int) -> None:
         """There and back within an interval or two is a switch that did not pay, though nobody could tell."""
         state, interval = self._state, self.setup.retune_interval_steps
@@ -240,6 +286,7 @@ class Controller:
         if state.left is not None and state.left[0] == choice:
             self._went_back(event.step, state.left[1])
         state.left = event.choice, event.step
+        self._remember(event, choice)
         state.wanted, state.trial, state.waiting, state.seconds = choice, trial, 0, []
         state.vain = state.rest_until = 0
         return [Decision(event.step, Verdict.SWITCH, reason, numbers, choice)]
@@ -306,5 +353,5 @@ class Controller:
 
 _PLAIN = (
     "seconds", "steps", "waiting", "looked", "quiet_until", "undone", "held_bytes", "vain", "rest_until", "count",
-    "step",
+    "step", "whole_s", "whole_until",
 )  # fmt: skip

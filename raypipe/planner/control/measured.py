@@ -4,12 +4,16 @@ A codec changes a message's way. Encoding, wire and decoding work one behind the
 the slowest of them decides how often a message can follow, and all three how long one takes:
 
     occupancy = max(encode, wire / ratio, decode)        latency + the other two
+
+What small messages take tells little of larger ones: those that fit into a token bucket pass at once on any link. So
+what messages took while they were whole counts for choices that compress them less than they are now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from raypipe.ir.links import LinkEstimate
 from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
@@ -28,6 +32,8 @@ class Measured:
         links: estimates of hop 0 forward, hop 0 backward, hop 1 forward, ...; None where nothing is known (free).
         replays: steps that each candidate is run for.
         halves_s: by stage, (I, W) of a backward, which together may take longer than it; empty where nobody knows.
+        whole_s: by place in ``links``, what a message took of it before it was compressed; empty for nothing.
+        ratios: by place in ``links``, that of the codec in use; with ``whole_s``.
     """
 
     num_microbatches: int
@@ -37,6 +43,8 @@ class Measured:
     links: tuple[LinkEstimate | None, ...]
     replays: int = 1
     halves_s: tuple[tuple[float, float], ...] = ()
+    whole_s: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -47,12 +55,18 @@ class Measured:
         """T: forward and backward of one micro-batch on the slowest stage."""
         return max(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
 
+    def draws_s(self, place: int, ratio: float = 1.0) -> tuple[float, ...]:
+        """What messages compressed by ``ratio`` occupy a link for, one by one."""
+        link = self.links[place]
+        least_s = self.whole_s[place] if self.whole_s and ratio < self.ratios[place] else 0.0
+        return () if link is None else tuple(max(s, least_s) / ratio for s in link.draws_s)
+
     def round_trip_s(self, hop: int, quantile: float = 0.5) -> float:
         """Transfer forward and back on an idle link, by quantile of the messages."""
         total_s = 0.0
-        for link in self.links[2 * hop : 2 * hop + 2]:
-            if link is not None and link.draws_s:
-                draws_s = sorted(link.draws_s)
+        for place in (2 * hop, 2 * hop + 1):
+            link, draws_s = self.links[place], sorted(self.draws_s(place))
+            if link is not None and draws_s:
                 total_s += link.latency_s + draws_s[min(len(draws_s) - 1, int(quantile * len(draws_s)))]
         return total_s
 
@@ -65,6 +79,7 @@ class Measured:
             forward_s=tuple(s * seconds_ratio for s in self.forward_s),
             backward_s=tuple(s * seconds_ratio for s in self.backward_s),
             halves_s=tuple((i * seconds_ratio, w * seconds_ratio) for i, w in self.halves_s),
+            whole_s=tuple(s * share for s in self.whole_s),
             links=tuple(
                 link
                 and replace(
@@ -94,11 +109,10 @@ def predicted_s(
     """
     program = compiled(choice, measured.num_stages, first_trainable, overlap=overlap)
     wires = []
-    for place, link in enumerate(measured.links):
+    for place in range(len(measured.links)):
         forward = place % 2 == 0
         name = choice.codec(place // 2, forward)
-        codec = NO_CODEC if name == "none" else codecs[name, forward]
-        wire = _wire(link, codec)
+        wire = _wire(measured, place, NO_CODEC if name == "none" else codecs[name, forward])
         newest = wire.draws_s[-measured.replays * choice.num_microbatches :]
         wires.append(Wire(wire.latency_s, newest))
     return step_s(
@@ -121,9 +135,9 @@ def squeezed(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool
     links = []
     for place, link in enumerate(measured.links):
         name = choice.codec(place // 2, place % 2 == 0)
-        wire = _wire(link, NO_CODEC if name == "none" else codecs[name, place % 2 == 0])
+        wire = _wire(measured, place, NO_CODEC if name == "none" else codecs[name, place % 2 == 0])
         links.append(link and replace(link, latency_s=wire.latency_s, draws_s=wire.draws_s))
-    return replace(measured, links=tuple(links))
+    return replace(measured, links=tuple(links), whole_s=())
 
 
 def busiest_hops(measured: Measured) -> Sequence[int]:
@@ -131,15 +145,16 @@ def busiest_hops(measured: Measured) -> Sequence[int]:
     return sorted(range(measured.num_stages - 1), key=lambda h: -measured.round_trip_s(h))
 
 
-def _wire(link: LinkEstimate | None, codec: Codec) -> Wire:
+def _wire(measured: Measured, place: int, codec: Codec) -> Wire:
+    link = measured.links[place]
     if link is None:
         return Wire()
     if codec == NO_CODEC:
-        return Wire(link.latency_s, link.draws_s)
+        return Wire(link.latency_s, measured.draws_s(place))
     encode_s = codec.encode_s_per_byte * link.raw_bytes
     decode_s = codec.decode_s_per_byte * link.raw_bytes
-    shorter_s = [s / codec.ratio for s in link.draws_s]
+    shorter_s = measured.draws_s(place, codec.ratio)
     occupancy_s = tuple(max(encode_s, s, decode_s) for s in shorter_s)
-    typical_s = link.occupancy_s / codec.ratio
+    typical_s = median(shorter_s) if shorter_s else 0.0
     behind_s = encode_s + typical_s + decode_s - max(encode_s, typical_s, decode_s)
     return Wire(link.latency_s + behind_s, occupancy_s)
