@@ -166,10 +166,9 @@ class Controller:
             return True
         if news is not News.STEADY and event.step >= state.rest_until:
             return True
-        age, interval = event.step - state.looked, self.setup.retune_interval_steps
-        seen = state.steps - age
         # A run's first steps are slow and alike to nothing: what is seen in few steps is looked at again after as many.
-        return age >= (min(seen, interval) if seen <= RECENT else interval)
+        age = event.step - state.looked
+        return age >= min(self.setup.retune_interval_steps, state.steps - age)
 
     def _judge(self, event: StepDone, trial: Trial, news: News) -> list[Decision]:
         """Whether the last switch paid."""
@@ -188,9 +187,8 @@ class Controller:
         numbers = gains(trial, self.setup.name)
         text = outcome(trial, self.setup.name)
         if paid:
-            state.undone, state.left = 0, None
-            if trial.predicted_gain - trial.achieved_gain > self.setup.min_gain:
-                state.looked = None  # the links are fuller now than when they were measured: look again at once
+            # Links are fuller now than when they were measured, and stages had time to settle: look again at once.
+            state.undone, state.left, state.looked = 0, None, None
             return [Decision(event.step, Verdict.PAID, sentence(f"{text}."), numbers)]
         state.undone += 1
         quiet = self.setup.retune_interval_steps * 2**state.undone
