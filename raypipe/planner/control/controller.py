@@ -217,7 +217,9 @@ class Controller:
             text = f"{setup.name(event.choice)} needs more memory than there is. {text}"
             return self._switch(event, best, None, text, numbers)
         plainer = event.choice.lossy and not best.lossy and found.best.seconds <= found.current.seconds * (1 + EVEN)
-        if best == event.choice or (gain <= setup.min_gain and not plainer):
+        # What is to be quicker must be said to take less than a step takes now, whatever the model says of now.
+        odd = found.best.seconds > typical_s(recent) * (1 + setup.min_gain)
+        if best == event.choice or odd or (gain <= setup.min_gain and not plainer):
             state.waiting = 0
             self._rest(event.step, news)
             return [Decision(event.step, Verdict.KEEP, text, numbers)]

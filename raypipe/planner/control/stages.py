@@ -14,6 +14,8 @@ from raypipe.planner.control.drift import Drift, News
 __all__ = ["StageEstimator"]
 
 WINDOW_STEPS = 8
+TOLD = 5
+"""Halves of a whole backward that are remembered."""
 FLOOR_S = 1e-3
 
 
@@ -27,28 +29,31 @@ class StageEstimator:
     def __init__(self, num_stages: int, drift_threshold: float = 0.25) -> None:
         self._window: list[deque[StageSample]] = [deque(maxlen=WINDOW_STEPS) for _ in range(num_stages)]
         self._drift = [Drift(drift_threshold, FLOOR_S) for _ in range(num_stages)]
-        self._parts: list[tuple[float, float] | None] = [None] * num_stages  # I and W over the whole they were run for
+        # I and W over the whole that they were run for: of single micro-batches, and the same on a slow day.
+        self._told: list[deque[tuple[float, float]]] = [deque(maxlen=TOLD) for _ in range(num_stages)]
 
     def add(self, samples: Iterable[StageSample]) -> News:
-        """Take in one step; CHANGED when a stage has become another."""
+        """Take in one step; CHANGED when a stage has become another.
+
+        Then all stages begin anew: what slows one often slows others, and less than the threshold. Stages that were
+        seen at different times are out of balance, and so would be what is chosen for them.
+        """
         news = News.STEADY
         for sample in samples:
             window = self._window[sample.stage]
             busy_s = sample.forward_s + self._whole_s(sample)
             self._drift[sample.stage], word = self._drift[sample.stage].after(busy_s)
             window.append(sample)
-            parts = [
-                (s.input_s / s.backward_s, s.weight_s / s.backward_s)
-                for s in window
-                if s.backward_s > 0 and s.input_s is not None and s.weight_s is not None
-            ]
-            if parts:
-                self._parts[sample.stage] = median(i for i, _ in parts), median(w for _, w in parts)
+            if sample.backward_s > 0 and sample.input_s is not None and sample.weight_s is not None:
+                told = sample.input_s / sample.backward_s, sample.weight_s / sample.backward_s
+                self._told[sample.stage].append(told)
             if word is News.CHANGED:
+                news = News.CHANGED
+        if news is News.CHANGED:
+            for window in self._window:
                 keep = list(window)[-2:]
                 window.clear()
                 window.extend(keep)
-                news = News.CHANGED
         return news
 
     @property
@@ -76,31 +81,35 @@ class StageEstimator:
         halves were of it when that was seen last.
         """
         found = []
-        for window, parts in zip(self._window, self._parts, strict=True):
-            whole_s = [s.backward_s for s in window if s.backward_s > 0]
-            told = [(s.input_s, s.weight_s) for s in window if s.input_s is not None and s.weight_s is not None]
-            if whole_s and parts is not None:
-                found.append((median(whole_s) * parts[0], median(whole_s) * parts[1]))
-            elif whole_s:
+        for stage, window in enumerate(self._window):
+            parts = self._parts(stage)
+            halves_s = [(s.input_s or 0.0, s.weight_s or 0.0) for s in window if not s.backward_s]
+            whole_s = [s.backward_s for s in window if s.backward_s]
+            if whole_s and parts is None:
                 return ()
-            else:
-                input_s, weight_s = zip(*told or [(0.0, 0.0)], strict=True)
-                found.append((median(input_s), median(weight_s)))
+            if parts is not None:
+                halves_s.extend((s * parts[0], s * parts[1]) for s in whole_s)
+            found.append((median(i for i, _ in halves_s), median(w for _, w in halves_s)))
         return tuple(found)
 
     def _whole_s(self, sample: StageSample) -> float:
         """A whole backward, where none was run from its halves: they cost more by what that was seen to be."""
         if sample.backward_s or sample.input_s is None or sample.weight_s is None:
             return sample.backward_s
-        parts = self._parts[sample.stage]
+        parts = self._parts(sample.stage)
         return (sample.input_s + sample.weight_s) / (sum(parts) if parts is not None else 1.0)
+
+    def _parts(self, stage: int) -> tuple[float, float] | None:
+        """Of a whole backward, what I and W take of it; None where nobody has told."""
+        told = self._told[stage]
+        return (median(i for i, _ in told), median(w for _, w in told)) if told else None
 
     def to_dict(self) -> dict[str, Any]:
         """The state, for JSON."""
         return {
             "window": [[list(sample) for sample in window] for window in self._window],
             "drift": [asdict(one) for one in self._drift],
-            "parts": self._parts,
+            "told": [[list(pair) for pair in told] for told in self._told],
         }
 
     def load(self, found: dict[str, Any]) -> None:
@@ -109,4 +118,6 @@ class StageEstimator:
             window.clear()
             window.extend(StageSample(*row) for row in rows)
         self._drift = [Drift(**one) for one in found["drift"]]
-        self._parts = [None if parts is None else (float(parts[0]), float(parts[1])) for parts in found["parts"]]
+        for told, pairs in zip(self._told, found["told"], strict=True):
+            told.clear()
+            told.extend((float(i), float(w)) for i, w in pairs)
