@@ -41,7 +41,7 @@ from raypipe.planner.tune import (
     plan_of,
     seconds_by_count,
 )
-from raypipe.profiling import optimizer_factor, profile_of, refuse_other_graph, stale_notes
+from raypipe.profiling import further_of, optimizer_factor, profile_of, refuse_other_graph, stale_notes
 
 __all__ = ["Job", "prepare", "profile"]
 
@@ -157,7 +157,8 @@ def prepare(
     """
     found = open_arguments(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
     captured, request = found.captured, found.request
-    if profiled is None and needs_profile(pipeline, cluster):
+    here = profiled is None and needs_profile(pipeline, cluster)
+    if here:
         profiled = profile_of(captured, found.example, found.larger, by_size=wants_curve(pipeline))
     counts: tuple[tuple[int, float], ...] = ()
     if profiled is None:
@@ -174,6 +175,11 @@ def prepare(
             least_microbatch=_least_microbatch(profiled),
         )
         decision = decide(request, profiled, cluster)
+        if here and wants_curve(pipeline):
+            further = further_of(captured, profiled, found.larger, decision.microbatch_size)
+            if further is not profiled:
+                profiled = further
+                decision = decide(request, profiled, cluster)
         partition = decision.partition
         programs = captured.programs(partition.cuts, partition.order)
         request = dataclasses.replace(decision.request, ties=_ties(programs))

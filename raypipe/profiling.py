@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from raypipe.engine.capture import Capture
-from raypipe.engine.profile_cache import cached_profile
-from raypipe.engine.profiling import estimate_graph, powers_of_two
+from raypipe.engine.profile_cache import cached_further, cached_profile
+from raypipe.engine.profiling import estimate_graph, first_of, is_far, powers_of_two
 from raypipe.engine.state import MakeOptimizer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.progress import ProfilingBar
 
-__all__ = ["optimizer_factor", "profile_of", "refuse_other_graph", "stale_notes"]
+__all__ = ["further_of", "optimizer_factor", "profile_of", "refuse_other_graph", "stale_notes"]
 
 ADAM_FACTOR = 2.0
 """Bytes of Adam's state per byte of parameters."""
@@ -48,6 +48,22 @@ def profile_of(
         with contextlib.suppress(ConfigError):  # an nn.Sequential cannot be estimated: what stopped it counts
             return estimate_graph(captured, samples, sizes=powers_of_two(samples) if by_size else ())
         raise error from None
+    finally:
+        bar.close()
+
+
+def further_of(captured: Capture, profiled: Profile, larger: Mapping[Any, torch.Tensor], samples: int) -> Profile:
+    """The profile with one more size, measured or read, where so many samples are far beyond those that it knows.
+
+    Args:
+        larger: at least so many samples by column; with fewer, or of an estimate, the profile stays as it is.
+    """
+    there = min((len(x) for x in larger.values() if x.dim()), default=0)
+    if there < samples or not is_far(profiled, samples) or profiled.source != "measured":
+        return profiled
+    bar = ProfilingBar()
+    try:
+        return cached_further(captured, profiled, first_of(larger, samples), progress=bar)
     finally:
         bar.close()
 

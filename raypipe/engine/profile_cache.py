@@ -22,6 +22,7 @@ import torch
 
 from raypipe import __version__
 from raypipe.engine.capture import Capture
+from raypipe.engine.profiling.further import measure_further
 from raypipe.engine.profiling.measure import (
     Progress,
     device_name,
@@ -33,7 +34,7 @@ from raypipe.engine.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.profile import Profile
 
-__all__ = ["cache_folder", "cached_profile", "load_profile", "profile_key", "save_profile"]
+__all__ = ["cache_folder", "cached_further", "cached_profile", "load_profile", "profile_key", "save_profile"]
 
 MEASURING = 3
 """Number of the way in which seconds are measured: profiles of another one are not mixed with these."""
@@ -72,6 +73,27 @@ def cached_profile(
     with suppress(OSError):
         save_profile(folder, key, measured)
     return measured, False
+
+
+def cached_further(
+    captured: Capture,
+    profile: Profile,
+    columns: Mapping[Any, torch.Tensor],
+    *,
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """``measure_further``, read where it was saved before."""
+    folder = folder if folder is not None else cache_folder()
+    key = profile_key(captured, columns, [size for size, _ in profile.seconds_by_size], 0)
+    found = load_profile(folder, key)
+    if found is not None and [n.name for n in found.graph.nodes] == [n.name for n in captured.graph.nodes]:
+        return found
+    measured = measure_further(captured, profile, columns, progress=progress)
+    if len(measured.seconds_by_size) > len(profile.seconds_by_size):
+        with suppress(OSError):
+            save_profile(folder, key, measured)
+    return measured
 
 
 def profile_key(

@@ -90,7 +90,7 @@ def profile_graph(
     try:
         settle_allocator()
         with one_thread():
-            bench = _Bench.of(captured)
+            bench = Bench.of(captured)
             kept = bench.kept(columns)
             advance()
             passes = Passes(bench.steps, bench.leaves, bench.buffers, bench.loss)
@@ -146,7 +146,7 @@ def device_name() -> str:
 
 
 @dataclass(slots=True)
-class _Bench:
+class Bench:
     """A model as one stage, with parameters and buffers to run it."""
 
     program: StageProgram
@@ -157,7 +157,7 @@ class _Bench:
     buffers: list[torch.Tensor]
 
     @classmethod
-    def of(cls, captured: Capture) -> _Bench:
+    def of(cls, captured: Capture) -> Bench:
         (program,) = captured.programs(())
         # Copies, because the user's may be used elsewhere meanwhile; the sink adds gradients to sums of its own.
         parameters = {
@@ -256,7 +256,7 @@ class _BySize(NamedTuple):
 
 
 def _by_size(
-    bench: _Bench, columns: Columns, sizes: Collection[int], repeats: int, advance: Callable[[], None]
+    bench: Bench, columns: Columns, sizes: Collection[int], repeats: int, advance: Callable[[], None]
 ) -> _BySize:
     parts = {size: first_of(columns, size) for size in sorted(sizes)}
     found = _BySize({}, None, [])
@@ -297,7 +297,7 @@ def _median_s(alone: Sequence[tuple[float, float]]) -> float:
 
 
 def _beyond(
-    bench: _Bench, larger: Columns, samples: int, seconds: float, cheap_s: float, repeats: int
+    bench: Bench, larger: Columns, samples: int, seconds: float, cheap_s: float, repeats: int
 ) -> tuple[dict[int, list[tuple[float, float]]], list[str]]:
     """Seconds of the whole model at larger sizes, while that is cheap.
 

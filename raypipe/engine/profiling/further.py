@@ -1,0 +1,81 @@
+"""One more size, where a plan takes micro-batches far beyond those that were measured.
+
+    profile: 1, 2, 4, 8 --> plan: one of 32 --> measure 8 and 32 in turns --> profile: 1, 2, 4, 8, 32 --> plan again
+
+A line through small sizes says little of large ones, whose matrices fill the processor better: VGG-16 takes a quarter
+less at 32 than the line through 1 to 8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from pathlib import Path
+
+from raypipe.engine.capture import Capture
+from raypipe.engine.local import one_thread
+from raypipe.engine.profiling.measure import Bench, Progress, settle_allocator
+from raypipe.engine.profiling.steps import Columns, first_of, samples_of
+from raypipe.ir.profile import Profile
+
+__all__ = ["is_far", "measure_further"]
+
+FAR = 2
+"""Times the largest size that was measured; up to there the line is followed."""
+MOST_MEMORY = 0.5
+"""Of the memory that is free, what a micro-batch may take to be measured."""
+
+
+def is_far(profile: Profile, samples: int) -> bool:
+    """Whether so many samples are more than was measured says anything of."""
+    return samples > FAR * max((profile.microbatch_size, *(size for size, _ in profile.seconds_by_size)))
+
+
+def measure_further(
+    captured: Capture, profile: Profile, columns: Columns, *, repeats: int = 3, progress: Progress | None = None
+) -> Profile:
+    """The profile with the seconds of one more size, as they are beside the largest that is known.
+
+    Args:
+        columns: one micro-batch of that size by column, targets included.
+        repeats: rounds whose median is taken, after one to warm up.
+        progress: called with (done, total) rounds.
+
+    Returns:
+        the same with a note where it cannot be measured, or takes more memory than there is to spare.
+    """
+    samples, (known, known_s) = samples_of(columns), profile.seconds_by_size[-1]
+    needed_bytes = samples * sum(node.activation_bytes for node in profile.graph.nodes)
+    if needed_bytes > MOST_MEMORY * _free_bytes():
+        return _noted(profile, samples, "a micro-batch of that size takes more memory than is free here")
+    part, ratios = first_of(columns, known), []
+    try:
+        settle_allocator()
+        with one_thread():
+            bench = Bench.of(captured)
+            for done in range(repeats + 1):
+                # In turns, so that a machine that has become slower or quicker since changes nothing.
+                before_s = sum(bench.whole(part))
+                ratios.append(sum(bench.whole(columns)) / before_s)
+                if progress is not None:
+                    progress(done + 1, repeats + 1)
+    except Exception as error:  # noqa: BLE001  (the user's code, at a size that nobody asked for)
+        return _noted(profile, samples, f"{type(error).__name__}: {error}")
+    seconds = known_s * statistics.median(ratios[1:])
+    return dataclasses.replace(profile, seconds_by_size=(*profile.seconds_by_size, (samples, seconds)))
+
+
+def _noted(profile: Profile, samples: int, why: str) -> Profile:
+    note = f"Micro-batches of {samples} could not be measured: {why}."
+    return dataclasses.replace(profile, notes=(*profile.notes, note))
+
+
+def _free_bytes() -> float:
+    """What can be had without anything being written to disk first."""
+    try:
+        with Path("/proc/meminfo").open(encoding="ascii") as lines:
+            told = dict(line.split(":", 1) for line in lines)
+        return 1024.0 * int(told["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError, IndexError):
+        return math.inf  # not Linux: nobody tells

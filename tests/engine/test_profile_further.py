@@ -1,0 +1,102 @@
+"""A plan that takes micro-batches far beyond those that were measured asks what they take."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import raypipe
+from raypipe.engine.capture import Capture, capture
+from raypipe.engine.profile_cache import cached_further
+from raypipe.engine.profiling import is_far, measure_further, profile_graph
+from raypipe.ir.profile import Profile
+from tests.models import CASES
+
+EACH_S, FULL = 0.002, 8
+
+
+class Filling(nn.Linear):
+    """Takes longer with every sample up to eight, and no longer from there on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(EACH_S * min(len(x), FULL))
+        return super().forward(x)
+
+
+class Few(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) <= FULL, "eight at most"
+        return super().forward(x)
+
+
+def profiled(layer: type[nn.Linear]) -> tuple[Capture, Profile, dict[Any, torch.Tensor]]:
+    """A profile of sizes up to eight, and 64 samples."""
+    x, y = CASES["mlp"].data(64)[:64]
+    made = capture(nn.Sequential(layer(6, 3)), (x[:FULL], y[:FULL]), (0, 1), functional.cross_entropy)
+    return made, profile_graph(made, {0: x[:FULL], 1: y[:FULL]}, repeats=1), {0: x, 1: y}
+
+
+def test_what_is_far() -> None:
+    _, profile, _ = profiled(Filling)
+    assert [is_far(profile, samples) for samples in (8, 16, 17, 64)] == [False, False, True, True]
+
+
+def test_one_more_size_is_measured() -> None:
+    made, profile, columns = profiled(Filling)
+    seen: list[tuple[int, int]] = []
+    found = measure_further(made, profile, columns, repeats=2, progress=lambda done, total: seen.append((done, total)))
+    assert found.seconds_by_size[:-1] == profile.seconds_by_size
+    size, seconds = found.seconds_by_size[-1]
+    assert size == 64
+    assert seconds < 2 * dict(profile.seconds_by_size)[FULL], "a line through the others says eight times as much"
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert not is_far(found, 128)
+
+
+def test_a_size_that_fails_is_noted() -> None:
+    made, profile, columns = profiled(Few)
+    found = measure_further(made, profile, columns)
+    assert found.seconds_by_size == profile.seconds_by_size
+    assert any("Micro-batches of 64 could not be measured: AssertionError: eight at most" in n for n in found.notes)
+
+
+def test_a_size_that_would_fill_the_memory_is_not_tried() -> None:
+    made, profile, columns = profiled(Few)
+    nodes = tuple(dataclasses.replace(node, activation_bytes=1 << 50) for node in profile.graph.nodes)
+    huge = dataclasses.replace(profile, graph=dataclasses.replace(profile.graph, nodes=nodes))
+    found = measure_further(made, huge, columns)
+    assert found.seconds_by_size == profile.seconds_by_size
+    assert "more memory than is free" in found.notes[-1]
+
+
+def test_it_is_measured_once(tmp_path: Path) -> None:
+    made, profile, columns = profiled(Filling)
+    called: list[int] = []
+    first = cached_further(made, profile, columns, folder=tmp_path, progress=lambda done, total: called.append(done))
+    assert called
+    called.clear()
+    again = cached_further(made, profile, columns, folder=tmp_path, progress=lambda done, total: called.append(done))
+    assert (again, called) == (first, [])
+
+
+def test_a_plan_knows_the_size_that_it_takes() -> None:
+    """Sixteen times the samples in the seconds of eight: the line says ten times as much as it takes."""
+    x, y = CASES["mlp"].data(128)[:128]
+    trainer = raypipe.PipelineTrainer(
+        nn.Sequential(Filling(6, 3), nn.Linear(3, 3)),
+        loss_fn=functional.cross_entropy,
+        optimizer=torch.optim.SGD,
+        train_data=TensorDataset(x, y),
+        pipeline=raypipe.PipelineConfig(num_stages=1, minibatch_size=128),
+    )
+    plan = trainer.plan()
+    assert plan.microbatch_size > 2 * FULL
+    assert plan.prediction is not None
+    assert plan.prediction.step_s / plan.num_microbatches < 3 * EACH_S * FULL
