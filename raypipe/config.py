@@ -187,7 +187,7 @@ class PipelineConfig:
             every step; None leaves it. Where updates come more often than once per num_stages micro-batches, each
             stage clips its own to this times the root of its share of the parameters.
         retune_interval_steps, link_drift_threshold, min_gain: patience of the controller, which turns k, the slack
-            and codecs where these are "auto": steps between looks (20; 0 never changes anything), relative change
+            and codecs where these are "auto": most steps between looks (20; 0 never changes anything), relative change
             of a link that is looked at sooner (0.25), relative gain in step time worth a change (0.03).
         retune_microbatches: the controller may change the number of micro-batches too, to another divisor of the
             mini-batch. Then sums are taken in another order and dropout draws other numbers, so that a run depends on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,17 +170,13 @@ def prepare(
         rooms = unknown_rooms(len(programs))
     else:
         refuse_other_graph(captured, profiled)
-        request = dataclasses.replace(
-            request,
-            optimizer_factor=optimizer_factor(optimizer, captured),
-            least_microbatch=_least_microbatch(profiled),
-        )
-        decision = decide(request, profiled, cluster)
+        factor = optimizer_factor(optimizer, captured)
+        decision = _decided(request, profiled, factor, cluster)
         if here and wants_curve(pipeline):
-            further = further_of(captured, profiled, found.larger, decision.microbatch_size)
+            read = partial(example_of, found.sources["train"], found.with_loss_fn)
+            further = further_of(captured, profiled, decision.microbatch_size, read)
             if further is not profiled:
-                profiled = further
-                decision = decide(request, profiled, cluster)
+                profiled, decision = further, _decided(request, further, factor, cluster)
         partition = decision.partition
         programs = captured.programs(partition.cuts, partition.order)
         request = dataclasses.replace(decision.request, ties=_ties(programs))
@@ -231,6 +228,11 @@ def profile(
     """
     found = open_arguments(model, loss_fn, train_data, None, pipeline, num_workers)
     return profile_of(found.captured, found.example, found.larger, by_size=True)
+
+
+def _decided(request: Request, profiled: Profile, factor: float, cluster: Cluster | None) -> Decision:
+    known = dataclasses.replace(request, optimizer_factor=factor, least_microbatch=_least_microbatch(profiled))
+    return decide(known, profiled, cluster)
 
 
 def _rooms(decision: Decision) -> tuple[Room, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,18 +52,19 @@ def profile_of(
         bar.close()
 
 
-def further_of(captured: Capture, profiled: Profile, larger: Mapping[Any, torch.Tensor], samples: int) -> Profile:
-    """The profile with one more size, measured or read, where so many samples are far beyond those that it knows.
+def further_of(
+    captured: Capture, profiled: Profile, samples: int, read: Callable[[int], Mapping[Any, torch.Tensor]]
+) -> Profile:
+    """The profile with one more size, measured or from the cache, where it says nothing of so many samples.
 
     Args:
-        larger: at least so many samples by column; with fewer, or of an estimate, the profile stays as it is.
+        read: so many samples by column; asked for them only where they are measured.
     """
-    there = min((len(x) for x in larger.values() if x.dim()), default=0)
-    if there < samples or not is_far(profiled, samples) or profiled.source != "measured":
+    if not is_far(profiled, samples) or profiled.source != "measured" or not profiled.seconds_by_size:
         return profiled
     bar = ProfilingBar()
     try:
-        return cached_further(captured, profiled, first_of(larger, samples), progress=bar)
+        return cached_further(captured, profiled, first_of(read(samples), samples), progress=bar)
     finally:
         bar.close()
 

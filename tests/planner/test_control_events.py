@@ -192,6 +192,14 @@ def test_a_trial_needs_steps_on_both_sides_and_waits_while_noise_hides_the_answe
     assert replace(noisy, after_s=noisy.after_s * 4).verdict(0.03) is False
 
 
+@pytest.mark.parametrize(("after_s", "paid"), [(0.99, True), (1.02, True), (1.04, False)])
+def test_to_go_without_a_codec_may_cost_what_nobody_would_switch_for(after_s: float, paid: bool) -> None:
+    lossy = replace(ONE, forward_codecs=("bf16",) * 3, backward_codecs=("bf16",) * 3)
+    trial = Trial(lossy, ONE, 0.0, before_s=(1.0,) * 4, after_s=(after_s,) * 4, began=0)
+    assert trial.verdict(0.03) is paid
+    assert replace(trial, before=ONE, after=SLACK, predicted_gain=0.1).verdict(0.03) is False
+
+
 def test_uncertainty_shrinks_with_steps():
     assert uncertainty_s([1.0]) == 0.0
     assert uncertainty_s([1.0, 2.0] * 2) == pytest.approx(2 * uncertainty_s([1.0, 2.0] * 8))

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from raypipe.engine.capture import Capture
@@ -23,6 +25,8 @@ __all__ = ["is_far", "measure_further"]
 
 FAR = 2
 """Times the largest size that was measured; up to there the line is followed."""
+LONG_S = 5.0
+"""A round that takes longer is the last, once there is one to count."""
 MOST_MEMORY = 0.5
 """Of the memory that is free, what a micro-batch may take to be measured."""
 
@@ -43,7 +47,7 @@ def measure_further(
         progress: called with (done, total) rounds.
 
     Returns:
-        the same with a note where it cannot be measured, or takes more memory than there is to spare.
+        the same with a note where it cannot be measured, or takes more memory than there is to spare here.
     """
     samples, (known, known_s) = samples_of(columns), profile.seconds_by_size[-1]
     needed_bytes = samples * sum(node.activation_bytes for node in profile.graph.nodes)
@@ -55,11 +59,16 @@ def measure_further(
         with one_thread():
             bench = Bench.of(captured)
             for done in range(repeats + 1):
-                # In turns, so that a machine that has become slower or quicker since changes nothing.
+                begin_s = time.perf_counter()
+                # In turns, so that a machine that has become slower or quicker since changes nothing; the first pass
+                # behind one of another size takes longer.
+                bench.whole(part)
                 before_s = sum(bench.whole(part))
                 ratios.append(sum(bench.whole(columns)) / before_s)
                 if progress is not None:
                     progress(done + 1, repeats + 1)
+                if time.perf_counter() - begin_s > LONG_S and done:
+                    break
     except Exception as error:  # noqa: BLE001  (the user's code, at a size that nobody asked for)
         return _noted(profile, samples, f"{type(error).__name__}: {error}")
     seconds = known_s * statistics.median(ratios[1:])
@@ -71,11 +80,13 @@ def _noted(profile: Profile, samples: int, why: str) -> Profile:
     return dataclasses.replace(profile, notes=(*profile.notes, note))
 
 
-def _free_bytes() -> float:
-    """What can be had without anything being written to disk first."""
-    try:
-        with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            told = dict(line.split(":", 1) for line in lines)
-        return 1024.0 * int(told["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError, IndexError):
-        return math.inf  # not Linux: nobody tells
+def _free_bytes(root: Path = Path("/")) -> float:
+    """What this machine, or the container that this is, has left; infinite where nobody tells."""
+    free = [math.inf]
+    with suppress(OSError, KeyError, ValueError, IndexError):
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        free.append(1024.0 * int(dict(line.split(":", 1) for line in lines)["MemAvailable"].split()[0]))
+    with suppress(OSError, ValueError):  # "max" is no number: there is no limit
+        group = root / "sys/fs/cgroup"
+        free.append(float(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())))
+    return min(free)

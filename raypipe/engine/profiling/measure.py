@@ -39,7 +39,7 @@ from raypipe.errors import StageError
 from raypipe.ir.lines import Lines
 from raypipe.ir.profile import DOUBTFUL, Profile
 
-__all__ = ["Progress", "device_name", "larger_sizes", "powers_of_two", "profile_graph", "settle_allocator"]
+__all__ = ["Bench", "Progress", "device_name", "larger_sizes", "powers_of_two", "profile_graph", "settle_allocator"]
 
 CHEAP_S = 0.25
 """Seconds that all rounds of one larger size, one turn of the others, or further turns of those may take."""

@@ -22,11 +22,12 @@ from typing import Any
 
 from raypipe.errors import PlanError
 from raypipe.ir.links import LinkEstimate
+from raypipe.ir.plan_table import human_s
 from raypipe.planner.control.choice import Choice
 from raypipe.planner.control.drift import News
 from raypipe.planner.control.events import Decision, StepDone, Verdict
 from raypipe.planner.control.measured import Measured
-from raypipe.planner.control.observer import Observer
+from raypipe.planner.control.observer import Observer, hop_name
 from raypipe.planner.control.room import Room, fits
 from raypipe.planner.control.search import EVEN, search
 from raypipe.planner.control.setup import Setup
@@ -56,14 +57,14 @@ class _State:
         wanted: what was asked for last.
         seconds: (step, seconds) of the last steps that count with the present choice, since the links changed last.
         waiting: looks in a row that found something better.
-        looked: step of the last look; None before the first.
+        looked: step of the last look, or of the verdict on a switch; None where the next step is looked at anyway.
         quiet_until: step before which no switch is asked for.
         undone: switches taken back since the last one that paid.
         held_bytes: by stage, the most that any choice so far was expected to hold.
         left: what the last switch left, and when; empty where that switch paid.
         vain: looks in a row that news caused and that changed nothing.
         rest_until: step before which news causes no further one.
-        steps: heard of, since the run began or went on from a checkpoint.
+        steps: heard of, since the run began or its numbers went back to a checkpoint's.
         whole_s: by hop and direction, what a message took before it was compressed; 0 where it is not, or nobody knows.
         whole_until: step from which that is forgotten.
         count: M that is measured.
@@ -121,7 +122,8 @@ class Controller:
         if event.choice.num_microbatches != state.count:
             # Other actions and messages than those measured so far; the first step with them is like no other.
             self._observer = Observer(len(self.setup.rooms), self.setup.link_drift_threshold)
-            state.count, state.whole_s = event.choice.num_microbatches, []
+            share = state.count / event.choice.num_microbatches
+            state.count, state.whole_s = event.choice.num_microbatches, [s * share for s in state.whole_s]
             news, who = News.STEADY, ""
         else:
             news, who = self._observer.add(event.stages, event.messages)
@@ -133,10 +135,10 @@ class Controller:
             state.seconds.clear()
         elif event.counts:
             state.seconds = [*state.seconds, (event.step, event.seconds)][-RECENT:]
-        # After a switch of our own a link behaves differently by itself.
-        changed = news is News.CHANGED and "link" in who and state.trial is None
-        if changed or event.step >= state.whole_until:
+        if event.step >= state.whole_until:
             state.whole_s = []
+        elif news is News.CHANGED and state.trial is None:  # after a switch of our own a link looks changed by itself
+            state.whole_s = [0.0 if hop_name(p // 2) in who else s for p, s in enumerate(state.whole_s)]
         if news is News.CHANGED:  # which this step and the one before it have shown
             state.seconds = [pair for pair in state.seconds if pair[0] >= event.step - 1]
             found.append(Decision(event.step, Verdict.DRIFT, sentence(f"{who} changed for good."), {"who": who}))
@@ -187,8 +189,9 @@ class Controller:
         numbers = gains(trial, self.setup.name)
         text = outcome(trial, self.setup.name)
         if paid:
-            # Links are fuller now than when they were measured, and stages had time to settle: look again at once.
-            state.undone, state.left, state.looked = 0, None, None
+            if not trial.plainer:  # which may have cost something: who comes back from there soon has tried enough
+                # Links are fuller now than when they were measured, and stages had time to settle: look again at once.
+                state.undone, state.left, state.looked = 0, None, None
             return [Decision(event.step, Verdict.PAID, sentence(f"{text}."), numbers)]
         state.undone += 1
         quiet = self.setup.retune_interval_steps * 2**state.undone
@@ -219,6 +222,8 @@ class Controller:
         plainer = event.choice.lossy and not best.lossy and found.best.seconds <= found.current.seconds * (1 + EVEN)
         # What is to be quicker must be said to take less than a step takes now, whatever the model says of now.
         odd = found.best.seconds > typical_s(recent) * (1 + setup.min_gain)
+        if odd and best != event.choice:
+            text = f"{text} Steps are measured to take {human_s(typical_s(recent))}, so it is not believed."
         if best == event.choice or odd or (gain <= setup.min_gain and not plainer):
             state.waiting = 0
             self._rest(event.step, news)

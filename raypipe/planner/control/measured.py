@@ -58,8 +58,12 @@ class Measured:
     def draws_s(self, place: int, ratio: float = 1.0) -> tuple[float, ...]:
         """What messages compressed by ``ratio`` occupy a link for, one by one."""
         link = self.links[place]
+        if link is None:
+            return ()
         least_s = self.whole_s[place] if self.whole_s and ratio < self.ratios[place] else 0.0
-        return () if link is None else tuple(max(s, least_s) / ratio for s in link.draws_s)
+        if ratio == 1.0 and not least_s:
+            return link.draws_s
+        return tuple(max(s, least_s) / ratio for s in link.draws_s)
 
     def round_trip_s(self, hop: int, quantile: float = 0.5) -> float:
         """Transfer forward and back on an idle link, by quantile of the messages."""

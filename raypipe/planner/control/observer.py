@@ -11,12 +11,17 @@ from raypipe.planner.control.links import LinkEstimator
 from raypipe.planner.control.measured import Measured
 from raypipe.planner.control.stages import StageEstimator
 
-__all__ = ["Observer"]
+__all__ = ["Observer", "hop_name"]
 
 MOST_REPLAYS = 4
 """Steps that a candidate is run for where messages differ from each other."""
 ALIKE = 0.02
 """Messages whose middle four fifths differ by less, relatively to a micro-batch's computation, are alike."""
+
+
+def hop_name(hop: int) -> str:
+    """What a person is told that changed."""
+    return f"link {hop} - {hop + 1}"
 
 
 class Observer:
@@ -35,7 +40,7 @@ class Observer:
         by_hop: dict[int, list[LinkSample]] = {}
         for m in messages:
             by_hop.setdefault(m.hop, []).append(m)
-        words = {f"link {link.hop} - {link.hop + 1}": link.add(by_hop.get(link.hop, ())) for link in self._links}
+        words = {hop_name(link.hop): link.add(by_hop.get(link.hop, ())) for link in self._links}
         words["a stage's computation"] = self._stages.add(stages)
         for news in (News.CHANGED, News.SUSPECT):
             who = [name for name, word in words.items() if word is news]

@@ -26,7 +26,7 @@ class Setup:
         forward_codecs, backward_codecs: allowed besides "none", the mildest first.
         microbatch_seconds: (M, seconds of one micro-batch, on any stage or on all: their ratios count) where M may
             change (retune_microbatches); empty where it stays.
-        retune_interval_steps: steps between two looks where nothing changes.
+        retune_interval_steps: most steps between two looks; a young run is looked at sooner.
         link_drift_threshold: relative change of a link, or of a stage, that is looked at at once.
         min_gain: relative gain in step time that is worth a switch.
         frozen: look and tell, but never switch: what a benchmark compares with.

@@ -78,7 +78,7 @@ class StageEstimator:
         """By stage, I and W of a backward; empty while a stage that has one has not told.
 
         Whole backwards are run from their halves now and then only: their seconds are those of the whole, by what the
-        halves were of it when that was seen last.
+        halves were of it the last times that this was seen.
         """
         found = []
         for stage, window in enumerate(self._window):

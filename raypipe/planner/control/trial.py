@@ -51,17 +51,21 @@ class Trial:
             return 0.0
         return typical_s(self.before_s) / typical_s(self.after_s) - 1.0
 
+    @property
+    def plainer(self) -> bool:
+        """It goes without codecs."""
+        return self.before.lossy and not self.after.lossy
+
     def verdict(self, min_gain: float) -> bool | None:
         """Whether it paid: by min_gain, or by a quarter of what was predicted; None while that cannot be told.
 
-        A switch that promised no more than min_gain was for something else than seconds, to go without a codec: it may
-        cost as much as nobody would switch for.
+        To go without codecs may cost as much as nobody would switch for.
         """
         if len(self.after_s) < FEWEST:
             return None
         if not self.before_s:
             return True
-        wanted = -min_gain if self.predicted_gain <= min_gain else min(min_gain, self.predicted_gain / 4)
+        wanted = -min_gain if self.plainer else min(min_gain, self.predicted_gain / 4)
         margin = self.achieved_gain - wanted
         doubt = (uncertainty_s(self.before_s) + uncertainty_s(self.after_s)) / typical_s(self.after_s)
         if abs(margin) < doubt and len(self.after_s) < MOST:
