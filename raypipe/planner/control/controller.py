@@ -59,9 +59,9 @@ class _State:
         waiting: looks in a row that found something better.
         looked: step of the last look, or of the verdict on a switch; None where the next step is looked at anyway.
         quiet_until: step before which no switch is asked for.
-        undone: switches taken back since the last one that paid.
+        undone: switches taken back since the last one that paid, going without codecs left out.
         held_bytes: by stage, the most that any choice so far was expected to hold.
-        left: what the last switch left, and when; empty where that switch paid.
+        left: what the last switch left, and when; empty where that paid, unless it only went without codecs.
         vain: looks in a row that news caused and that changed nothing.
         rest_until: step before which news causes no further one.
         steps: heard of, since the run began or its numbers went back to a checkpoint's.
