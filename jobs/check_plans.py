@@ -2,7 +2,7 @@
 
     python jobs/check_plans.py                     seconds and bytes of four nets on 2 and 3 stages
     python jobs/check_plans.py --what bits         gradients and parameters of two steps against plain PyTorch
-    python jobs/check_plans.py --what compete      one copy of the model alone, then one per core at once
+    python jobs/check_plans.py --what compete      one copy of the model alone, then two and three at once
     python jobs/check_plans.py --nets gpt2 --stages 2 --rounds 3
     python jobs/check_plans.py --profile           ten vision nets: the profile's total against an eager step
 
@@ -10,7 +10,8 @@ Every run is a process of its own with num_stages="auto". Rounds go over all run
 the machine is never the same twice. What is measured, from within the user's optimizer, which every stage calls:
 
     seconds   processor time of the stage's thread from one optimizer step to the next, less the gradient norm, which is
-              no part of F and B; another process on the core does not count, caches and memory that it takes do
+              no part of F and B; another process on the core does not count, caches and memory that it takes do.
+              "the machine itself" is what work that never changes took after the plan over before it
     bytes     what lives from step to step (parameters, gradients, the optimizer's state, buffers), and on top the
               resident set's high-water mark of a step over what was resident before it; in a run of its own, whose
               allocator hands freed memory back at once (slower, so never timed). The process's own growth, code and
@@ -70,11 +71,17 @@ def compare(nets: list[str], stages: list[int], rounds: int) -> dict[str, Any]:
                     run = run_one(what, net, count)
                     found[f"{net}_{count}"][what].append(run)
                     ratios = " ".join(f"{ratio:.3f}" for ratio in kept_of(run, UNITS[what]))
-                    print(f"round {number + 1}: {net}, {count} workers, {what} {ratios}; {machine_line()}", flush=True)
+                    print(f"round {number + 1}: {net}, {count} workers, {what} {ratios}; {told_by(run)}", flush=True)
     rows = [row for key, runs in found.items() for row in rows_of(key, runs["seconds"], runs["bytes"][0])]
     columns = ("net", "stage", "M x b", "runs", "ms plan", "ms", "ratio", "MB plan", "MB", "ratio ")
     print(table("a step of every stage: processor seconds and peak bytes, promised and measured", columns, rows))
     return {"runs": found, "rows": rows}
+
+
+def told_by(run: dict[str, Any]) -> str:
+    """What stood around a run: what the plan counted for neighbours, and how the machine itself changed."""
+    crowd = run["reasons"].get("seconds", "1.00").split()[0]
+    return f"{run['microbatches']}, neighbours {crowd}, the machine itself {run['machine']:.3f}; {machine_line()}"
 
 
 def kept_of(run: dict[str, Any], unit: str) -> list[float]:

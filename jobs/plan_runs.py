@@ -1,7 +1,7 @@
 """One run for check_plans.py: ``python jobs/plan_runs.py WHAT NET WORKERS STEPS``; the last line is JSON.
 
 WHAT is seconds, bytes, bits (gradients and parameters against plain PyTorch) or compete (the whole model alone, then
-one copy per core).
+two and three copies at once).
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from pipeline_nets import densenet121, gpt2, images, resnet50, sentences, vgg16
 from stage_watch import Watch, read_lines, stage_key
 
 import raypipe
+from raypipe.engine.profiling import measure_crowd
+from raypipe.opening import open_arguments
+from raypipe.profiling import profile_of
 from raypipe.testing import reference
 
 WARM = 2
 COMPETE_S = 10.0
+COPIES = (1, 2, 3)
+FIXED_ROUNDS = 25
 MINIBATCH = 32
 SAMPLES = 10_000
 SIDE = {"vgg16": 64, "resnet50": 64, "densenet121": 64}
@@ -83,9 +88,12 @@ def trainer_of(net: str, workers: int, folder: Path, what: str) -> raypipe.Pipel
 def measured_run(what: str, net: str, workers: int, steps: int, folder: Path) -> dict[str, Any]:
     """Promised and measured, by stage."""
     trainer = trainer_of(net, workers, folder, what)
+    at_s = [fixed_work_s()]
     plan = trainer.plan()
     assert plan.prediction is not None
+    at_s.append(fixed_work_s())
     trainer.fit(num_steps=steps, progress=False)
+    at_s.append(fixed_work_s())
     lines = read_lines(folder)
     job = trainer._prepared()
     predicted, measured = [], []
@@ -118,9 +126,25 @@ def measured_run(what: str, net: str, workers: int, steps: int, folder: Path) ->
         "cuts": plan.partition.cuts,
         "microbatches": f"{plan.num_microbatches} x {plan.microbatch_size}",
         "schedule": plan.schedule.kind,
+        "reasons": dict(plan.reasons),
+        "machine": (at_s[1] + at_s[2]) / (at_s[0] + at_s[1]),
         "predicted": predicted,
         "measured": measured,
     }
+
+
+def fixed_work_s() -> float:
+    """Processor seconds of work that is always the same: what the machine itself does between a plan and its run."""
+    torch.set_num_threads(1)
+    matrix, stream = torch.full((512, 512), 1e-3), torch.zeros(1 << 20)
+    seconds = []
+    for _ in range(FIXED_ROUNDS):
+        begin_s = time.thread_time()
+        for _ in range(10):
+            _ = matrix @ matrix
+            stream.add_(1.0)
+        seconds.append(time.thread_time() - begin_s)
+    return statistics.median(seconds)
 
 
 def _over(line: dict[str, Any], before: dict[str, Any]) -> int:
@@ -167,19 +191,30 @@ def bits(net: str, workers: int, folder: Path) -> dict[str, Any]:
     return {"text": text, "unequal": unequal[:20], "worst": worst, "gradients": gradients}
 
 
-def compete(net: str) -> dict[str, Any]:
-    """Processor seconds of a forward and backward: one process, then one per core, and again; medians."""
+def compete(net: str, folder: Path) -> dict[str, Any]:
+    """Processor seconds of a forward and backward: one process, then several at once, and again; medians. And what
+    neighbours that only stand for other stages make of it, which is what a plan counts.
+    """
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
-    counts = (1, os.cpu_count() or 1)
-    found: dict[int, list[float]] = {count: [] for count in counts}
+    found: dict[int, list[float]] = {count: [] for count in COPIES}
+    told: dict[int, list[float]] = {count: [] for count in COPIES[1:]}
+    model, loss_fn, _, _, data, _ = (trainer := trainer_of(net, max(COPIES), folder, "none"))._arguments
+    opened = open_arguments(model, loss_fn, data, None, trainer._pipeline, max(COPIES))
+    profiled = profile_of(opened.captured, opened.example, by_size=False)
     for _ in range(2):
-        for count in counts:
+        for count in COPIES:
             with context.Pool(count) as pool:
                 found[count] += pool.map(_lone, [(net, COMPETE_S)] * count, chunksize=1)
-    alone, together = (statistics.median(found[count]) for count in counts)
-    text = f"{alone * 1e3:.1f} ms alone, {together * 1e3:.1f} ms with {counts[1]} copies: {together / alone:.3f}"
-    return {"text": text, "alone_s": found[counts[0]], "together_s": found[counts[1]]}
+            if count > 1:
+                told[count] += dict(measure_crowd(opened.captured, profiled, opened.example, count).crowd).values()
+    alone_s = statistics.median(found[1])
+    copies = {count: statistics.median(found[count]) / alone_s for count in told}
+    stood_for = {count: statistics.median(factors) for count, factors in told.items()}
+    text = f"{alone_s * 1e3:.1f} ms alone" + "".join(
+        f"; {count} copies {copies[count]:.3f}, the plan's neighbours {stood_for[count]:.3f}" for count in told
+    )
+    return {"text": text, "seconds": found, "told": told}
 
 
 def _lone(asked: tuple[str, float]) -> float:
@@ -212,7 +247,7 @@ def main() -> None:
         if what == "bits":
             found = bits(net, workers, folder)
         elif what == "compete":
-            found = compete(net)
+            found = compete(net, folder)
         else:
             found = measured_run(what, net, workers, steps, folder)
     print(json.dumps(found))

@@ -33,6 +33,7 @@ from raypipe.planner.segments import Flow
 from raypipe.planner.tune import (
     ASYNCHRONOUS,
     CHUNKED,
+    DEFAULT_STAGES,
     Decision,
     Request,
     build_schedule,
@@ -42,7 +43,7 @@ from raypipe.planner.tune import (
     plan_of,
     seconds_by_count,
 )
-from raypipe.profiling import further_of, optimizer_factor, profile_of, refuse_other_graph, stale_notes
+from raypipe.profiling import crowd_of, further_of, optimizer_factor, profile_of, refuse_other_graph, stale_notes
 
 __all__ = ["Job", "prepare", "profile"]
 
@@ -161,6 +162,8 @@ def prepare(
     here = profiled is None and needs_profile(pipeline, cluster)
     if here:
         profiled = profile_of(captured, found.example, found.larger, by_size=wants_curve(pipeline))
+        if cluster is None:
+            profiled = crowd_of(captured, profiled, found.example, _workers(request))
     counts: tuple[tuple[int, float], ...] = ()
     if profiled is None:
         partition = make_partition(captured.graph, request)
@@ -233,6 +236,12 @@ def profile(
 def _decided(request: Request, profiled: Profile, factor: float, cluster: Cluster | None) -> Decision:
     known = dataclasses.replace(request, optimizer_factor=factor, least_microbatch=_least_microbatch(profiled))
     return decide(known, profiled, cluster)
+
+
+def _workers(request: Request) -> int:
+    """Places that a plan without a cluster may take."""
+    stages = len(request.split_points) + 1 if request.split_points else request.num_stages or DEFAULT_STAGES
+    return request.num_workers or request.workers(stages)
 
 
 def _rooms(decision: Decision) -> tuple[Room, ...]:

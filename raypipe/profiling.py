@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from raypipe.engine.capture import Capture
-from raypipe.engine.profile_cache import cached_further, cached_profile
-from raypipe.engine.profiling import estimate_graph, first_of, is_far, powers_of_two
+from raypipe.engine.profile_cache import cached_crowd, cached_further, cached_profile
+from raypipe.engine.profiling import estimate_graph, first_of, is_far, matters, powers_of_two
 from raypipe.engine.state import MakeOptimizer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.progress import ProfilingBar
 
-__all__ = ["further_of", "optimizer_factor", "profile_of", "refuse_other_graph", "stale_notes"]
+__all__ = ["crowd_of", "further_of", "optimizer_factor", "profile_of", "refuse_other_graph", "stale_notes"]
 
+MOST_EACH = 2
+"""Workers per processor."""
 ADAM_FACTOR = 2.0
 """Bytes of Adam's state per byte of parameters."""
 
@@ -67,6 +71,38 @@ def further_of(
         return cached_further(captured, profiled, first_of(read(samples), samples), progress=bar)
     finally:
         bar.close()
+
+
+def crowd_of(captured: Capture, profiled: Profile, example: Mapping[Any, torch.Tensor], workers: int) -> Profile:
+    """The profile with what workers on this machine cost each other, measured or from the cache.
+
+    They are taken to be here, as the links of a plan without a cluster are, or shared out evenly over the nodes of the
+    cluster that this process is connected to. A model that takes next to nothing is not asked; nor are more than
+    MOST_EACH workers per processor, which must be meant for elsewhere.
+
+    Args:
+        example: what the profile was measured on.
+    """
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    here = -(-workers // _num_nodes())
+    counts = {min(here, processors), here} if here <= MOST_EACH * processors else set()
+    for count in sorted(counts):
+        if not matters(profiled, count):
+            continue
+        bar = ProfilingBar()
+        try:
+            profiled = cached_crowd(captured, profiled, example, count, progress=bar)
+        finally:
+            bar.close()
+    return profiled
+
+
+def _num_nodes() -> int:
+    """Of the Ray cluster that this process is connected to; 1 where it is to none."""
+    ray = sys.modules.get("ray")  # who is connected has loaded it
+    if ray is None or not ray.is_initialized():
+        return 1
+    return max(1, sum(node["Alive"] and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes()))
 
 
 def refuse_other_graph(captured: Capture, profiled: Profile) -> None:

@@ -39,6 +39,8 @@ class Profile:
         notes: what a person should know, one sentence each.
         small: (samples, forward and backward seconds by node) at a smaller size than ``microbatch_size``; None where
             nodes were measured at one size only.
+        crowd: (workers that compute at once on one machine, what each then takes over what one takes alone), by
+            workers; empty where nobody measured that.
     """
 
     graph: ModelGraph
@@ -48,6 +50,7 @@ class Profile:
     device: str = ""
     notes: tuple[str, ...] = ()
     small: tuple[int, tuple[float, ...]] | None = None
+    crowd: tuple[tuple[int, float], ...] = ()
 
     @property
     def forward_s(self) -> float:
@@ -89,6 +92,7 @@ class Profile:
                 device=str(found["device"]),
                 notes=tuple(map(str, found["notes"])),
                 small=None if small is None else (int(small[0]), tuple(map(float, small[1]))),
+                crowd=tuple((int(n), float(factor)) for n, factor in found.get("crowd", ())),
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"This is not a saved profile ({error!r}): {ANEW}.") from None

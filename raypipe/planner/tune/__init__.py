@@ -17,7 +17,7 @@ from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.plain import make_plan
 from raypipe.planner.tune.predict import step_of, timeline_of
 from raypipe.planner.tune.profile_table import profile_table
-from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED, Request, microbatches, settled_schedule
+from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED, DEFAULT_STAGES, Request, microbatches, settled_schedule
 from raypipe.planner.tune.settled import build_schedule, memory_model
 from raypipe.planner.tune.sizes import seconds_by_count
 from raypipe.planner.tune.weights import weight_policy, weight_reason
@@ -26,6 +26,7 @@ __all__ = [
     "ASSUMED_LINK",
     "ASYNCHRONOUS",
     "CHUNKED",
+    "DEFAULT_STAGES",
     "Decision",
     "Request",
     "build_schedule",

@@ -20,6 +20,11 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
         looked_at: the decisions for every number of stages that fits.
     """
     reasons = [("cut", best.partition.reason), ("stages", _stages(problem, best, looked_at))]
+    if problem.crowd != 1.0:
+        workers = best.request.workers(best.partition.num_stages)
+        reasons.append(
+            ("seconds", f"{problem.crowd:.2f} times those of one worker alone, for {workers} share this machine")
+        )
     reasons.append(("micro-batches", _microbatches(best)))
     reasons.append(("schedule", _schedule(problem, best)))
     weights = weight_reason(best.request, best.partition.num_stages, best.num_microbatches)

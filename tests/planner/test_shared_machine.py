@@ -1,0 +1,80 @@
+"""What workers on one machine cost each other counts in the seconds of a plan, by the number that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.profile import Profile
+from raypipe.planner.tune import Decision, Request, decide
+from raypipe.planner.tune.sizes import shared_by
+from tests.planner.partition_cases import chain_of
+
+REQUEST = Request(None, 3, (), 16, 4, num_samples=100)
+
+
+def profile(*crowd: tuple[int, float]) -> Profile:
+    graph = chain_of([2, 3, 4, 3, 2, 4])
+    points = tuple((b, graph.busy_s * (b + 1) / 5) for b in (1, 2, 4))
+    small = (1, tuple(node.busy_s / 2 for node in graph.nodes))
+    return Profile(graph, 4, points, small=small, crowd=crowd)
+
+
+def decided(found: Profile, **changes: object) -> Decision:
+    return decide(dataclasses.replace(REQUEST, **changes), found)  # type: ignore[arg-type]
+
+
+def busy_s(decision: Decision) -> float:
+    """Of all stages, one micro-batch."""
+    return sum(stage.busy_s for stage in decision.prediction.stages)
+
+
+@given(st.floats(1.0, 4.0), st.integers(2, 4))
+def test_all_seconds_grow_by_the_same_factor(factor: float, workers: int) -> None:
+    before = profile((workers, factor))
+    after, found = shared_by(before, workers)
+    assert found == factor
+    assert after.graph.busy_s == pytest.approx(factor * before.graph.busy_s)
+    for (size, seconds), (same, then_s) in zip(after.seconds_by_size, before.seconds_by_size, strict=True):
+        assert (size, seconds) == (same, pytest.approx(factor * then_s))
+    assert after.small is not None
+    assert before.small is not None
+    assert after.small[1] == pytest.approx([factor * seconds for seconds in before.small[1]])
+    assert [(n.name, n.param_bytes) for n in after.graph.nodes] == [(n.name, n.param_bytes) for n in before.graph.nodes]
+
+
+def test_numbers_in_between_lie_on_a_line() -> None:
+    known = profile((2, 1.1), (6, 1.5))
+    assert [shared_by(known, workers)[1] for workers in (1, 2, 4, 6, 9)] == pytest.approx([1.0, 1.1, 1.3, 1.5, 1.5])
+    assert shared_by(profile(), 5)[1] == 1.0
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_plan_takes_the_seconds_of_its_own_number_of_workers(stages: int) -> None:
+    factor = {1: 1.0, 2: 1.25, 3: 1.5}[stages]
+    alone, shared = (decided(found, num_stages=stages) for found in (profile(), profile((2, 1.25), (3, 1.5))))
+    assert shared.partition.cuts == alone.partition.cuts
+    assert busy_s(shared) == pytest.approx(factor * busy_s(alone))
+    assert ("seconds" in dict(shared.reasons)) == (stages > 1)
+    if stages > 1:
+        text = f"{factor:.2f} times those of one worker alone, for {stages} share this machine"
+        assert dict(shared.reasons)["seconds"] == text
+
+
+def test_workers_that_only_share_what_one_had_are_not_taken() -> None:
+    """Three that are each three times as slow are worth nothing."""
+    assert decided(profile()).partition.num_stages == 3
+    assert decided(profile((2, 2.5), (3, 4.0))).partition.num_stages == 1
+
+
+def test_a_described_cluster_has_speeds_of_its_own() -> None:
+    cluster = Cluster.hosts(3, 1, inside=Link(), between=Link(), device=Device("gpu"))
+    alone, shared = (
+        decide(dataclasses.replace(REQUEST, num_workers=None, num_stages=3), found, cluster)
+        for found in (profile(), profile((3, 1.5)))
+    )
+    assert shared.prediction == alone.prediction
