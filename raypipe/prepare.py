@@ -43,7 +43,15 @@ from raypipe.planner.tune import (
     plan_of,
     seconds_by_count,
 )
-from raypipe.profiling import crowd_of, further_of, optimizer_factor, profile_of, refuse_other_graph, stale_notes
+from raypipe.profiling import (
+    crowd_of,
+    crowded_notes,
+    further_of,
+    optimizer_factor,
+    profile_of,
+    refuse_other_graph,
+    stale_notes,
+)
 
 __all__ = ["Job", "prepare", "profile"]
 
@@ -184,7 +192,10 @@ def prepare(
         programs = captured.programs(partition.cuts, partition.order)
         request = dataclasses.replace(decision.request, ties=_ties(programs))
         decision = dataclasses.replace(decision, request=request)
-        plan = plan_of(decision, programs[0].first_trainable, [*_notes(captured, programs), *profiled.notes])
+        notes = [*_notes(captured, programs), *profiled.notes]
+        if here and cluster is None:
+            notes += crowded_notes(len({device for stage in partition.stages for device in stage.devices}))
+        plan = plan_of(decision, programs[0].first_trainable, notes)
         rooms = _rooms(decision)
         if pipeline.retune_microbatches:
             sizes = decision.minibatch_size, decision.num_microbatches, request.least_microbatch
@@ -239,9 +250,11 @@ def _decided(request: Request, profiled: Profile, factor: float, cluster: Cluste
 
 
 def _workers(request: Request) -> int:
-    """Places that a plan without a cluster may take."""
-    stages = len(request.split_points) + 1 if request.split_points else request.num_stages or DEFAULT_STAGES
-    return request.num_workers or request.workers(stages)
+    """The most that a plan without a cluster takes."""
+    stages = len(request.split_points) + 1 if request.split_points else request.num_stages
+    if stages is None or request.partitioner == "hierarchical":
+        return request.num_workers or stages or DEFAULT_STAGES  # a stage on each, or two stages each on as many
+    return request.workers(stages)
 
 
 def _rooms(decision: Decision) -> tuple[Room, ...]:

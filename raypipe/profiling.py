@@ -12,17 +12,25 @@ import torch
 
 from raypipe.engine.capture import Capture
 from raypipe.engine.profile_cache import cached_crowd, cached_further, cached_profile
-from raypipe.engine.profiling import estimate_graph, first_of, is_far, matters, powers_of_two
+from raypipe.engine.profiling import estimate_graph, first_of, is_far, matters, num_processors, powers_of_two
 from raypipe.engine.state import MakeOptimizer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.progress import ProfilingBar
 
-__all__ = ["crowd_of", "further_of", "optimizer_factor", "profile_of", "refuse_other_graph", "stale_notes"]
+__all__ = [
+    "crowd_of",
+    "crowded_notes",
+    "further_of",
+    "optimizer_factor",
+    "profile_of",
+    "refuse_other_graph",
+    "stale_notes",
+]
 
-MOST_EACH = 2
-"""Workers per processor."""
+MOST_EACH, MOST_ASKED = 2, 64
+"""Workers per processor, and in all."""
 ADAM_FACTOR = 2.0
 """Bytes of Adam's state per byte of parameters."""
 
@@ -76,33 +84,47 @@ def further_of(
 def crowd_of(captured: Capture, profiled: Profile, example: Mapping[Any, torch.Tensor], workers: int) -> Profile:
     """The profile with what workers on this machine cost each other, measured or from the cache.
 
-    They are taken to be here, as the links of a plan without a cluster are, or shared out evenly over the nodes of the
-    cluster that this process is connected to. A model that takes next to nothing is not asked; nor are more than
-    MOST_EACH workers per processor, which must be meant for elsewhere.
+    They are taken to be here, as the links of a plan without a cluster are, unless this process is or will be connected
+    to other machines. A model that takes next to nothing is not asked, nor are more workers than MOST_EACH per
+    processor or MOST_ASKED in all, which must be meant for elsewhere.
 
     Args:
         example: what the profile was measured on.
     """
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    here = -(-workers // _num_nodes())
-    counts = {min(here, processors), here} if here <= MOST_EACH * processors else set()
-    for count in sorted(counts):
+    processors = num_processors()
+    if workers > min(MOST_EACH * processors, MOST_ASKED) or not _alone():
+        return profiled
+    for count in sorted({min(workers, processors), workers}):
         if not matters(profiled, count):
             continue
         bar = ProfilingBar()
         try:
-            profiled = cached_crowd(captured, profiled, example, count, progress=bar)
+            found = cached_crowd(captured, profiled, example, count, progress=bar)
         finally:
             bar.close()
+        if found.crowd == profiled.crowd:
+            return found  # it cannot be measured, and a note says why
+        profiled = found
     return profiled
 
 
-def _num_nodes() -> int:
-    """Of the Ray cluster that this process is connected to; 1 where it is to none."""
+def crowded_notes(workers: int) -> list[str]:
+    """A sentence where workers on this machine wait for processors, of which predicted steps know nothing."""
+    processors = num_processors()
+    if not processors < workers <= MOST_EACH * processors or not _alone():
+        return []
+    return [
+        f"{workers} workers share this machine's {processors} processors, and the predicted step counts one for each: "
+        "it will take longer."
+    ]
+
+
+def _alone() -> bool:
+    """Whether the workers will be on this machine, as far as can be said before Ray is asked for places."""
     ray = sys.modules.get("ray")  # who is connected has loaded it
     if ray is None or not ray.is_initialized():
-        return 1
-    return max(1, sum(node["Alive"] and node["Resources"].get("CPU", 0) > 0 for node in ray.nodes()))
+        return not os.environ.get("RAY_ADDRESS")
+    return sum(bool(node["Alive"]) for node in ray.nodes()) == 1
 
 
 def refuse_other_graph(captured: Capture, profiled: Profile) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from raypipe import __version__
 from raypipe.engine.capture import Capture
-from raypipe.engine.profiling.crowd import measure_crowd
+from raypipe.engine.profiling.crowd import measure_crowd, num_processors
 from raypipe.engine.profiling.further import measure_further
 from raypipe.engine.profiling.measure import (
     Progress,
@@ -117,7 +117,7 @@ def cached_crowd(
 ) -> Profile:
     """``measure_crowd``, read where it was saved before."""
     folder = folder if folder is not None else cache_folder()
-    key = profile_key(captured, columns, [processes], -1)
+    key = profile_key(captured, columns, [processes, num_processors()], -1)
     found = load_profile(folder, key)
     if found is None:
         measured = measure_crowd(captured, profile, columns, processes, progress=progress)

@@ -11,7 +11,7 @@ parameters with the sums of their gradients, and the bytes that autograd keeps i
 
 from __future__ import annotations
 
-from raypipe.engine.profiling.crowd import matters, measure_crowd
+from raypipe.engine.profiling.crowd import matters, measure_crowd, num_processors
 from raypipe.engine.profiling.estimate import Rates, estimate_graph, measure_rates
 from raypipe.engine.profiling.further import is_far, measure_further
 from raypipe.engine.profiling.measure import Progress, powers_of_two, profile_graph
@@ -27,6 +27,7 @@ __all__ = [
     "measure_crowd",
     "measure_further",
     "measure_rates",
+    "num_processors",
     "powers_of_two",
     "profile_graph",
 ]

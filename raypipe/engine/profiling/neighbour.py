@@ -4,6 +4,7 @@ stdin   b"1" compute, b"0" rest, b"\\n" between    end of file: end, whatever be
 stdout  one line when it can begin
 """
 
+import itertools
 import os
 import sys
 import threading
@@ -24,11 +25,11 @@ def main() -> None:
     source, target = np.zeros(STREAMED, np.float32), np.zeros(STREAMED, np.float32)
     threading.Thread(target=_listen, args=(allowed,), daemon=True).start()
     os.write(1, b"ready\n")
-    while True:
+    for matrix in itertools.cycle(matrices):
         allowed.wait()
-        for matrix in matrices:
-            np.matmul(matrices[0], matrix, out=product)
-        np.add(source, 1.0, out=target)
+        np.matmul(matrices[0], matrix, out=product)
+        if matrix is matrices[-1]:
+            np.add(source, 1.0, out=target)
 
 
 def _listen(allowed: threading.Event) -> None:

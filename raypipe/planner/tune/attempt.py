@@ -40,14 +40,12 @@ class Problem:
 
     Attributes:
         described: the cluster is the user's, not assumed.
-        crowd: what each worker takes over what one alone takes; the profile's seconds are those of the former.
     """
 
     request: Request
     profile: Profile
     cluster: Cluster
     described: bool
-    crowd: float = 1.0
 
     @property
     def searches(self) -> bool:
@@ -79,9 +77,11 @@ class Problem:
         """
         if self.described or not self.profile.crowd:
             return self
-        workers = self.request.workers(num_stages) if num_stages else len(self.cluster.devices)
-        profile, crowd = shared_by(self.profile, workers)
-        return self if crowd == 1.0 else dataclasses.replace(self, profile=profile, crowd=crowd)
+        if num_stages is None or self.request.partitioner == "hierarchical":
+            workers = len(self.cluster.devices)
+        else:
+            workers = self.request.workers(num_stages)
+        return dataclasses.replace(self, profile=shared_by(self.profile, workers))
 
     @property
     def bounded(self) -> bool:

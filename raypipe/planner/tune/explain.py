@@ -12,6 +12,9 @@ from raypipe.planner.tune.weights import weight_reason
 
 __all__ = ["reasons_of"]
 
+WORTH_A_WORD = 1.005
+"""Times that workers take beside each other."""
+
 
 def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> tuple[tuple[str, str], ...]:
     """(what, why) of each choice.
@@ -20,11 +23,8 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
         looked_at: the decisions for every number of stages that fits.
     """
     reasons = [("cut", best.partition.reason), ("stages", _stages(problem, best, looked_at))]
-    if problem.crowd != 1.0:
-        workers = best.request.workers(best.partition.num_stages)
-        reasons.append(
-            ("seconds", f"{problem.crowd:.2f} times those of one worker alone, for {workers} share this machine")
-        )
+    if not problem.described and any(factor >= WORTH_A_WORD for _, factor in problem.profile.crowd):
+        reasons.append(("machine", _machine(problem.profile.crowd)))
     reasons.append(("micro-batches", _microbatches(best)))
     reasons.append(("schedule", _schedule(problem, best)))
     weights = weight_reason(best.request, best.partition.num_stages, best.num_microbatches)
@@ -51,6 +51,11 @@ def _stages(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> 
         for d in sorted(looked_at, key=lambda d: d.partition.num_stages)
     )
     return f"{chosen} of at most {len(problem.cluster.devices)}; predicted steps by number of stages: {others}"
+
+
+def _machine(crowd: Sequence[tuple[int, float]]) -> str:
+    factors = ", ".join(f"{workers} at once: {factor:.2f}" for workers, factor in crowd)
+    return f"shared by all workers; processor seconds of each over those of one alone: {factors}"
 
 
 def _microbatches(best: Decision) -> str:

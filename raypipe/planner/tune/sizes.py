@@ -45,20 +45,20 @@ def seconds_at(profile: Profile, times: StageTime | None, samples: int) -> float
     return here_s * times.seconds(samples) / times.seconds(profile.microbatch_size)
 
 
-def shared_by(profile: Profile, workers: int) -> tuple[Profile, float]:
-    """(the profile of a machine on which so many workers compute at once, what they take over what one takes alone).
+def shared_by(profile: Profile, workers: int) -> Profile:
+    """The profile of a machine on which so many workers compute at once.
 
     Numbers of workers between those that were measured lie on a line; more than that count as the most.
     """
     known = ((1, 1.0), *profile.crowd)
     factor = float(np.interp(workers, [count for count, _ in known], [factor for _, factor in known]))
     if factor == 1.0:
-        return profile, factor
+        return profile
     nodes = tuple(_slower(node, factor) for node in profile.graph.nodes)
     small = profile.small and (profile.small[0], tuple(seconds * factor for seconds in profile.small[1]))
     by_size = tuple((size, seconds * factor) for size, seconds in profile.seconds_by_size)
     graph = dataclasses.replace(profile.graph, nodes=nodes)
-    return dataclasses.replace(profile, graph=graph, seconds_by_size=by_size, small=small), factor
+    return dataclasses.replace(profile, graph=graph, seconds_by_size=by_size, small=small)
 
 
 def seconds_by_count(
