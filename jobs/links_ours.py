@@ -59,7 +59,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     traced = 0
     for span in spans:
         name = span["action"].rstrip("0123456789")
-        if span["source"] == "measured" and name[1:] in ("F", "B", "I", "W"):
+        if span["source"] == "measured" and name[1:] in ("F", "B", "I", "W", "STEP"):
             traced = int(span["action"][len(name) :]) // links_gpt.MICROBATCHES
             took.setdefault(name, []).append(span["end_s"] - span["start_s"])
     return {
