@@ -46,7 +46,7 @@ __all__ = [
     "save_profile",
 ]
 
-MEASURING = 3
+MEASURING = 4
 """Number of the way in which seconds are measured: profiles of another one are not mixed with these."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from raypipe.errors import PlanError
 from raypipe.ir.graph import ModelGraph
@@ -39,6 +40,7 @@ class Profile:
         notes: what a person should know, one sentence each.
         small: (samples, forward and backward seconds by node) at a smaller size than ``microbatch_size``; None where
             nodes were measured at one size only.
+        large: the same at a larger size that a plan takes, where that was asked.
         crowd: (workers that compute at once on one machine, what each then takes over what one takes alone), by
             workers; empty where nobody measured that.
     """
@@ -50,6 +52,7 @@ class Profile:
     device: str = ""
     notes: tuple[str, ...] = ()
     small: tuple[int, tuple[float, ...]] | None = None
+    large: tuple[int, tuple[float, ...]] | None = None
     crowd: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -83,7 +86,6 @@ class Profile:
             found = json.loads(text)
             if found.pop("format") != FORMAT:
                 raise PlanError(f"This profile is not of format {FORMAT}, which this release reads: {ANEW}.")
-            small = found["small"]
             return cls(
                 graph=ModelGraph.from_json(json.dumps(found["graph"])),
                 microbatch_size=int(found["microbatch_size"]),
@@ -91,8 +93,13 @@ class Profile:
                 raw_ratio=(float(found["raw_ratio"][0]), float(found["raw_ratio"][1])),
                 device=str(found["device"]),
                 notes=tuple(map(str, found["notes"])),
-                small=None if small is None else (int(small[0]), tuple(map(float, small[1]))),
+                small=_by_node(found["small"]),
+                large=_by_node(found.get("large")),
                 crowd=tuple((int(n), float(factor)) for n, factor in found.get("crowd", ())),
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"This is not a saved profile ({error!r}): {ANEW}.") from None
+
+
+def _by_node(found: Any) -> tuple[int, tuple[float, ...]] | None:
+    return None if found is None else (int(found[0]), tuple(map(float, found[1])))

@@ -21,7 +21,8 @@ def profile(*crowd: tuple[int, float]) -> Profile:
     graph = chain_of([2, 3, 4, 3, 2, 4])
     points = tuple((b, graph.busy_s * (b + 1) / 5) for b in (1, 2, 4))
     small = (1, tuple(node.busy_s / 2 for node in graph.nodes))
-    return Profile(graph, 4, points, small=small, crowd=crowd)
+    large = (8, tuple(node.busy_s * 1.8 for node in graph.nodes))
+    return Profile(graph, 4, points, small=small, large=large, crowd=crowd)
 
 
 def decided(found: Profile, **changes: object) -> Decision:
@@ -40,9 +41,10 @@ def test_all_seconds_grow_by_the_same_factor(factor: float, workers: int) -> Non
     assert after.graph.busy_s == pytest.approx(factor * before.graph.busy_s)
     for (size, seconds), (same, then_s) in zip(after.seconds_by_size, before.seconds_by_size, strict=True):
         assert (size, seconds) == (same, pytest.approx(factor * then_s))
-    assert after.small is not None
-    assert before.small is not None
-    assert after.small[1] == pytest.approx([factor * seconds for seconds in before.small[1]])
+    for one, other in ((after.small, before.small), (after.large, before.large)):
+        assert one is not None
+        assert other is not None
+        assert one == (other[0], pytest.approx([factor * seconds for seconds in other[1]]))
     assert [(n.name, n.param_bytes) for n in after.graph.nodes] == [(n.name, n.param_bytes) for n in before.graph.nodes]
 
 

@@ -1,7 +1,7 @@
 """A profile at other micro-batch sizes than the one that its nodes were measured at, and on a machine that is shared.
 
     whole model   t(b), a curve through several sizes
-    one node      a line through two sizes, where it was measured at two; else it grows as the whole does
+    one node      lines through the sizes it was measured at, two or three; else it grows as the whole does
 
 A layer of many parameters and few activations takes as long for one sample as for eight, a convolution an eighth:
 with one factor for all nodes the cut of one size would be out of balance at another. The lines give the shares, the
@@ -55,10 +55,12 @@ def shared_by(profile: Profile, workers: int) -> Profile:
     if factor == 1.0:
         return profile
     nodes = tuple(_slower(node, factor) for node in profile.graph.nodes)
-    small = profile.small and (profile.small[0], tuple(seconds * factor for seconds in profile.small[1]))
+    small, large = (
+        one and (one[0], tuple(seconds * factor for seconds in one[1])) for one in (profile.small, profile.large)
+    )
     by_size = tuple((size, seconds * factor) for size, seconds in profile.seconds_by_size)
     graph = dataclasses.replace(profile.graph, nodes=nodes)
-    return dataclasses.replace(profile, graph=graph, seconds_by_size=by_size, small=small)
+    return dataclasses.replace(profile, graph=graph, seconds_by_size=by_size, small=small, large=large)
 
 
 def seconds_by_count(
@@ -92,23 +94,23 @@ def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) 
         return graph
     busy_s = columns_of(graph).busy_s
     factors = np.ones(len(graph.nodes))
-    if graph is profile.graph and profile.small is not None:
-        factors = _factors(
-            profile.small, busy_s, (samples - profile.small[0]) / (profile.microbatch_size - profile.small[0])
-        )
+    # The size that the nodes' own seconds are of, and another one on the same side of it, where there is one.
+    other = profile.large if profile.large is not None and samples > profile.microbatch_size else profile.small
+    if graph is profile.graph and other is not None:
+        factors = _factors(other, busy_s, (samples - other[0]) / (profile.microbatch_size - other[0]))
     factors *= total_s / (float((factors * busy_s).sum()) or 1.0)
     nodes = tuple(_slower(node, factor) for node, factor in zip(graph.nodes, factors.tolist(), strict=True))
     return dataclasses.replace(graph, nodes=nodes)
 
 
-def _factors(small: tuple[int, tuple[float, ...]], busy_s: Floats, share: float) -> Floats:
-    """By node, its seconds at another size over ``busy_s``.
+def _factors(other: tuple[int, tuple[float, ...]], busy_s: Floats, share: float) -> Floats:
+    """By node, its seconds at a third size over ``busy_s``.
 
     Args:
-        share: how far the size is from the small one, in steps from there to that of ``busy_s``.
+        share: how far the size is from the other one, in steps from there to that of ``busy_s``.
     """
-    small_s = np.array(small[1])
-    at_s = small_s + share * (busy_s - small_s)
+    other_s = np.array(other[1])
+    at_s = other_s + share * (busy_s - other_s)
     ratio = np.divide(at_s, busy_s, out=np.ones_like(busy_s), where=busy_s > 0)
     found: Floats = np.maximum(ratio, LEAST)
     return found
