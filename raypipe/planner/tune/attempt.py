@@ -81,7 +81,9 @@ class Problem:
             workers = len(self.cluster.devices)
         else:
             workers = self.request.workers(num_stages)
-        return dataclasses.replace(self, profile=shared_by(self.profile, workers))
+        profile = shared_by(self.profile, workers)
+        # What was read off the graph before is kept where nothing changes.
+        return self if profile is self.profile else dataclasses.replace(self, profile=profile)
 
     @property
     def bounded(self) -> bool:
