@@ -63,7 +63,9 @@ class PipelineTrainer:
         optimizer: ([(name, parameter), ...]) -> torch optimizer; every stage makes one for its own parameters.
         lr_scheduler: (optimizer) -> scheduler; it steps once per optimizer step.
         train_data, eval_data: Parquet or Arrow path, pyarrow.dataset, or a torch map-style Dataset. A sample is a
-            tuple (input, ..., target) with a loss_fn, otherwise columns that become the model's arguments.
+            tuple (input, ..., target) with a loss_fn, otherwise columns that become the model's arguments. A Dataset
+            may draw random numbers: torch's, numpy's and Python's global generators are seeded by (seed, epoch, row)
+            around each item, under one lock of the process. Items that still come differently each time are refused.
         pipeline: see PipelineConfig.
         scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages.
         run_config: ray.train.RunConfig; name and storage_path say where the run's folder is, ``~/ray_results`` and the

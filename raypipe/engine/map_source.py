@@ -2,6 +2,9 @@
 
 The whole epoch is one window, because any item is as near as any other. The dataset itself travels
 to the workers: keep paths in it, and open files in ``__getitem__``.
+
+An item may be random (crops, masks, noise): torch's, numpy's and Python's global generators are seeded by
+(seed, epoch, row) around it, so that every stage gets the same item, and a run that goes on does too.
 """
 
 from __future__ import annotations
@@ -14,10 +17,14 @@ import torch
 from torch.utils.data import TensorDataset
 
 from raypipe.engine.columns import ragged
+from raypipe.engine.item_randomness import generator_states, own_generators, seed_generators
 from raypipe.engine.order import EpochOrder
 from raypipe.errors import DataError
 
 __all__ = ["MapSource"]
+
+NUM_READ_TWICE = 4
+"""Items that are read twice before anything begins, to see whether they come alike."""
 
 
 class MapSource:
@@ -34,14 +41,18 @@ class MapSource:
         self._seed = seed
         self._shuffle = shuffle
         self._order: tuple[int, EpochOrder] | None = None
+        self._draws = False  # whether an item has been seen to draw random numbers
         self._name = type(dataset).__name__
         self.num_samples = len(dataset)
         if not self.num_samples:
             raise DataError(f"The dataset {self._name} is empty. Give one with at least one item.")
-        item = _parts(dataset[0])
+        with own_generators():
+            seed_generators(seed, 0, 0)
+            item = _parts(dataset[0])
         self.columns: tuple[Any, ...] = tuple(item)
         for column, value in item.items():
             self._stack(column, [value])
+        self._check_repeats()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_order": None}
@@ -62,7 +73,7 @@ class MapSource:
             order = EpochOrder([self.num_samples], seed=self._seed, epoch=epoch, rows_per_window=size)
             self._order = cached = (epoch, order)
         rows = [row for _, within, _ in cached[1].locate(start, count) for row in within.tolist()]
-        read = self._items(rows, keys)
+        read = self._items(epoch, rows, keys)
         if all(isinstance(column, int) for column in columns):
             return tuple(read[key] for key in keys)
         return {key: read[key] for key in keys}
@@ -77,16 +88,35 @@ class MapSource:
             f"Items of {self._name} have no column {column!r}. They have {', '.join(map(repr, self.columns))}."
         )
 
-    def _items(self, rows: list[int], keys: list[Any]) -> dict[Any, torch.Tensor]:
+    def _check_repeats(self) -> None:
+        """Refuse a dataset whose items come differently each time: stages would read different ones.
+
+        Raises:
+            DataError: names an item and a column.
+        """
+        if isinstance(self._dataset, TensorDataset):
+            return
+        rows = list(range(min(NUM_READ_TWICE, self.num_samples)))
+        once, again = (self._items(0, rows, list(self.columns)) for _ in range(2))
+        for column in self.columns:
+            for row, one, other in zip(rows, once[column], again[column], strict=True):
+                if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)):
+                    raise DataError(
+                        f"Item {row} of {self._name} comes with another column {column!r} each time it is read, so "
+                        "the stage that reads the input and the stage that reads the target would see different items. "
+                        "Draw from torch's, numpy's or Python's global generators, which raypipe seeds by (seed, "
+                        "epoch, row) around each item, or make the item a function of its index; a generator of the "
+                        "dataset's own, the clock and counters cannot be repeated."
+                    )
+
+    def _items(self, epoch: int, rows: list[int], keys: list[Any]) -> dict[Any, torch.Tensor]:
         if isinstance(self._dataset, TensorDataset):
             index = torch.tensor(rows, dtype=torch.int64)
             return {key: self._dataset.tensors[key][index] for key in keys}
         if not rows:
-            first = self._items([0], keys)
+            first = self._items(epoch, [0], keys)
             return {key: value[:0] for key, value in first.items()}
-        # The batched form that torch's own DataLoader prefers where a dataset has it.
-        batched = getattr(self._dataset, "__getitems__", None)
-        items = [_parts(item) for item in (batched(rows) if batched else map(self._dataset.__getitem__, rows))]
+        items = [_parts(item) for item in self._fetch(epoch, rows)]
         for row, item in zip(rows, items, strict=True):
             if tuple(item) != self.columns:
                 raise DataError(
@@ -94,6 +124,28 @@ class MapSource:
                     "Make every item alike."
                 )
         return {key: self._stack(key, [item[key] for item in items]) for key in keys}
+
+    def _fetch(self, epoch: int, rows: list[int]) -> list[Any]:
+        """The dataset's items, each with random numbers of its own.
+
+        Seeding three generators takes longer than reading a small item, so it is done row by row only once something
+        was drawn; the items that showed it are read again.
+        """
+        # The batched form that torch's own DataLoader prefers where a dataset has it.
+        batched = getattr(self._dataset, "__getitems__", None) or (lambda some: [self._dataset[row] for row in some])
+        with own_generators():
+            if not self._draws:
+                seed_generators(self._seed, epoch, rows[0])
+                before = generator_states()
+                items = list(batched(rows))
+                if generator_states().same_as(before):
+                    return items
+                self._draws = True
+            items = []
+            for row in rows:
+                seed_generators(self._seed, epoch, row)
+                items += batched([row])
+            return items
 
     def _stack(self, column: Any, values: list[Any]) -> torch.Tensor:
         """Values of one column, shape (len(values), ...)."""

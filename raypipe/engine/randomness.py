@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.errors import CaptureError, StageError
 
-__all__ = ["KeyedRandomness", "RandomKey", "draws_randomness", "dropout", "keyed_call"]
+__all__ = ["KeyedRandomness", "RandomKey", "draws_randomness", "dropout", "keyed_call", "mixed"]
 
 aten = torch.ops.aten
 
@@ -44,17 +44,22 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def mixed(*parts: int) -> int:
+    """64 bits in which every bit of every part counts."""
+    state = 0
+    for part in parts:
+        state = _mix(state ^ (part & _MASK64))
+    return state
+
+
 def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Generator:
     """This thread's generator for the device, seeded for one draw."""
     pool = _local.__dict__.setdefault("generators", {})
     generator = pool.get(device)
     if generator is None:
         generator = pool[device] = torch.Generator(device)
-    state = 0
-    for part in (*key, index):
-        state = _mix(state ^ (part & _MASK64))
-    # The CPU generator uses the low 32 bits only; _mix has brought all of the key there.
-    generator.manual_seed(state & 0x7FFFFFFFFFFFFFFF)
+    # The CPU generator uses the low 32 bits only; mixed() has brought all of the key there.
+    generator.manual_seed(mixed(*key, index) & 0x7FFFFFFFFFFFFFFF)
     return generator
 
 
