@@ -91,7 +91,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "num_replicas": _AUTO | _integer(1) | _each(_integer(1), "a list of integers, one per stage"),
     "minibatch_size": _AUTO | _integer(1),
     "num_microbatches": _AUTO | _integer(1),
-    "loss_reduction": _one_of("mean", "sum", "valid_tokens")
+    "loss_reduction": _one_of("auto", "mean", "sum", "valid_tokens")
     | _Rule(callable, "a function (target) -> number of items that the loss is averaged over"),
     "partitioner": _one_of("auto", "parameters", "prefix_sum", "antichain", "hierarchical")
     | _each(_MODULE, "a list of module names, each the first of a stage"),
@@ -149,9 +149,11 @@ class PipelineConfig:
         minibatch_size: samples per optimizer step.
         num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller. "auto"
             follows from the profile, or is 4 per stage with partitioner "parameters".
-        loss_reduction: how loss_fn averages: "mean" over samples (micro-batch i weighs b_i / B),
-            "sum", "valid_tokens" (targets other than -100), or a function (target) -> number of
-            items for any other average. Evaluation weighs mini-batches by samples, and adds up sums.
+        loss_reduction: how the loss averages, so that micro-batches can be weighed to make the loss of the mini-batch:
+            "mean" over samples (micro-batch i weighs b_i / B), "sum", "valid_tokens" (targets other than -100), or a
+            function (target) -> number of items. "auto" finds out when the run is planned: ignore_index, class weights
+            and shifted labels from the graph of the loss, tried on real rows; what no weights make right is refused.
+            Evaluation weighs mini-batches in the same way, and adds up sums.
         partitioner: "prefix_sum" cuts the profiled operations in their own order, "antichain" in any
             order that the model allows, "hierarchical" with replicas (to plan with, not to run yet);
             "auto" takes the first two. "parameters" profiles nothing and gives every stage about the
@@ -205,7 +207,7 @@ class PipelineConfig:
     num_replicas: int | Sequence[int] | Auto = "auto"
     minibatch_size: int | Auto = "auto"
     num_microbatches: int | Auto = "auto"
-    loss_reduction: str | Callable[[Any], float] = "mean"
+    loss_reduction: str | Callable[[Any], float] = "auto"
     partitioner: str | Sequence[str] = "auto"
     schedule: str = "auto"
     group_size: int | Auto = "auto"

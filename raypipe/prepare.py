@@ -22,6 +22,7 @@ from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Phase, RowsKey
+from raypipe.loss_reduction import find_reduction
 from raypipe.opening import example_of, needs_profile, open_arguments, wants_curve
 from raypipe.planner.columns import workspace_lines
 from raypipe.planner.control import Room, rooms_of, unknown_rooms
@@ -167,6 +168,7 @@ def prepare(
     """
     found = open_arguments(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
     captured, request = found.captured, found.request
+    reduction, counted = find_reduction(found.model, loss_fn, captured, found.example, pipeline)
     here = profiled is None and needs_profile(pipeline, cluster)
     if here:
         profiled = profile_of(captured, found.example, found.larger, by_size=wants_curve(pipeline))
@@ -202,7 +204,8 @@ def prepare(
             counts = seconds_by_count(profiled, *sizes)
     plan = _with_shares(plan, captured, programs)
     still = [ONE_SIZE] if pipeline.retune_microbatches and len(counts) < 2 else []
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *stale_notes(plan, optimizer, captured), *still))
+    noted = [counted] if counted else []
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *noted, *stale_notes(plan, optimizer, captured), *still))
     example = example_of(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         plan=plan,
@@ -213,7 +216,7 @@ def prepare(
         sources=found.sources,
         settings=Settings(
             pipeline.seed,
-            pipeline.loss_reduction,
+            reduction,
             pipeline.max_grad_norm,
             MESSAGE_TIMEOUT_S,
             plan.weights,

@@ -5,8 +5,9 @@
 
 Everything that decides bits is shared with a pipeline (the order of the samples, the sizes of micro-batches,
 the weights of their losses, the keys of randomness, one intra-op thread), and nothing else is: there is no
-capture, no stage, no schedule, no accumulator of ours. A pipeline equals it to the bit, unless parameters
-are shared between uses: there a pipeline sums over micro-batches first, use by use, and eager PyTorch does not.
+stage, no schedule, no accumulator of ours; a graph is looked at only for what the loss averages over. A pipeline
+equals it to the bit, unless parameters are shared between uses: there a pipeline sums over micro-batches first, use by
+use, and eager PyTorch does not.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from typing import Any
 import torch
 
 from raypipe.config import PipelineConfig
+from raypipe.engine.capture import capture
+from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.local import one_thread
-from raypipe.engine.microbatch import loss_weights
+from raypipe.engine.loss_counts import LossCounts
+from raypipe.engine.microbatch import Reduction, loss_weights
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.errors import ConfigError
 from raypipe.ir.segment import Segment
+from raypipe.loss_reduction import find_reduction
 from raypipe.planner.segments import Position, next_segment
 from raypipe.planner.tune import Request, microbatches
 
@@ -84,6 +89,7 @@ def reference(
     trained = copy.deepcopy(model if isinstance(model, torch.nn.Module) else model()).train()
     source = open_data(train_data, seed=config.seed)
     minibatch_size, microbatch_size = _sizes(config, source.num_samples)
+    reduction = _reduction(trained, source, loss_fn, config)
     named = [(name, p) for name, p in trained.named_parameters() if p.requires_grad]
     stepper = optimizer(named)
     scheduler = lr_scheduler(stepper) if lr_scheduler else None
@@ -95,7 +101,7 @@ def reference(
                 microbatch_size = math.ceil(minibatch_size / microbatches_by_step[step])
             segment, at = next_segment(source.num_samples, minibatch_size, microbatch_size, at)
             stepper.zero_grad(set_to_none=True)
-            losses.append(float(_accumulate(trained, source, segment, loss_fn, config)))
+            losses.append(float(_accumulate(trained, source, segment, loss_fn, reduction, config.seed)))
             norms.append(float(_clip([p for _, p in named], config.max_grad_norm)))
             gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in named})
             stepper.step()
@@ -131,33 +137,58 @@ def _sizes(config: PipelineConfig, num_samples: int) -> tuple[int, int]:
     return minibatch_size, microbatch_size
 
 
+def _columns(source: Source, loss_fn: LossFn | None) -> tuple[Any, ...]:
+    by_number = loss_fn is not None or all(isinstance(name, int) for name in source.columns)
+    return tuple(range(len(source.columns))) if by_number else source.columns
+
+
+def _reduction(model: torch.nn.Module, source: Source, loss_fn: LossFn | None, config: PipelineConfig) -> Reduction:
+    if config.loss_reduction != "auto":
+        return config.loss_reduction
+    columns = _columns(source, loss_fn)
+    example: Any = source.read(0, 0, min(4, source.num_samples), columns)
+    captured = capture(model, example, columns, loss_fn, evaluates=False)
+    rows = dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
+    return find_reduction(model, loss_fn, captured, rows, config).reduction
+
+
 def _accumulate(
-    model: torch.nn.Module, source: Source, segment: Segment, loss_fn: LossFn | None, config: PipelineConfig
+    model: torch.nn.Module,
+    source: Source,
+    segment: Segment,
+    loss_fn: LossFn | None,
+    reduction: Reduction,
+    seed: int,
 ) -> torch.Tensor:
     """One mini-batch forward and backward; returns its loss."""
-    by_number = loss_fn is not None or all(isinstance(name, int) for name in source.columns)
-    columns = tuple(range(len(source.columns))) if by_number else source.columns
+    columns = _columns(source, loss_fn)
     whole = source.read(segment.epoch, segment.offset, segment.minibatch_samples, columns)
     sizes = segment.microbatch_samples
-    weights = loss_weights(config.loss_reduction, sizes, _counted(whole, loss_fn))
+    weights = loss_weights(reduction, sizes, _counted(whole, columns, loss_fn, reduction, sizes))
     total: torch.Tensor | None = None
     for index, weight in enumerate(weights):
         at = sum(sizes[:index])
         cut = slice(at, at + sizes[index])
-        key = RandomKey(config.seed, segment.first_step, segment.first_microbatch + index)
+        key = RandomKey(seed, segment.first_step, segment.first_microbatch + index)
         with KeyedRandomness(key):
             output, target = _forward(model, whole, cut, loss_fn)
         if weight == 0.0:  # it went through the model, for its buffers, but an average over nothing is nan
             continue
-        loss = (loss_fn(output, target) if loss_fn is not None else _own_loss(output)) * weight
+        loss = (loss_fn(output, target) if loss_fn is not None else own_loss(model, output)) * weight
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None
     return total
 
 
-def _counted(whole: Any, loss_fn: LossFn | None) -> torch.Tensor | None:
-    """The targets that loss_reduction counts."""
+def _counted(
+    whole: Any, columns: Sequence[Any], loss_fn: LossFn | None, reduction: Reduction, sizes: Sequence[int]
+) -> Any:
+    """What the reduction counts: targets, or the columns of each micro-batch."""
+    if isinstance(reduction, LossCounts):
+        named = whole if isinstance(whole, Mapping) else dict(zip(columns, whole, strict=True))
+        split = {name: tensor.split(list(sizes)) for name, tensor in named.items()}
+        return [{name: parts[i] for name, parts in split.items()} for i in range(len(sizes))]
     if loss_fn is not None:
         return whole[-1]
     return whole.get("labels") if isinstance(whole, Mapping) else None
@@ -170,15 +201,6 @@ def _forward(model: torch.nn.Module, whole: Any, cut: slice, loss_fn: LossFn | N
     if loss_fn is None:
         return model(*parts), None
     return model(*parts[:-1]), parts[-1]
-
-
-def _own_loss(output: Any) -> torch.Tensor:
-    """The loss in what a model returns that makes its own."""
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping):
-        return output["loss"]
-    return output.loss if hasattr(output, "loss") else output[0]
 
 
 def _clip(parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from raypipe.engine.data import Source
-from raypipe.engine.microbatch import update_weights
+from raypipe.engine.loss_counts import LossCounts
+from raypipe.engine.microbatch import Reduction, items_of, update_weights
 from raypipe.ir.segment import Segment
 
 __all__ = ["Feed", "MicrobatchData"]
@@ -30,11 +31,12 @@ class MicrobatchData(NamedTuple):
 
 
 class _Minibatch(NamedTuple):
-    """Columns, weight and share of each micro-batch."""
+    """Columns, weight and share of each micro-batch; in evaluation also the items that the whole loss averages over."""
 
     parts: list[dict[Any, torch.Tensor]]
     weights: list[float]
     shares: list[float]
+    items: float
 
 
 class Feed:
@@ -45,9 +47,10 @@ class Feed:
     Args:
         sources: "train" and, for evaluation, "eval".
         columns: that the stage reads in training and in evaluation, by mode.
-        targets: columns that the loss reads, the last of which loss_reduction counts.
+        targets: columns that the loss reads.
         weighs: whether this is the last stage, which needs the weights.
-        reduction: see PipelineConfig.loss_reduction.
+        reduction: see Reduction; what is counted is the last target, or the column "labels" of a model that returns
+            its own loss.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class Feed:
         targets: Sequence[Any],
         *,
         weighs: bool,
-        reduction: Any,
+        reduction: Reduction,
     ) -> None:
         self._sources = sources
-        self._columns = {mode: tuple(dict.fromkeys((*names, *targets))) for mode, names in columns.items()}
-        self._targets = tuple(targets)
+        self._counted = _counted_columns(reduction, targets) if weighs else ()
+        self._columns = {
+            mode: tuple(dict.fromkeys((*names, *targets, *self._counted))) for mode, names in columns.items()
+        }
         self._weighs = weighs
         self._reduction = reduction
         self._current: tuple[tuple[str, int, int], _Minibatch] | None = None
@@ -95,10 +100,16 @@ class Feed:
             if isinstance(found, Exception):
                 raise found
             self._current = (key, found if found is not None else self._read(key, segment))
-        parts, weights, shares = self._current[1]
+        parts, weights, shares, _ = self._current[1]
         if not self._weighs:
             return MicrobatchData(parts[index], 0.0, 0.0)
         return MicrobatchData(parts[index], weights[index], shares[index])
+
+    @property
+    def items(self) -> float:
+        """How many items the loss of the current mini-batch averages over; of the last stage, in evaluation."""
+        assert self._current is not None
+        return self._current[1].items
 
     def _read(self, key: tuple[str, int, int], segment: Segment) -> _Minibatch:
         mode, epoch, begin = key
@@ -112,11 +123,23 @@ class Feed:
         for name, tensor in whole.items():
             for part, piece in zip(parts, tensor.split(sizes), strict=True):
                 part[name] = piece
-        weights: tuple[list[float], list[float]] = ([], [])
-        if self._weighs:
-            weights = update_weights(self._reduction, sizes, self._counted(whole), segment.interval)
-        return _Minibatch(parts, *weights)
+        if not self._weighs:
+            return _Minibatch(parts, [], [], 0.0)
+        counted: Any = None
+        if isinstance(self._reduction, LossCounts):
+            counted = parts
+        elif self._counted:
+            counted = whole[self._counted[-1]]
+        items = sum(items_of(self._reduction, sizes, counted)) if mode == "eval" else 0.0
+        if mode == "eval" and not items:  # adds nothing to the evaluation's average
+            return _Minibatch(parts, [0.0] * len(sizes), [0.0] * len(sizes), items)
+        return _Minibatch(parts, *update_weights(self._reduction, sizes, counted, segment.interval), items)
 
-    def _counted(self, whole: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
-        """What loss_reduction counts."""
-        return whole[self._targets[-1]] if self._targets else None
+
+def _counted_columns(reduction: Reduction, targets: Sequence[Any]) -> tuple[Any, ...]:
+    """Data columns that the weights of the losses follow from."""
+    if isinstance(reduction, LossCounts):
+        return reduction.columns
+    if reduction in ("mean", "sum"):
+        return ()
+    return tuple(targets[-1:]) or ("labels",)

@@ -14,9 +14,14 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.loss_counts import LossCounts
 from raypipe.errors import ConfigError, DataError
 
-__all__ = ["IGNORED_TARGET", "loss_weights", "microbatch_sizes", "update_weights"]
+__all__ = ["IGNORED_TARGET", "Reduction", "items_of", "loss_weights", "microbatch_sizes", "update_weights"]
+
+Reduction = str | Callable[[Any], float] | LossCounts
+"""How a loss averages within a micro-batch: "mean" over its samples, "sum", "valid_tokens" over the targets other than
+-100, (target) -> number of items, or what was found in the graph of the loss."""
 
 IGNORED_TARGET = -100
 """The target that torch's losses leave out (``ignore_index``)."""
@@ -38,19 +43,16 @@ def microbatch_sizes(minibatch_samples: int, microbatch_size: int) -> tuple[int,
 
 
 def loss_weights(
-    reduction: str | Callable[[Any], float],
+    reduction: Reduction,
     sizes: Sequence[int],
     targets: torch.Tensor | Sequence[Any] | None = None,
 ) -> list[float]:
     """What each micro-batch's loss is multiplied by.
 
     Args:
-        reduction: how loss_fn averages within a micro-batch: "mean" over its samples, "sum",
-            "valid_tokens" over the targets other than -100, or (target) -> number of items for
-            anything else.
         sizes: samples per micro-batch.
-        targets: of the whole mini-batch, shape (sum(sizes), ...), or one per micro-batch. Only the
-            last two reductions look at them.
+        targets: of the whole mini-batch, shape (sum(sizes), ...), or one per micro-batch; for LossCounts, the data
+            columns of each micro-batch. "mean" and "sum" do not look at them.
 
     Returns:
         One weight per micro-batch. Those of an average add up to 1; a micro-batch without a valid
@@ -62,12 +64,7 @@ def loss_weights(
     """
     if reduction == "sum":
         return [1.0] * len(sizes)
-    if reduction == "mean":
-        return [size / sum(sizes) for size in sizes]
-    if targets is None:
-        raise DataError(f"loss_reduction={reduction!r} counts targets, but there are none. Use 'mean' or 'sum'.")
-    parts = targets.split(list(sizes)) if isinstance(targets, torch.Tensor) else targets
-    counts = [_items(reduction, part) for part, _ in zip(parts, sizes, strict=True)]
+    counts = items_of(reduction, sizes, targets)
     total = sum(counts)
     if not total:
         raise DataError(
@@ -77,8 +74,29 @@ def loss_weights(
     return [count / total for count in counts]
 
 
+def items_of(
+    reduction: Reduction, sizes: Sequence[int], targets: torch.Tensor | Sequence[Any] | None = None
+) -> list[float]:
+    """How many items the loss of each micro-batch averages over; the samples where it adds up.
+
+    Args:
+        sizes, targets: as in ``loss_weights``.
+
+    Raises:
+        DataError, ConfigError: as ``loss_weights``.
+    """
+    if reduction in ("mean", "sum"):
+        return [float(size) for size in sizes]
+    if targets is None:
+        raise DataError(f"loss_reduction={reduction!r} counts targets, but there are none. Use 'mean' or 'sum'.")
+    parts = targets.split(list(sizes)) if isinstance(targets, torch.Tensor) else targets
+    if isinstance(reduction, LossCounts):
+        return reduction.of_minibatch(parts, sizes)
+    return [_items(reduction, part) for part, _ in zip(parts, sizes, strict=True)]
+
+
 def update_weights(
-    reduction: str | Callable[[Any], float],
+    reduction: Reduction,
     sizes: Sequence[int],
     targets: torch.Tensor | Sequence[Any] | None,
     interval: int,

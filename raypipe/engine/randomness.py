@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.errors import CaptureError, StageError
 
-__all__ = ["KeyedRandomness", "RandomKey", "draws_randomness", "dropout", "keyed_call", "mixed"]
+__all__ = ["KeyedRandomness", "RandomKey", "bind_arguments", "draws_randomness", "dropout", "keyed_call", "mixed"]
 
 aten = torch.ops.aten
 
@@ -73,7 +73,7 @@ def draws_randomness(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Whether this call of an aten operation draws random numbers (dropout with p = 0 does not)."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
-    bound = _bind(op, args, kwargs)
+    bound = bind_arguments(op, args, kwargs)
     if "dropout_p" in bound:  # attention
         return bool(bound["dropout_p"] > 0.0)
     if "train" in bound and "p" in bound:  # the dropout family
@@ -81,7 +81,7 @@ def draws_randomness(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return True
 
 
-def _bind(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by name, defaults filled in."""
     bound = {}
     for position, argument in enumerate(op._schema.arguments):

@@ -74,8 +74,7 @@ class StageWork:
         self.feed = Feed(
             sources,
             {mode: function.columns for mode, function in self._modes.items()},
-            self.program.targets
-            or (("labels",) if self.last and settings.loss_reduction not in ("mean", "sum") else ()),
+            self.program.targets,
             weighs=self.last,
             reduction=settings.loss_reduction,
         )
@@ -157,6 +156,7 @@ class StageWork:
             stage=self.stage,
             step=step,
             samples=self._segment.minibatch_samples,
+            items=self.feed.items if self.last else 0.0,
             loss=None if loss is None else float(loss),
             grad_norm=None if norm is None or alone else float(norm),
             stage_grad_norm=float(norm) if norm is not None and alone else None,

@@ -50,6 +50,7 @@ class StepReport:
         spans: every action, where asked for (monotonic clock).
         sample, messages: how long actions and messages took, where asked for.
         worker: that holds the stage; None for one of its own.
+        items: that an evaluation's loss averages over (samples, valid labels); 0 on all stages but the last.
     """
 
     stage: int
@@ -71,6 +72,7 @@ class StepReport:
     messages: tuple[MessageTimes, ...] = ()
     worker: int | None = None
     norms: Norms | None = None
+    items: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

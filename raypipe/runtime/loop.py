@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from raypipe.engine.checkpoint import MANIFEST, Manifest, check_position, find_checkpoint, make_manifest
 from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, DataError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepRecord, StepReport, merge_reports
 from raypipe.ir.schedule import Schedule
@@ -319,7 +319,7 @@ class _Loop:
         self.checkpoints.complete(self.at.step, self._metrics(eval_loss))
 
     def _evaluate(self) -> float | None:
-        """Loss over the evaluation samples: each mini-batch's weighs as much as its samples; sums are added up.
+        """Loss over the evaluation samples: each mini-batch's weighs as much as its items; sums are added up.
 
         None when the run was stopped meanwhile.
         """
@@ -329,15 +329,18 @@ class _Loop:
         )
         orders = [Order(segment, training=False) for segment in segments]
         self._evaluated += sum(len(order.segment.microbatch_samples) for order in orders)
-        total = samples = 0.0
+        total = items = 0.0
         for reports in self.fleet.run(iter(orders), self._schedule):
             last = reports[-1][0]
-            weight = 1 if spec.sums_losses else last.samples
-            total += (math.nan if last.loss is None else last.loss) * weight
-            samples += last.samples
+            weight = 1 if spec.sums_losses else last.items
+            if last.items:
+                total += (math.nan if last.loss is None else last.loss) * weight
+            items += last.items
         if self.requests.stop_reason:
             return None
-        return total if spec.sums_losses else total / samples
+        if not items:
+            raise DataError("eval_data has no target that counts, so its loss is an average over nothing.")
+        return total if spec.sums_losses else total / items
 
     def _schedule(self, key: RowsKey) -> Schedule:
         if key not in self._schedules:

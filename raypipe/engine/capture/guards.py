@@ -14,7 +14,27 @@ import torch
 
 from raypipe.errors import CaptureError
 
-__all__ = ["loss_only", "nothing_lost"]
+__all__ = ["loss_only", "nothing_lost", "own_loss"]
+
+
+def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
+    """The scalar loss in what a model returns: the tensor itself, "loss" in a dict, ``.loss``, or the first of a tuple.
+
+    Raises:
+        CaptureError: there is none; says what was returned instead.
+    """
+    loss = output if isinstance(output, torch.Tensor) else None
+    if loss is None:
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Sequence) and isinstance(output[0], torch.Tensor):
+        loss = output[0]
+    if loss is None or loss.dim() != 0:
+        found = "no loss" if loss is None else f"a tensor of shape {tuple(loss.shape)}"
+        raise CaptureError(
+            f"Without a loss_fn the model must return its own scalar loss, but {type(model).__name__} returned "
+            f"{found}. Pass loss_fn=..., or let the batch carry the labels that make the model compute its loss."
+        )
+    return loss
 
 
 @contextmanager
@@ -24,19 +44,7 @@ def loss_only(model: torch.nn.Module) -> Iterator[None]:
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        output = original(*args, **kwargs)
-        loss = output if isinstance(output, torch.Tensor) else None
-        if loss is None:
-            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if loss is None and isinstance(output, Sequence) and isinstance(output[0], torch.Tensor):
-            loss = output[0]
-        if loss is None or loss.dim() != 0:
-            found = "no loss" if loss is None else f"a tensor of shape {tuple(loss.shape)}"
-            raise CaptureError(
-                f"Without a loss_fn the model must return its own scalar loss, but {type(model).__name__} returned "
-                f"{found}. Pass loss_fn=..., or let the batch carry the labels that make the model compute its loss."
-            )
-        return loss
+        return own_loss(model, original(*args, **kwargs))
 
     # torch.export reads the signature to pair dynamic shapes with arguments.
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]

@@ -1,0 +1,86 @@
+"""Whether weighted losses of micro-batches make the loss of the mini-batch, tried on real rows.
+
+    whole      loss of rows 0 1 2 3
+    parts      loss of rows 0 1, loss of rows 2 3; loss of row 0, loss of rows 1 2 3
+
+The model and its loss are one function of rows here, called in evaluation mode without gradients, so that dropout and
+batch statistics do not disturb. A loss that compares rows with each other (contrastive pairs, a spread over the batch)
+has no weights that fit, and a wrong weight of padding shows wherever rows have different numbers of labels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raypipe.engine.microbatch import Reduction, loss_weights
+from raypipe.errors import DataError
+
+__all__ = ["GROUPINGS", "NUM_ROWS", "Grouping", "group_losses", "misfit"]
+
+NUM_ROWS = 4
+TOLERANCE = 3e-5
+"""Of the largest loss: float32 sums in another order differ by less, wrong weights by more."""
+GROUPINGS: Mapping[int, tuple[tuple[int, ...], ...]] = {2: ((1, 1),), 3: ((1, 2), (2, 1)), 4: ((2, 2), (1, 3))}
+
+Columns = Mapping[Any, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Rows cut into micro-batches.
+
+    Attributes:
+        sizes: of the micro-batches.
+        parts: their columns.
+        losses: of each, as the user's code computes it.
+    """
+
+    sizes: tuple[int, ...]
+    parts: tuple[Columns, ...]
+    losses: tuple[float, ...]
+
+
+def group_losses(rows: Columns, loss_of: Callable[[Columns], float]) -> tuple[float, list[Grouping]]:
+    """The loss of all rows together, and those of micro-batches of them.
+
+    Args:
+        rows: columns, of 2 to NUM_ROWS samples.
+        loss_of: the loss of some rows.
+    """
+    count = len(next(iter(rows.values())))
+    whole = loss_of(rows)
+    groupings = []
+    for sizes in GROUPINGS[count]:
+        parts = tuple(_split(rows, sizes))
+        groupings.append(Grouping(sizes, parts, tuple(map(loss_of, parts))))
+    return whole, groupings
+
+
+def misfit(whole: float, grouping: Grouping, reduction: Reduction, target: Any) -> float | None:
+    """What the weighted losses of a grouping add up to where that is not the loss of the whole; None where it is.
+
+    Args:
+        target: column that "valid_tokens" and functions count.
+    """
+    counted: Any = grouping.parts
+    if isinstance(reduction, str) or callable(reduction):
+        counted = [part[target] for part in grouping.parts] if target is not None else None
+    try:
+        weights = loss_weights(reduction, grouping.sizes, counted)
+    except DataError:
+        return None if math.isnan(whole) else math.nan
+    total = math.fsum(w * loss for w, loss in zip(weights, grouping.losses, strict=True) if w)
+    scale = max(abs(whole), *map(abs, (x for x in grouping.losses if math.isfinite(x))), 1e-3)
+    return None if abs(total - whole) <= TOLERANCE * scale else total
+
+
+def _split(rows: Columns, sizes: Sequence[int]) -> Iterator[dict[Any, torch.Tensor]]:
+    at = 0
+    for size in sizes:
+        yield {name: column[at : at + size] for name, column in rows.items()}
+        at += size

@@ -1,0 +1,221 @@
+"""loss_reduction="auto": what a loss averages over, read off its graph and tried on real rows.
+
+    graph of the loss       counts labels other than -100, samples, or adds up
+    a few real rows         weighted losses of micro-batches == loss of all of them?
+    neither way fits        refused, with the numbers
+
+A loss_fn is traced by itself on the model's outputs; a model that returns its own loss has been traced already.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from raypipe.config import PipelineConfig
+from raypipe.engine.capture import Capture, TracedModel
+from raypipe.engine.capture.guards import own_loss
+from raypipe.engine.capture.loss_terms import LossTerms, loss_terms
+from raypipe.engine.capture.trace import trace
+from raypipe.engine.local import one_thread
+from raypipe.engine.loss_check import NUM_ROWS, Grouping, group_losses, misfit
+from raypipe.engine.loss_counts import LossCounts
+from raypipe.engine.microbatch import Reduction
+from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.errors import CaptureError, ConfigError
+
+__all__ = ["FoundReduction", "find_reduction"]
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+Columns = Mapping[Any, torch.Tensor]
+
+_NO_TERMS = LossTerms(None, sums=False)
+
+
+class FoundReduction(NamedTuple):
+    """What weighs the micro-batches' losses, and a note for the plan; empty where it goes without saying."""
+
+    reduction: Reduction
+    note: str = ""
+
+
+def find_reduction(
+    model: torch.nn.Module,
+    loss_fn: LossFn | None,
+    captured: Capture,
+    rows: Columns,
+    pipeline: PipelineConfig,
+) -> FoundReduction:
+    """The reduction that is asked for, or the one that "auto" stands for.
+
+    Args:
+        rows: a few samples by column, as the model reads them.
+
+    Raises:
+        ConfigError: no weights of micro-batches make the loss of a mini-batch.
+    """
+    asked = pipeline.loss_reduction
+    if asked == "valid_tokens" and loss_fn is None:
+        # The model may shift its labels; what counts are those that its loss sees.
+        terms = _own_terms(captured)
+        return FoundReduction(terms.counts or asked)
+    if asked != "auto":
+        return FoundReduction(asked)
+    rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
+    trial = _Trial(model, loss_fn, pipeline.seed)
+    traced = _own_terms(captured) if loss_fn is None else _terms_of_loss_fn(loss_fn, trial.outputs(rows), rows)
+    known = traced or _NO_TERMS
+    found: list[Reduction] = [known.counts] if known.counts else []
+    found += ["sum", "mean"] if known.sums else ["mean", "sum"]
+    if traced is None and len(rows) > 1 and not list(rows.values())[-1].is_floating_point():
+        found.append("valid_tokens")
+    note = f"The loss averages over {known.counts.words}; micro-batches weigh by their number." if known.counts else ""
+    if pipeline.num_microbatches == 1 or any(p.is_meta for p in model.parameters()):
+        return FoundReduction(found[0], note)
+    tried = trial.losses(rows)
+    if tried is None:
+        return FoundReduction(found[0], note)
+    whole, groupings = tried
+    target = list(rows)[-1] if loss_fn is not None else None
+    for reduction in found:
+        if all(misfit(whole, grouping, reduction, target) is None for grouping in groupings):
+            return FoundReduction(reduction, note if reduction is known.counts else "")
+    raise ConfigError(_refusal(whole, groupings, found[0], target))
+
+
+def _own_terms(captured: Capture) -> LossTerms:
+    """Of a model that returns its loss; nothing is known of an nn.Sequential's, which is not traced."""
+    if not isinstance(captured.model, TracedModel):
+        return _NO_TERMS
+    traced = captured.model.train.traced
+    return loss_terms(traced, set(traced.columns), {**captured.parameters, **captured.buffers})
+
+
+class _LossModule(torch.nn.Module):
+    """A loss_fn as a model of its outputs' tensors and the target, so that it can be traced."""
+
+    def __init__(self, loss_fn: LossFn, spec: pytree.TreeSpec, fixed: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.loss_fn, self.spec, self.fixed = loss_fn, spec, fixed
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        *given, target = tensors
+        leaves: list[Any] = list(given)
+        for position, value in self.fixed.items():
+            leaves.insert(position, value)
+        return self.loss_fn(pytree.tree_unflatten(leaves, self.spec), target)
+
+
+def _terms_of_loss_fn(loss_fn: LossFn, output: Any, rows: Columns) -> LossTerms | None:
+    """None where the loss cannot be traced."""
+    if output is None:
+        return None
+    leaves, spec = pytree.tree_flatten(output)
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    module = _LossModule(loss_fn, spec, fixed)
+    names = [*(f"output {i}" for i in range(len(tensors))), list(rows)[-1]]
+    example = (*tensors, list(rows.values())[-1])
+    try:
+        traced = trace(module, example, {}, names, returns_loss=False, training=False, one_length=True)
+    except CaptureError:
+        return None
+    data = {list(traced.columns)[-1]}
+    return loss_terms(traced, data, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+
+
+class _Trial:
+    """The user's model and loss as one function of rows, in evaluation mode; nothing of either is changed."""
+
+    def __init__(self, model: torch.nn.Module, loss_fn: LossFn | None, seed: int) -> None:
+        self._model, self._loss_fn, self._seed = model, loss_fn, seed
+        self._draws = False
+
+    def outputs(self, rows: Columns) -> Any:
+        """Of the model, in its own structure; None where it cannot run like this."""
+        try:
+            with _evaluating(self._model):
+                return self._run(rows)
+        except Exception:  # noqa: BLE001  (whatever it is, training says it better)
+            return None
+
+    def losses(self, rows: Columns) -> tuple[float, list[Grouping]] | None:
+        """Of all rows and of micro-batches of them; None where the model cannot run like this.
+
+        Raises:
+            CaptureError: the loss is no scalar.
+        """
+        try:
+            with _evaluating(self._model):
+                found = group_losses(rows, self._loss)
+        except CaptureError:
+            raise
+        except Exception:  # noqa: BLE001  (as above)
+            return None
+        return None if self._draws else found  # other rows would draw other numbers
+
+    def _run(self, rows: Columns) -> Any:
+        values = {name: column.clone() for name, column in rows.items()}
+        with KeyedRandomness(RandomKey(self._seed, 0, 0)) as mode:
+            if self._loss_fn is not None:
+                output = self._model(*list(values.values())[:-1])
+            elif all(isinstance(name, int) for name in values):
+                output = self._model(*values.values())
+            else:
+                output = self._model(**values)
+        self._draws = self._draws or mode.index > 0
+        return output
+
+    def _loss(self, rows: Columns) -> float:
+        output = self._run(rows)
+        if self._loss_fn is None:
+            return float(own_loss(self._model, output))
+        loss = self._loss_fn(output, list(rows.values())[-1])
+        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CaptureError(
+                f"loss_fn returns {found} for {len(next(iter(rows.values())))} samples instead of a scalar tensor. Let "
+                "it reduce over the samples, as reduction='mean' does."
+            )
+        return float(loss)
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients, on one thread; mode and buffers are put back."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.eval()
+    try:
+        with torch.no_grad(), one_thread(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a loss over one row
+            yield
+    finally:
+        for name, module in model.named_modules():
+            module.training = modes[name]
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+
+
+def _refusal(whole: float, groupings: Sequence[Grouping], reduction: Reduction, target: Any) -> str:
+    grouping, total = next(
+        (grouping, total) for grouping in groupings if (total := misfit(whole, grouping, reduction, target)) is not None
+    )
+    sizes, losses = " and ".join(map(str, grouping.sizes)), " and ".join(f"{loss:.5g}" for loss in grouping.losses)
+    if isinstance(reduction, LossCounts):
+        what = f"weighed by {reduction.words}"
+    else:
+        what = "added up" if reduction == "sum" else "weighed by samples"
+    return (
+        f"loss_reduction='auto': no weights of micro-batches make the loss of a mini-batch. Over {sum(grouping.sizes)} "
+        f"rows it is {whole:.5g}; over micro-batches of {sizes} rows it is {losses}, {what} {total:.5g}. Such a loss "
+        "compares the rows of a batch with each other, or averages in a way that cannot be counted from the data. Set "
+        "num_microbatches=1 to keep it exact, or say what micro-batches shall mean: loss_reduction='mean' (each its "
+        "own loss, weighed by samples), 'sum', or a function that counts the items of a target."
+    )
