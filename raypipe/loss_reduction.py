@@ -23,7 +23,7 @@ from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms
 from raypipe.engine.capture.trace import trace
 from raypipe.engine.local import one_thread
-from raypipe.engine.loss_check import NUM_ROWS, Grouping, group_losses, misfit
+from raypipe.engine.loss_check import NUM_ROWS, Grouping, group_losses, misfit, weights_of
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
@@ -34,7 +34,7 @@ __all__ = ["FoundReduction", "find_reduction"]
 LossFn = Callable[[Any, Any], torch.Tensor]
 Columns = Mapping[Any, torch.Tensor]
 
-_NO_TERMS = LossTerms(None, sums=False)
+_NO_TERMS = LossTerms(None, False)
 
 
 class FoundReduction(NamedTuple):
@@ -60,21 +60,27 @@ def find_reduction(
         ConfigError: no weights of micro-batches make the loss of a mini-batch.
     """
     asked = pipeline.loss_reduction
-    if asked == "valid_tokens" and loss_fn is None:
+    if captured.terms is not None and captured.terms.parts:
+        if asked in ("auto", "valid_tokens"):
+            return _weighed_by_part(captured, rows, pipeline)
+        raise ConfigError(
+            f"loss_reduction={asked!r} is one weight for a loss whose terms average over different things "
+            f"({captured.terms.counts.words}). Leave it out: 'auto' weighs each term."  # type: ignore[union-attr]
+        )
+    if asked == "valid_tokens" and captured.terms is not None:
         # The model may shift its labels; what counts are those that its loss sees.
-        terms = _own_terms(captured)
-        return FoundReduction(terms.counts or asked)
+        return FoundReduction(captured.terms.counts or asked)
     if asked != "auto":
         return FoundReduction(asked)
     rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
     trial = _Trial(model, loss_fn, pipeline.seed)
-    traced = _own_terms(captured) if loss_fn is None else _terms_of_loss_fn(loss_fn, trial.outputs(rows), rows)
+    traced = captured.terms if loss_fn is None else _terms_of_loss_fn(loss_fn, trial.outputs(rows), rows)
     known = traced or _NO_TERMS
     found: list[Reduction] = [known.counts] if known.counts else []
     found += ["sum", "mean"] if known.sums else ["mean", "sum"]
     if traced is None and len(rows) > 1 and not list(rows.values())[-1].is_floating_point():
         found.append("valid_tokens")
-    note = f"The loss averages over {known.counts.words}; micro-batches weigh by their number." if known.counts else ""
+    note = _note(known.counts) if known.counts else ""
     if pipeline.num_microbatches == 1 or any(p.is_meta for p in model.parameters()):
         return FoundReduction(found[0], note)
     tried = trial.losses(rows)
@@ -83,17 +89,56 @@ def find_reduction(
     whole, groupings = tried
     target = list(rows)[-1] if loss_fn is not None else None
     for reduction in found:
-        if all(misfit(whole, grouping, reduction, target) is None for grouping in groupings):
+        if all(misfit(whole, g, weights_of(reduction, g, target)) is None for g in groupings):
             return FoundReduction(reduction, note if reduction is known.counts else "")
-    raise ConfigError(_refusal(whole, groupings, found[0], target))
+    if known.counts is not None:
+        for grouping in groupings:  # says so where terms average over different numbers of items
+            known.counts.of_minibatch(grouping.parts, grouping.sizes)
+    what = known.counts.words if known.counts else str(found[0])
+    raise ConfigError(_refusal(whole, [(g, weights_of(found[0], g, target)) for g in groupings], what))
 
 
-def _own_terms(captured: Capture) -> LossTerms:
-    """Of a model that returns its loss; nothing is known of an nn.Sequential's, which is not traced."""
-    if not isinstance(captured.model, TracedModel):
-        return _NO_TERMS
-    traced = captured.model.train.traced
-    return loss_terms(traced, set(traced.columns), {**captured.parameters, **captured.buffers})
+def _note(counts: LossCounts) -> str:
+    return f"The loss averages over {counts.words}; micro-batches weigh by their number."
+
+
+def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig) -> FoundReduction:
+    """A model whose last stage returns the terms of its loss one by one, each tried with its own weights."""
+    terms = captured.terms
+    assert terms is not None
+    assert terms.counts is not None
+    counts = terms.counts
+    rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
+    found = FoundReduction(counts, f"Terms of the loss average over {counts.words}; each is weighed by its own number.")
+    assert isinstance(captured.model, TracedModel)
+    changes = captured.model.train.changing_buffers or captured.model.train.traced.num_draws
+    if pipeline.num_microbatches == 1 or (captured.model.eval is None and changes):
+        return found
+    trains, evals = captured.model.functions((), ())
+    (function,) = evals or trains
+    tensors = {**captured.parameters, **captured.buffers}
+
+    def parts_of(part: Columns) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad(), one_thread():
+            return function(
+                [tensors[site.parameter].detach() for site in function.sites],
+                [tensors[name].detach().clone() for name in function.buffers],
+                (),
+                [part[name].clone() for name in function.columns],
+                RandomKey(pipeline.seed, 0, 0),
+            )
+
+    if any(tensor.is_meta for tensor in tensors.values()):
+        return found
+    for at, term in enumerate(counts.parts):
+        whole, groupings = group_losses(rows, lambda part, at=at: float(parts_of(part)[at]))  # type: ignore[misc]
+        weighed = []
+        for grouping in groupings:
+            items = counts.by_term(grouping.parts, grouping.sizes)[term]
+            weighed.append((grouping, [n / sum(items) for n in items] if any(items) else None))
+        if any(misfit(whole, grouping, weights) is not None for grouping, weights in weighed):
+            raise ConfigError(_refusal(whole, weighed, counts.words, f"term {at + 1} of "))
+    return found
 
 
 class _LossModule(torch.nn.Module):
@@ -126,7 +171,8 @@ def _terms_of_loss_fn(loss_fn: LossFn, output: Any, rows: Columns) -> LossTerms 
     except CaptureError:
         return None
     data = {list(traced.columns)[-1]}
-    return loss_terms(traced, data, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+    terms = loss_terms(traced, data, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+    return terms.summed() if terms.parts else terms  # the user's function runs as it is, and returns the sum
 
 
 class _Trial:
@@ -203,19 +249,18 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
                 buffer.copy_(kept[name])
 
 
-def _refusal(whole: float, groupings: Sequence[Grouping], reduction: Reduction, target: Any) -> str:
+def _refusal(whole: float, weighed: Sequence[tuple[Grouping, list[float] | None]], what: str, term: str = "") -> str:
+    """The first grouping that does not fit, in numbers."""
     grouping, total = next(
-        (grouping, total) for grouping in groupings if (total := misfit(whole, grouping, reduction, target)) is not None
+        (grouping, total) for grouping, weights in weighed if (total := misfit(whole, grouping, weights)) is not None
     )
     sizes, losses = " and ".join(map(str, grouping.sizes)), " and ".join(f"{loss:.5g}" for loss in grouping.losses)
-    if isinstance(reduction, LossCounts):
-        what = f"weighed by {reduction.words}"
-    else:
-        what = "added up" if reduction == "sum" else "weighed by samples"
+    how = {"sum": "added up", "mean": "weighed by samples"}.get(what, f"weighed by {what}")
     return (
-        f"loss_reduction='auto': no weights of micro-batches make the loss of a mini-batch. Over {sum(grouping.sizes)} "
-        f"rows it is {whole:.5g}; over micro-batches of {sizes} rows it is {losses}, {what} {total:.5g}. Such a loss "
-        "compares the rows of a batch with each other, or averages in a way that cannot be counted from the data. Set "
-        "num_microbatches=1 to keep it exact, or say what micro-batches shall mean: loss_reduction='mean' (each its "
-        "own loss, weighed by samples), 'sum', or a function that counts the items of a target."
+        f"loss_reduction='auto': no weights of micro-batches make {term}the loss of a mini-batch. Over "
+        f"{sum(grouping.sizes)} rows it is {whole:.5g}; over micro-batches of {sizes} rows it is {losses}, {how} "
+        f"{total:.5g}. Such a loss compares the rows of a batch with each other, or averages in a way that cannot be "
+        "counted from the data. Set num_microbatches=1 to keep it exact, or say what micro-batches shall mean: "
+        "loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that counts the items of "
+        "a target."
     )

@@ -10,7 +10,7 @@ import torch
 
 from raypipe.engine.data import Source
 from raypipe.engine.loss_counts import LossCounts
-from raypipe.engine.microbatch import Reduction, items_of, update_weights
+from raypipe.engine.microbatch import Reduction, Weights, evaluation_shares, update_weights
 from raypipe.ir.segment import Segment
 
 __all__ = ["Feed", "MicrobatchData"]
@@ -21,22 +21,22 @@ class MicrobatchData(NamedTuple):
 
     Attributes:
         columns: by name, shape (samples, ...).
-        weight: of its loss in the gradient of its update.
-        share: of its loss in the loss of its mini-batch; the same where there is one update per mini-batch.
+        weights: of the parts of its loss in the gradient of its update; mostly there is one part.
+        shares: of them in the loss of its mini-batch; the same where there is one update per mini-batch.
     """
 
     columns: Mapping[Any, torch.Tensor]
-    weight: float
-    share: float
+    weights: Weights = ()
+    shares: Weights = ()
 
 
 class _Minibatch(NamedTuple):
-    """Columns, weight and share of each micro-batch; in evaluation also the items that the whole loss averages over."""
+    """Columns, weights and shares of each micro-batch; in evaluation also the items that the loss averages over."""
 
     parts: list[dict[Any, torch.Tensor]]
-    weights: list[float]
-    shares: list[float]
-    items: float
+    weights: list[Weights]
+    shares: list[Weights]
+    items: Weights
 
 
 class Feed:
@@ -92,7 +92,7 @@ class Feed:
         mode = "train" if training else "eval"
         wanted = self._columns[mode]
         if not wanted and not self._weighs:
-            return MicrobatchData({}, 0.0, 0.0)
+            return MicrobatchData({})
         minibatch, index = divmod(microbatch - segment.first_microbatch, len(segment.microbatch_samples))
         key = (mode, segment.epoch, segment.offset + minibatch * segment.minibatch_samples)
         if self._current is None or self._current[0] != key:
@@ -102,12 +102,12 @@ class Feed:
             self._current = (key, found if found is not None else self._read(key, segment))
         parts, weights, shares, _ = self._current[1]
         if not self._weighs:
-            return MicrobatchData(parts[index], 0.0, 0.0)
+            return MicrobatchData(parts[index])
         return MicrobatchData(parts[index], weights[index], shares[index])
 
     @property
-    def items(self) -> float:
-        """How many items the loss of the current mini-batch averages over; of the last stage, in evaluation."""
+    def items(self) -> Weights:
+        """How many items each part of the current mini-batch's loss averages over; of the last stage, in evaluation."""
         assert self._current is not None
         return self._current[1].items
 
@@ -124,16 +124,16 @@ class Feed:
             for part, piece in zip(parts, tensor.split(sizes), strict=True):
                 part[name] = piece
         if not self._weighs:
-            return _Minibatch(parts, [], [], 0.0)
+            return _Minibatch(parts, [], [], ())
         counted: Any = None
         if isinstance(self._reduction, LossCounts):
             counted = parts
         elif self._counted:
             counted = whole[self._counted[-1]]
-        items = sum(items_of(self._reduction, sizes, counted)) if mode == "eval" else 0.0
-        if mode == "eval" and not items:  # adds nothing to the evaluation's average
-            return _Minibatch(parts, [0.0] * len(sizes), [0.0] * len(sizes), items)
-        return _Minibatch(parts, *update_weights(self._reduction, sizes, counted, segment.interval), items)
+        if mode == "train":
+            return _Minibatch(parts, *update_weights(self._reduction, sizes, counted, segment.interval), ())
+        shares, items = evaluation_shares(self._reduction, sizes, counted)
+        return _Minibatch(parts, shares, shares, items)
 
 
 def _counted_columns(reduction: Reduction, targets: Sequence[Any]) -> tuple[Any, ...]:

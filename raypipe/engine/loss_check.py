@@ -20,7 +20,7 @@ import torch
 from raypipe.engine.microbatch import Reduction, loss_weights
 from raypipe.errors import DataError
 
-__all__ = ["GROUPINGS", "NUM_ROWS", "Grouping", "group_losses", "misfit"]
+__all__ = ["GROUPINGS", "NUM_ROWS", "Grouping", "group_losses", "misfit", "weights_of"]
 
 NUM_ROWS = 4
 TOLERANCE = 3e-5
@@ -61,8 +61,21 @@ def group_losses(rows: Columns, loss_of: Callable[[Columns], float]) -> tuple[fl
     return whole, groupings
 
 
-def misfit(whole: float, grouping: Grouping, reduction: Reduction, target: Any) -> float | None:
+def misfit(whole: float, grouping: Grouping, weights: Sequence[float] | None) -> float | None:
     """What the weighted losses of a grouping add up to where that is not the loss of the whole; None where it is.
+
+    Args:
+        weights: of the micro-batches; None where there is nothing to weigh by.
+    """
+    if weights is None:
+        return None if math.isnan(whole) else math.nan
+    total = math.fsum(w * loss for w, loss in zip(weights, grouping.losses, strict=True) if w)
+    scale = max(abs(whole), *map(abs, (x for x in grouping.losses if math.isfinite(x))), 1e-3)
+    return None if abs(total - whole) <= TOLERANCE * scale else total
+
+
+def weights_of(reduction: Reduction, grouping: Grouping, target: Any) -> list[float] | None:
+    """What the micro-batches of a grouping weigh; None where there is nothing to count.
 
     Args:
         target: column that "valid_tokens" and functions count.
@@ -71,12 +84,9 @@ def misfit(whole: float, grouping: Grouping, reduction: Reduction, target: Any) 
     if isinstance(reduction, str) or callable(reduction):
         counted = [part[target] for part in grouping.parts] if target is not None else None
     try:
-        weights = loss_weights(reduction, grouping.sizes, counted)
+        return loss_weights(reduction, grouping.sizes, counted)
     except DataError:
-        return None if math.isnan(whole) else math.nan
-    total = math.fsum(w * loss for w, loss in zip(weights, grouping.losses, strict=True) if w)
-    scale = max(abs(whole), *map(abs, (x for x in grouping.losses if math.isfinite(x))), 1e-3)
-    return None if abs(total - whole) <= TOLERANCE * scale else total
+        return None
 
 
 def _split(rows: Columns, sizes: Sequence[int]) -> Iterator[dict[Any, torch.Tensor]]:

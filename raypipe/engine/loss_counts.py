@@ -38,37 +38,43 @@ class LossCounts:
 
     Attributes:
         program: from data columns to one number per counted term.
-        samples_too: another term averages over the samples.
+        samples_too: another term, counted last, averages over the samples.
         words: what is counted, for people.
+        parts: where the last stage returns the terms of the loss one by one, which count belongs to each; empty where
+            it returns their sum, whose terms must then all average over the same items.
     """
 
     program: GraphFunction
     samples_too: bool
     words: str
+    parts: tuple[int, ...] = ()
 
     @property
     def columns(self) -> tuple[Any, ...]:
         """Data columns that are read."""
         return self.program.columns
 
-    def count(self, columns: Mapping[Any, torch.Tensor], samples: int) -> tuple[float, ...]:
-        """Items of one micro-batch, by term."""
-        found = self.program((), (), (), [columns[name] for name in self.columns], None)  # type: ignore[arg-type]
-        counts = tuple(float(number) for number in found)
-        return (*counts, float(samples)) if self.samples_too else counts
-
-    def of_minibatch(self, parts: Sequence[Mapping[Any, torch.Tensor]], sizes: Sequence[int]) -> list[float]:
-        """Items of each micro-batch.
+    def by_term(self, parts: Sequence[Mapping[Any, torch.Tensor]], sizes: Sequence[int]) -> list[list[float]]:
+        """Items of each micro-batch, by term.
 
         Args:
             parts: columns of each micro-batch.
             sizes: samples of each micro-batch.
+        """
+        found = [
+            self.program((), (), (), [part[name] for name in self.columns], None)  # type: ignore[arg-type]
+            for part in parts
+        ]
+        counts = [[float(number) for number in numbers] for numbers in zip(*found, strict=True)]
+        return [*counts, [float(size) for size in sizes]] if self.samples_too else counts
+
+    def of_minibatch(self, parts: Sequence[Mapping[Any, torch.Tensor]], sizes: Sequence[int]) -> list[float]:
+        """Items of each micro-batch where all terms of the loss average over the same.
 
         Raises:
-            DataError: terms of the loss average over different numbers of items, which no weight of a micro-batch
-                makes right.
+            DataError: they do not, and then no weight of a micro-batch is right.
         """
-        by_term = list(zip(*(self.count(part, size) for part, size in zip(parts, sizes, strict=True)), strict=True))
+        by_term = self.by_term(parts, sizes)
         shares = [[count / (sum(counts) or 1.0) for count in counts] for counts in by_term]
         for counts, share in zip(by_term[1:], shares[1:], strict=True):
             worst = max(range(len(sizes)), key=lambda i: abs(share[i] - shares[0][i]))
@@ -77,7 +83,7 @@ class LossCounts:
                     f"The terms of the loss average over different numbers of items ({self.words}): micro-batch "
                     f"{worst} has {by_term[0][worst]:g} of {sum(by_term[0]):g} for one term and {counts[worst]:g} of "
                     f"{sum(counts):g} for another, so that no weight of its loss gives the loss of the mini-batch. Set "
-                    "num_microbatches=1, let every term average over the same items, or add up instead of averaging "
-                    "and set loss_reduction='sum'."
+                    "num_microbatches=1, let the model return the sum of the terms as its own loss (without a "
+                    "loss_fn), or add up instead of averaging and set loss_reduction='sum'."
                 )
-        return list(by_term[0])
+        return by_term[0]

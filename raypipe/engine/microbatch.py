@@ -17,11 +17,17 @@ import torch
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.errors import ConfigError, DataError
 
-__all__ = ["IGNORED_TARGET", "Reduction", "items_of", "loss_weights", "microbatch_sizes", "update_weights"]
+__all__ = [
+    "IGNORED_TARGET", "Reduction", "Weights", "evaluation_shares", "items_of", "loss_weights", "microbatch_sizes",
+    "update_weights",
+]  # fmt: skip
 
 Reduction = str | Callable[[Any], float] | LossCounts
 """How a loss averages within a micro-batch: "mean" over its samples, "sum", "valid_tokens" over the targets other than
 -100, (target) -> number of items, or what was found in the graph of the loss."""
+
+Weights = tuple[float, ...]
+"""Of one micro-batch: a number for every part of its loss."""
 
 IGNORED_TARGET = -100
 """The target that torch's losses leave out (``ignore_index``)."""
@@ -64,7 +70,11 @@ def loss_weights(
     """
     if reduction == "sum":
         return [1.0] * len(sizes)
-    counts = items_of(reduction, sizes, targets)
+    return _normalised(items_of(reduction, sizes, targets), sizes)
+
+
+def _normalised(counts: Sequence[float], sizes: Sequence[int]) -> list[float]:
+    """Weights that add up to 1."""
     total = sum(counts)
     if not total:
         raise DataError(
@@ -98,9 +108,9 @@ def items_of(
 def update_weights(
     reduction: Reduction,
     sizes: Sequence[int],
-    targets: torch.Tensor | Sequence[Any] | None,
+    targets: Any,
     interval: int,
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[Weights], list[Weights]]:
     """Weights of a mini-batch whose micro-batches belong to several updates, and their shares in its loss.
 
     Within an update they are those of ``loss_weights``: its gradient is that of the loss over its own samples.
@@ -109,22 +119,57 @@ def update_weights(
         interval: micro-batches per update; divides their number.
 
     Returns:
-        (weights, shares), one of each per micro-batch; equal where there is one update.
+        (weights, shares), one of each per micro-batch, equal where there is one update; each has a number for every
+        part of the loss, of which there is one unless LossCounts tells several apart.
 
     Raises:
         DataError, ConfigError: as ``loss_weights``.
     """
-    shares = loss_weights(reduction, sizes, targets)
-    if interval >= len(sizes) or reduction == "sum":
+    if isinstance(reduction, LossCounts) and reduction.parts:
+        counts = reduction.by_term(targets, sizes)
+        of_parts = [_update_weights(_normalised(counts[term], sizes), interval) for term in reduction.parts]
+    else:
+        shares = loss_weights(reduction, sizes, targets)
+        if interval >= len(sizes) or reduction == "sum":
+            of_parts = [(shares, shares)]
+        elif reduction == "mean":
+            groups = (sizes[start : start + interval] for start in range(0, len(sizes), interval))
+            of_parts = [([weight for group in groups for weight in loss_weights("mean", group)], shares)]
+        else:
+            of_parts = [_update_weights(shares, interval)]
+    weights, shares_of = zip(*of_parts, strict=True)
+    return list(zip(*weights, strict=True)), list(zip(*shares_of, strict=True))
+
+
+def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) -> tuple[list[Weights], Weights]:
+    """Shares of micro-batches in the loss of an evaluation's mini-batch, and the items that it averages over.
+
+    A part of the loss without a single item has shares and items of 0 there: it adds nothing to the evaluation.
+
+    Returns:
+        (shares of each micro-batch, items), with a number for every part of the loss.
+
+    Raises:
+        DataError, ConfigError: as ``items_of``.
+    """
+    if isinstance(reduction, LossCounts) and reduction.parts:
+        by_term = reduction.by_term(targets, sizes)
+        counts = [by_term[term] for term in reduction.parts]
+    else:
+        counts = [items_of(reduction, sizes, targets)]
+    items = tuple(map(sum, counts))
+    if reduction == "sum":
+        return [(1.0,)] * len(sizes), items
+    shares = [[count / (sum(of_part) or 1.0) for count in of_part] for of_part in counts]
+    return list(zip(*shares, strict=True)), items
+
+
+def _update_weights(shares: list[float], interval: int) -> tuple[list[float], list[float]]:
+    """From shares in a mini-batch to weights in its updates; an update without a valid target weighs nothing."""
+    if interval >= len(shares):
         return shares, shares
-    weights = []
-    for start in range(0, len(sizes), interval):
-        group = shares[start : start + interval]
-        if reduction == "mean":
-            weights += loss_weights(reduction, sizes[start : start + interval])
-        else:  # an update without a valid target weighs nothing
-            weights += [share / (math.fsum(group) or 1.0) for share in group]
-    return weights, shares
+    groups = [shares[start : start + interval] for start in range(0, len(shares), interval)]
+    return [share / (math.fsum(group) or 1.0) for group in groups for share in group], shares
 
 
 def _items(reduction: str | Callable[[Any], float], target: Any) -> float:

@@ -121,7 +121,7 @@ def _round(
         begin_s = time.perf_counter()
         outputs = function(leaves, buffers, arrived, [columns[name] for name in function.columns], key)
         if program.loss is not None:
-            outputs = (program.loss(outputs, [columns[name] for name in program.targets]),)
+            outputs = (program.whole_loss(outputs, [columns[name] for name in program.targets]),)
         forward_s.append(time.perf_counter() - begin_s)
         sizes.append(sum(t.nbytes for t in outputs))
         done.append((leaves, arrived, outputs))

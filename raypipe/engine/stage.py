@@ -77,7 +77,7 @@ class StageProgram:
         shared_with: for each shared parameter held here too, the stages that hold it, this one included.
         num_sites: uses of each parameter in the whole model.
         order: position of each parameter in the user's named_parameters(), for norms in one order.
-        loss: (outputs of the last stage, targets) -> scalar; None before the last stage.
+        loss: (outputs of the last stage, targets) -> scalar, or parts that add up to it; None before the last stage.
         targets: columns that the loss reads; empty before the last stage and where the model returns its loss.
         first_trainable: lowest stage with a trainable parameter.
     """
@@ -92,7 +92,7 @@ class StageProgram:
     shared_with: dict[str, tuple[int, ...]]
     num_sites: dict[str, int]
     order: dict[str, int]
-    loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor] | None
+    loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor | tuple[torch.Tensor, ...]] | None
     targets: tuple[str, ...]
     first_trainable: int
 
@@ -100,6 +100,12 @@ class StageProgram:
     def modes(self) -> dict[str, StageFunction]:
         """By name: "train", and "eval" where there is one."""
         return {"train": self.train} if self.eval is None else {"train": self.train, "eval": self.eval}
+
+    def whole_loss(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The loss of the last stage's outputs, its parts added up."""
+        assert self.loss is not None
+        found = self.loss(outputs, targets)
+        return found if isinstance(found, torch.Tensor) else sum(found[1:], start=found[0])
 
     def shared_names(self, stages: Collection[int]) -> list[str]:
         """Parameters that learn and belong to one of these other stages too."""

@@ -5,6 +5,7 @@ The executor decides nothing either, but it knows the row of its worker; this kn
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -81,7 +82,7 @@ class StageWork:
         self._buffers = {
             mode: [state.buffers[name] for name in function.buffers] for mode, function in self._modes.items()
         }
-        self._losses: list[tuple[torch.Tensor, float]] = []
+        self._losses: list[tuple[int, torch.Tensor, float]] = []  # part, value, share
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._arrived: dict[int, Message] = {}
         self._training = True
@@ -156,7 +157,7 @@ class StageWork:
             stage=self.stage,
             step=step,
             samples=self._segment.minibatch_samples,
-            items=self.feed.items if self.last else 0.0,
+            averages=self._averages() if self.last and not self._training else (),
             loss=None if loss is None else float(loss),
             grad_norm=None if norm is None or alone else float(norm),
             stage_grad_norm=float(norm) if norm is not None and alone else None,
@@ -251,21 +252,25 @@ class StageWork:
     def _take_loss(
         self, outputs: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int
     ) -> tuple[torch.Tensor, ...]:
-        """The loss as the last stage's only output; its weight enters as the gradient's seed in the backward."""
-        if data.weight == 0.0:  # no valid target: an average over nothing, which would be nan
+        """The parts of the loss as the last stage's outputs; their weights enter as the gradients' seeds."""
+        if not any(data.weights):  # no valid target: an average over nothing, which would be nan
             return ()
         assert self.program.loss is not None
-        loss = self.program.loss(outputs, [data.columns[name] for name in self.program.targets])
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise StageError(
-                f"The loss of micro-batch {microbatch} is not a scalar tensor but has {found}. Let loss_fn reduce over "
-                "the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
-            )
-        self._losses.append((loss, data.share))
+        found = self.program.loss(outputs, [data.columns[name] for name in self.program.targets])
+        parts = found if isinstance(found, tuple) else (found,)
+        for loss in parts:
+            if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+                what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise StageError(
+                    f"The loss of micro-batch {microbatch} is not a scalar tensor but has {what}. Let loss_fn reduce "
+                    "over the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
+                )
+        counting = [at for at, weight in enumerate(data.weights) if weight != 0.0]
+        self._losses += [(at, parts[at], data.shares[at]) for at in counting]
         if self._training:
-            self._under_way.seed(microbatch, (self._seed(data.weight, loss.dtype),))
-        return (loss,)
+            seeds = tuple(self._seed(data.weights[at], parts[at].dtype) for at in counting)
+            self._under_way.seed(microbatch, seeds)
+        return tuple(parts[at] for at in counting)
 
     def _seed(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
         key = (weight, dtype)
@@ -273,13 +278,23 @@ class StageWork:
             self._seed_tensors[key] = torch.tensor(weight, dtype=dtype)
         return self._seed_tensors[key]
 
-    def loss(self) -> torch.Tensor | None:
-        """The mini-batch's loss so far: the weighted sum in the order of the micro-batches. Of the last stage only."""
+    def loss(self, part: int | None = None) -> torch.Tensor | None:
+        """The mini-batch's loss so far: the weighted sum in the order of the micro-batches. Of the last stage only.
+
+        Args:
+            part: only this one of its parts.
+        """
         total: torch.Tensor | None = None
-        for loss, weight in self._losses:
-            part = loss.detach() * weight
-            total = part if total is None else total + part
+        for at, loss, share in self._losses:
+            if part in (None, at):
+                weighed = loss.detach() * share
+                total = weighed if total is None else total + weighed
         return total
+
+    def _averages(self) -> tuple[tuple[float, float], ...]:
+        """(loss, items) of each part of an evaluation's loss."""
+        found = ((self.loss(part), items) for part, items in enumerate(self.feed.items))
+        return tuple((math.nan if loss is None else float(loss), items) for loss, items in found)
 
     def _send_forward(self, action: Action) -> None:
         # Kept for the backward, where there is one: none in evaluation and below the first trainable stage.

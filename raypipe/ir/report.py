@@ -6,10 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from raypipe.errors import DataError
 from raypipe.ir.links import MessageTimes, StageSample
 from raypipe.ir.timeline import Span
 
-__all__ = ["Norms", "StepRecord", "StepReport", "merge_reports"]
+__all__ = ["Averages", "Norms", "StepRecord", "StepReport", "mean_loss", "merge_reports"]
+
+Averages = tuple[tuple[float, float], ...]
+"""(loss, items that it averages over) of each part of a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class StepReport:
         spans: every action, where asked for (monotonic clock).
         sample, messages: how long actions and messages took, where asked for.
         worker: that holds the stage; None for one of its own.
-        items: that an evaluation's loss averages over (samples, valid labels); 0 on all stages but the last.
+        averages: of each part of an evaluation's loss, with the items that it averages over (samples, valid labels);
+            none on all stages but the last.
     """
 
     stage: int
@@ -72,7 +77,7 @@ class StepReport:
     messages: tuple[MessageTimes, ...] = ()
     worker: int | None = None
     norms: Norms | None = None
-    items: float = 0.0
+    averages: Averages = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,28 @@ class StepRecord:
     @property
     def samples_per_s(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
+
+
+def mean_loss(found: Sequence[Averages], *, sums: bool) -> float:
+    """The loss over many mini-batches.
+
+    Args:
+        found: of each mini-batch.
+        sums: the losses add up; else each part weighs as much as its items.
+
+    Raises:
+        DataError: nothing in the data counts.
+    """
+    total = 0.0
+    for part in zip(*found, strict=True):
+        counting = [(loss, items) for loss, items in part if items]
+        if not counting:
+            raise DataError("The data has no target that counts, so its loss is an average over nothing.")
+        if sums:
+            total += sum(loss for loss, _ in counting)
+        else:
+            total += sum(loss * items for loss, items in counting) / sum(items for _, items in counting)
+    return total
 
 
 def merge_reports(

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from raypipe.engine.checkpoint import MANIFEST, Manifest, check_position, find_checkpoint, make_manifest
 from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
-from raypipe.errors import CheckpointError, DataError
+from raypipe.errors import CheckpointError
 from raypipe.ir.order import Order
-from raypipe.ir.report import StepRecord, StepReport, merge_reports
+from raypipe.ir.report import Averages, StepRecord, StepReport, mean_loss, merge_reports
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey, Segment
 from raypipe.ir.timeline import Timeline
@@ -329,18 +329,12 @@ class _Loop:
         )
         orders = [Order(segment, training=False) for segment in segments]
         self._evaluated += sum(len(order.segment.microbatch_samples) for order in orders)
-        total = items = 0.0
+        found: list[Averages] = []
         for reports in self.fleet.run(iter(orders), self._schedule):
-            last = reports[-1][0]
-            weight = 1 if spec.sums_losses else last.items
-            if last.items:
-                total += (math.nan if last.loss is None else last.loss) * weight
-            items += last.items
+            found.append(reports[-1][0].averages)
         if self.requests.stop_reason:
             return None
-        if not items:
-            raise DataError("eval_data has no target that counts, so its loss is an average over nothing.")
-        return total if spec.sums_losses else total / items
+        return mean_loss(found, sums=spec.sums_losses)
 
     def _schedule(self, key: RowsKey) -> Schedule:
         if key not in self._schedules:

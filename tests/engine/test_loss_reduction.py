@@ -87,7 +87,14 @@ def penalised(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> tor
     return 2 * shifted(model, logits, labels) / 3 + 0.01 * penalty
 
 
-OWN = {"shifted": shifted, "weighed": weighed, "masked": masked, "penalised": penalised}
+def two_heads(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Terms over all labels, over those of the first half of a row, and over samples, with factors and a penalty."""
+    first = functional.cross_entropy(logits[:, :3].reshape(-1, WORDS), labels[:, :3].reshape(-1))
+    penalty = sum(p.square().sum() for p in model.hidden.parameters())
+    return shifted(model, logits, labels) + 0.5 * first + logits.square().mean() / 10 + 0.01 * penalty
+
+
+OWN = {"two heads": two_heads, "shifted": shifted, "weighed": weighed, "masked": masked, "penalised": penalised}
 
 
 def plain(model: nn.Module, data: Any, loss_fn: Loss | None, count: int, *, shuffle: bool = True) -> tuple[float, Any]:
@@ -203,7 +210,7 @@ def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     flat = functional.normalize(output.flatten(1), dim=-1)
-    return functional.cross_entropy(flat @ flat.T / 0.1, torch.arange(len(flat)))
+    return functional.cross_entropy(flat @ flat.T / 0.1, torch.arange(flat.shape[0]))
 
 
 def two_counts(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -227,7 +234,7 @@ def test_losses_over_the_batch_are_refused_with_numbers_and_choices(loss_fn: Los
         run(Tagger(), data, loss_fn, tmp_path / str(more), **more)
 
 
-def test_terms_that_average_over_different_counts(tmp_path: Any) -> None:
+def test_terms_that_average_over_different_counts_in_a_loss_fn(tmp_path: Any) -> None:
     """They train while the counts agree, and say so when they do not."""
     torch.manual_seed(3)
     whole = Pairs([{"i": torch.ones(6, dtype=torch.long), "l": torch.full((6,), i % 8)} for i in range(ROWS)])
@@ -248,6 +255,26 @@ def test_valid_tokens_counts_the_labels_that_a_models_own_loss_sees(tmp_path: An
     loss, _ = plain(model, data, None, ROWS)
     got, _, _ = run(model, data, None, tmp_path, num_microbatches=4, loss_reduction="valid_tokens")
     assert got == pytest.approx(loss, rel=2e-6)
+
+
+class HalfContrastive(OwnLoss):
+    """One term counts labels, the other compares the rows of a batch."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = Tagger.forward(self, input_ids)
+        return shifted(self, logits, labels) + contrastive(logits, labels)
+
+
+def test_a_term_over_the_batch_is_refused_beside_others(tmp_path: Any) -> None:
+    torch.manual_seed(3)
+    data = labelled(ROWS, -100)
+    with pytest.raises(ConfigError, match=r"no weights of micro-batches make (term 2 of )?the loss of a mini-batch"):
+        run(HalfContrastive("shifted"), data, None, tmp_path, data, num_microbatches=4)
+
+
+def test_one_weight_for_several_counts_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"loss_reduction='mean' is one weight for a loss whose terms average over"):
+        run(OwnLoss("two heads"), labelled(ROWS, -100), None, tmp_path, num_microbatches=4, loss_reduction="mean")
 
 
 def test_the_reference_finds_the_same(tmp_path: Any) -> None:

@@ -29,6 +29,7 @@ from raypipe.engine.capture.cut import (
     check_order,
     slice_stages,
 )
+from raypipe.engine.capture.loss_terms import LossTerms, loss_terms, return_parts
 from raypipe.engine.capture.sequential import (
     Child,
     is_plain_sequential,
@@ -36,7 +37,7 @@ from raypipe.engine.capture.sequential import (
     sequential_graph,
     sequential_stages,
 )
-from raypipe.engine.capture.trace import trace
+from raypipe.engine.capture.trace import Traced, trace
 from raypipe.engine.capture.view import model_graph
 from raypipe.engine.stage import StageFunction, StageProgram
 from raypipe.errors import CaptureError
@@ -45,6 +46,7 @@ from raypipe.ir.graph import ModelGraph
 __all__ = ["Capture", "SequentialModel", "TracedModel", "capture"]
 
 LossFn = Callable[[Any, Any], torch.Tensor]
+Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,9 @@ class _UserLoss:
         return self.loss_fn(output, *targets)
 
 
-def _own_loss(outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    return outputs[0]
+def _own_loss(outputs: Tensors, targets: Sequence[torch.Tensor]) -> torch.Tensor | Tensors:
+    """The loss that the model computed, or its parts where they are weighed one by one."""
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,7 @@ class Capture:
         persistent: names of the buffers that belong to the state_dict.
         model: what the graph was made from; profiling runs it operation by operation.
         columns: shape and dtype of every data column of the example, by name.
+        terms: what the loss that a traced model returns averages over; None where there is a loss_fn or no trace.
     """
 
     graph: ModelGraph
@@ -137,8 +141,9 @@ class Capture:
     persistent: frozenset[str]
     model: TracedModel | SequentialModel
     columns: dict[Any, tuple[tuple[int, ...], torch.dtype]]
-    _loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor]
+    _loss: Callable[[Tensors, Sequence[torch.Tensor]], torch.Tensor | Tensors]
     _targets: tuple[str, ...]
+    terms: LossTerms | None = None
 
     @property
     def loss_fn(self) -> LossFn | None:
@@ -248,6 +253,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     tensors = example.values() if isinstance(example, Mapping) else example
     shapes = {name: (tuple(t.shape), t.dtype) for name, t in zip((*inputs, *targets), tensors, strict=True)}
     source: TracedModel | SequentialModel
+    terms: LossTerms | None = None
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     if isinstance(model, nn.Sequential) and is_plain_sequential(model) and len(args) == 1 and not kwargs:
         train, evaluation = sequential_children(model, args[0])
@@ -260,18 +266,36 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
             raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
         run = partial(trace, model, args, kwargs, inputs, returns_loss=loss_fn is None)
         training = run(training=True)
+        evaluating = run(training=False, one_length=training.one_length) if evaluates else None
+        if loss_fn is None:
+            terms = _weighable_terms(model, training, evaluating)
         analysed = analyse(training)
         graph = model_graph(analysed, samples, frozen)
         source = TracedModel(analysed, None, (), (), type(model).__name__)
-        if evaluates:
-            other = analyse(run(training=False, one_length=training.one_length))
+        if evaluating is not None:
+            other = analyse(evaluating)
             seen = model_graph(other, samples)
             cut_bytes = tuple(node.cut_bytes for node in seen.nodes)
             source = TracedModel(analysed, other, seen.together, cut_bytes, type(model).__name__)
         if loss_fn is not None:
             loss = _UserLoss(loss_fn, analysed.traced.out_spec, analysed.fixed)
     named = dict(model.named_parameters())
-    return Capture(graph, named, buffers, persistent, source, shapes, loss, targets)
+    return Capture(graph, named, buffers, persistent, source, shapes, loss, targets, terms)
+
+
+def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | None) -> LossTerms:
+    """What the model's own loss averages over; terms that need weights of their own become outputs, in both modes."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    terms = loss_terms(training, set(training.columns), tensors)
+    if not terms.parts:
+        return terms
+    if evaluating is not None:
+        same = loss_terms(evaluating, set(evaluating.columns), tensors)
+        if [count for _, count in same.parts] != [count for _, count in terms.parts]:
+            return terms.summed()
+        return_parts(evaluating, same)
+    return_parts(training, terms)
+    return terms
 
 
 def _refuse_hooks(model: nn.Module) -> None:

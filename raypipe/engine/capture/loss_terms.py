@@ -6,12 +6,15 @@
 
 From the loss the graph is followed back through sums and constant factors to the terms. The way from the data to a
 term's labels (a shift, a view, padding) depends on nothing but the data, so it is cut out and runs by itself.
+
+Where terms average over different items no single weight of the sum is right. ``return_parts`` makes the model return
+such terms one by one, so that each can have its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from raypipe.engine.loss_counts import LossCounts, count_labels
 from raypipe.engine.randomness import bind_arguments
 from raypipe.engine.stage import GraphFunction
 
-__all__ = ["LossTerms", "loss_terms"]
+__all__ = ["LossTerms", "loss_terms", "return_parts"]
 
 aten = torch.ops.aten
 
@@ -42,10 +45,18 @@ class LossTerms:
     Attributes:
         counts: where a term averages over something that the data decides; None where all average over samples.
         sums: every term adds up instead.
+        parts: summands of the loss, each of which averages over one thing only, with the number of its count; empty
+            where one weight is right for all or the loss cannot be parted like this.
     """
 
     counts: LossCounts | None
     sums: bool
+    parts: tuple[tuple[fx.Node, int], ...] = ()
+
+    def summed(self) -> LossTerms:
+        """The same of a model that returns the sum."""
+        assert self.counts is not None
+        return LossTerms(replace(self.counts, parts=()), self.sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +89,41 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     found = dict.fromkeys((*(_kind(node, reach) for node in terms), *hidden))
     counts = [kind for kind in found if isinstance(kind, _Count)]
     if not counts:
-        return LossTerms(None, sums=set(found) == {_ADDED_UP})
-    words = " and ".join(dict.fromkeys(_words(count) for count in counts))
-    return LossTerms(LossCounts(_program(traced, counts, tensors), _SAMPLES in found, words), sums=False)
+        return LossTerms(None, set(found) == {_ADDED_UP})
+    several = len(counts) + (_SAMPLES in found) > 1 and _ADDED_UP not in found
+    parts = tuple(_parts(loss[0], counts, reach)) if several else ()
+    samples_too = _SAMPLES in found or any(count == len(counts) for _, count in parts)
+    words = " and ".join(dict.fromkeys((*map(_words, counts), *(["samples"] if samples_too else []))))
+    program = _program(traced, counts, tensors)
+    return LossTerms(
+        LossCounts(program, samples_too, words, tuple(count for _, count in parts)), sums=False, parts=parts
+    )
+
+
+def return_parts(traced: Traced, terms: LossTerms) -> None:
+    """Let a model that returns its loss return the parts of it instead."""
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    output.args = (tuple(node for node, _ in terms.parts),)
+
+
+def _parts(loss: fx.Node, counts: list[_Count], reach: _Reach) -> list[tuple[fx.Node, int]]:
+    """The summands and their counts; none where a summand averages over several things, or over nothing known."""
+    found: list[tuple[fx.Node, int]] = []
+    stack = [loss]
+    while stack:
+        node = stack.pop()
+        summands = node.args[:2] if _name(node) == "aten::add" and not node.kwargs else ()
+        if summands and all(isinstance(part, fx.Node) for part in summands):
+            stack += reversed(summands)  # type: ignore[arg-type]
+            continue
+        kinds = {_kind(term, reach) for term in _addends(node, reach)}
+        labels = {_kind(other, reach) for other in _needed([node]) if _name(other) in _LABELS}
+        inner = (kinds | {kind for kind in labels if isinstance(kind, _Count)}) or {_SAMPLES}
+        if len(inner) > 1:
+            return []
+        (kind,) = inner
+        found.append((node, counts.index(kind) if isinstance(kind, _Count) else len(counts)))
+    return found
 
 
 class _Reach:

@@ -236,8 +236,7 @@ class Bench:
 
     def loss(self, outputs: Any, columns: Columns) -> torch.Tensor:
         """Of the model's outputs."""
-        assert self.program.loss is not None
-        return self.program.loss(outputs, [columns[name] for name in self.program.targets])
+        return self.program.whole_loss(outputs, [columns[name] for name in self.program.targets])
 
 
 class _BySize(NamedTuple):
