@@ -116,6 +116,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "retune_microbatches": _FLAG,
     "checkpoint_interval_steps": _AUTO | _integer(1),
     "seed": _integer(0),
+    "verify": _one_of("first_step", "off"),
 }
 
 
@@ -197,6 +198,9 @@ class PipelineConfig:
         checkpoint_interval_steps: steps between two checkpoints; "auto" saves every ten minutes. A run
             saves at its end and when it is stopped in any case.
         seed: keys all randomness, together with step and micro-batch.
+        verify: "first_step" runs two micro-batches through the model itself and through its stages before training
+            begins, while the actors start, and refuses the run where loss, gradients or buffers differ. That needs
+            about twice the memory of the model in this process. "off" trains what was captured, unseen.
 
     Raises:
         ConfigError: a field is unknown, ill-typed, out of range, at odds with another one, or has a
@@ -229,6 +233,7 @@ class PipelineConfig:
     retune_microbatches: bool = False
     checkpoint_interval_steps: int | Auto = "auto"
     seed: int = 0
+    verify: str = "first_step"
 
     def __post_init__(self) -> None:
         for field in fields(self):

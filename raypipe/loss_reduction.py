@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.guards import own_loss
+from raypipe.engine.capture.hidden_state import read_memory
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms
 from raypipe.engine.capture.trace import trace
 from raypipe.engine.local import one_thread
@@ -185,7 +186,7 @@ class _Trial:
     def outputs(self, rows: Columns) -> Any:
         """Of the model, in its own structure; None where it cannot run like this."""
         try:
-            with _evaluating(self._model):
+            with _evaluating(self._model), self._forgetting():
                 return self._run(rows)
         except Exception:  # noqa: BLE001  (whatever it is, training says it better)
             return None
@@ -217,7 +218,20 @@ class _Trial:
         self._draws = self._draws or mode.index > 0
         return output
 
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """What model and loss remember of a call is put back, so that every call here is the first one."""
+        memory = read_memory(self._model, self._loss_fn)
+        try:
+            yield
+        finally:
+            memory.restore()
+
     def _loss(self, rows: Columns) -> float:
+        with self._forgetting():
+            return self._first_loss(rows)
+
+    def _first_loss(self, rows: Columns) -> float:
         output = self._run(rows)
         if self._loss_fn is None:
             return float(own_loss(self._model, output))

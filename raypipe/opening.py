@@ -10,6 +10,7 @@ import torch
 
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture, capture
+from raypipe.engine.capture.hidden_state import Memory, read_memory
 from raypipe.engine.data import Source, open_data
 from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
@@ -30,6 +31,7 @@ class Opened:
     Attributes:
         example: one micro-batch by column.
         larger: more samples by column, where larger micro-batches are of interest; else empty.
+        memory: what model and loss remembered when they came, which every call here changes and training begins with.
     """
 
     model: torch.nn.Module
@@ -39,6 +41,7 @@ class Opened:
     captured: Capture
     example: Mapping[Any, torch.Tensor]
     larger: Mapping[Any, torch.Tensor]
+    memory: Memory
 
 
 def open_arguments(
@@ -57,6 +60,7 @@ def open_arguments(
     built = model if isinstance(model, torch.nn.Module) else model()
     if not isinstance(built, torch.nn.Module):
         raise ConfigError(f"model={type(built).__name__} is no nn.Module; give one, or a function that builds one.")
+    memory = read_memory(built, loss_fn)
     sources = {"train": open_data(train_data, seed=pipeline.seed)}
     if eval_data is not None:
         sources["eval"] = open_data(eval_data, seed=pipeline.seed, shuffle=False)
@@ -73,7 +77,7 @@ def open_arguments(
         most = min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, bytes_each))
         if most > size:
             larger = example_of(sources["train"], loss_fn is not None, most)
-    return Opened(built, sources, request, loss_fn is not None, captured, _by_name(columns, example), larger)
+    return Opened(built, sources, request, loss_fn is not None, captured, _by_name(columns, example), larger, memory)
 
 
 def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, torch.Tensor]:

@@ -16,14 +16,15 @@ from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.data import Source
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
-from raypipe.errors import PlanError
+from raypipe.engine.verify import verify
+from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import Phase, RowsKey
 from raypipe.loss_reduction import find_reduction
-from raypipe.opening import example_of, needs_profile, open_arguments, wants_curve
+from raypipe.opening import Opened, example_of, needs_profile, open_arguments, wants_curve
 from raypipe.planner.columns import workspace_lines
 from raypipe.planner.control import Room, rooms_of, unknown_rooms
 from raypipe.planner.partition.fit import memory_of
@@ -75,6 +76,7 @@ class Job:
         sources: "train" and perhaps "eval".
         rooms: memory that is left to the schedule, by stage.
         microbatch_seconds: as in planner.control.Setup, where their number may change; else empty.
+        check: compares the user's own module with the stages (engine/verify.py); does nothing where verify="off".
     """
 
     plan: Plan
@@ -89,6 +91,7 @@ class Job:
     request: Request
     aliases: Mapping[str, str]
     rooms: tuple[Room, ...]
+    check: Callable[[], None]
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -227,6 +230,7 @@ def prepare(
         request=request,
         aliases=_aliases(found.model),
         rooms=rooms,
+        check=partial(_check, found, programs, plan.microbatch_size, pipeline),
         microbatch_seconds=counts,
     )
 
@@ -245,6 +249,29 @@ def profile(
     """
     found = open_arguments(model, loss_fn, train_data, None, pipeline, num_workers)
     return profile_of(found.captured, found.example, found.larger, by_size=True)
+
+
+def _check(found: Opened, programs: tuple[StageProgram, ...], size: int, pipeline: PipelineConfig) -> None:
+    """Two micro-batches through the user's own module and through the stages, unless verify="off"."""
+    found.memory.restore()
+    if pipeline.verify == "off":
+        return
+    captured, source = found.captured, found.sources["train"]
+    tensors = {**captured.parameters, **captured.buffers}
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise ConfigError(
+            "verify='first_step' runs the model once, but it has parameters on the meta device, which hold no numbers. "
+            "Build it with numbers, or set verify='off' to train what was captured unseen."
+        )
+    columns = tuple(found.example)
+    rows = source.read(0, 0, min(2 * size, source.num_samples), columns)
+    named = rows if isinstance(rows, Mapping) else dict(zip(columns, rows, strict=True))
+    first = {name: column[:size] for name, column in named.items()}
+    # Too few rows for a second micro-batch of this size: the same ones in the other order.
+    full = source.num_samples >= 2 * size
+    second = {name: column[size:] if full else column[:size].flip(0) for name, column in named.items()}
+    batches = (first, second)
+    verify(found.model, captured.loss_fn, programs, tensors, batches, pipeline.seed)
 
 
 def _decided(request: Request, profiled: Profile, factor: float, cluster: Cluster | None) -> Decision:

@@ -98,6 +98,7 @@ class PipelineTrainer:
         self._scaling = scaling_config
         self._run = run_config
         self._job: Job | None = None
+        self._checked: Job | None = None
         self._predicted: Timeline | None = None
         self._predicted_step_s = 0.0
         self.config_yaml = ""
@@ -224,6 +225,7 @@ class PipelineTrainer:
         if local:
             if detached:
                 raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
+            self._check(job)
             return RunHandle(spec.name, ThreadLine(spec, partial(_local_fleet, job, spec.place)))
         return self._start_on_ray(job, spec, detached)
 
@@ -232,9 +234,17 @@ class PipelineTrainer:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(connected(job.num_workers, self._resources(), detached=detached))
-            line = start_run(spec, self._setups(job, spec.place), job.tensors, self._resources(), detached=detached)
+            check = partial(self._check, job)
+            setups = self._setups(job, spec.place)
+            line = start_run(spec, setups, job.tensors, self._resources(), check, detached=detached)
             return RunHandle(spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
+
+    def _check(self, job: Job) -> None:
+        """The model against its stages, once for every plan."""
+        if self._checked is not job:
+            job.check()
+            self._checked = job
 
     def _spec(self, job: Job, num_steps: int, *, local: bool) -> RunSpec:
         plan = job.plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -138,6 +138,7 @@ def start_run(
     setups: Sequence[StageSetup],
     tensors: Mapping[str, Any],
     resources: Mapping[str, float],
+    check: Callable[[], None],
     *,
     detached: bool,
 ) -> RayLine:
@@ -146,10 +147,14 @@ def start_run(
     Args:
         tensors: the user's parameters and buffers by name; each worker gets its own through the object store.
         resources: of one worker.
+        check: whether the run may begin; works while the stages start. A detached run is checked before that.
 
     Raises:
         ConfigError: a run of this name is on the cluster.
+        RaypipeError: from the check; nothing is left running.
     """
+    if detached:
+        check()
     options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
     if detached:
         options["lifetime"] = "detached"
@@ -165,6 +170,13 @@ def start_run(
     # States travel inside a list, so that Ray passes the references on and not the tensors.
     call = driver.run.remote(spec, setups, states, dict(resources))
     line = RayLine(driver, spec.name, owner=not detached, call=call)
+    if not detached:
+        try:
+            check()
+        except BaseException:
+            line.hang_up()
+            raise
+    driver.go_on.remote()
     while detached and not ray.get(driver.wait_started.remote(1.0)):
         line.check()
     return line

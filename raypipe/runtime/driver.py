@@ -82,6 +82,8 @@ class _DriverActor:
                 # (perf, two stages), on hosts where that may be a stage's.
                 gc.collect()
                 gc.freeze()
+                while not self._requests.wait_checked(1.0):
+                    self._journal.begins("waiting for the check of the model, which runs where the run was started")
                 self._journal.begins()
                 outcome = run_loop(fleet, spec, journal, self._requests)
             finally:
@@ -102,6 +104,11 @@ class _DriverActor:
     def wait_started(self, wait_s: float) -> bool:
         """Whether the stages have what they need from the caller, so that it may leave."""
         return self._journal.wait_started(wait_s)
+
+    @ray.method(concurrency_group="control")
+    def go_on(self) -> None:
+        """The model has been checked, so training may begin; without this word it waits."""
+        self._requests.checked()
 
     @ray.method(concurrency_group="control")
     def stop(self, reason: str) -> None:

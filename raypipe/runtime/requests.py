@@ -1,4 +1,4 @@
-"""What people ask of a running loop from outside its thread: stop, or save a checkpoint."""
+"""What people ask of a running loop from outside its thread: begin, stop, or save a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Requests:
         self._fleet: _Haltable | None = None
         self._lock = threading.Lock()
         self._checkpoint = threading.Event()
+        self._go_on = threading.Event()
 
     def serve(self, fleet: _Haltable) -> None:
         """From now on ``stop`` halts this fleet, at once if it was asked for already."""
@@ -32,6 +33,14 @@ class Requests:
             stopping = bool(self.stop_reason)
         if stopping:
             fleet.halt()
+
+    def checked(self) -> None:
+        """The model has been checked: the loop may begin."""
+        self._go_on.set()
+
+    def wait_checked(self, timeout_s: float) -> bool:
+        """Wait for that word; whether the loop may begin, be it only to stop."""
+        return self._go_on.wait(timeout_s) or bool(self.stop_reason)
 
     def stop(self, reason: str) -> None:
         """End the run after the segment that is running, with a checkpoint. The first reason is the one told."""

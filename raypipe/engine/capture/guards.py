@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from io import StringIO
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from raypipe.errors import CaptureError
 
-__all__ = ["loss_only", "nothing_lost", "own_loss"]
+__all__ = ["loss_only", "nothing_lost", "own_forward", "own_loss"]
 
 
 def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
@@ -38,7 +38,21 @@ def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
 
 
 @contextmanager
-def loss_only(model: torch.nn.Module) -> Iterator[None]:
+def own_forward(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While inside, calls of the model go to this function, which has the signature of the model's forward."""
+    before = vars(model).get("forward")
+    # torch.export reads the signature to pair dynamic shapes with arguments.
+    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before
+
+
+def loss_only(model: torch.nn.Module) -> AbstractContextManager[None]:
     """While inside, the model returns only its loss: caches and logits would be dead weight at every cut."""
     original = model.forward
 
@@ -46,13 +60,7 @@ def loss_only(model: torch.nn.Module) -> Iterator[None]:
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         return own_loss(model, original(*args, **kwargs))
 
-    # torch.export reads the signature to pair dynamic shapes with arguments.
-    forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    model.forward = forward
-    try:
-        yield
-    finally:
-        del model.forward
+    return own_forward(model, forward)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,8 +84,14 @@ def work_out_of_place(traced: Traced) -> None:
     for node in list(graph.nodes):
         for changed in mutated_args(node):
             root = roots[changed]
-            if root in traced.buffers or root in traced.constants:
+            if root in traced.buffers:
                 continue
+            if root in traced.constants:
+                raise CaptureError(
+                    f"forward changes a tensor in place that is an attribute of the model, a global or in a closure "
+                    f"({root.name.removeprefix('c_')!r}{_line_of(node)}); no stage would share it and no checkpoint "
+                    "hold it. Make it a buffer: self.register_buffer(name, tensor)."
+                )
             if root in traced.parameters:
                 raise CaptureError(
                     f"forward changes the parameter {traced.parameters[root]!r} in place; a pipeline stage may only "
@@ -100,6 +107,13 @@ def work_out_of_place(traced: Traced) -> None:
             node.target = functional
             _replace_after(changed, node, order)
             families.setdefault(node, [])
+
+
+def _line_of(node: fx.Node) -> str:
+    """The user's own line, where the trace tells it."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(name, line) for name, line in places if "/torch/" not in name and "/raypipe/engine/" not in name]
+    return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def _replace_after(old: fx.Node, new: fx.Node, order: dict[fx.Node, int]) -> None:

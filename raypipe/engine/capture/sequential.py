@@ -1,8 +1,9 @@
 """nn.Sequential without tracing: the children are the nodes, whatever happens inside them.
 
-Nothing in a child needs to be traceable: custom autograd functions, data-dependent branches and Python
-side effects run as they are. The example batch goes through once, to learn the boundary's bytes, how
-many random draws each child makes and which children change their input in place.
+Nothing in a child needs to be traceable: custom autograd functions and data-dependent branches run as they are. Only
+what a child remembers from call to call outside of its buffers is refused (hidden_state.py). The example batch goes
+through once, to learn the boundary's bytes, how many random draws each child makes and which children change their
+input in place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raypipe.engine.capture.hidden_state import read_memory, refuse_change
+from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.stage import Site, StageFunction
 from raypipe.errors import CaptureError
@@ -165,9 +168,27 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
 
 
 def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) -> list[Child]:
+    trial = copy.deepcopy(model).train(training)
+    before, whose = read_memory(trial), "A child of the nn.Sequential"
+    try:
+        with surroundings_kept(whose):
+            children = _tried_children(model, trial, example, training=training)
+            after = read_memory(trial)
+            if any(before.changes(after)):
+                with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)):
+                    trial(example.clone())
+                refuse_change(after, read_memory(trial), whose)
+    finally:
+        before.restore()
+    return children
+
+
+def _tried_children(
+    model: nn.Sequential, trial: nn.Sequential, example: torch.Tensor, *, training: bool
+) -> list[Child]:
+    """What a forward of the trial copy tells of each child."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     first_buffer = {buffer: name for name, buffer in model.named_buffers()}
-    trial = copy.deepcopy(model).train(training)
     skeleton = copy.deepcopy(model).to("meta")
     uses: dict[str, int] = {}
     children: list[Child] = []

@@ -21,8 +21,10 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture.guards import loss_only, nothing_lost
+from raypipe.engine.capture.hidden_state import watched_forward
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
 from raypipe.engine.capture.lengths import asks_for_length, is_tokens
+from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.randomness import draws_randomness, dropout, keyed_call
 from raypipe.errors import CaptureError
 
@@ -93,15 +95,20 @@ def trace(
     """
     values = (*args, *kwargs.values())
     program: torch.export.ExportedProgram | None = None
+    whose = f"{type(model).__name__}.forward"
     was_training = {name: module.training for name, module in model.named_modules()}
     model.train(training)
     try:
-        with nothing_lost(), loss_only(model) if returns_loss else nullcontext():
-            if not one_length and any(is_tokens(value) for value in values):
-                with suppress(Exception):  # whatever it was, the second attempt says it better
-                    program = _export(model, args, kwargs, free_length=True)
-            if program is None or asks_for_length(program):
-                program = _export(model, args, kwargs, free_length=False)
+        with nothing_lost(), surroundings_kept(whose), loss_only(model) if returns_loss else nullcontext():
+            with watched_forward(model) as changed:
+                if not one_length and any(is_tokens(value) for value in values):
+                    with suppress(Exception):  # whatever it was, the second attempt says it better
+                        program = _export(model, args, kwargs, free_length=True)
+                if program is None or asks_for_length(program):
+                    program = _export(model, args, kwargs, free_length=False)
+            if changed:
+                with watched_forward(model, twice=True):
+                    _export(model, args, kwargs, free_length=False)
     except CaptureError:
         raise
     except Exception as error:

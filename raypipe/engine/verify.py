@@ -1,0 +1,312 @@
+"""verify="first_step": the user's own module beside the captured stages, before the first step.
+
+    module    rows A, rows B, one after the other, as plain PyTorch calls it
+    stages    rows A;  rows B, each as if it were the first call
+
+Loss, gradients and buffers must be the same to the bit; gradients of a parameter with several uses within the rounding
+of their sum, which stages add up use by use (docs/design/0002). Draws are keyed as in training, and one thread
+computes. Whatever forward or loss read besides inputs, parameters and buffers shows here, if two calls are enough.
+
+The module is the user's, not a copy, because a loss may refer to it; afterwards it holds what it held before.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from raypipe.engine.capture.guards import own_loss
+from raypipe.engine.capture.hidden_state import read_memory, refuse_change
+from raypipe.engine.capture.surroundings import surroundings_kept
+from raypipe.engine.local import one_thread
+from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.stage import GraphFunction, StageProgram
+from raypipe.errors import CaptureError, RaypipeError
+
+__all__ = ["verify"]
+
+Columns = Mapping[Any, torch.Tensor]
+Tensors = Mapping[str, torch.Tensor]
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+_REMEDY = (
+    "So forward or loss depends on something besides the data, parameters and buffers: a global, a file, an attribute, "
+    "an earlier call. Pass it in as data or keep it in a buffer; verify='off' trains the stages as they are."
+)
+
+
+class _Outcome(NamedTuple):
+    """Of one micro-batch.
+
+    Attributes:
+        gradients: by parameter; None where there is none.
+        magnitudes: sum of the absolute values that were added up for a gradient, where several were.
+    """
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    magnitudes: dict[str, tuple[int, torch.Tensor]] = {}  # noqa: RUF012  (never written to)
+    by_part: bool = False
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    programs: Sequence[StageProgram],
+    tensors: Tensors,
+    batches: Sequence[Columns],
+    seed: int,
+) -> None:
+    """Compare the user's module with the stages that were captured from it.
+
+    Args:
+        model: on the CPU; unchanged afterwards, its gradients too.
+        loss_fn: None where the model returns its own loss.
+        tensors: parameters and buffers by canonical name, of the model.
+        batches: two micro-batches by column, in the order in which the model takes them.
+        seed: of the run.
+
+    Raises:
+        CaptureError: they differ; says in what and by how much. Or the module cannot be called like this.
+    """
+    name = type(model).__name__
+    with one_thread(), surroundings_kept(f"{name} or its loss"), _kept(model):
+        start = _contents(model.named_buffers())
+        before = read_memory(model, loss_fn)
+        try:
+            expected = _expected(model, loss_fn, batches, seed)
+            before.restore()
+            held: Tensors = start
+            added: Mapping[str, torch.Tensor | None] = {}
+            for index, (columns, wanted) in enumerate(zip(batches, expected, strict=True)):
+                run = functools.partial(_chained, programs, {**tensors, **held}, columns, RandomKey(seed, 0, index))
+                _compare(name, index, wanted, _attempt(f"The stages of {name}", run), added)
+                before.restore()  # to a cache, every micro-batch of the stages is the first one
+                held, added = wanted.buffers, wanted.gradients
+        finally:
+            before.restore()
+
+
+def _expected(model: nn.Module, loss_fn: LossFn | None, batches: Sequence[Columns], seed: int) -> list[_Outcome]:
+    """The module's own training, one micro-batch after the other; gradients add up as backward() adds them."""
+    name = type(model).__name__
+    start, before = _contents(model.named_buffers()), read_memory(model, loss_fn)
+    bytes_before = _checksums(model)
+    found: list[_Outcome] = []
+    for index, columns in enumerate(batches):
+        run = functools.partial(_called, model, loss_fn, columns, RandomKey(seed, 0, index))
+        found.append(_attempt(name, run))
+        once = read_memory(model, loss_fn) if index == 0 else before
+        if any(before.changes(once)):  # a cache or a memory: the same rows again tell which
+            _fill(model, start)
+            for parameter in model.parameters():
+                parameter.grad = None
+            _attempt(name, run)
+            refuse_change(once, read_memory(model, loss_fn), f"{name} or its loss")
+    for changed, checksum in _checksums(model).items():
+        if checksum != bytes_before[changed]:
+            raise CaptureError(
+                f"{name} changes its parameter {changed!r} while it computes forward, which stages would not do. Let "
+                "only the optimizer change parameters; write a constraint as a function of the parameter instead."
+            )
+    return found
+
+
+def _called(model: nn.Module, loss_fn: LossFn | None, columns: Columns, key: RandomKey) -> _Outcome:
+    """One micro-batch through the user's module, forward and backward."""
+    values = {name: column.clone() for name, column in columns.items()}
+    with KeyedRandomness(key):
+        if loss_fn is not None:
+            output = model(*list(values.values())[:-1])
+        elif all(isinstance(name, int) for name in values):
+            output = model(*values.values())
+        else:
+            output = model(**values)
+    loss = own_loss(model, output) if loss_fn is None else loss_fn(output, list(values.values())[-1])
+    _check_scalar(loss)
+    loss.backward()
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return _Outcome(loss.detach(), gradients, _contents(model.named_buffers()))
+
+
+def _chained(programs: Sequence[StageProgram], tensors: Tensors, columns: Columns, key: RandomKey) -> _Outcome:
+    """One micro-batch through the stages, cut as they are cut: what crosses a boundary is a leaf of its own."""
+    inputs: tuple[torch.Tensor, ...] = ()
+    done = []
+    buffers: dict[str, torch.Tensor] = {}
+    by_part = False
+    for program in programs:
+        # A copy, because a child of an nn.Sequential keeps what it computed.
+        function = program.train if isinstance(program.train, GraphFunction) else copy.deepcopy(program.train)
+        leaves = [
+            tensors[site.parameter].detach().requires_grad_(site.parameter in program.trainable)
+            for site in function.sites
+        ]
+        own = {name: tensors[name].detach().clone() for name in function.buffers}
+        arrived = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        read = [columns[name].clone() for name in function.columns]
+        outputs = function(leaves, list(own.values()), arrived, read, key)
+        buffers.update(own)
+        if program.loss is not None:
+            found = program.loss(outputs, [columns[name].clone() for name in program.targets])
+            by_part = isinstance(found, tuple)
+            outputs = found if isinstance(found, tuple) else (found,)
+            for part in outputs:
+                _check_scalar(part)
+        done.append((function, leaves, arrived, outputs))
+        inputs = outputs
+    loss = functools.reduce(torch.add, (x.detach() for x in inputs))
+    by_site: dict[str, list[torch.Tensor]] = {}
+    seeds: Sequence[torch.Tensor | None] = [torch.ones_like(x) for x in inputs]
+    for function, leaves, arrived, outputs in reversed(done):
+        pairs = [(o, g) for o, g in zip(outputs, seeds, strict=True) if g is not None and o.requires_grad]
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        for site, leaf in reversed(list(zip(function.sites, leaves, strict=True))):
+            if leaf.grad is not None:
+                by_site.setdefault(site.parameter, []).append(leaf.grad)
+        seeds = [x.grad for x in arrived]
+    gradients: dict[str, torch.Tensor | None] = {n: functools.reduce(torch.add, gs) for n, gs in by_site.items()}
+    magnitudes = {
+        name: (len(found), functools.reduce(torch.add, (g.abs() for g in found)))
+        for name, found in by_site.items()
+        if len(found) > 1
+    }
+    return _Outcome(loss, gradients, buffers, magnitudes, by_part)
+
+
+def _compare(
+    name: str, index: int, wanted: _Outcome, found: _Outcome, added: Mapping[str, torch.Tensor | None]
+) -> None:
+    """Refuse whatever differs.
+
+    Args:
+        index: of the micro-batch.
+        added: gradients of the micro-batches before, which the module's own contain.
+    """
+
+    def refuse(what: str, here: torch.Tensor, there: torch.Tensor) -> None:
+        raise CaptureError(
+            f"verify='first_step': on micro-batch {index + 1} of 2 the stages of {name} do not compute what {name} "
+            f"computes: {what} {_in_numbers(here, there)}. {_REMEDY}"
+        )
+
+    if not _close(wanted.loss, found.loss, 4 * abs(wanted.loss) * _eps(wanted.loss) if found.by_part else None):
+        refuse("the loss is", wanted.loss, found.loss)
+    for parameter, gradient in wanted.gradients.items():
+        other, before = found.gradients.get(parameter), added.get(parameter)
+        if gradient is None and other is None:
+            continue
+        shape = next(g for g in (gradient, other) if g is not None)
+        mine = torch.zeros_like(shape) if gradient is None else gradient
+        theirs = torch.zeros_like(shape) if other is None else other
+        theirs = theirs if before is None else before + theirs
+        bound = None
+        if parameter in found.magnitudes:
+            count, size = found.magnitudes[parameter]
+            bound = 2 * count * _eps(size) * (size if before is None else size + before.abs())
+        if found.by_part:
+            bound = (0 if bound is None else bound) + 1e-5 * mine.abs().max()
+        if not _close(mine, theirs, bound):
+            refuse(f"the gradient of {parameter!r} is", mine, theirs)
+    for buffer, value in found.buffers.items():
+        if buffer in wanted.buffers and not _close(wanted.buffers[buffer], value, None):
+            refuse(f"the buffer {buffer!r} becomes", wanted.buffers[buffer], value)
+
+
+def _close(here: torch.Tensor, there: torch.Tensor, bound: Any) -> bool:
+    """To the bit, nan being itself, or within a bound."""
+    if here.shape != there.shape or here.dtype != there.dtype:
+        return False
+    same = (here == there) | (here.isnan() & there.isnan() if here.is_floating_point() else False)
+    if bound is not None:
+        same |= (here - there).abs() <= bound
+    return bool(same.all())
+
+
+def _in_numbers(here: torch.Tensor, there: torch.Tensor) -> str:
+    if here.dim() == 0 and there.dim() == 0:
+        return f"{here.item():.7g} there and {there.item():.7g} here"
+    if here.shape != there.shape or here.dtype != there.dtype:
+        return f"{tuple(here.shape)} of {here.dtype} there and {tuple(there.shape)} of {there.dtype} here"
+    worst = (here.double() - there.double()).abs().max().item()
+    return f"different by up to {worst:.3g} where its largest value is {here.double().abs().max().item():.3g}"
+
+
+def _eps(tensor: torch.Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps
+
+
+def _attempt(what: str, run: Callable[[], _Outcome]) -> _Outcome:
+    """Call it where it leaves no context variable behind, and say what failed."""
+    try:
+        return contextvars.copy_context().run(run)
+    except RaypipeError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(sys.exc_info()[2])
+        own = [f for f in frames if "/torch/" not in f.filename and "/raypipe/" not in f.filename]
+        at = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CaptureError(
+            f"{what} cannot train on one micro-batch{at}: {type(error).__name__}: {first[:300]}"
+        ) from error
+
+
+def _check_scalar(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"The loss is {found} instead of a scalar tensor. Let loss_fn reduce over the samples of a micro-batch, as "
+            "reduction='mean' does."
+        )
+
+
+@contextmanager
+def _kept(model: nn.Module) -> Iterator[None]:
+    """Training mode without gradients from before; mode, gradients and buffers are put back."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = dict(model.named_buffers())
+    contents = _contents(buffers.items())
+    for parameter, _ in gradients:
+        parameter.grad = None
+    model.train()
+    try:
+        yield
+    finally:
+        for name, module in model.named_modules():
+            module.training = modes.get(name, module.training)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(contents[name])
+
+
+def _contents(named: Any) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in named}
+
+
+def _fill(model: nn.Module, contents: Tensors) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(contents[name])
+
+
+def _checksums(model: nn.Module) -> dict[str, int]:
+    """Of the bytes of every parameter."""
+    return {
+        name: int(parameter.detach().contiguous().flatten().view(torch.uint8).sum(dtype=torch.int64))
+        for name, parameter in model.named_parameters()
+    }
