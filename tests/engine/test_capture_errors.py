@@ -134,7 +134,9 @@ def test_an_unknown_split_point_gets_near_names() -> None:
 
 
 def test_a_loss_that_is_no_scalar() -> None:
-    with pytest.raises(CaptureError, match=r"loss_fn returns a tensor of shape \(2,\) for 2 samples instead of.*'mean'"):
+    with pytest.raises(
+        CaptureError, match=r"loss_fn returns a tensor of shape \(2,\) for 2 samples instead of.*'mean'"
+    ):
         trainer(nets.sequential(), lambda o, t: functional.cross_entropy(o, t, reduction="none")).fit(
             num_steps=1, local=True, progress=False
         )

@@ -215,8 +215,9 @@ class _Walk:
             self._compound(value, path, depth)
 
     def _compound(self, value: Any, path: str, depth: int) -> None:
+        if isinstance(value, nn.Module | type):
+            self._seen.discard(id(value))  # which these look at themselves
         if isinstance(value, nn.Module):
-            self._seen.discard(id(value))
             self.module(value, path)
         elif isinstance(value, Mapping):
             if isinstance(value, dict):

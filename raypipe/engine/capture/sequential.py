@@ -204,6 +204,12 @@ def _tried_children(
         version, versions = x._version, {local: (id(held), held._version) for local, held in run.named_buffers()}
         with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)) as mode:
             y = run(x)
+        for local, parameter in own.named_parameters():
+            if not parameter.is_meta and not torch.equal(parameter, run.get_parameter(local)):
+                raise CaptureError(
+                    f"Child {name!r} ({type(own).__name__}) changes its parameter {local!r} while it computes forward. "
+                    "Let only the optimizer change parameters; write a constraint as a function of the parameter."
+                )
         if not isinstance(y, torch.Tensor):
             raise CaptureError(
                 f"Child {name!r} ({type(own).__name__}) of the nn.Sequential returns {type(y).__name__}; between the "

@@ -1,0 +1,358 @@
+"""What forward and loss remember or share outside of parameters, buffers and inputs: found before the first step."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, dropout
+from torch.utils.data import TensorDataset
+
+from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.engine.capture import capture
+from raypipe.engine.capture.hidden_state import read_memory
+from raypipe.errors import CaptureError
+from raypipe.testing import reference
+
+ROWS = TensorDataset(
+    torch.randn(16, 4, generator=torch.Generator().manual_seed(1)), torch.arange(16).remainder(3).roll(1)
+)
+CONFIG = PipelineConfig(num_stages=2, partitioner="parameters", minibatch_size=8, num_microbatches=2)
+CALLS = {"count": 0}
+
+
+class Net(nn.Module):
+    """Two layers, and attributes to remember things in."""
+
+    def __init__(self, between: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.between, self.count, self.items, self.average = between, 0, deque[Any](), torch.zeros(4)
+        self.cache: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.between(self, self.first(x)))
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1)
+
+
+def trainer(model: nn.Module, loss_fn: Any = cross_entropy, config: PipelineConfig = CONFIG) -> PipelineTrainer:
+    return PipelineTrainer(model, loss_fn=loss_fn, optimizer=sgd, train_data=ROWS, pipeline=config)
+
+
+def counts(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.count += 1
+    return x * 2 if net.count % 2 else x
+
+
+def appends(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.items.append(1.0)
+    return x / len(net.items)
+
+
+def averages_in_place(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.average.mul_(0.9).add_(x.detach().mean(0))
+    return x + net.average
+
+
+def counts_in_a_global(net: Net, x: torch.Tensor) -> torch.Tensor:
+    CALLS["count"] += 1
+    return x / CALLS["count"]
+
+
+def draws_from_python(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return x if random.random() < 0.5 else x * 2  # as LayerDrop does
+
+
+def draws_from_numpy(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return x * np.random.rand()
+
+
+def seeds_torch(net: Net, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return dropout(x, 0.5)
+
+
+def leaves_a_dtype(net: Net, x: torch.Tensor) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    return x
+
+
+def leaves_an_environment(net: Net, x: torch.Tensor) -> torch.Tensor:
+    os.environ["CALLS_OF_A_TEST"] = os.environ.get("CALLS_OF_A_TEST", "") + "1"
+    return x * len(os.environ["CALLS_OF_A_TEST"])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    CALLS["count"] = 0
+    states = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
+    yield
+    assert CALLS["count"] == 0
+    assert torch.get_default_dtype() is torch.float32
+    assert "CALLS_OF_A_TEST" not in os.environ
+    assert (random.getstate(), np.random.get_state()[2]) == states[:2]
+
+
+FOUND_WHEN_CAPTURED = [
+    (
+        counts,
+        r"Net.forward changes model\.count with every call: 1 after one call, 2 after the next\..*register_buffer",
+    ),
+    (appends, r"changes the number of items in model\.items with every call: 1 after one call, 2 after the next"),
+    (averages_in_place, r"changes a tensor in place .*'average' at .*test_hidden_state\.py:\d+.*register_buffer"),
+    (counts_in_a_global, r"changes .*test_hidden_state\.CALLS\['count'\] with every call: 1 after one call, 2 after"),
+    (draws_from_python, r"draws from Python's generator or seeds it at .*test_hidden_state\.py:\d+\. .*torch\.rand"),
+    (draws_from_numpy, r"draws from numpy's generator or seeds it at .*test_hidden_state\.py:\d+\. .*torch\.rand"),
+    (seeds_torch, r"draws from torch's generator or seeds it at .*test_hidden_state\.py:\d+\. .*Leave seeding out"),
+    (leaves_a_dtype, r"changes torch's default dtype from torch\.float32 to torch\.float64 and leaves it so"),
+    (leaves_an_environment, r"changes the environment \(CALLS_OF_A_TEST\) and leaves it so"),
+]
+
+
+@pytest.mark.parametrize("chained", [False, True], ids=["traced", "sequential"])
+@pytest.mark.parametrize(("between", "message"), FOUND_WHEN_CAPTURED, ids=[f.__name__ for f, _ in FOUND_WHEN_CAPTURED])
+def test_what_forward_remembers_is_refused_when_it_is_captured(
+    between: Callable[[Net, torch.Tensor], torch.Tensor], message: str, chained: bool
+) -> None:
+    net = Net(between)
+    model = nn.Sequential(net, nn.Linear(3, 3)) if chained else net
+    if chained:
+        message = message.replace("Net.forward", "A child of the nn.Sequential").replace(r"model\.", r"model\.0\.")
+        if between is averages_in_place:
+            message = r"changes model\.0\.average with every call: a tensor of shape \(4,\) that begins with"
+    with pytest.raises(CaptureError, match=message):
+        capture(model, ROWS[:4], (0, 1), cross_entropy)
+    assert (net.count, len(net.items), net.average.abs().max()) == (0, 0, 0), "the model was changed"
+
+
+def caches(net: Net, x: torch.Tensor) -> torch.Tensor:
+    if 4 not in net.cache:
+        net.cache[4] = torch.linspace(0, 1, 4)
+    return x + net.cache[4]
+
+
+def keeps_the_last(net: Net, x: torch.Tensor) -> torch.Tensor:
+    net.average = x.detach()
+    return x
+
+
+@pytest.mark.parametrize("between", [caches, keeps_the_last])
+@pytest.mark.parametrize("chained", [False, True], ids=["traced", "sequential"])
+def test_a_cache_and_what_is_only_written_train_as_plain_pytorch(between: Any, chained: bool) -> None:
+    model = nn.Sequential(Net(between), nn.Linear(3, 3)) if chained else Net(between)
+    found = trainer(model).fit(num_steps=3, local=True, progress=False)
+    wanted = reference(
+        model, loss_fn=cross_entropy, optimizer=sgd, train_data=ROWS, num_steps=3, pipeline=CONFIG
+    )  # fmt: skip
+    assert [(r.loss, r.grad_norm) for r in found.records] == list(zip(wanted.losses, wanted.grad_norms, strict=True))
+
+
+def reads_the_last(net: Net, x: torch.Tensor) -> torch.Tensor:
+    last, net.average = net.average, x.detach().mean(0)
+    return x + last
+
+
+def reads_its_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
+    gradient = net.first.weight.grad
+    return x if gradient is None else x * (1 + gradient.abs().sum().item())
+
+
+GENERATOR = torch.Generator().manual_seed(5)
+
+
+def draws_from_its_own_generator(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand((), generator=GENERATOR).item()
+
+
+def writes_a_file(net: Net, x: torch.Tensor) -> torch.Tensor:
+    with open(net.path, "ab", buffering=0) as file:  # noqa: PTH123
+        file.write(b".")
+        return x / file.tell()
+
+
+SHOWN_BY_NUMBERS = [reads_the_last, reads_its_gradient, draws_from_its_own_generator, writes_a_file]
+
+
+@pytest.mark.parametrize("chained", [False, True], ids=["traced", "sequential"])
+@pytest.mark.parametrize("between", SHOWN_BY_NUMBERS)
+def test_what_shows_in_numbers_is_refused_before_the_first_step(between: Any, chained: bool, tmp_path: Path) -> None:
+    net = Net(between)
+    net.path = tmp_path / "calls"  # type: ignore[assignment]
+    model = nn.Sequential(net, nn.Linear(3, 3)) if chained else net
+    before = torch.get_rng_state()
+    with pytest.raises(
+        CaptureError, match=r"verify=.first_step.: on micro-batch . of 2|with every call|not be traced|CUSTOM_OBJ"
+    ):
+        trainer(model, config=replace(CONFIG, loss_reduction="mean")).fit(num_steps=1, local=True, progress=False)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class CountingLoss:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return cross_entropy(output, target) / self.calls
+
+
+def counting_in_a_closure() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    calls = 0
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return cross_entropy(output, target) / calls
+
+    return loss
+
+
+def weighed_once() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    @functools.cache
+    def weight(count: int) -> list[torch.Tensor]:
+        return []
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        kept = weight(len(target))
+        if not kept:
+            kept.append(torch.bincount(target, minlength=3) + 1.0)
+        return cross_entropy(output, target, kept[0])
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (CountingLoss(), r"changes loss_fn\.calls with every call: 1 after one call, 2 after the next"),
+        (counting_in_a_closure(), r"changes counting_in_a_closure\S*:calls with every call: 1 after one call, 2 after"),
+        (weighed_once(), r"on micro-batch 2 of 2 .* the loss is \S+ there and \S+ here"),
+    ],
+    ids=["attribute", "closure", "cache of a batch"],
+)
+def test_a_loss_that_remembers_is_refused(loss_fn: Any, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        trainer(Net(lambda net, x: x), loss_fn, replace(CONFIG, loss_reduction="mean")).fit(
+            num_steps=1, local=True, progress=False
+        )
+
+
+def test_a_loss_that_reads_the_model_is_refused() -> None:
+    """No stage has the model that it refers to, so its gradient would be lost."""
+    model = Net(lambda net, x: x)
+
+    def penalised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output, target) + 0.01 * model.first.weight.square().sum()
+
+    with pytest.raises(CaptureError, match=r"the gradient of 'first\.weight' is different by up to"):
+        trainer(model, penalised).fit(num_steps=1, local=True, progress=False)
+
+
+def test_what_forward_leaves_for_the_loss_is_refused() -> None:
+    penalty = contextvars.ContextVar[torch.Tensor]("penalty")
+
+    def leaves(net: Net, x: torch.Tensor) -> torch.Tensor:
+        penalty.set(x.square().mean())
+        return x
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output, target) + penalty.get()
+
+    with pytest.raises(CaptureError, match=r"Net\.forward changes context variables \(penalty\) and leaves it so"):
+        trainer(Net(leaves), loss, replace(CONFIG, loss_reduction="mean")).fit(num_steps=1, local=True, progress=False)
+
+
+def test_parameters_that_forward_changes_are_refused() -> None:
+    def clamps(net: Net, x: torch.Tensor) -> torch.Tensor:
+        net.first.weight.data.numpy()[:] *= 0.9
+        return x
+
+    model = nn.Sequential(Net(clamps), nn.Linear(3, 3))
+    with pytest.raises(
+        CaptureError, match=r"Child '0' \(Net\) changes its parameter 'first\.weight' while it computes forward"
+    ):
+        trainer(model).fit(num_steps=1, local=True, progress=False)
+
+
+def test_verify_off_trains_what_was_captured() -> None:
+    model = Net(lambda net, x: x)
+
+    def penalised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(output, target) + 0.01 * model.first.weight.square().sum()
+
+    config = replace(CONFIG, verify="off")
+    assert len(trainer(model, penalised, config).fit(num_steps=2, local=True, progress=False).records) == 2
+
+
+def test_the_check_changes_nothing_of_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3)).eval()
+    model[0].weight.grad = torch.ones(4, 4)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer(model).fit(num_steps=1, local=True, progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+    assert model[1].weight.grad is None
+    assert not any(module.training for module in model.modules())
+
+
+def test_memory_is_put_back() -> None:
+    """Lists, dicts, sets, deques, slots, class attributes, closures, arrays and generators."""
+
+    class Slotted:
+        __slots__ = ("value",)
+        shared = 0
+
+        def __init__(self) -> None:
+            self.value = 1
+
+    state: dict[str, Any] = {
+        "list": [1, [2]], "dict": {"a": 1}, "set": {1}, "deque": deque([1, 2], maxlen=2), "slots": Slotted(),
+        "array": np.arange(3), "generator": torch.Generator().manual_seed(1), "python": random.Random(1),
+        "numpy": np.random.default_rng(1), "tensor": torch.arange(3),
+    }  # fmt: skip
+    calls = 0
+
+    def loss_fn(output: Any, target: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        state["list"][1].append(3)
+        state["dict"]["b"] = 2
+        state["set"].add(2)
+        state["deque"].append(3)
+        state["slots"].value += 1
+        Slotted.shared += 1
+        state["array"][0] = 5
+        state["tensor"][0] = 5
+        for draw in (
+            state["python"].random,
+            state["numpy"].random,
+            lambda: torch.rand(1, generator=state["generator"]),
+        ):
+            draw()
+
+    model = nn.Linear(1, 1)
+    before = read_memory(model, loss_fn)
+    loss_fn(None, None)
+    changed = {path for path, _, _ in before.changes(read_memory(model, loss_fn))}
+    for name in ("list", "dict", "set", "deque", "slots", "array", "tensor", "generator", "python", "numpy"):
+        assert any(f"['{name}']" in path for path in changed), f"{name} is not among {sorted(changed)}"
+    assert any("shared" in path for path in changed)
+    assert any(path.endswith(":calls") for path in changed)
+    before.restore()
+    assert list(before.changes(read_memory(model, loss_fn))) == []
