@@ -9,6 +9,7 @@ A loss_fn is traced by itself on the model's outputs; a model that returns its o
 
 from __future__ import annotations
 
+import contextvars
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -229,7 +230,7 @@ class _Trial:
 
     def _loss(self, rows: Columns) -> float:
         with self._forgetting():
-            return self._first_loss(rows)
+            return contextvars.copy_context().run(self._first_loss, rows)
 
     def _first_loss(self, rows: Columns) -> float:
         output = self._run(rows)

@@ -3,9 +3,10 @@
     module    rows A, rows B, one after the other, as plain PyTorch calls it
     stages    rows A;  rows B, each as if it were the first call
 
-Loss, gradients and buffers must be the same to the bit; gradients of a parameter with several uses within the rounding
-of their sum, which stages add up use by use (docs/design/0002). Draws are keyed as in training, and one thread
-computes. Whatever forward or loss read besides inputs, parameters and buffers shows here, if two calls are enough.
+Loss, gradients and buffers must be the same but for rounding: stages add up the gradient of a shared parameter use by
+use (docs/design/0002), and another layout of a tensor may choose another kernel (docs/design/0017). Draws are keyed as
+in training, and one thread computes. Whatever forward or loss read besides inputs, parameters and buffers shows here,
+if two calls are enough.
 
 The module is the user's, not a copy, because a loss may refer to it; afterwards it holds what it held before.
 """
@@ -18,6 +19,7 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from raypipe.engine.capture.hidden_state import read_memory, refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.local import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
-from raypipe.engine.stage import GraphFunction, StageProgram
+from raypipe.engine.stage import GraphFunction, StageFunction, StageProgram
 from raypipe.errors import CaptureError, RaypipeError
 
 __all__ = ["verify"]
@@ -38,6 +40,8 @@ Columns = Mapping[Any, torch.Tensor]
 Tensors = Mapping[str, torch.Tensor]
 LossFn = Callable[[Any, Any], torch.Tensor]
 
+ROUNDING = 1e-5
+"""Of the largest number of a tensor; a tenth of that of the largest gradient too."""
 _REMEDY = (
     "So forward or loss depends on something besides the data, parameters and buffers: a global, a file, an attribute, "
     "an earlier call. Pass it in as data or keep it in a buffer; verify='off' trains the stages as they are."
@@ -45,18 +49,11 @@ _REMEDY = (
 
 
 class _Outcome(NamedTuple):
-    """Of one micro-batch.
-
-    Attributes:
-        gradients: by parameter; None where there is none.
-        magnitudes: sum of the absolute values that were added up for a gradient, where several were.
-    """
+    """Of one micro-batch; gradients by parameter, None where there is none."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
-    magnitudes: dict[str, tuple[int, torch.Tensor]] = {}  # noqa: RUF012  (never written to)
-    by_part: bool = False
 
 
 def verify(
@@ -89,9 +86,9 @@ def verify(
             held: Tensors = start
             added: Mapping[str, torch.Tensor | None] = {}
             for index, (columns, wanted) in enumerate(zip(batches, expected, strict=True)):
-                run = functools.partial(_chained, programs, {**tensors, **held}, columns, RandomKey(seed, 0, index))
+                key = RandomKey(seed, 0, index)
+                run = functools.partial(_chained, programs, {**tensors, **held}, columns, key, before.restore)
                 _compare(name, index, wanted, _attempt(f"The stages of {name}", run), added)
-                before.restore()  # to a cache, every micro-batch of the stages is the first one
                 held, added = wanted.buffers, wanted.gradients
         finally:
             before.restore()
@@ -139,12 +136,17 @@ def _called(model: nn.Module, loss_fn: LossFn | None, columns: Columns, key: Ran
     return _Outcome(loss.detach(), gradients, _contents(model.named_buffers()))
 
 
-def _chained(programs: Sequence[StageProgram], tensors: Tensors, columns: Columns, key: RandomKey) -> _Outcome:
-    """One micro-batch through the stages, cut as they are cut: what crosses a boundary is a leaf of its own."""
+def _chained(
+    programs: Sequence[StageProgram], tensors: Tensors, columns: Columns, key: RandomKey, forget: Callable[[], None]
+) -> _Outcome:
+    """One micro-batch through the stages, as if each was a process of its own: what crosses a boundary is a leaf.
+
+    Args:
+        forget: puts back what earlier calls left in memory.
+    """
     inputs: tuple[torch.Tensor, ...] = ()
     done = []
     buffers: dict[str, torch.Tensor] = {}
-    by_part = False
     for program in programs:
         # A copy, because a child of an nn.Sequential keeps what it computed.
         function = program.train if isinstance(program.train, GraphFunction) else copy.deepcopy(program.train)
@@ -155,14 +157,13 @@ def _chained(programs: Sequence[StageProgram], tensors: Tensors, columns: Column
         own = {name: tensors[name].detach().clone() for name in function.buffers}
         arrived = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         read = [columns[name].clone() for name in function.columns]
-        outputs = function(leaves, list(own.values()), arrived, read, key)
+        targets = [columns[name].clone() for name in program.targets]
+        stage = functools.partial(_staged, program, function, leaves, list(own.values()), arrived, read, targets, key)
+        forget()
+        with ThreadPoolExecutor(1) as thread:  # which has its own thread-local and context variables
+            outputs = thread.submit(stage).result()
+        forget()
         buffers.update(own)
-        if program.loss is not None:
-            found = program.loss(outputs, [columns[name].clone() for name in program.targets])
-            by_part = isinstance(found, tuple)
-            outputs = found if isinstance(found, tuple) else (found,)
-            for part in outputs:
-                _check_scalar(part)
         done.append((function, leaves, arrived, outputs))
         inputs = outputs
     loss = functools.reduce(torch.add, (x.detach() for x in inputs))
@@ -177,12 +178,29 @@ def _chained(programs: Sequence[StageProgram], tensors: Tensors, columns: Column
                 by_site.setdefault(site.parameter, []).append(leaf.grad)
         seeds = [x.grad for x in arrived]
     gradients: dict[str, torch.Tensor | None] = {n: functools.reduce(torch.add, gs) for n, gs in by_site.items()}
-    magnitudes = {
-        name: (len(found), functools.reduce(torch.add, (g.abs() for g in found)))
-        for name, found in by_site.items()
-        if len(found) > 1
-    }
-    return _Outcome(loss, gradients, buffers, magnitudes, by_part)
+    return _Outcome(loss, gradients, buffers)
+
+
+def _staged(
+    program: StageProgram,
+    function: StageFunction,
+    leaves: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    columns: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    key: RandomKey,
+) -> tuple[torch.Tensor, ...]:
+    """Forward of one stage; of the last one the loss, perhaps in parts."""
+    with one_thread():  # which every thread says for itself
+        outputs = function(leaves, buffers, inputs, columns, key)
+        if program.loss is None:
+            return outputs
+        found = program.loss(outputs, targets)
+    parts = found if isinstance(found, tuple) else (found,)
+    for part in parts:
+        _check_scalar(part)
+    return parts
 
 
 def _compare(
@@ -201,37 +219,44 @@ def _compare(
             f"computes: {what} {_in_numbers(here, there)}. {_REMEDY}"
         )
 
-    if not _close(wanted.loss, found.loss, 4 * abs(wanted.loss) * _eps(wanted.loss) if found.by_part else None):
+    if not _close(wanted.loss, found.loss):
         refuse("the loss is", wanted.loss, found.loss)
+    pairs = {}
     for parameter, gradient in wanted.gradients.items():
         other, before = found.gradients.get(parameter), added.get(parameter)
-        if gradient is None and other is None:
-            continue
-        shape = next(g for g in (gradient, other) if g is not None)
-        mine = torch.zeros_like(shape) if gradient is None else gradient
-        theirs = torch.zeros_like(shape) if other is None else other
-        theirs = theirs if before is None else before + theirs
-        bound = None
-        if parameter in found.magnitudes:
-            count, size = found.magnitudes[parameter]
-            bound = 2 * count * _eps(size) * (size if before is None else size + before.abs())
-        if found.by_part:
-            bound = (0 if bound is None else bound) + 1e-5 * mine.abs().max()
-        if not _close(mine, theirs, bound):
+        shape = gradient if gradient is not None else other
+        if shape is not None:
+            mine = torch.zeros_like(shape) if gradient is None else gradient
+            theirs = torch.zeros_like(shape) if other is None else other
+            pairs[parameter] = mine, theirs if before is None else before + theirs
+    largest = max((_size(mine) for mine, _ in pairs.values()), default=0.0)
+    for parameter, (mine, theirs) in pairs.items():
+        if not _close(mine, theirs, largest):
             refuse(f"the gradient of {parameter!r} is", mine, theirs)
     for buffer, value in found.buffers.items():
-        if buffer in wanted.buffers and not _close(wanted.buffers[buffer], value, None):
+        if buffer in wanted.buffers and not _close(wanted.buffers[buffer], value):
             refuse(f"the buffer {buffer!r} becomes", wanted.buffers[buffer], value)
 
 
-def _close(here: torch.Tensor, there: torch.Tensor, bound: Any) -> bool:
-    """To the bit, nan being itself, or within a bound."""
+def _close(here: torch.Tensor, there: torch.Tensor, largest: float = 0.0) -> bool:
+    """The same but for rounding, nan being itself.
+
+    Args:
+        largest: of what the numbers are made of, which may be larger than they are where sums cancel out.
+    """
     if here.shape != there.shape or here.dtype != there.dtype:
         return False
-    same = (here == there) | (here.isnan() & there.isnan() if here.is_floating_point() else False)
-    if bound is not None:
-        same |= (here - there).abs() <= bound
-    return bool(same.all())
+    if not here.is_floating_point():
+        return torch.equal(here, there)
+    relative = max(ROUNDING, 8 * torch.finfo(here.dtype).eps)
+    near = (here - there).abs() <= relative * _size(here) + 0.1 * relative * largest
+    return bool((near | (here == there) | (here.isnan() & there.isnan())).all())
+
+
+def _size(tensor: torch.Tensor) -> float:
+    """Its largest finite absolute value."""
+    finite = tensor.detach()[tensor.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
 
 
 def _in_numbers(here: torch.Tensor, there: torch.Tensor) -> str:
@@ -241,10 +266,6 @@ def _in_numbers(here: torch.Tensor, there: torch.Tensor) -> str:
         return f"{tuple(here.shape)} of {here.dtype} there and {tuple(there.shape)} of {there.dtype} here"
     worst = (here.double() - there.double()).abs().max().item()
     return f"different by up to {worst:.3g} where its largest value is {here.double().abs().max().item():.3g}"
-
-
-def _eps(tensor: torch.Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps
 
 
 def _attempt(what: str, run: Callable[[], _Outcome]) -> _Outcome:

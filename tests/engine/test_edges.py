@@ -127,15 +127,12 @@ class WithExtras(nn.Module):
 
 
 def test_outputs_that_are_no_tensors_reach_the_loss(tmp_path: Path) -> None:
-    seen = []
-
     def loss_fn(output: dict[str, Any], target: torch.Tensor) -> torch.Tensor:
-        seen.append((output["aux"], output["kind"]))
+        assert (output["aux"], output["kind"]) == (None, 7)
         return functional.cross_entropy(output["logits"], target)
 
     settings = PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=2)
-    fit(WithExtras(), tmp_path, loss_fn=loss_fn, pipeline=settings)
-    assert set(seen) == {(None, 7)}
+    assert len(fit(WithExtras(), tmp_path, loss_fn=loss_fn, pipeline=settings).records) > 0
 
 
 def test_every_name_of_a_shared_parameter_is_in_the_checkpoint(tmp_path: Path) -> None:

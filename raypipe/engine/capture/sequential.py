@@ -8,10 +8,12 @@ input in place.
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,7 +174,8 @@ def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) ->
     before, whose = read_memory(trial), "A child of the nn.Sequential"
     try:
         with surroundings_kept(whose):
-            children = _tried_children(model, trial, example, training=training)
+            tried = partial(_tried_children, model, trial, example, training=training)
+            children = contextvars.copy_context().run(tried)
             after = read_memory(trial)
             if any(before.changes(after)):
                 with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)):

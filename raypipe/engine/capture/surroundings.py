@@ -7,7 +7,6 @@ because the generators are seeded privately before the calls: where they stand a
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import os
 import random
@@ -89,11 +88,6 @@ def _settings() -> dict[str, Any]:
         "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
         "the working directory": Path.cwd(),
-        "context variables": {
-            variable.name: id(value)
-            for variable, value in contextvars.copy_context().items()
-            if not variable.name.startswith("torch.")
-        },
         "the environment": {name: value for name, value in os.environ.items() if not name.startswith(_TORCHS_OWN)},
     }
 

@@ -7,6 +7,7 @@ work in place are made out of place wherever that is safe (buffer updates stay i
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import operator
 import traceback
@@ -130,7 +131,9 @@ def _export(
         return {0: torch.export.Dim.DYNAMIC, **length} if value.dim() else None
 
     shapes = _dynamic_shapes(model, [dims(a) for a in args], {k: dims(v) for k, v in kwargs.items()})
-    return torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
+    # In a context of its own, so that no stand-in for a tensor stays in a variable of the user's.
+    run = contextvars.copy_context().run
+    return run(torch.export.export, model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
 
 
 def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, Any]) -> Any:
