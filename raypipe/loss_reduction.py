@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.guards import own_loss
-from raypipe.engine.capture.hidden_state import read_memory
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms
 from raypipe.engine.capture.trace import trace
 from raypipe.engine.local import one_thread
@@ -29,6 +28,7 @@ from raypipe.engine.loss_check import NUM_ROWS, Grouping, group_losses, misfit, 
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.remembered import read_memory
 from raypipe.errors import CaptureError, ConfigError
 
 __all__ = ["FoundReduction", "find_reduction"]

@@ -10,8 +10,8 @@ import torch
 
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture, capture
-from raypipe.engine.capture.hidden_state import Memory, read_memory
 from raypipe.engine.data import Source, open_data
+from raypipe.engine.remembered import Memory, read_memory
 from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
 from raypipe.planner.tune import Request, microbatches

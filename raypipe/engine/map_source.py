@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from raypipe.engine.columns import ragged
 from raypipe.engine.item_randomness import generator_states, own_generators, seed_generators
 from raypipe.engine.order import EpochOrder
+from raypipe.engine.remembered import first_change, read_memory_of
 from raypipe.errors import DataError
 
 __all__ = ["MapSource"]
@@ -89,7 +90,7 @@ class MapSource:
         )
 
     def _check_repeats(self) -> None:
-        """Refuse a dataset whose items come differently each time: stages would read different ones.
+        """Refuse a dataset that remembers what it served, or whose items come differently each time.
 
         Raises:
             DataError: names an item and a column.
@@ -97,7 +98,9 @@ class MapSource:
         if isinstance(self._dataset, TensorDataset):
             return
         rows = list(range(min(NUM_READ_TWICE, self.num_samples)))
-        once, again = (self._items(0, rows, list(self.columns)) for _ in range(2))
+        once, kept = self._items(0, rows, list(self.columns)), read_memory_of(self._dataset, self._name)
+        again = self._items(0, rows, list(self.columns))
+        change = first_change(kept, read_memory_of(self._dataset, self._name))
         for column in self.columns:
             for row, one, other in zip(rows, once[column], again[column], strict=True):
                 if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)):
@@ -108,6 +111,12 @@ class MapSource:
                         "epoch, row) around each item, or make the item a function of its index; a generator of the "
                         "dataset's own, the clock and counters cannot be repeated."
                     )
+        if change:
+            raise DataError(
+                f"Reading items of {self._name} changes {change}. Every stage reads for itself and would keep another "
+                "account of it. Make an item a function of its index and of draws from torch's, numpy's or Python's "
+                "global generators, which raypipe seeds by (seed, epoch, row) around each item."
+            )
 
     def _items(self, epoch: int, rows: list[int], keys: list[Any]) -> dict[Any, torch.Tensor]:
         if isinstance(self._dataset, TensorDataset):

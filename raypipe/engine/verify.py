@@ -27,10 +27,11 @@ import torch
 from torch import nn
 
 from raypipe.engine.capture.guards import own_loss
-from raypipe.engine.capture.hidden_state import read_memory, refuse_change
+from raypipe.engine.capture.hidden_state import refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.local import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.remembered import read_memory
 from raypipe.engine.stage import GraphFunction, StageFunction, StageProgram
 from raypipe.errors import CaptureError, RaypipeError
 

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.engine.capture import capture
-from raypipe.engine.capture.hidden_state import read_memory
+from raypipe.engine.remembered import read_memory
 from raypipe.errors import CaptureError
 from raypipe.testing import reference
 

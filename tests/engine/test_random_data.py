@@ -146,3 +146,18 @@ def test_a_target_that_is_its_input_has_no_loss(kind: str, tmp_path) -> None:
     )
     result = trainer.fit(num_steps=4, local=True, progress=False)
     assert [record.loss for record in result.records] == [0.0] * 4
+
+
+class Counting(Noisy):
+    """Remembers what it served, which shows in later items only."""
+
+    served = 0
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.served += 1
+        return torch.full((4,), float(row + self.served // 100)), torch.zeros(4)
+
+
+def test_a_dataset_that_counts_what_it_served_is_refused() -> None:
+    with pytest.raises(DataError, match=r"changes .*\.served with every call: 5 after one call, 9 after the next"):
+        open_data(Counting("torch"), seed=0)

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from raypipe.engine.capture.hidden_state import read_memory, refuse_change
+from raypipe.engine.capture.hidden_state import refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.remembered import read_memory
 from raypipe.engine.stage import Site, StageFunction
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
