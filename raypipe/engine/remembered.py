@@ -74,12 +74,7 @@ class _Tensor(NamedTuple):
     begin: str
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_MISSING = _Missing()
+_MISSING = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
 
 def read_memory(model: nn.Module, loss_fn: Any = None) -> Memory:
