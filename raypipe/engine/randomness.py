@@ -20,7 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.errors import CaptureError, StageError
 
-__all__ = ["KeyedRandomness", "RandomKey", "bind_arguments", "draws_randomness", "dropout", "keyed_call", "mixed"]
+__all__ = [
+    "KeyedRandomness", "RandomKey", "bind_arguments", "draws_randomness", "dropout", "keyed_call", "mixed", "num_draws",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -79,6 +81,16 @@ def draws_randomness(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if "train" in bound and "p" in bound:  # the dropout family
         return bool(bound["train"]) and 0.0 < bound["p"] < 1.0
     return True
+
+
+def num_draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """How often this call of an aten operation draws: recurrent networks once behind every layer but the last."""
+    if not draws_randomness(op, args, kwargs):
+        return 0
+    bound = bind_arguments(op, args, kwargs)
+    if "num_layers" not in bound:
+        return 1
+    return bound["num_layers"] - 1 if bound["train"] and 0.0 < bound["dropout"] < 1.0 else 0
 
 
 def bind_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,16 +155,20 @@ class KeyedRandomness(TorchDispatchMode):
         return overload(*args, **{**kwargs, "generator": generator})
 
 
-def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, **kwargs: Any) -> Any:
-    """Any random operation with its one draw keyed; dropout has the faster function above.
+def keyed_call(op: Any, key: RandomKey, index: int, *args: Any, draws: int = 1, **kwargs: Any) -> Any:
+    """Any random operation with its draws keyed; dropout has the faster function above.
+
+    Args:
+        index: number of its first draw.
+        draws: how many it makes.
 
     Raises:
-        StageError: the operation did not draw exactly once, so that later numbers would shift.
+        StageError: the operation drew more or less often, so that later numbers would shift.
     """
     with KeyedRandomness(key, index) as mode:
         result = op(*args, **kwargs)
-    if mode.index != index + 1:
+    if mode.index != index + draws:
         raise StageError(
-            f"{op} drew {mode.index - index} times where one draw was planned; use torch's dropout instead."
+            f"{op} drew {mode.index - index} times where {draws} were planned; use torch's dropout instead."
         )
     return result

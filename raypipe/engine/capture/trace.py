@@ -26,7 +26,7 @@ from raypipe.engine.capture.hidden_state import watched_forward
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
 from raypipe.engine.capture.lengths import asks_for_length, is_tokens
 from raypipe.engine.capture.surroundings import surroundings_kept
-from raypipe.engine.randomness import draws_randomness, dropout, keyed_call
+from raypipe.engine.randomness import dropout, keyed_call, num_draws
 from raypipe.errors import CaptureError
 
 __all__ = ["Traced", "trace"]
@@ -304,11 +304,14 @@ def _copy_call(graph: fx.Graph, traced: Traced, node: fx.Node, args: Any, kwargs
         return args[0][args[1]]  # an output of an inlined region
     if target is aten.detach_.default:
         target = aten.detach.default
-    if not draws_randomness(target, args, kwargs):
+    draws = num_draws(target, args, kwargs)
+    if not draws:
         return graph.call_function(target, args, kwargs)
     index = traced.num_draws
-    traced.num_draws += 1
+    traced.num_draws += draws
     if target in (aten.dropout.default, aten.dropout_.default):
         return graph.call_function(dropout, (args[0], args[1], traced.key, index))
     functional = functional_twin(target)
+    if draws > 1:
+        kwargs["draws"] = draws
     return graph.call_function(keyed_call, (functional or target, traced.key, index, *args), kwargs)

@@ -198,7 +198,7 @@ def _meta_dropout(x: torch.Tensor, p: float, key: Any, index: int) -> torch.Tens
     return x * torch.empty_like(x)
 
 
-def _meta_draw(op: Any, key: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+def _meta_draw(op: Any, key: Any, index: int, *args: Any, draws: int = 1, **kwargs: Any) -> Any:
     return op(*args, **kwargs)
 
 
