@@ -28,6 +28,7 @@ from raypipe.engine.local import one_thread
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction, loss_weights
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.recompute import key_checkpoints
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.errors import ConfigError
 from raypipe.ir.segment import Segment
@@ -86,6 +87,7 @@ def reference(
     if microbatches_by_step and len(microbatches_by_step) != num_steps:
         raise ConfigError(f"microbatches_by_step has {len(microbatches_by_step)} numbers for num_steps={num_steps}.")
     config = pipeline or PipelineConfig()
+    key_checkpoints()
     trained = copy.deepcopy(model if isinstance(model, torch.nn.Module) else model()).train()
     source = open_data(train_data, seed=config.seed)
     minibatch_size, microbatch_size = _sizes(config, source.num_samples)

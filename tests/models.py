@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tests import nets
 
-__all__ = ["CASES", "FAST", "TIED", "Case", "Records", "case", "tokens"]
+__all__ = ["CASES", "FAST", "TIED", "Case", "Records", "case", "tokens", "vectors"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Records(Dataset):
         return self.items[index]
 
 
-def _vectors(count: int) -> TensorDataset:
+def vectors(count: int) -> TensorDataset:
     drawn = torch.Generator().manual_seed(2)
     return TensorDataset(torch.randn(count, 6, generator=drawn), torch.randint(0, 3, (count,), generator=drawn))
 
@@ -98,17 +98,17 @@ _CROSS_ENTROPY = functional.cross_entropy
 CASES: dict[str, Case] = {
     found.name: found
     for found in (
-        Case("sequential", nets.sequential, _vectors, _CROSS_ENTROPY),
-        Case("mlp", nets.Mlp, _vectors, _CROSS_ENTROPY),
-        Case("backwards", nets.Backwards, _vectors, _CROSS_ENTROPY),
+        Case("sequential", nets.sequential, vectors, _CROSS_ENTROPY),
+        Case("mlp", nets.Mlp, vectors, _CROSS_ENTROPY),
+        Case("backwards", nets.Backwards, vectors, _CROSS_ENTROPY),
         Case("cnn", nets.Cnn, _images, _CROSS_ENTROPY),
         Case("unet", nets.UNet, _masks, _CROSS_ENTROPY),
         Case("noisy", nets.Noisy, _images, _CROSS_ENTROPY),
-        Case("dropout-sequential", nets.dropout_sequential, _vectors, _CROSS_ENTROPY),
-        Case("frozen-below", lambda: nets.frozen(nets.Mlp(), "layers.0", "layers.1"), _vectors, _CROSS_ENTROPY),
-        Case("frozen-middle", lambda: nets.frozen(nets.sequential(), "2", "4"), _vectors, _CROSS_ENTROPY),
-        Case("frozen-top", lambda: nets.frozen(nets.Mlp(), "layers.2", "layers.3"), _vectors, _CROSS_ENTROPY),
-        Case("tied-sequential", nets.tied_sequential, _vectors, _CROSS_ENTROPY, tied=True),
+        Case("dropout-sequential", nets.dropout_sequential, vectors, _CROSS_ENTROPY),
+        Case("frozen-below", lambda: nets.frozen(nets.Mlp(), "layers.0", "layers.1"), vectors, _CROSS_ENTROPY),
+        Case("frozen-middle", lambda: nets.frozen(nets.sequential(), "2", "4"), vectors, _CROSS_ENTROPY),
+        Case("frozen-top", lambda: nets.frozen(nets.Mlp(), "layers.2", "layers.3"), vectors, _CROSS_ENTROPY),
+        Case("tied-sequential", nets.tied_sequential, vectors, _CROSS_ENTROPY, tied=True),
         Case("tied-lm", nets.TiedLanguageModel, tokens, token_loss, tied=True),
         Case("buffers", nets.untied, tokens, token_loss),
         Case("masked", nets.untied, masked_tokens, token_loss),
@@ -116,11 +116,11 @@ CASES: dict[str, Case] = {
         Case(
             "custom-function",
             nets.custom_function,
-            _vectors,
+            vectors,
             _CROSS_ENTROPY,
         ),
-        Case("dict-output", nets.ManyOutputs, _vectors, nets.dict_loss),
-        Case("dataclass-output", nets.DataclassOutput, _vectors, nets.dataclass_loss),
+        Case("dict-output", nets.ManyOutputs, vectors, nets.dict_loss),
+        Case("dataclass-output", nets.DataclassOutput, vectors, nets.dataclass_loss),
     )
 }
 """Every model that needs torch only."""
@@ -131,9 +131,11 @@ FAST = ("sequential", "mlp")
 
 
 def case(name: str) -> Case:
-    """A case by name, Hugging Face's too (skips the test where transformers is missing)."""
-    if name in CASES:
-        return CASES[name]
+    """A case by name, those of operations and Hugging Face's too (skips the test where transformers is missing)."""
+    from tests.operations import OPERATIONS
+
+    if name in CASES or name in OPERATIONS:
+        return (CASES | OPERATIONS)[name]
     from tests.hugging_face import hugging_face
 
     return hugging_face(name)

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
-    "Checkpointed", "CheckpointedBlock", "Choosing", "Cumulative", "Masked", "NonZero", "Recurrent", "RecurrentBlock",
-    "Vmapped", "normed", "recurrent_sequential",
+    "Checkpointed", "CheckpointedBlock", "Choosing", "Cumulative", "Masked", "NonZero", "Normed", "Recurrent",
+    "RecurrentBlock", "Vmapped", "checkpointed_sequential", "normed", "recurrent_sequential",
 ]  # fmt: skip
 
 
@@ -30,11 +30,10 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.stem(x))
-        if self.batch_first:
-            x = self.recurrent(x)[0][:, -1]
-        else:
-            x = self.recurrent(x.transpose(0, 1))[0][-1]
-        return self.head(self.noise(x))
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        x = self.recurrent(x)[0]
+        return self.head(self.noise(x[:, -1] if self.batch_first else x[-1]))
 
 
 class RecurrentBlock(nn.Module):
@@ -159,9 +158,9 @@ class Normed(nn.Module):
 
 
 class CheckpointedBlock(nn.Module):
-    """Computed again in the backward, dropout included."""
+    """Computed again in the backward, dropout included; or not, where reentrant is None."""
 
-    def __init__(self, width: int, *, reentrant: bool) -> None:
+    def __init__(self, width: int, *, reentrant: bool | None) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
         self.noise = nn.Dropout(0.3)
@@ -171,13 +170,15 @@ class CheckpointedBlock(nn.Module):
         return self.noise(torch.tanh(self.two(self.noise(torch.relu(self.one(x))))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reentrant is None:
+            return x + self.inner(x)
         return x + checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
 class Checkpointed(nn.Module):
     """Reentrant blocks, and a no_grad region behind one."""
 
-    def __init__(self, *, reentrant: bool = True) -> None:
+    def __init__(self, *, reentrant: bool | None) -> None:
         super().__init__()
         self.stem, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
         self.one, self.two = (CheckpointedBlock(6, reentrant=reentrant) for _ in range(2))
@@ -189,7 +190,7 @@ class Checkpointed(nn.Module):
         return self.head(self.two(x / scale))
 
 
-def checkpointed_sequential(*, reentrant: bool) -> nn.Module:
+def checkpointed_sequential(*, reentrant: bool | None) -> nn.Module:
     return nn.Sequential(
         nn.Linear(6, 6), CheckpointedBlock(6, reentrant=reentrant), nn.Dropout(0.1),
         CheckpointedBlock(6, reentrant=reentrant), nn.Linear(6, 3),

@@ -144,7 +144,7 @@ def test_an_operation_that_draws_twice_is_refused() -> None:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand(3) + torch.rand(3)
 
-    with pytest.raises(StageError, match="drew 2 times where one draw was planned"):
+    with pytest.raises(StageError, match="drew 2 times where 1 were planned"):
         keyed_call(twice, KEY, 0, torch.ones(3))
 
 

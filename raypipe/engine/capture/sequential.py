@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from torch import nn
 from raypipe.engine.capture.hidden_state import refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.recompute import untraced_checkpoints
 from raypipe.engine.remembered import read_memory
 from raypipe.engine.stage import Site, StageFunction
 from raypipe.errors import CaptureError
@@ -85,13 +87,15 @@ class SequentialFunction:
         columns: Sequence[torch.Tensor],
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
-        self.bind(parameters, buffers)
+        bind = functools.partial(self.bind, parameters, buffers)
+        bind()
         (x,) = (*inputs, *columns)
         arrived = x.untyped_storage().data_ptr() if self._some_change_input else None
-        for position, child in enumerate(self.children):
-            if child.changes_input and x.untyped_storage().data_ptr() == arrived:
-                x = x.clone()  # what came is a leaf or somebody's data: not ours to change, nor a view of it
-            x = self.run_child(position, x, key)
+        with untraced_checkpoints(bind):
+            for position, child in enumerate(self.children):
+                if child.changes_input and x.untyped_storage().data_ptr() == arrived:
+                    x = x.clone()  # what came is a leaf or somebody's data: not ours to change, nor a view of it
+                x = self.run_child(position, x, key)
         for (holder, name), buffer in zip(self._buffers, buffers, strict=True):
             if holder[name] is not buffer:  # assigned instead of updated in place
                 buffer.copy_(holder[name])

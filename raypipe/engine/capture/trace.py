@@ -27,6 +27,7 @@ from raypipe.engine.capture.inplace import functional_twin, mutated_args, storag
 from raypipe.engine.capture.lengths import asks_for_length, is_tokens
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.randomness import dropout, keyed_call, num_draws
+from raypipe.engine.recompute import traced_checkpoints
 from raypipe.errors import CaptureError
 
 __all__ = ["Traced", "trace"]
@@ -100,7 +101,8 @@ def trace(
     was_training = {name: module.training for name, module in model.named_modules()}
     model.train(training)
     try:
-        with nothing_lost(), surroundings_kept(whose), loss_only(model) if returns_loss else nullcontext():
+        loss = loss_only(model) if returns_loss else nullcontext()
+        with nothing_lost(), surroundings_kept(whose), traced_checkpoints(), loss:
             with watched_forward(model) as changed:
                 if not one_length and any(is_tokens(value) for value in values):
                     with suppress(Exception):  # whatever it was, the second attempt says it better

@@ -11,6 +11,7 @@ as there. On the meta device random operations only make their shapes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.analyse import SYM_SIZE, Analysis, column_with
 from raypipe.engine.capture.sequential import SequentialFunction
 from raypipe.engine.randomness import RandomKey, dropout, keyed_call
+from raypipe.engine.recompute import untraced_checkpoints
 from raypipe.engine.stage import StageProgram
 
 __all__ = ["Columns", "Observe", "Steps", "first_of", "samples_of", "steps_of"]
@@ -76,13 +78,15 @@ def steps_of(captured: Capture, program: StageProgram) -> Steps:
     ) -> tuple[torch.Tensor, ...]:
         # A fresh copy each time: a child may count its calls.
         own = dataclasses.replace(function, _modules=None)
-        own.bind(leaves, buffers)
+        bind = functools.partial(own.bind, leaves, buffers)
+        bind()
         x = arrived = columns[column]
         for position, child in enumerate(own.children):
             if child.changes_input and x.untyped_storage().data_ptr() == arrived.untyped_storage().data_ptr():
                 x = x.clone()
             call = _Child(own, position)
-            x = observe(position, call, (x,), {})
+            with untraced_checkpoints(bind):
+                x = observe(position, call, (x,), {})
         return (x,)
 
     return Steps(sites, frozenset(), run)
