@@ -12,7 +12,6 @@ use, and eager PyTorch does not.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import torch
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import capture
 from raypipe.engine.capture.guards import own_loss
+from raypipe.engine.copies import copy_of
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.local import one_thread
 from raypipe.engine.loss_counts import LossCounts
@@ -88,7 +88,7 @@ def reference(
         raise ConfigError(f"microbatches_by_step has {len(microbatches_by_step)} numbers for num_steps={num_steps}.")
     config = pipeline or PipelineConfig()
     key_checkpoints()
-    trained = copy.deepcopy(model if isinstance(model, torch.nn.Module) else model()).train()
+    trained = copy_of(model if isinstance(model, torch.nn.Module) else model()).train()
     source = open_data(train_data, seed=config.seed)
     minibatch_size, microbatch_size = _sizes(config, source.num_samples)
     reduction = _reduction(trained, source, loss_fn, config)

@@ -45,6 +45,8 @@ OPERATIONS: dict[str, Case] = {
         _vector("sequential-reentrant", lambda: nets.checkpointed_sequential(reentrant=True)),
         _vector("sequential-not-reentrant", lambda: nets.checkpointed_sequential(reentrant=False)),
         _vector("sequential-not-checkpointed", lambda: nets.checkpointed_sequential(reentrant=None)),
+        _vector("normed", nets.Normed),
+        _vector("normed-sequential", nets.normed),
     )
 }
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from raypipe.engine.capture.hidden_state import refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
+from raypipe.engine.copies import copy_of, portable, skeleton_of, unpacked
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.recompute import untraced_checkpoints
 from raypipe.engine.remembered import read_memory
@@ -62,6 +63,13 @@ class Child:
     num_draws: int
     changes_input: bool
     output_bytes: int
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return tuple(portable(self.module) if name == "module" else getattr(self, name) for name in self.__slots__)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        for name, value in zip(self.__slots__, state, strict=True):
+            setattr(self, name, unpacked(value) if name == "module" else value)
 
 
 @dataclass(slots=True)
@@ -175,7 +183,7 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
 
 
 def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) -> list[Child]:
-    trial = copy.deepcopy(model).train(training)
+    trial = copy_of(model).train(training)
     before, whose = read_memory(trial), "A child of the nn.Sequential"
     try:
         with surroundings_kept(whose):
@@ -197,7 +205,7 @@ def _tried_children(
     """What a forward of the trial copy tells of each child."""
     first = {parameter: name for name, parameter in model.named_parameters()}
     first_buffer = {buffer: name for name, buffer in model.named_buffers()}
-    skeleton = copy.deepcopy(model).to("meta")
+    skeleton = skeleton_of(model)
     uses: dict[str, int] = {}
     children: list[Child] = []
     x, draws = example, 0
