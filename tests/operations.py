@@ -45,20 +45,24 @@ OPERATIONS: dict[str, Case] = {
         _vector("sequential-reentrant", lambda: nets.checkpointed_sequential(reentrant=True)),
         _vector("sequential-not-reentrant", lambda: nets.checkpointed_sequential(reentrant=False)),
         _vector("sequential-not-checkpointed", lambda: nets.checkpointed_sequential(reentrant=None)),
+        _vector("cumulative", nets.Cumulative),
+        _vector("masked-elements", nets.Masked),
+        _vector("nonzero-rows", nets.NonZero),
         _vector("normed", nets.Normed),
         _vector("normed-sequential", nets.normed),
     )
 }
 
 
-def as_in_plain_pytorch(name: str, *, still: tuple[str, ...] = ()) -> list[str]:
+def as_in_plain_pytorch(name: str, first: str = "ragged-microbatch", *, still: tuple[str, ...] = ()) -> list[str]:
     """Trained in one, two and three stages and evaluated in two: everything that is not as in plain PyTorch.
 
     Args:
+        first: shape of the data in the first three runs; those of the other have five micro-batches of two.
         still: parameters that get no gradient, or one of zero, in plain PyTorch too.
     """
     found = []
-    for shape, schedule, stages in (("ragged-microbatch", "1f1b", (1, 2, 3)), ("indivisible-by-k", "zb-h1", (2,))):
+    for shape, schedule, stages in ((first, "1f1b", (1, 2, 3)), ("indivisible-by-k", "zb-h1", (2,))):
         wanted = expected(name, SHAPES[shape], "sgd", max_grad_norm=0.5)
         for count in stages:
             run = train(name, count, SHAPES[shape], schedule, "sgd", max_grad_norm=0.5)

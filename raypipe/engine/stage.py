@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+import raypipe.engine.cumulative  # noqa: F401  (an operation that the source of a stage may call)
 from raypipe.engine.randomness import RandomKey
 from raypipe.errors import StageError
 

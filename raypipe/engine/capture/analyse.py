@@ -18,7 +18,7 @@ from raypipe.engine.capture.inplace import mutated_args, storage_roots
 from raypipe.engine.capture.trace import Traced
 from raypipe.engine.randomness import dropout, keyed_call
 
-__all__ = ["SYM_SIZE", "Analysis", "analyse", "column_with", "dim_with", "nbytes"]
+__all__ = ["SYM_SIZE", "Analysis", "analyse", "column_with", "dim_with", "is_open", "nbytes"]
 
 SYM_SIZE = torch.ops.aten.sym_size.int
 
@@ -123,6 +123,12 @@ def dim_with(node: fx.Node, size: Any) -> int | None:
         if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
             return dim
     return None
+
+
+def is_open(value: Any) -> bool:
+    """Whether this is a traced tensor of a size that the values decide, as that of ``x[x > 0]`` and ``nonzero``."""
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return any(isinstance(size, torch.SymInt) and size.node.hint is None for size in sizes)
 
 
 def _hint(size: int | torch.SymInt) -> int:

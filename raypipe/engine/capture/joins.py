@@ -1,8 +1,8 @@
 """What joins the operations of a model: values that travel, values that cannot, and orders that must be kept.
 
     edges      a --> b      b reads what a made
-    together   a === b      and it cannot travel: a tuple, a size, a buffer that forward changes, memory that is
-                            changed in place under another name
+    together   a === b      and it cannot travel: a tuple, a size, a tensor whose size depends on values, a buffer
+                            that forward changes, memory that is changed in place under another name
     before     a ... b      nothing travels, but b must not come before a
 
 Three things need ``before``. A tensor with three or more uses gets its gradients summed one by one, later uses
@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from raypipe.engine.capture.analyse import Analysis
+from raypipe.engine.capture.analyse import Analysis, is_open
 from raypipe.engine.capture.inplace import storage_roots
 from raypipe.engine.randomness import dropout, keyed_call
 
@@ -35,7 +35,7 @@ _USED_ONCE = {
     "aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::dropout", "aten::expand_as", "aten::flatten",
     "aten::group_norm", "aten::layer_norm", "aten::linear", "aten::log_softmax", "aten::matmul", "aten::max_pool2d",
     "aten::pad", "aten::reshape", "aten::scaled_dot_product_attention", "aten::softmax", "aten::split", "aten::to",
-    "aten::type_as", "aten::upsample_nearest2d",
+    "aten::type_as", "aten::upsample_nearest2d", "raypipe::cumulative_batch_norm",
 }  # fmt: skip
 
 Pair = tuple[int, int]
@@ -61,7 +61,9 @@ def find_joins(analysis: Analysis) -> Joins:
         users = _users(node, order, analysis, end)
         edges.update(dict.fromkeys((at, user) for user in users))
         # A view of a buffer that the next forward changes must not be on its way either.
-        travels = isinstance(node.meta.get("val"), torch.Tensor) and roots[node] not in analysis.changing_buffers
+        value = node.meta.get("val")
+        travels = isinstance(value, torch.Tensor) and not is_open(value)
+        travels = travels and roots[node] not in analysis.changing_buffers
         if travels and users:
             crossing[at] += 1
             crossing[users[-1]] -= 1

@@ -26,6 +26,7 @@ from raypipe.engine.capture.hidden_state import watched_forward
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
 from raypipe.engine.capture.lengths import asks_for_length, is_tokens
 from raypipe.engine.capture.surroundings import surroundings_kept
+from raypipe.engine.cumulative import cumulative_norms
 from raypipe.engine.randomness import dropout, keyed_call, num_draws
 from raypipe.engine.recompute import traced_checkpoints
 from raypipe.errors import CaptureError
@@ -102,7 +103,8 @@ def trace(
     model.train(training)
     try:
         loss = loss_only(model) if returns_loss else nullcontext()
-        with nothing_lost(), surroundings_kept(whose), traced_checkpoints(), loss:
+        loss = loss_only(model) if returns_loss else nullcontext()
+        with nothing_lost(), surroundings_kept(whose), traced_checkpoints(), cumulative_norms(), loss:
             with watched_forward(model) as changed:
                 if not one_length and any(is_tokens(value) for value in values):
                     with suppress(Exception):  # whatever it was, the second attempt says it better

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from raypipe.engine.capture.analyse import Analysis, nbytes
+from raypipe.engine.capture.analyse import Analysis, is_open, nbytes
 from raypipe.engine.capture.joins import find_joins
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 
@@ -22,12 +22,13 @@ def model_graph(analysis: Analysis, samples: int, frozen: frozenset[str] = froze
     traced = analysis.traced
     seen: set[fx.Node] = set()
     nodes = []
+    made: dict[fx.Node, int] = {}
     for node in analysis.nodes:
         fresh = [p for p in _read(node, analysis.rebuildable) if p not in seen]
         seen.update(fresh)
         own = [p for p in fresh if p in traced.parameters]
         stack = list(node.meta.get("nn_module_stack", {}).values())
-        value = node.meta.get("val")
+        made[node] = _output_bytes(node, made)
         nodes.append(
             Node(
                 name=node.name,
@@ -35,12 +36,20 @@ def model_graph(analysis: Analysis, samples: int, frozen: frozenset[str] = froze
                 param_names=tuple(traced.parameters[p] for p in own),
                 param_bytes=_bytes_of(own),
                 cut_bytes=None,
-                output_bytes=-(-nbytes(value) // samples) if isinstance(value, torch.Tensor) else 0,
+                output_bytes=-(-made[node] // samples),
                 frozen_bytes=_bytes_of([p for p in own if traced.parameters[p] in frozen]),
                 buffer_bytes=_bytes_of([p for p in fresh if p in traced.buffers]),
             )
         )
     return link_nodes(nodes, *find_joins(analysis))
+
+
+def _output_bytes(node: fx.Node, made: dict[fx.Node, int]) -> int:
+    """Bytes of the output of an operation; as much as its largest input where the values decide."""
+    value = node.meta.get("val")
+    if is_open(value):
+        return max(_output_bytes(used, made) if used not in made else made[used] for used in node.all_input_nodes)
+    return nbytes(value) if isinstance(value, torch.Tensor) else 0
 
 
 def _read(node: fx.Node, rebuildable: set[fx.Node]) -> list[fx.Node]:

@@ -20,6 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from raypipe.engine.capture import Capture, TracedModel
+from raypipe.engine.capture.analyse import is_open
 from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import KeptBytes, tensors_in
 from raypipe.engine.profiling.steps import Columns, Steps, steps_of
@@ -95,12 +96,18 @@ def estimate_graph(
         sizes: of micro-batches for ``seconds_by_size``, besides this one.
 
     Raises:
-        ConfigError: the model is an nn.Sequential, whose children only run on real tensors.
+        ConfigError: the model is an nn.Sequential, whose children only run on real tensors, or picks by value.
     """
     if not isinstance(captured.model, TracedModel):
         raise ConfigError(
             "An nn.Sequential runs its children as they are, so it can be measured but not estimated. Profile it on an "
             "example, or put it into an nn.Module whose forward torch.export can trace."
+        )
+    picking = next((node for node in captured.model.train.nodes if is_open(node.meta.get("val"))), None)
+    if picking is not None:
+        raise ConfigError(
+            f"The size of {picking.name!r} depends on values, so the model can be measured but not estimated. Profile "
+            "it on an example."
         )
     rates = rates or measure_rates()
     runs = {size: _run(captured, size) for size in sorted({microbatch_size, *sizes})}
