@@ -186,7 +186,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.one(torch.tanh(self.stem(x)))
         with torch.no_grad():
-            scale = x.abs().mean()
+            scale = x.abs().mean(1, keepdim=True)
         return self.head(self.two(x / scale))
 
 

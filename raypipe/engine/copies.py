@@ -13,8 +13,10 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["copy_of", "portable", "skeleton_of", "unpacked"]
+__all__ = ["copy_of", "made_by_hooks", "portable", "skeleton_of", "unpacked"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,6 +36,12 @@ def skeleton_of(model: M) -> M:
         if not tensor.is_leaf or (not tensor.is_meta and tensor.untyped_storage().data_ptr() in held)
     }
     return copy.deepcopy(model, memo).to("meta")
+
+
+def made_by_hooks(module: nn.Module) -> set[str]:
+    """Attributes that a hook makes anew before every forward, so that nothing reads what was in them."""
+    hooks = module._forward_pre_hooks.values()
+    return {hook.name for hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)}
 
 
 def _attributes(model: nn.Module) -> list[torch.Tensor]:

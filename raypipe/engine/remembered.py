@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from raypipe.engine.copies import made_by_hooks
+
 __all__ = ["Memory", "first_change", "read_memory", "read_memory_of"]
 
 _MOST_VALUES = 50_000
@@ -139,8 +141,9 @@ class _Walk:
                 count = len(parameter._backward_hooks or ())
                 count += len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
                 self.memory.values[f"the number of gradient hooks of {path}.{name}"] = count
+        left_out = {*_HOOKS, *_OWN_DICTS, "training", "forward", *made_by_hooks(module)}
         for name, value in own.items():
-            if name not in (*_HOOKS, *_OWN_DICTS, "training", "forward"):
+            if name not in left_out:
                 self.value(value, f"{path}.{name}", 1)
         self._class(type(module), 1)
         for name, child in module._modules.items():
