@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
-    "Checkpointed", "CheckpointedBlock", "Choosing", "Cumulative", "Masked", "NonZero", "Normed", "Recurrent",
+    "Checkpointed", "CheckpointedBlock", "Choosing", "ChoosingBlock", "ChoosingTwice", "Cumulative", "Masked", "NonZero", "Normed", "Recurrent",
     "RecurrentBlock", "Vmapped", "checkpointed_sequential", "normed", "recurrent_sequential",
 ]  # fmt: skip
 
@@ -91,6 +91,38 @@ class Choosing(nn.Module):
 
         x = torch.cond(x.sum() > 0, one, other, (x,))
         return self.last(torch.tanh(self.head(x)))
+
+
+class ChoosingBlock(nn.Module):
+    """The same way, or none, as the child of an nn.Sequential, which is not traced."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: torch.sin(self.linear(x)), torch.clone, (x,))
+
+
+class ChoosingTwice(nn.Module):
+    """A choice within a choice, one without gradients, one whose ways read no parameter, and one of constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.small, self.large, self.last = (nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.stem(x))
+
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x[0, 0] > 0, lambda x: self.small(x) * x, lambda x: self.large(x) + self.small(x), (x,))
+
+        x = x + torch.cond(x.sum() > 0, inner, lambda x: x * x, (x,))
+        with torch.no_grad():
+            scale = torch.cond(x.sum() > 0, lambda x: x.cos(), lambda x: x.sin(), (x,))
+        x = torch.cond(x.max() > 1, lambda x, y: x * y, lambda x, y: x - y, (x, scale))
+        return self.head(torch.tanh(self.last(x)))
 
 
 class Masked(nn.Module):

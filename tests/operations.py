@@ -46,6 +46,15 @@ OPERATIONS: dict[str, Case] = {
         _vector("sequential-not-reentrant", lambda: nets.checkpointed_sequential(reentrant=False)),
         _vector("sequential-not-checkpointed", lambda: nets.checkpointed_sequential(reentrant=None)),
         _vector("cumulative", nets.Cumulative),
+        _vector("choosing", nets.Choosing),
+        _vector("choosing-twice", nets.ChoosingTwice),
+        _vector(
+            "choosing-sequential",
+            lambda: nn.Sequential(
+                nn.Linear(6, 6), nets.ChoosingBlock(6), nn.Tanh(), nets.ChoosingBlock(6), nn.Linear(6, 3)
+            ),
+        ),
+        _vector("vmapped", nets.Vmapped),
         _vector("masked-elements", nets.Masked),
         _vector("nonzero-rows", nets.NonZero),
         _vector("normed", nets.Normed),

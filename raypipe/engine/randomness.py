@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raypipe.engine.eager_cond import run_conds_outside_of
 from raypipe.errors import CaptureError, StageError
 
 __all__ = [
@@ -129,6 +130,7 @@ class KeyedRandomness(TorchDispatchMode):
 
     def __init__(self, key: RandomKey, first_index: int = 0) -> None:
         super().__init__()
+        run_conds_outside_of(KeyedRandomness)
         self.key = key
         self.index = first_index
 

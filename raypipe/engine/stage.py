@@ -8,7 +8,6 @@ parameters, and weight versions, recomputation and re-partitioning need no other
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ import torch
 
 import raypipe.engine.cumulative  # noqa: F401  (an operation that the source of a stage may call)
 from raypipe.engine.randomness import RandomKey
+from raypipe.engine.region import compiled
 from raypipe.errors import StageError
 
 __all__ = ["GraphFunction", "Site", "StageFunction", "StageProgram"]
@@ -135,9 +135,6 @@ def _other_shape(name: str, column: torch.Tensor, shape: tuple[int | None, ...])
     )
 
 
-_compiled = 0
-
-
 @dataclass(slots=True)
 class GraphFunction:
     """A stage as generated Python source over aten operations; what a slice of an exported graph becomes.
@@ -177,18 +174,8 @@ class GraphFunction:
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
         if self._function is None:
-            self._function = self._compile()
+            self._function = compiled(self.source, self.names, self.title)
         for name, column, shape in zip(self.columns, columns, self.column_shapes, strict=False):
             if len(shape) != column.dim() or any(want not in (None, got) for want, got in zip(shape, column.shape)):  # noqa: B905
                 raise _other_shape(name, column, shape)
         return self._function(None, *parameters, *buffers, *self.constants, *inputs, *columns, key)
-
-    def _compile(self) -> Callable[..., tuple[torch.Tensor, ...]]:
-        global _compiled
-        _compiled += 1
-        filename = f"<{self.title} #{_compiled}>"
-        # A traceback through the stage then shows the operation that raised.
-        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
-        names = dict(self.names)
-        exec(compile(self.source, filename, "exec"), names)
-        return names["forward"]

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from raypipe.engine.capture.analyse import Analysis, is_open
 from raypipe.engine.capture.inplace import storage_roots
 from raypipe.engine.randomness import dropout, keyed_call
+from raypipe.engine.region import Region
 
 __all__ = ["Joins", "find_joins"]
 
@@ -118,6 +119,8 @@ def _num_gradients(used: fx.Node, user: fx.Node) -> int:
         return 0
     times = sum(leaf is used for leaf in pytree.tree_leaves((user.args, user.kwargs)))
     target: Any = user.args[0] if user.target is keyed_call else user.target
+    if type(target) is Region:
+        return 3 * times  # as often as its operations read it
     if target is dropout or not hasattr(target, "_schema"):
         return times
     name = target._schema.name

@@ -9,66 +9,23 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-import operator
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
-from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
+from raypipe.engine.capture.flatten import Traced, flatten
 from raypipe.engine.capture.guards import loss_only, nothing_lost
 from raypipe.engine.capture.hidden_state import watched_forward
-from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
 from raypipe.engine.capture.lengths import asks_for_length, is_tokens
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.cumulative import cumulative_norms
-from raypipe.engine.randomness import dropout, keyed_call, num_draws
 from raypipe.engine.recompute import traced_checkpoints
 from raypipe.errors import CaptureError
 
 __all__ = ["Traced", "trace"]
-
-aten = torch.ops.aten
-
-_DROPPED = ("aten._assert", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
-
-
-@dataclass(slots=True)
-class Traced:
-    """A whole model in one mode.
-
-    Attributes:
-        graph: flat fx graph; its output is the flat list of the model's outputs.
-        parameters, buffers: placeholder -> name in the user's model (canonical for shared parameters).
-        constants: placeholder -> tensor that the model closed over.
-        columns: placeholder -> name of the data column.
-        key: placeholder of the random key.
-        num_draws: random operations in the graph.
-        out_spec: structure of the model's output.
-        pinned: nodes that change in place something with another live alias: no cut may part the nodes of
-            one such group (first and last node of it).
-    """
-
-    graph: fx.Graph
-    parameters: dict[fx.Node, str]
-    buffers: dict[fx.Node, str]
-    constants: dict[fx.Node, torch.Tensor]
-    columns: dict[fx.Node, str]
-    key: fx.Node
-    num_draws: int
-    out_spec: pytree.TreeSpec
-    pinned: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
-
-    @property
-    def one_length(self) -> bool:
-        """Whether a column of token ids must be as long as the example's."""
-        shapes = [value.shape for value in (node.meta["val"] for node in self.columns) if is_tokens(value)]
-        return any(isinstance(shape[1], int) for shape in shapes)
 
 
 def trace(
@@ -124,7 +81,7 @@ def trace(
     finally:
         for name, module in model.named_modules():
             module.training = was_training[name]
-    return _flatten(model, program, columns)
+    return flatten(model, program, columns)
 
 
 def _export(
@@ -182,140 +139,3 @@ def _explain(model: torch.nn.Module, error: Exception) -> str:
         "Replace the data-dependent branch (torch.where, torch.cond) or move it out of forward; or build the model as "
         "an nn.Sequential of blocks, which raypipe cuts between blocks without tracing them."
     )
-
-
-def _flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str]) -> Traced:
-    canonical = _canonical_names(model)
-    graph = fx.Graph()
-    env: dict[fx.Node, Any] = {}
-    traced = Traced(graph, {}, {}, {}, {}, None, 0, program.call_spec.out_spec)  # type: ignore[arg-type]
-    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-    known: dict[str, fx.Node] = {}
-    user_inputs = iter(columns)
-    for node in program.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        spec = specs[node.name]
-        name = canonical.get(spec.target or "", spec.target)
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and name in known:
-            env[node] = known[name]  # another name of a shared tensor
-            continue
-        copy = env[node] = graph.placeholder(node.name)
-        copy.meta = dict(node.meta)
-        match spec.kind:
-            case InputKind.PARAMETER:
-                known[name] = copy
-                traced.parameters[copy] = name
-            case InputKind.BUFFER:
-                known[name] = copy
-                traced.buffers[copy] = name
-            case InputKind.CONSTANT_TENSOR:
-                traced.constants[copy] = program.constants[spec.target].detach()
-            case InputKind.USER_INPUT:
-                traced.columns[copy] = next(user_inputs)
-            case _:
-                raise CaptureError(
-                    f"The model uses {spec.kind.name} {spec.target!r} as an input; raypipe handles tensors only."
-                )
-    traced.key = graph.placeholder("key")
-    _copy_nodes(program.graph_module, program.graph, env, traced, detached=False)
-    outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
-    graph.output(tuple(fx.map_arg(list(outputs), lambda n: env[n])))
-    work_out_of_place(traced)
-    graph.lint()
-    return traced
-
-
-def _canonical_names(model: torch.nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first one in named_parameters() or named_buffers()."""
-    first = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    all_names = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    return {name: first[tensor] for name, tensor in all_names}
-
-
-def _copy_nodes(
-    owner: torch.nn.Module, source: fx.Graph, env: dict[fx.Node, Any], traced: Traced, *, detached: bool
-) -> None:
-    """Copy call nodes into traced.graph; ``detached`` inside a no-grad region, whose results carry no gradient."""
-    graph = traced.graph
-    for node in source.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if node.op == "get_attr":
-            value = operator.attrgetter(node.target)(owner)
-            if isinstance(value, fx.GraphModule):
-                env[node] = value  # the body of a region, which _inline copies
-                continue
-            raise CaptureError(f"The graph reads the attribute {node.target!r}, which raypipe cannot ship.")
-        if str(node.target).startswith(_DROPPED):
-            continue
-        if detached:
-            _refuse_outside_update(node, source, env, traced)
-        mapped: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        args, kwargs = mapped
-        if "wrap_with_" in str(node.target):
-            env[node] = _inline(node, args, traced, detached)
-            continue
-        env[node] = copy = _copy_call(graph, traced, node, args, dict(kwargs))
-        copy.meta = {k: node.meta[k] for k in ("val", "nn_module_stack", "stack_trace") if k in node.meta}
-        if detached and isinstance(copy.meta.get("val"), torch.Tensor):
-            env[node] = graph.call_function(aten.detach.default, (copy,))
-            env[node].meta = dict(copy.meta)
-
-
-def _refuse_outside_update(node: fx.Node, source: fx.Graph, env: dict[fx.Node, Any], traced: Traced) -> None:
-    """Under no_grad autograd does not see an in-place change; out of place it would be differentiated."""
-    roots = storage_roots(source)
-    for changed in mutated_args(node):
-        root = roots[changed]
-        value = root.meta.get("val")
-        # A parameter has an error of its own, a buffer is meant to change.
-        outside = root.op == "placeholder" and env[root] not in traced.buffers and env[root] not in traced.parameters
-        if outside and isinstance(value, torch.Tensor) and value.is_floating_point():
-            raise CaptureError(
-                f"forward changes an activation in place under torch.no_grad ({node.target}), which plain PyTorch "
-                "hides from the backward. Write x = x + (new - x).detach() or the like."
-            )
-
-
-def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool) -> Any:
-    """A no-grad or autocast region becomes part of the flat graph."""
-    if "set_grad_enabled" in str(node.target):
-        enabled, body, *inputs = args
-        detached = not enabled
-    elif "autocast" in str(node.target):
-        _device, _dtype, enabled, _cache, body, *inputs = args
-        if enabled:
-            raise CaptureError(
-                "The model switches autocast on inside forward; use PipelineConfig(precision=...) instead, so that "
-                "every stage computes in one known precision."
-            )
-    else:
-        raise CaptureError(f"The traced graph contains {node.target}, which raypipe cannot cut.")
-    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-    env = dict(zip(placeholders, inputs, strict=True))
-    _copy_nodes(body, body.graph, env, traced, detached=detached)
-    output = next(n for n in body.graph.nodes if n.op == "output").args[0]
-    return fx.map_arg(output, lambda n: env[n])
-
-
-def _copy_call(graph: fx.Graph, traced: Traced, node: fx.Node, args: Any, kwargs: dict[str, Any]) -> Any:
-    target: Any = node.target
-    if target is operator.getitem and isinstance(args[0], list | tuple):
-        return args[0][args[1]]  # an output of an inlined region
-    if target is aten.detach_.default:
-        target = aten.detach.default
-    draws = num_draws(target, args, kwargs)
-    if not draws:
-        return graph.call_function(target, args, kwargs)
-    index = traced.num_draws
-    traced.num_draws += draws
-    if target in (aten.dropout.default, aten.dropout_.default):
-        return graph.call_function(dropout, (args[0], args[1], traced.key, index))
-    functional = functional_twin(target)
-    if draws > 1:
-        kwargs["draws"] = draws
-    return graph.call_function(keyed_call, (functional or target, traced.key, index, *args), kwargs)

@@ -1,0 +1,103 @@
+"""Parts of a traced model that are one operation of its graph, because nothing may be cut out of their middle.
+
+    vmap      runs batched tensors between two calls that belong together
+    choice    torch.cond: one of two bodies, by a value
+
+Each is a function, made of generated source as a stage is, and travels with the stage that calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Body", "Choice", "Region", "compiled"]
+
+_compiled = 0
+
+
+def compiled(source: str, names: dict[str, Any], title: str) -> Callable[..., Any]:
+    """The function ``forward`` that the source defines.
+
+    Args:
+        names: globals that the source refers to.
+        title: of the file that a traceback names.
+    """
+    global _compiled
+    _compiled += 1
+    filename = f"<{title} #{_compiled}>"
+    # A traceback through the function then shows the operation that raised.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    known = dict(names)
+    exec(compile(source, filename, "exec"), known)
+    return known["forward"]
+
+
+class Body:
+    """Generated source of a function without memory.
+
+    Args:
+        source: defines ``forward(self, *inputs)``.
+        names: globals that it refers to.
+    """
+
+    def __init__(self, source: str, names: dict[str, Any]) -> None:
+        self.source, self.names = source, names
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._function is None:
+            self._function = compiled(self.source, self.names, "part")
+        return self._function(None, *inputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_function": None}
+
+
+class Region:
+    """A body that is called as it is."""
+
+    kind = "region"
+
+    def __init__(self, *bodies: Body) -> None:
+        self.bodies = bodies
+        content = "\n".join(body.source for body in bodies)
+        # The name is all that the source of a stage says of it, and profiles are kept by that source.
+        self.__name__ = f"{self.kind}_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.bodies[0](*inputs)
+
+
+class Choice(Region):
+    """torch.cond: (predicate, *operands) -> what the first body makes of the operands if it holds, else the second.
+
+    As there every operand gets one gradient, of zeros where the body that ran does not use it. On the meta device,
+    which has no values, the first one runs.
+    """
+
+    kind = "choice"
+
+    def __call__(self, predicate: Any, *operands: Any) -> Any:
+        holds = predicate.is_meta if isinstance(predicate, torch.Tensor) and predicate.is_meta else bool(predicate)
+        learning = [x for x in operands if isinstance(x, torch.Tensor) and x.requires_grad]
+        if learning and torch.is_grad_enabled():
+            used = iter(_Operands.apply(*learning))
+            operands = tuple(next(used) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in operands)
+        return self.bodies[0 if holds else 1](*operands)
+
+
+class _Operands(torch.autograd.Function):
+    """The same tensors; their gradients are complete when they arrive here, and there is one for each."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
