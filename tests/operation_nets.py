@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
-    "Checkpointed", "CheckpointedBlock", "Choosing", "ChoosingBlock", "ChoosingTwice", "Cumulative", "Masked", "NonZero", "Normed", "Recurrent",
-    "RecurrentBlock", "Vmapped", "checkpointed_sequential", "normed", "recurrent_sequential",
+    "Checkpointed", "CheckpointedBlock", "Choosing", "ChoosingBlock", "Cumulative", "Masked", "NonZero", "Normed",
+    "Recurrent", "RecurrentBlock", "Vmapped", "checkpointed_sequential", "normed", "recurrent_sequential",
 ]  # fmt: skip
 
 
@@ -72,25 +72,38 @@ class Cumulative(nn.Module):
         return self.plain(self.two(functional.gelu(self.norm(self.one(x)))))
 
 
+class Way(nn.Module):
+    """One way of a torch.cond. A module, as torch's compiler now and then takes a fresh lambda for one of numpy's."""
+
+    def __init__(self, kind: str, *linears: nn.Linear) -> None:
+        super().__init__()
+        self.kind, self.linears = kind, nn.ModuleList(linears)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        if self.kind == "sine":
+            return torch.sin(self.linears[0](x))
+        if self.kind == "residual":
+            return x + torch.cos(self.linears[0](x)) + self.linears[1](x)
+        return x * x if y is None else x * y
+
+
 class Choosing(nn.Module):
-    """torch.cond between two ways with parameters of their own."""
+    """torch.cond between two ways with parameters of their own, and by a number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.small, self.large, self.head = (nn.Linear(6, 6) for _ in range(4))
-        self.last = nn.Linear(6, 3)
+        self.stem, self.small, self.large, self.middle, self.last = (nn.Linear(6, 6) for _ in range(5))
+        self.head = nn.Linear(6, 3)
+        self.one, self.other = Way("sine", self.small), Way("residual", self.large, self.small)
+        self.square, self.again = Way("square"), Way("square")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.tanh(self.stem(x))
-
-        def one(x: torch.Tensor) -> torch.Tensor:
-            return torch.sin(self.small(x))
-
-        def other(x: torch.Tensor) -> torch.Tensor:
-            return x + torch.cos(self.large(x))
-
-        x = torch.cond(x.sum() > 0, one, other, (x,))
-        return self.last(torch.tanh(self.head(x)))
+        x = torch.cond(x.sum() > 0, self.one, self.other, (x,))
+        x = torch.tanh(self.last(torch.tanh(self.middle(x))))
+        with torch.no_grad():
+            scale = x.abs().mean(1, keepdim=True)
+        return self.head(torch.cond(x.max() > 0.4, self.square, self.again, (x, scale)))
 
 
 class ChoosingBlock(nn.Module):
@@ -98,31 +111,10 @@ class ChoosingBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.one, self.other = Way("sine", nn.Linear(width, width)), Way("square")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda x: torch.sin(self.linear(x)), torch.clone, (x,))
-
-
-class ChoosingTwice(nn.Module):
-    """A choice within a choice, one without gradients, one whose ways read no parameter, and one of constants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.small, self.large, self.last = (nn.Linear(6, 6) for _ in range(4))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.stem(x))
-
-        def inner(x: torch.Tensor) -> torch.Tensor:
-            return torch.cond(x[0, 0] > 0, lambda x: self.small(x) * x, lambda x: self.large(x) + self.small(x), (x,))
-
-        x = x + torch.cond(x.sum() > 0, inner, lambda x: x * x, (x,))
-        with torch.no_grad():
-            scale = torch.cond(x.sum() > 0, lambda x: x.cos(), lambda x: x.sin(), (x,))
-        x = torch.cond(x.max() > 1, lambda x, y: x * y, lambda x, y: x - y, (x, scale))
-        return self.head(torch.tanh(self.last(x)))
+        return torch.cond(x.sum() > 0, self.one, self.other, (x,))
 
 
 class Masked(nn.Module):

@@ -47,7 +47,6 @@ OPERATIONS: dict[str, Case] = {
         _vector("sequential-not-checkpointed", lambda: nets.checkpointed_sequential(reentrant=None)),
         _vector("cumulative", nets.Cumulative),
         _vector("choosing", nets.Choosing),
-        _vector("choosing-twice", nets.ChoosingTwice),
         _vector(
             "choosing-sequential",
             lambda: nn.Sequential(

@@ -1,0 +1,129 @@
+"""torch.cond and torch.func.vmap in forward are one operation of the graph each, equal to plain PyTorch to the bit."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypipe.engine.capture import TracedModel, capture
+from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.region import Choice, Region
+from raypipe.errors import CaptureError
+from tests.exactness import SHAPES, captured, expected, programs
+from tests.models import vectors
+from tests.operation_nets import Choosing, Way
+from tests.operations import as_in_plain_pytorch
+
+X, Y = vectors(4)[:4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["choosing", "choosing-sequential", "vmapped"])
+def test_as_in_plain_pytorch(name: str) -> None:
+    assert as_in_plain_pytorch(name) == []
+
+
+@pytest.mark.slow
+def test_both_ways_are_taken_and_the_other_one_gets_zeros() -> None:
+    """As with torch.cond, where a way that no micro-batch takes has gradients of zero, not none."""
+    steps = expected("choosing", SHAPES["even"], "sgd").gradients
+    large = [step["large.weight"] for step in steps]
+    assert all(found is not None for found in large)
+    model = Choosing()
+    taken = set()
+    for rows in X.repeat(8, 1).mul(torch.linspace(-2, 2, 32)[:, None]).split(2):
+        taken.add(bool(torch.tanh(model.stem(rows)).sum() > 0))
+    assert taken == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kind", "count"), [("choosing", Choice, 2), ("vmapped", Region, 1)])
+def test_each_is_one_operation(name: str, kind: type[Region], count: int) -> None:
+    made = captured(name)[1]
+    assert isinstance(made.model, TracedModel)
+    found = [node for node in made.model.train.nodes if type(node.target) is kind]
+    assert len(found) == count
+    (program,) = programs(name, ())
+    there = pickle.loads(pickle.dumps(program.train))
+    tensors = made.parameters
+    leaves = [tensors[site.parameter] for site in there.sites]
+    assert torch.equal(*(function(leaves, (), (), (X,), None)[0] for function in (program.train, there)))
+    assert found[0].target.__name__ in there.source  # type: ignore[union-attr]
+
+
+class Lossy(Choosing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = torch.cond(x.sum() > 0, self.square, self.again, (x,))  # this line is named
+        return self.head(self.stem(x))
+
+
+class Drawing(nn.Module):
+    """Draws within a way, or on a level of vmap."""
+
+    def __init__(self, choosing: bool) -> None:
+        super().__init__()
+        self.linear, self.one, self.other = nn.Linear(6, 3), nn.Dropout(0.5), Way("square")
+        self.choosing = choosing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.choosing:
+            x = torch.cond(x.sum() > 0, self.one, self.other, (x,))
+        else:
+            x = torch.func.vmap(self.one, randomness="different")(x)
+        return self.linear(x)
+
+
+class Nested(Choosing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x[0, 0] > 0, self.one, self.other, (x,))
+
+        return self.head(torch.cond(x.sum() > 0, inner, self.square, (x,)))
+
+
+class Slope(nn.Module):
+    """A derivative within forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, slope = torch.func.jvp(self.linear, (x,), (torch.ones_like(x),))
+        return self.linear(x) + slope
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Lossy(), r"calls torch\.cond under torch\.no_grad at .*test_control_flow\.py:\d+; .*detached operands"),
+        (Drawing(choosing=True), r"draws random numbers inside torch\.cond .*Draw them outside and pass them in"),
+        (
+            Drawing(choosing=False),
+            r"draws random numbers inside torch\.func\.vmap .*test_control_flow\.py:\d+.*outside",
+        ),
+        (Nested(), r"torch\.cond within a way of torch\.cond"),
+        (Slope(), r"differentiates within itself"),
+    ],
+    ids=["no_grad", "draws", "draws-vmap", "nested", "jvp"],
+)
+def test_what_cannot_be_one_operation_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(model, (X, Y), (0, 1), functional.cross_entropy)
+
+
+@pytest.mark.slow
+def test_torch_cond_under_keyed_draws_is_that_without() -> None:
+    one, other, x = Way("sine", nn.Linear(6, 6)), Way("square"), X.clone().requires_grad_()
+    plain = torch.cond(x.sum() > 0, one, other, (x,))
+    with KeyedRandomness(RandomKey(0, 0, 0)):
+        keyed = torch.cond(x.sum() > 0, one, other, (x,))
+    assert torch.equal(keyed, plain)
+    found, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (keyed, plain))
+    assert torch.equal(found, wanted)
