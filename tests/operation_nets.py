@@ -75,7 +75,7 @@ class Cumulative(nn.Module):
 class Way(nn.Module):
     """One way of a torch.cond. A module, as torch's compiler now and then takes a fresh lambda for one of numpy's."""
 
-    def __init__(self, kind: str, *linears: nn.Linear) -> None:
+    def __init__(self, kind: str, *linears: nn.Module) -> None:
         super().__init__()
         self.kind, self.linears = kind, nn.ModuleList(linears)
 
@@ -84,17 +84,20 @@ class Way(nn.Module):
             return torch.sin(self.linears[0](x))
         if self.kind == "residual":
             return x + torch.cos(self.linears[0](x)) + self.linears[1](x)
+        if self.kind == "nested":
+            return torch.cond(x[0, 0] > 0, *self.linears, (x,))
         return x * x if y is None else x * y
 
 
 class Choosing(nn.Module):
-    """torch.cond between two ways with parameters of their own, and by a number of rows."""
+    """torch.cond between two ways with parameters of their own, one of which chooses again."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.small, self.large, self.middle, self.last = (nn.Linear(6, 6) for _ in range(5))
         self.head = nn.Linear(6, 3)
-        self.one, self.other = Way("sine", self.small), Way("residual", self.large, self.small)
+        self.one = Way("nested", Way("sine", self.small), Way("square"))
+        self.other = Way("residual", self.large, self.small)
         self.square, self.again = Way("square"), Way("square")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

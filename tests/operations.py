@@ -62,17 +62,23 @@ OPERATIONS: dict[str, Case] = {
 }
 
 
-def as_in_plain_pytorch(name: str, first: str = "ragged-microbatch", *, still: tuple[str, ...] = ()) -> list[str]:
-    """Trained in one, two and three stages and evaluated in two: everything that is not as in plain PyTorch.
+def as_in_plain_pytorch(
+    name: str,
+    first: str = "ragged-microbatch",
+    *,
+    stages: tuple[int, ...] = (1, 2, 3),
+    still: tuple[str, ...] = (),
+) -> list[str]:
+    """Trained in several stages and evaluated in two: everything that is not as in plain PyTorch.
 
     Args:
-        first: shape of the data in the first three runs; those of the other have five micro-batches of two.
+        first: shape of the data of these stages' runs; another has five micro-batches of two.
         still: parameters that get no gradient, or one of zero, in plain PyTorch too.
     """
     found = []
-    for shape, schedule, stages in ((first, "1f1b", (1, 2, 3)), ("indivisible-by-k", "zb-h1", (2,))):
+    for shape, schedule, counts in ((first, "1f1b", stages), ("indivisible-by-k", "zb-h1", (2,))):
         wanted = expected(name, SHAPES[shape], "sgd", max_grad_norm=0.5)
-        for count in stages:
+        for count in counts:
             run = train(name, count, SHAPES[shape], schedule, "sgd", max_grad_norm=0.5)
             found += [f"{shape}, {count} stages: {fault}" for fault in faults(name, run, wanted)]
     model, _ = captured(name)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ray import cloudpickle
 
+from raypipe.engine.randomness import RandomKey
 from tests.exactness import captured, programs
+from tests.models import vectors
 
 
-@pytest.mark.parametrize("name", ["gpt2", "unet", "dropout-sequential"])
+@pytest.mark.parametrize("name", ["gpt2", "unet", "dropout-sequential", "choosing", "vmapped", "cumulative"])
 def test_a_program_travels_without_its_parameters(name: str) -> None:
     made = captured(name)[1]
     contents = [p.detach().numpy().tobytes()[:64] for p in made.parameters.values() if p.numel() >= 16 and p.std() > 0]
@@ -20,3 +23,16 @@ def test_a_program_travels_without_its_parameters(name: str) -> None:
         restored = cloudpickle.loads(packed)
         assert restored.parameters == program.parameters
         assert restored.train.sites == program.train.sites
+
+
+@pytest.mark.parametrize("name", ["choosing", "vmapped", "cumulative"])
+def test_operations_arrive_whole(name: str) -> None:
+    """Bodies of regions, and operations of ours, are there in what arrives."""
+    made = captured(name)[1]
+    (program,) = programs(name, ())
+    x, outputs = vectors(4)[:4][0], []
+    for function in (program.train, cloudpickle.loads(cloudpickle.dumps(program)).train):
+        leaves = [made.parameters[site.parameter] for site in function.sites]
+        buffers = [made.buffers[buffer].clone() for buffer in function.buffers]
+        outputs.append(function(leaves, buffers, (), (x,), RandomKey(0, 0, 0))[0])
+    assert torch.equal(*outputs)

@@ -91,6 +91,12 @@ def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colum
                 traced.constants[copy] = program.constants[spec.target].detach()
             case InputKind.USER_INPUT:
                 traced.columns[copy] = next(user_inputs)
+            case InputKind.CUSTOM_OBJ if isinstance(held := program.constants[str(spec.target)], torch.Generator):
+                raise CaptureError(
+                    f"forward draws from {_generator_of(model, held)}, whose state no stage shares and no checkpoint "
+                    "holds. Draw without generator=, as every draw is keyed by seed, step and micro-batch, or keep "
+                    "numbers that shall not change in a buffer."
+                )
             case _:
                 raise CaptureError(
                     f"The model uses {spec.kind.name} {spec.target!r} as an input; raypipe handles tensors only."
@@ -102,6 +108,16 @@ def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colum
     work_out_of_place(traced)
     graph.lint()
     return traced
+
+
+def _generator_of(model: torch.nn.Module, generator: torch.Generator) -> str:
+    """A generator as the user would name it."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            # What the program holds may be a copy.
+            if isinstance(value, torch.Generator) and torch.equal(value.get_state(), generator.get_state()):
+                return f"the torch.Generator {'.'.join(part for part in ('model', path, name) if part)}"
+    return "a torch.Generator of its own"
 
 
 def _canonical_names(model: torch.nn.Module) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.capture.fixed_sizes import FixedSizes, watched_sizes
 from raypipe.engine.capture.flatten import Traced, flatten
 from raypipe.engine.capture.guards import loss_only, nothing_lost
 from raypipe.engine.capture.hidden_state import watched_forward
@@ -57,6 +58,7 @@ def trace(
     program: torch.export.ExportedProgram | None = None
     whose = f"{type(model).__name__}.forward"
     was_training = {name: module.training for name, module in model.named_modules()}
+    sizes = FixedSizes()
     model.train(training)
     try:
         loss = loss_only(model) if returns_loss else nullcontext()
@@ -67,7 +69,8 @@ def trace(
                     with suppress(Exception):  # whatever it was, the second attempt says it better
                         program = _export(model, args, kwargs, free_length=True)
                 if program is None or asks_for_length(program):
-                    program = _export(model, args, kwargs, free_length=False)
+                    with watched_sizes() as sizes:
+                        program = _export(model, args, kwargs, free_length=False)
             if changed:
                 with watched_forward(model, twice=True):
                     _export(model, args, kwargs, free_length=False)
@@ -77,6 +80,9 @@ def trace(
         cause = error.__cause__ or error.__context__
         if isinstance(cause, CaptureError):
             raise cause from None
+        fixed = sizes.refusal(type(model).__name__) if "Constraints violated" in str(error) else None
+        if fixed is not None:
+            raise fixed from error
         raise CaptureError(_explain(model, error)) from error
     finally:
         for name, module in model.named_modules():
