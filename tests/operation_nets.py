@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 __all__ = [
-    "Checkpointed", "CheckpointedBlock", "Choosing", "ChoosingBlock", "Cumulative", "Masked", "NonZero", "Normed",
-    "Recurrent", "RecurrentBlock", "Vmapped", "checkpointed_sequential", "normed", "recurrent_sequential",
+    "Checkpointed", "CheckpointedBlock", "Choosing", "ChoosingBlock", "Cumulative", "Masked", "Nested", "NonZero",
+    "Normed", "Recurrent", "RecurrentBlock", "Vmapped", "checkpointed_sequential", "normed", "recurrent_sequential",
 ]  # fmt: skip
 
 
@@ -90,14 +90,13 @@ class Way(nn.Module):
 
 
 class Choosing(nn.Module):
-    """torch.cond between two ways with parameters of their own, one of which chooses again."""
+    """torch.cond between two ways with parameters of their own, and without."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.small, self.large, self.middle, self.last = (nn.Linear(6, 6) for _ in range(5))
         self.head = nn.Linear(6, 3)
-        self.one = Way("nested", Way("sine", self.small), Way("square"))
-        self.other = Way("residual", self.large, self.small)
+        self.one, self.other = Way("sine", self.small), Way("residual", self.large, self.small)
         self.square, self.again = Way("square"), Way("square")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +106,19 @@ class Choosing(nn.Module):
         with torch.no_grad():
             scale = x.abs().mean(1, keepdim=True)
         return self.head(torch.cond(x.max() > 0.4, self.square, self.again, (x, scale)))
+
+
+class Nested(Choosing):
+    """A way chooses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = Way("nested", self.one, self.other)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.stem(x))
+        x = torch.cond(x.sum() > 0, self.again, self.square, (x,))
+        return self.head(torch.tanh(self.last(torch.tanh(self.middle(x)))))
 
 
 class ChoosingBlock(nn.Module):

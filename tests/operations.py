@@ -47,6 +47,7 @@ OPERATIONS: dict[str, Case] = {
         _vector("sequential-not-checkpointed", lambda: nets.checkpointed_sequential(reentrant=None)),
         _vector("cumulative", nets.Cumulative),
         _vector("choosing", nets.Choosing),
+        _vector("choosing-twice", nets.Nested),
         _vector(
             "choosing-sequential",
             lambda: nn.Sequential(
@@ -67,16 +68,19 @@ def as_in_plain_pytorch(
     first: str = "ragged-microbatch",
     *,
     stages: tuple[int, ...] = (1, 2, 3),
+    parted: bool = True,
     still: tuple[str, ...] = (),
 ) -> list[str]:
     """Trained in several stages and evaluated in two: everything that is not as in plain PyTorch.
 
     Args:
-        first: shape of the data of these stages' runs; another has five micro-batches of two.
+        first: shape of the data of these stages' runs.
+        parted: a run with parted backwards too, of five micro-batches of two.
         still: parameters that get no gradient, or one of zero, in plain PyTorch too.
     """
     found = []
-    for shape, schedule, counts in ((first, "1f1b", stages), ("indivisible-by-k", "zb-h1", (2,))):
+    runs = ((first, "1f1b", stages), ("indivisible-by-k", "zb-h1", (2,)))
+    for shape, schedule, counts in runs[: 1 + parted]:
         wanted = expected(name, SHAPES[shape], "sgd", max_grad_norm=0.5)
         for count in counts:
             run = train(name, count, SHAPES[shape], schedule, "sgd", max_grad_norm=0.5)

@@ -15,7 +15,7 @@ from raypipe.engine.region import Choice, Region
 from raypipe.errors import CaptureError
 from tests.exactness import SHAPES, captured, expected, programs
 from tests.models import vectors
-from tests.operation_nets import Choosing, Way
+from tests.operation_nets import Choosing, Nested, Way
 from tests.operations import as_in_plain_pytorch
 
 X, Y = vectors(4)[:4]
@@ -23,10 +23,37 @@ X, Y = vectors(4)[:4]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "stages"), [("choosing", (1, 3)), ("choosing-sequential", (2,)), ("vmapped", (1, 2, 3))]
+    ("name", "stages"),
+    [("choosing", (1, 3)), ("choosing-twice", (2,)), ("choosing-sequential", (2,)), ("vmapped", (1, 2, 3))],
 )
 def test_as_in_plain_pytorch(name: str, stages: tuple[int, ...]) -> None:
     assert as_in_plain_pytorch(name, stages=stages) == []
+
+
+@pytest.mark.slow
+def test_both_ways_are_taken_and_the_other_one_gets_zeros() -> None:
+    """As with torch.cond, where a way that no micro-batch takes has gradients of zero, not none."""
+    steps = expected("choosing", SHAPES["even"], "sgd").gradients
+    large = [step["large.weight"] for step in steps]
+    assert all(found is not None for found in large)
+    model = Choosing()
+    taken = set()
+    for rows in X.repeat(8, 1).mul(torch.linspace(-2, 2, 32)[:, None]).split(2):
+        taken.add(bool(torch.tanh(model.stem(rows)).sum() > 0))
+    assert taken == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["choosing", "vmapped"])
+def test_as_in_plain_pytorch(name: str) -> None:
+    assert as_in_plain_pytorch(name) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["choosing-twice", "choosing-sequential"])
+def test_as_in_plain_pytorch_once(name: str) -> None:
+    """Plain PyTorch compiles torch.cond anew in every backward, which takes these their time."""
+    assert as_in_plain_pytorch(name, "fewer-than-stages", stages=(2,), parted=False) == []
 
 
 @pytest.mark.slow
@@ -76,18 +103,27 @@ class Drawing(nn.Module):
         return self.linear(x)
 
 
+class Unheld(Nested):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        with torch.no_grad():
+            scale = x.abs().mean()
+        return x / scale
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (Lossy(), r"calls torch\.cond under torch\.no_grad at .*test_control_flow\.py:\d+; .*detached operands"),
+        (Unheld(), r"Unheld calls torch\.cond within a way of torch\.cond.*Write the inner one as torch\.where"),
         (Drawing(choosing=True), r"draws random numbers inside torch\.cond .*Draw them outside and pass them in"),
         (
             Drawing(choosing=False),
             r"draws random numbers inside torch\.func\.vmap .*test_control_flow\.py:\d+.*outside",
         ),
     ],
-    ids=["no_grad", "draws", "draws-vmap"],
+    ids=["no_grad", "nested", "draws", "draws-vmap"],
 )
 def test_what_cannot_be_one_operation_is_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(CaptureError, match=message):

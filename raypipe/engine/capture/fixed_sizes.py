@@ -47,7 +47,7 @@ class FixedSizes:
         if self.recurrent == "state":
             return CaptureError(
                 f"{start}. The initial state of nn.LSTM, GRU and RNN has shape (layers, samples, size), also with "
-                "batch_first; take the number of samples from the data, as in x.shape[0], or leave the state out for zeros."
+                "batch_first; take the number of samples from the data, x.shape[0], or leave the state out for zeros."
             )
         if self.recurrent == "input":
             return CaptureError(

@@ -18,7 +18,7 @@ from raypipe.engine.randomness import draws_randomness
 from raypipe.engine.region import Body, Region
 from raypipe.errors import CaptureError
 
-__all__ = ["body_of", "fold", "in_levels", "line_of", "refuse_draws"]
+__all__ = ["body_of", "fold", "in_levels", "line_of", "lost_body", "refuse_draws"]
 
 _FUNCTORCH = "torch._functorch.predispatch"
 _FILE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -99,6 +99,16 @@ def fold(nodes: list[fx.Node], env: dict[fx.Node, Any], graph: fx.Graph) -> dict
     for node, part in parts.items():
         part.meta = {"val": node.meta.get("val"), **_origin(node)}
     return parts
+
+
+def lost_body(model: str, error: Exception) -> CaptureError | None:
+    """The error for a model whose bodies torch.export lost; None for any other failure."""
+    if not (isinstance(error, AttributeError) and re.search(r"(true|false)_graph_\d+'$", str(error))):
+        return None
+    return CaptureError(
+        f"{model} calls torch.cond within a way of torch.cond, and has a torch.no_grad region too, which torch.export "
+        "cannot hold both. Write the inner one as torch.where(condition, one, other)."
+    )
 
 
 def body_of(graph: fx.Graph) -> Body:

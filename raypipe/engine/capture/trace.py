@@ -21,6 +21,7 @@ from raypipe.engine.capture.flatten import Traced, flatten
 from raypipe.engine.capture.guards import loss_only, nothing_lost
 from raypipe.engine.capture.hidden_state import watched_forward
 from raypipe.engine.capture.lengths import asks_for_length, is_tokens
+from raypipe.engine.capture.regions import lost_body
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.cumulative import cumulative_norms
 from raypipe.engine.recompute import traced_checkpoints
@@ -80,9 +81,10 @@ def trace(
         cause = error.__cause__ or error.__context__
         if isinstance(cause, CaptureError):
             raise cause from None
-        fixed = sizes.refusal(type(model).__name__) if "Constraints violated" in str(error) else None
-        if fixed is not None:
-            raise fixed from error
+        name = type(model).__name__
+        found = sizes.refusal(name) if "Constraints violated" in str(error) else lost_body(name, error)
+        if found is not None:
+            raise found from error
         raise CaptureError(_explain(model, error)) from error
     finally:
         for name, module in model.named_modules():
