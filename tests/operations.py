@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from tests import operation_nets as nets
-from tests.exactness import SHAPES, by_hand, captured, expected, faults, same_bits, train
+from tests.exactness import SHAPES, Shape, by_hand, captured, expected, faults, same_bits, train
 from tests.models import Case, vectors
 
 __all__ = ["OPERATIONS", "as_in_plain_pytorch"]
@@ -65,7 +65,7 @@ OPERATIONS: dict[str, Case] = {
 
 def as_in_plain_pytorch(
     name: str,
-    first: str = "ragged-microbatch",
+    first: Shape = SHAPES["ragged-microbatch"],
     *,
     stages: tuple[int, ...] = (1, 2, 3),
     parted: bool = True,
@@ -79,12 +79,12 @@ def as_in_plain_pytorch(
         still: parameters that get no gradient, or one of zero, in plain PyTorch too.
     """
     found = []
-    runs = ((first, "1f1b", stages), ("indivisible-by-k", "zb-h1", (2,)))
+    runs = ((first, "1f1b", stages), (SHAPES["indivisible-by-k"], "zb-h1", (2,)))
     for shape, schedule, counts in runs[: 1 + parted]:
-        wanted = expected(name, SHAPES[shape], "sgd", max_grad_norm=0.5)
+        wanted = expected(name, shape, "sgd", max_grad_norm=0.5)
         for count in counts:
-            run = train(name, count, SHAPES[shape], schedule, "sgd", max_grad_norm=0.5)
-            found += [f"{shape}, {count} stages: {fault}" for fault in faults(name, run, wanted)]
+            run = train(name, count, shape, schedule, "sgd", max_grad_norm=0.5)
+            found += [f"{schedule}, {count} stages: {fault}" for fault in faults(name, run, wanted)]
     model, _ = captured(name)
     x, key = OPERATIONS[name].data(3)[:3][0], RandomKey(1, 2, 3)
     was = model.training

@@ -11,13 +11,13 @@ from raypipe.engine.capture.analyse import is_open
 from raypipe.engine.cumulative import cumulative_norms
 from raypipe.engine.profiling import estimate_graph
 from raypipe.errors import ConfigError
-from tests.exactness import captured, same_bits
+from tests.exactness import SHAPES, captured, same_bits
 from tests.operations import as_in_plain_pytorch
 
 
 @pytest.mark.slow
 def test_batch_norm_over_all_batches() -> None:
-    assert as_in_plain_pytorch("cumulative", "even") == []
+    assert as_in_plain_pytorch("cumulative", SHAPES["even"]) == []
 
 
 def test_the_operation_is_the_module() -> None:
