@@ -6,8 +6,8 @@
 The model itself is only read. Training and evaluation graphs come from one capture: training is cut by
 position, and evaluation follows the parameters, so both modes find the same tensors in the same stage.
 
-What the model omits: control flow that depends on data, but for torch.cond (the error quotes the line), attributes of the model
-that forward changes other than buffers, autocast regions inside forward.
+What the model omits: control flow that depends on data, but for torch.cond (the error quotes the line), attributes
+of the model that forward changes other than buffers, autocast regions inside forward.
 """
 
 from __future__ import annotations
