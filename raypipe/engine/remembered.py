@@ -141,9 +141,8 @@ class _Walk:
                 count = len(parameter._backward_hooks or ())
                 count += len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
                 self.memory.values[f"the number of gradient hooks of {path}.{name}"] = count
-        left_out = {*_HOOKS, *_OWN_DICTS, "training", "forward", *made_by_hooks(module)}
         for name, value in own.items():
-            if name not in left_out:
+            if name not in (*_HOOKS, *_OWN_DICTS, "training", "forward", *made_by_hooks(module)):
                 self.value(value, f"{path}.{name}", 1)
         self._class(type(module), 1)
         for name, child in module._modules.items():
