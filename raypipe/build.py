@@ -19,6 +19,7 @@ from typing import Any
 
 from raypipe.config import PipelineConfig
 from raypipe.errors import ConfigError
+from raypipe.ray_settings import faults
 from raypipe.runfile import RunFile, is_target, refuse, refuse_unknown, to_yaml
 from raypipe.yaml_text import Path as KeyPath
 
@@ -32,7 +33,8 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
     """The PipelineTrainer that a run file describes.
 
     Args:
-        planning: only its plan is wanted, so that Ray is not imported: of Ray's settings num_workers counts alone.
+        planning: only its plan is wanted, so that Ray is not imported: of Ray's settings num_workers counts alone, and
+            what a run would refuse is refused.
 
     The model is built after ``torch.manual_seed(pipeline.seed)``, so a file gives the same run twice. Modules are
     looked for where Python looks; a caller that wants the working directory too puts it on ``sys.path``.
@@ -139,12 +141,20 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
 
 
 def _places(run: RunFile) -> Any:
-    """scaling_config as far as a plan needs it."""
-    found = run.values.get("scaling_config", {}).get("num_workers")
-    counts = found if isinstance(found, list) and len(found) == 2 else [1 if found is None else found]
-    if not all(type(count) is int and count >= 1 for count in counts):
-        refuse(run, ("scaling_config", "num_workers"), f"{found!r} is no number of workers; give one or a pair.")
-    return types.SimpleNamespace(num_workers=tuple(found) if isinstance(found, list) else found)
+    """scaling_config as far as a plan needs it; what a run would refuse is refused."""
+    _refuse_faults(run, ("scaling_config",), "ScalingConfig", run.values.get("scaling_config", {}))
+    _refuse_faults(run, ("run_config",), "RunConfig", run.values.get("run_config", {}))
+    return types.SimpleNamespace(num_workers=run.values.get("scaling_config", {}).get("num_workers"))
+
+
+def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[str, Any]) -> None:
+    """Refuse the first of Ray's settings that would have no effect."""
+    nested = {name: value for name, value in values.items() if name in _NESTED and isinstance(value, dict)}
+    for name, value in nested.items():
+        _refuse_faults(run, (*path, name), _NESTED[name], value)
+    plain = {name: value for name, value in values.items() if name not in nested}
+    for name, why in faults(class_name, types.SimpleNamespace(**plain)):
+        refuse(run, (*path, name), f"{values[name]!r}: {why}")
 
 
 def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
@@ -168,8 +178,7 @@ def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
             arguments[name] = _ray_config(run, (*path, name), _NESTED[name])
         elif not _fits(value, known[name]):
             refuse(run, (*path, name), f"{value!r} is not of type {_in_words(known[name])}.")
-        elif name == "num_workers" and isinstance(value, list):
-            arguments[name] = tuple(value)
+    _refuse_faults(run, path, class_name, values)
     try:
         return cls(**arguments)
     except (ValueError, TypeError, DeprecationWarning) as error:

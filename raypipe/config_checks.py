@@ -15,10 +15,14 @@ from raypipe.errors import ConfigError
 if TYPE_CHECKING:
     from raypipe.config import Auto, PipelineConfig
 
-__all__ = ["check_together"]
+__all__ = ["TURNED", "check_together"]
 
 CHUNKED = ("interleaved", "zb-v")
 """Schedules that put several stages on each worker, and that nobody turns."""
+STILL = ("pipedream", "2bw", *CHUNKED)
+"""All schedules under which nothing is turned, codecs neither."""
+TURNED = ("auto", "kfkb", "slack", "zb-h1")
+"""Schedules that the controller turns, where group_size and slack are left to it."""
 
 
 def check_together(config: PipelineConfig) -> None:
@@ -29,14 +33,17 @@ def check_together(config: PipelineConfig) -> None:
     """
     _check_microbatches(config.minibatch_size, config.num_microbatches)
     _check_split_points(config.partitioner, config.num_stages)
-    _check_per_stage("num_replicas", config.num_replicas, config.num_stages)
-    _check_per_stage("recompute", config.recompute, config.num_stages)
+    stages = config.num_stages if isinstance(config.partitioner, str) else len(config.partitioner) + 1
+    _check_per_stage("num_replicas", config.num_replicas, stages)
+    _check_per_stage("recompute", config.recompute, stages)
     _check_link_ports(config.link_ports, config.transport)
     _check_group_size(config.group_size, config.schedule, config.num_microbatches)
     _check_slack(config.slack, config.schedule, config.num_stages)
     _check_weights(config)
     _check_chunked(config)
+    _check_codecs(config)
     _check_retuning(config)
+    _check_patience(config)
 
 
 def _check_microbatches(minibatch_size: int | Auto, num_microbatches: int | Auto) -> None:
@@ -71,10 +78,10 @@ def _check_split_points(partitioner: str | Sequence[str], num_stages: int | Auto
 
 
 def _check_per_stage(name: str, value: object, num_stages: int | Auto) -> None:
-    if isinstance(value, tuple) and num_stages not in ("auto", len(value)):
+    if isinstance(value, tuple) and num_stages != len(value):
         raise ConfigError(
-            f"{name}={value!r} speaks of {len(value)} stages, but num_stages={num_stages}. "
-            "Give one item per stage, or a single value for all."
+            f"{name}={value!r} speaks of {len(value)} stages, but num_stages={num_stages!r}. "
+            f"Give one item per stage, or a single value for all; a list needs num_stages={len(value)} beside it."
         )
 
 
@@ -126,7 +133,7 @@ def _check_weights(config: PipelineConfig) -> None:
         return
     for name in ("weight_versions", "update_interval", "vertical_sync"):
         value = getattr(config, name)
-        if value not in ("auto", False) and (name not in fixed or value != fixed[name]):
+        if value != "auto" and (name not in fixed or value != fixed[name]):
             raise ConfigError(
                 f"{name}={value!r} means nothing to schedule={schedule!r}, which {meaning}. Set schedule='pipedream', "
                 f"or leave {name} out."
@@ -134,7 +141,7 @@ def _check_weights(config: PipelineConfig) -> None:
 
 
 def _check_chunked(config: PipelineConfig) -> None:
-    """Several stages per worker: two of them in a V, none replicated, and no codec that waits to be turned."""
+    """Several stages per worker: two of them in a V, none replicated."""
     if config.schedule not in CHUNKED:
         return
     if config.partitioner == "hierarchical":
@@ -142,12 +149,6 @@ def _check_chunked(config: PipelineConfig) -> None:
             f"partitioner='hierarchical' means nothing to schedule={config.schedule!r}, which shares each worker "
             "between stages instead of each stage between workers. Set partitioner='auto' or schedule='1f1b'."
         )
-    for name in ("codec_forward", "codec_backward"):
-        if getattr(config, name) == "auto":
-            raise ConfigError(
-                f"{name}='auto' means nothing to schedule={config.schedule!r}, under which nothing is turned while the "
-                f"run trains. Name a codec, such as {name}='bf16', or leave {name} out for 'none'."
-            )
     stages = config.num_stages if isinstance(config.partitioner, str) else len(config.partitioner) + 1
     if config.schedule == "zb-v" and stages != "auto" and stages % 2:
         what = f"num_stages={stages}" if config.num_stages != "auto" else f"partitioner={config.partitioner!r}"
@@ -157,13 +158,49 @@ def _check_chunked(config: PipelineConfig) -> None:
         )
 
 
+def _turned(config: PipelineConfig) -> tuple[str, ...]:
+    """Fields by which the controller has something to turn; see raypipe.retuning."""
+    if config.schedule in STILL or config.retune_interval_steps == 0:
+        return ()
+    kinds = config.schedule in TURNED and config.group_size == "auto" == config.slack
+    found = ["schedule"] if kinds else []
+    found += [name for name in ("codec_forward", "codec_backward") if getattr(config, name) == "auto"]
+    return tuple(found + ["retune_microbatches"] * config.retune_microbatches)
+
+
+def _still(config: PipelineConfig) -> str:
+    """The field, with its value, under which nothing is turned."""
+    name = "schedule" if config.schedule in STILL else "retune_interval_steps"
+    return f"{name}={getattr(config, name)!r}"
+
+
+def _check_codecs(config: PipelineConfig) -> None:
+    """A codec that waits to be turned needs somebody who turns it."""
+    for name in ("codec_forward", "codec_backward"):
+        if getattr(config, name) == "auto" and not _turned(config):
+            raise ConfigError(
+                f"{name}='auto' means nothing with {_still(config)}, under which nothing is turned while the "
+                f"run trains. Name a codec, such as {name}='bf16', or leave {name} out for 'none'."
+            )
+
+
 def _check_retuning(config: PipelineConfig) -> None:
     """The controller turns nothing of a schedule that never runs empty or shares workers, nor with an interval of 0."""
-    if not config.retune_microbatches:
-        return
-    if config.schedule in ("pipedream", "2bw", *CHUNKED) or config.retune_interval_steps == 0:
-        name = "schedule" if config.retune_interval_steps else "retune_interval_steps"
+    if config.retune_microbatches and not _turned(config):
         raise ConfigError(
-            f"retune_microbatches=True means nothing with {name}={getattr(config, name)!r}, under which nothing is "
+            f"retune_microbatches=True means nothing with {_still(config)}, under which nothing is "
             "turned while the run trains. Leave one of them out."
         )
+
+
+def _check_patience(config: PipelineConfig) -> None:
+    """Patience of a controller that has nothing to turn; an interval of 0 is what it does then."""
+    for name in ("retune_interval_steps", "link_drift_threshold", "min_gain"):
+        value = getattr(config, name)
+        if value not in ("auto", 0) and not _turned(config):
+            still = config.schedule in STILL or config.retune_interval_steps == 0
+            with_what = _still(config) if still else f"schedule={config.schedule!r} as it is given"
+            raise ConfigError(
+                f"{name}={value!r} means nothing with {with_what}: nothing is turned while the run trains. Leave "
+                f"{name} out, or leave something to the controller (schedule='auto', a codec 'auto')."
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raypipe.config import PipelineConfig
+from raypipe.config_checks import TURNED
 from raypipe.engine.codec.cost import codec_cost
 from raypipe.planner.control import Choice, Codec, Setup
 from raypipe.planner.tune import CHUNKED, settled_schedule
@@ -10,7 +11,6 @@ from raypipe.prepare import Job
 
 __all__ = ["retune_setup"]
 
-TURNED = ("auto", "kfkb", "slack", "zb-h1")
 FORWARD_CODECS = ("bf16", "int8")
 BACKWARD_CODECS = ("bf16",)
 """What "auto" may take, the mildest first: gradients are treated more mildly than activations."""

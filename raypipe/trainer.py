@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from raypipe.arguments import check_arguments
 from raypipe.config import PipelineConfig
 from raypipe.describe import describe
 from raypipe.engine.local import LocalFleet
@@ -33,6 +34,7 @@ from raypipe.planner.simulate import Costs, simulate
 from raypipe.planner.tune import step_of
 from raypipe.prepare import Job, prepare, profile
 from raypipe.progress import RunProgress
+from raypipe.ray_settings import check_ray_settings
 from raypipe.resume import kept_microbatches
 from raypipe.retuning import retune_setup
 from raypipe.runtime.checkpoints import CheckpointPolicy
@@ -67,12 +69,13 @@ class PipelineTrainer:
             may draw random numbers: torch's, numpy's and Python's global generators are seeded by (seed, epoch, row)
             around each item, under one lock of the process. Items that still come differently each time are refused.
         pipeline: see PipelineConfig.
-        scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages.
+        scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages, resources_per_worker
+            what each takes of the cluster.
         run_config: ray.train.RunConfig; name and storage_path say where the run's folder is, ``~/ray_results`` and the
-            time where nothing is said.
+            time where nothing is said, checkpoint_config what is kept. Any other field that says something is refused.
 
     Raises:
-        ConfigError: an argument is missing or of the wrong kind.
+        ConfigError: an argument is missing, of the wrong kind, or a field of Ray's that would have no effect.
     """
 
     def __init__(
@@ -88,11 +91,8 @@ class PipelineTrainer:
         scaling_config: Any = None,
         run_config: Any = None,
     ) -> None:
-        if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-            raise ConfigError(
-                "optimizer must be a function of named parameters, because every stage makes its own: "
-                "optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)."
-            )
+        check_arguments(model, loss_fn, optimizer, lr_scheduler, train_data, pipeline)
+        check_ray_settings(scaling_config, run_config, evaluates=eval_data is not None)
         self._arguments = (model, loss_fn, optimizer, lr_scheduler, train_data, eval_data)
         self._pipeline = pipeline or PipelineConfig()
         self._scaling = scaling_config
@@ -205,8 +205,7 @@ class PipelineTrainer:
         return Place.of(storage, getattr(self._run, "storage_filesystem", None)) / name
 
     def _num_workers(self) -> int | None:
-        workers = getattr(self._scaling, "num_workers", None)
-        return max(workers) if isinstance(workers, tuple) else workers
+        return getattr(self._scaling, "num_workers", None)
 
     def _num_steps(self, job: Job, num_steps: int | None, num_epochs: int | None) -> int:
         if (num_steps is None) == (num_epochs is None):
@@ -304,8 +303,7 @@ class PipelineTrainer:
         ]
 
     def _resources(self) -> Mapping[str, float]:
-        given = getattr(self._scaling, "resources_per_worker", None) or {}
-        return {"CPU": 1, **({"GPU": 1} if getattr(self._scaling, "use_gpu", False) else {}), **given}
+        return {"CPU": 1, **(getattr(self._scaling, "resources_per_worker", None) or {})}
 
 
 def _refuse_replicas(plan: Plan) -> None:

@@ -27,7 +27,7 @@ loss_fn: {target: "m:loss"}
 pipeline:
   num_stages: 2
   schedule: 1f1b
-scaling_config: {num_workers: [2, 8]}
+scaling_config: {num_workers: 2}
 run_config: {name: lm, storage_path: runs, checkpoint_config: {num_to_keep: 3}}
 num_steps: 10
 """

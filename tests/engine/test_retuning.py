@@ -305,7 +305,8 @@ def test_a_state_of_another_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_left_open_is_turned(given: dict[str, Any], mode: str | None, tmp_path: Path) -> None:
-    found = trainer(tmp_path, "open", "mlp", **given)
+    patience = {} if mode else dict.fromkeys(PATIENCE, "auto")  # which is refused where nothing is turned
+    found = trainer(tmp_path, "open", "mlp", **{**patience, **given})
     setup = retune_setup(found._pipeline, found._prepared())
     assert (None if setup is None else setup.mode) == mode
     if setup is not None and "retune_interval_steps" not in given:

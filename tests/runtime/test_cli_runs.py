@@ -230,7 +230,10 @@ def test_a_hugging_face_model_comes_back_from_export(tmp_path: Path, monkeypatch
         ("run_config.verbose=1", ["run_config.verbose: unknown"]),
         ("run_config.callbacks=[]", ["run_config.callbacks: unknown"]),
         ("run_config.checkpoint_config.num_to_kep=1", ["checkpoint_config.num_to_kep: unknown; did you mean num_to_k"]),
-        ("run_config.checkpoint_config.num_to_keep=0", ["run_config.checkpoint_config: ", "num_to_keep: 0"]),
+        ("run_config.checkpoint_config.num_to_keep=0", ["run_config.checkpoint_config.num_to_keep: 0: give an int"]),
+        ("scaling_config.use_gpu=true", ["scaling_config.use_gpu: True: it would have no effect: stages compute on"]),
+        ("scaling_config.num_workers=[2, 8]", ["scaling_config.num_workers: [2, 8]: a pair asks for", "num_workers=8"]),
+        ("run_config.failure_config.max_failures=3", ["run_config.failure_config.max_failures: 3: it would have no"]),
         ("run_config.failure_config={max_failures: many}", ["run_config.failure_config.max_failures: 'many'"]),
     ],
 )
@@ -238,6 +241,10 @@ def test_what_only_an_import_can_tell_is_named_too(folder: Path, override: str, 
     module = next(path.stem for path in folder.glob("task_*.py"))
     with pytest.raises(ConfigError) as caught:
         make_trainer(read_runfile(folder / "run.yaml", [override.replace("MODULE", module)]))
+    if "no effect" in str(caught.value) or "a pair" in str(caught.value):
+        with pytest.raises(ConfigError) as planned:
+            make_trainer(read_runfile(folder / "run.yaml", [override]), planning=True)
+        assert str(planned.value) == str(caught.value)
     message = str(caught.value)
     assert message.startswith(str(folder / "run.yaml"))
     assert "\n" not in message
@@ -249,7 +256,7 @@ def test_targets_are_used_as_they_are_meant(folder: Path) -> None:
     module = next(path.stem for path in folder.glob("task_*.py"))
 
     def loss(*overrides: str) -> float:
-        settings = read_runfile("run.yaml", ["num_steps=1", *overrides, "scaling_config.num_workers=[1, 2]"])
+        settings = read_runfile("run.yaml", ["num_steps=1", *overrides])
         return float(make_trainer(settings).fit(1, local=True, progress=False).metrics["loss"])
 
     plain = loss("run_config.name=a")

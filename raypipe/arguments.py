@@ -1,0 +1,65 @@
+"""What a trainer's arguments must be, looked at when they are given: nothing is called or read for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from raypipe.config import PipelineConfig
+from raypipe.errors import ConfigError
+
+__all__ = ["PLATEAU", "check_arguments"]
+
+PLATEAU = (
+    "lr_scheduler is ReduceLROnPlateau, which waits for a metric that stages do not have. Take one that follows from "
+    "the number of steps: lr_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=1000)."
+)
+
+
+def check_arguments(
+    model: Any, loss_fn: Any, optimizer: Any, lr_scheduler: Any, train_data: Any, pipeline: Any
+) -> None:
+    """Refuse what cannot be right, whatever the data.
+
+    Raises:
+        ConfigError: names the argument and says what to write.
+    """
+    if not callable(model):
+        raise ConfigError(
+            f"model is {_what(model)}; give an nn.Module, or a function without arguments that builds one."
+        )
+    if isinstance(loss_fn, type):
+        where = "torch.nn." if loss_fn.__module__.startswith("torch.nn") else ""
+        made = f"{where}{loss_fn.__name__}()"
+        raise ConfigError(
+            f"loss_fn is the class {loss_fn.__name__}, and calling it makes a loss instead of computing one. Add the "
+            f"brackets: loss_fn={made}."
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {_what(loss_fn)}; give a function (output, target) -> scalar tensor.")
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise ConfigError(
+            "optimizer must be a function of named parameters, because every stage makes its own: "
+            "optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)."
+        )
+    if isinstance(lr_scheduler, ReduceLROnPlateau) or lr_scheduler is ReduceLROnPlateau:
+        raise ConfigError(PLATEAU)
+    if lr_scheduler is not None and (isinstance(lr_scheduler, LRScheduler) or not callable(lr_scheduler)):
+        raise ConfigError(
+            f"lr_scheduler is {_what(lr_scheduler)}, but every stage makes one for its own optimizer. Give a function "
+            "of the optimizer: lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1000)."
+        )
+    if train_data is None:
+        raise ConfigError("train_data is None; give the path of Parquet or Arrow files, or a torch map-style Dataset.")
+    if not isinstance(pipeline, PipelineConfig | None):
+        raise ConfigError(f"pipeline is {_what(pipeline)}; give raypipe.PipelineConfig(num_stages=2, ...).")
+
+
+def _what(value: Any) -> str:
+    """A value in few words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value).__name__
+    return f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"

@@ -1,0 +1,160 @@
+"""Ray Train's settings, as far as raypipe reads them: what has no effect here is refused by name.
+
+    ScalingConfig(num_workers=4, use_gpu=True)
+                  ^ read         ^ refused: nothing in this release computes on a GPU
+
+A field counts as said where it differs from what its class makes of no arguments. Fields that Ray adds later are
+refused by the same rule, so that no table here can fall behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from raypipe.errors import ConfigError
+
+__all__ = ["READ", "check_ray_settings", "faults"]
+
+READ: Mapping[str, tuple[str, ...]] = {
+    "ScalingConfig": ("num_workers", "resources_per_worker"),
+    "RunConfig": ("name", "storage_path", "storage_filesystem", "checkpoint_config"),
+    "CheckpointConfig": ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order"),
+    "FailureConfig": (),
+}
+"""Fields that raypipe reads, by class of Ray Train."""
+
+SCORES = ("loss", "grad_norm", "eval_loss")
+"""Numbers that every checkpoint carries; the last one where there is eval_data."""
+
+_ON_CPU = "stages compute on the CPU in this release, so a GPU would be reserved and left idle"
+_NO_RESTART = (
+    "a stage that fails ends the run in this release, and starting it again under the same name goes on from its "
+    "newest checkpoint"
+)
+_PLACED = "every worker is placed by itself, by its resources_per_worker alone"
+_REASONS: Mapping[str, str] = {
+    "use_gpu": _ON_CPU,
+    "use_tpu": "stages compute on the CPU in this release",
+    "topology": "stages compute on the CPU in this release",
+    "accelerator_type": _ON_CPU,
+    "trainer_resources": "the driver of a run computes nothing and asks for nothing",
+    "placement_strategy": _PLACED,
+    "label_selector": _PLACED,
+    "elastic_resize_monitor_interval_s": "the number of workers does not change while a run trains in this release",
+    "failure_config": _NO_RESTART,
+    "callbacks": "nothing calls them in this release; follow a run with trainer.start() and handle.status()",
+    "worker_runtime_env": "workers have the environment of the cluster or job; set it with ray.init(runtime_env=...)",
+    "logging_config": "what a run does stands in events.jsonl of its folder",
+    "checkpoint_frequency": "PipelineConfig(checkpoint_interval_steps=...) says how often a run saves",
+    "checkpoint_at_end": "a run always saves at its end",
+}
+
+
+def check_ray_settings(scaling: Any, run: Any, *, evaluates: bool) -> None:
+    """Refuse what a run would not read, before anything is looked at or started.
+
+    Args:
+        scaling, run: ray.train.ScalingConfig and RunConfig, or None.
+        evaluates: whether there is eval_data, so that checkpoints have an eval_loss.
+
+    Raises:
+        ConfigError: names the field, its value, why it has no effect, and what to do.
+    """
+    checkpoints = getattr(run, "checkpoint_config", None)
+    for argument, kind, given in (
+        ("scaling_config", "ScalingConfig", scaling),
+        ("run_config", "RunConfig", run),
+        ("checkpoint_config", "CheckpointConfig", checkpoints),
+    ):
+        if given is None:
+            continue
+        if isinstance(given, Mapping | type) or not hasattr(given, "__dict__"):
+            found = f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__} {given!r}"
+            raise ConfigError(f"{argument} is {found}; give ray.train.{kind}({_EXAMPLES[kind]}).")
+        for name, why in faults(kind, given):
+            raise ConfigError(f"{kind}({name}={getattr(given, name)!r}): {why}")
+    if getattr(checkpoints, "checkpoint_score_attribute", None) == "eval_loss" and not evaluates:
+        raise ConfigError(
+            "CheckpointConfig(checkpoint_score_attribute='eval_loss'): there is no eval_loss without eval_data. Give "
+            "eval_data, or 'loss' as the attribute."
+        )
+
+
+_EXAMPLES = {"ScalingConfig": "num_workers=2", "RunConfig": "name='first'", "CheckpointConfig": "num_to_keep=2"}
+
+
+def faults(kind: str, given: Any) -> Iterator[tuple[str, str]]:
+    """Fields of one of Ray's settings that say something which would have no effect, and what to do instead.
+
+    Args:
+        kind: name of the class of Ray Train that ``given`` stands for.
+        given: any object with the fields as attributes.
+    """
+    fresh: Any = None
+    with suppress(Exception):  # a class of its own, whose defaults nobody knows
+        fresh = type(given)()
+    for name, value in vars(given).items():
+        if name.startswith("_"):
+            continue
+        if name in READ[kind]:
+            why = _CHECKS[name](value, given) if name in _CHECKS and value is not None else ""
+            if why:
+                yield name, why
+        elif value and value != getattr(fresh, name, None):
+            reason = _REASONS.get(name, "raypipe does not read it")
+            reads = ", ".join(READ[kind])
+            of = f"of {kind} raypipe reads {reads}" if reads else _NO_RESTART
+            yield name, f"it would have no effect: {reason}. Leave it out{'' if name in _REASONS else f'; {of}'}."
+
+
+def _check_workers(value: Any, given: Any) -> str:
+    if isinstance(value, tuple | list):
+        return (
+            "a pair asks for a number of workers that changes while the run trains, which comes with a later release. "
+            f"Give one number, as in num_workers={max((n for n in value if type(n) is int), default=2)}."
+        )
+    if type(value) is not int or value < 1:
+        return "it is the number of places for stages; give an integer of at least 1."
+    return ""
+
+
+def _check_resources(value: Any, given: Any) -> str:
+    good = isinstance(value, Mapping) and all(
+        isinstance(name, str) and type(n) in (int, float) and n >= 0 for name, n in value.items()
+    )
+    if not good:
+        return "it says how much of each resource a worker takes, as in {'CPU': 1}; give numbers from 0 on by name."
+    if value.get("GPU"):
+        return f"{_ON_CPU}. Leave out 'GPU'."
+    return ""
+
+
+def _check_kept(value: Any, given: Any) -> str:
+    return "" if type(value) is int and value >= 1 else "give an integer of at least 1, or None to keep all."
+
+
+def _check_score(value: Any, given: Any) -> str:
+    if value not in SCORES:
+        return f"no checkpoint has such a number; give one of {', '.join(SCORES)}."
+    if getattr(given, "num_to_keep", None) is None:
+        return "it says which checkpoints are kept, but without num_to_keep all are. Give num_to_keep too."
+    return ""
+
+
+def _check_order(value: Any, given: Any) -> str:
+    if value not in ("max", "min"):
+        return "give 'max' or 'min'."
+    if value == "min" and getattr(given, "checkpoint_score_attribute", None) is None:
+        return "it orders by checkpoint_score_attribute, which is not given. Give 'loss' or 'eval_loss' there."
+    return ""
+
+
+_CHECKS = {
+    "num_workers": _check_workers,
+    "resources_per_worker": _check_resources,
+    "num_to_keep": _check_kept,
+    "checkpoint_score_attribute": _check_score,
+    "checkpoint_score_order": _check_order,
+}
