@@ -28,6 +28,7 @@ from raypipe.engine.loss_check import NUM_ROWS, Grouping, group_losses, misfit, 
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.rehearsal import scalar
 from raypipe.engine.remembered import read_memory
 from raypipe.errors import CaptureError, ConfigError
 
@@ -72,10 +73,12 @@ def find_reduction(
     if asked == "valid_tokens" and captured.terms is not None:
         # The model may shift its labels; what counts are those that its loss sees.
         return FoundReduction(captured.terms.counts or asked)
-    if asked != "auto":
-        return FoundReduction(asked)
     rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
     trial = _Trial(model, loss_fn, pipeline.seed)
+    if asked == "mean" and pipeline.num_microbatches != 1 and not any(p.is_meta for p in model.parameters()):
+        _refuse_sum(trial.losses(rows))
+    if asked != "auto":
+        return FoundReduction(asked)
     traced = captured.terms if loss_fn is None else _terms_of_loss_fn(loss_fn, trial.outputs(rows), rows)
     known = traced or _NO_TERMS
     found: list[Reduction] = [known.counts] if known.counts else []
@@ -98,6 +101,29 @@ def find_reduction(
             known.counts.of_minibatch(grouping.parts, grouping.sizes)
     what = known.counts.words if known.counts else str(found[0])
     raise ConfigError(_refusal(whole, [(g, weights_of(found[0], g, target)) for g in groupings], what))
+
+
+def _refuse_sum(tried: tuple[float, list[Grouping]] | None) -> None:
+    """A loss that adds up over samples, weighed by samples, would be smaller the more micro-batches there are.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    if tried is None:
+        return
+    whole, groupings = tried
+
+    def fits(reduction: str) -> bool:
+        return all(misfit(whole, g, weights_of(reduction, g, None)) is None for g in groupings)
+
+    if fits("sum") and not fits("mean"):
+        sizes, losses = groupings[0].sizes, groupings[0].losses
+        raise ConfigError(
+            f"loss_reduction='mean' is for a loss that averages over samples, but this one adds up: over {sum(sizes)} "
+            f"rows it is {whole:.5g}, over {' and '.join(map(str, sizes))} of them "
+            f"{' and '.join(f'{loss:.5g}' for loss in losses)}. The gradient would shrink with the number of "
+            "micro-batches. Set loss_reduction='sum', leave it out, or let the loss average (reduction='mean')."
+        )
 
 
 def _note(counts: LossCounts) -> str:
@@ -236,14 +262,7 @@ class _Trial:
         output = self._run(rows)
         if self._loss_fn is None:
             return float(own_loss(self._model, output))
-        loss = self._loss_fn(output, list(rows.values())[-1])
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise CaptureError(
-                f"loss_fn returns {found} for {len(next(iter(rows.values())))} samples instead of a scalar tensor. Let "
-                "it reduce over the samples, as reduction='mean' does."
-            )
-        return float(loss)
+        return float(scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values())))))
 
 
 @contextmanager

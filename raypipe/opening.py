@@ -11,8 +11,10 @@ import torch
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.data import Source, open_data
+from raypipe.engine.rehearsal import NUM_ROWS, refuse_lazy, refuse_sparse, rehearse, rehearse_evaluation
 from raypipe.engine.remembered import Memory, read_memory
-from raypipe.errors import ConfigError, DataError
+from raypipe.engine.user_lines import quoted, short
+from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
 from raypipe.planner.tune import Request, microbatches
 
@@ -57,9 +59,9 @@ def open_arguments(
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
-    built = model if isinstance(model, torch.nn.Module) else model()
-    if not isinstance(built, torch.nn.Module):
-        raise ConfigError(f"model={type(built).__name__} is no nn.Module; give one, or a function that builds one.")
+    built = _built(model)
+    refuse_lazy(built)
+    refuse_sparse(built)
     memory = read_memory(built, loss_fn)
     sources = {"train": open_data(train_data, seed=pipeline.seed)}
     if eval_data is not None:
@@ -71,6 +73,12 @@ def open_arguments(
         size = max(size, min(minibatch, CURVE_SAMPLES))
     columns, example = _read(sources["train"], loss_fn is not None, size)
     captured = capture(built, example, columns, loss_fn, evaluates=eval_data is not None)
+    rehearse(built, captured, _by_name(columns, example))
+    if eval_data is not None:
+        _check_columns(columns, sources["eval"])
+        count = min(NUM_ROWS, sources["eval"].num_samples)
+        rows = _by_name(columns, sources["eval"].read(0, 0, count, columns))
+        rehearse_evaluation(built, captured, rows)
     larger: Mapping[Any, torch.Tensor] = {}
     if curve:
         bytes_each = sum(x[:1].nbytes for x in _by_name(columns, example).values() if x.dim())
@@ -78,6 +86,39 @@ def open_arguments(
         if most > size:
             larger = example_of(sources["train"], loss_fn is not None, most)
     return Opened(built, sources, request, loss_fn is not None, captured, _by_name(columns, example), larger, memory)
+
+
+def _built(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    if isinstance(model, torch.nn.Module):
+        return model
+    try:
+        built = model()
+    except RaypipeError:
+        raise
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        raise ConfigError(
+            f"model cannot be built{quoted(error)}: {short(error)} Give an nn.Module, or a function without arguments "
+            "that builds one."
+        ) from None
+    if not isinstance(built, torch.nn.Module):
+        raise ConfigError(f"model={type(built).__name__} is no nn.Module; give one, or a function that builds one.")
+    return built
+
+
+def _check_columns(columns: tuple[Any, ...], source: Source) -> None:
+    """Refuse eval_data that lacks a column of train_data, before the first evaluation is due.
+
+    Raises:
+        DataError: names the column.
+    """
+    numbered = all(isinstance(name, int) for name in columns)
+    there = tuple(range(len(source.columns))) if numbered else source.columns
+    missing = [name for name in columns if name not in there]
+    if missing:
+        raise DataError(
+            f"eval_data has no column {missing[0]!r}, but train_data has; it has {', '.join(map(repr, there))}. "
+            "Give it the columns of train_data, in the same order."
+        )
 
 
 def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, torch.Tensor]:

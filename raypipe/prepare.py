@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from raypipe.arguments import in_one_paragraph
 from raypipe.config import PipelineConfig
 from raypipe.engine.capture import Capture
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.data import Source
+from raypipe.engine.optimizer_trial import try_optimizers
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
 from raypipe.engine.verify import verify
@@ -148,6 +150,7 @@ class Job:
         return found
 
 
+@in_one_paragraph()
 def prepare(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
@@ -205,6 +208,7 @@ def prepare(
         if pipeline.retune_microbatches:
             sizes = decision.minibatch_size, decision.num_microbatches, request.least_microbatch
             counts = seconds_by_count(profiled, *sizes)
+    try_optimizers(programs, captured.parameters, optimizer, lr_scheduler)
     plan = _with_shares(plan, captured, programs)
     still = [ONE_SIZE] if pipeline.retune_microbatches and len(counts) < 2 else []
     noted = [counted] if counted else []
@@ -235,6 +239,7 @@ def prepare(
     )
 
 
+@in_one_paragraph()
 def profile(
     model: torch.nn.Module | Callable[[], torch.nn.Module],
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,

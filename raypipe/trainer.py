@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raypipe.arguments import check_arguments
+from raypipe.arguments import check_arguments, check_travel, in_one_paragraph
 from raypipe.config import PipelineConfig
 from raypipe.describe import describe
 from raypipe.engine.local import LocalFleet
@@ -115,6 +115,7 @@ class PipelineTrainer:
         Raises:
             RaypipeError: one paragraph that says what to change.
         """
+        self._check_travel()
         if cluster is None and profiled is None:
             return self._prepared().plan
         return prepare(*self._arguments, self._pipeline, self._num_workers(), cluster, profiled).plan
@@ -128,6 +129,7 @@ class PipelineTrainer:
         model, loss_fn, _, _, train_data, _ = self._arguments
         return profile(model, loss_fn, train_data, self._pipeline, self._num_workers())
 
+    @in_one_paragraph()
     def simulate(self) -> Timeline:
         """One predicted step: the plan with stage times measured here on one micro-batch, and free links."""
         if self._predicted is None:
@@ -187,6 +189,12 @@ class PipelineTrainer:
         """
         return self._start(num_steps, num_epochs, local=local, detached=detached)
 
+    def _check_travel(self) -> None:
+        """Of all but the model, of which stages are sent what was captured."""
+        names = ("model", "loss_fn", "optimizer", "lr_scheduler", "train_data", "eval_data")
+        given = dict(zip(names, self._arguments, strict=True)) | {"loss_reduction": self._pipeline.loss_reduction}
+        check_travel({name: value for name, value in given.items() if name != "model"})
+
     def _prepared(self) -> Job:
         if self._job is None:
             self._job = prepare(*self._arguments, self._continued(), self._num_workers())
@@ -231,6 +239,7 @@ class PipelineTrainer:
     def _start_on_ray(self, job: Job, spec: RunSpec, detached: bool) -> RunHandle:
         from raypipe.runtime.client import connected, start_run
 
+        self._check_travel()
         with contextlib.ExitStack() as stack:
             stack.enter_context(connected(job.num_workers, self._resources(), detached=detached))
             check = partial(self._check, job)

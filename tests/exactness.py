@@ -80,6 +80,8 @@ class Recorder:
         return Recording(named, **self.options)
 
     def _keep(self, step: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        if not any(p.grad is not None and p.grad.any() for p in parameters.values()):
+            return  # a plan tries a step on stand-ins, with gradients of nothing but zeros
         with self._lock:
             while len(self.steps) <= step:
                 self.steps.append({})

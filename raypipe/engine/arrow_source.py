@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from raypipe.engine.columns import check_type, dense, ragged
 from raypipe.engine.order import EpochOrder
+from raypipe.engine.user_lines import short
 from raypipe.errors import DataError
 
 __all__ = ["ArrowSource", "DataFile", "survey"]
@@ -154,7 +155,7 @@ class ArrowSource:
         for group, rows, places in self._order(epoch).locate(first, stop - first) if missing else ():
             table = self._table(group, missing)
             for name in missing:
-                values = dense(name, table.column(name), self._where(group))
+                values = dense(name, table.column(name), self._where(group), self._first_row(group))
                 if name not in ordered:
                     ordered[name] = np.empty((stop - first, *values.shape[1:]), dtype=values.dtype)
                 elif ordered[name].shape[1:] != values.shape[1:]:
@@ -165,6 +166,21 @@ class ArrowSource:
         return window
 
     def _table(self, group: int, names: list[str]) -> pa.Table:
+        """Columns of a row group.
+
+        Raises:
+            DataError: its bytes are no longer what they were; names the file and the rows.
+        """
+        try:
+            return self._decode(group, names)
+        except (pa.ArrowException, OSError) as error:
+            first = self._first_row(group)
+            raise DataError(
+                f"Rows {first} to {first + self._rows_per_group[group] - 1} of data file {self._where(group)} cannot "
+                f"be read: {short(error)} Write the file again, or take it out of the data."
+            ) from None
+
+    def _decode(self, group: int, names: list[str]) -> pa.Table:
         file, index = self._groups[group]
         if self._files[file].format == "parquet":
             return self._reader(file).read_row_group(index, columns=names)
@@ -192,6 +208,11 @@ class ArrowSource:
                 f"Data file {path} is not there on this machine. Put the data where every node can read it: "
                 "a shared folder, or s3:// and the like."
             ) from error
+
+    def _first_row(self, group: int) -> int:
+        """Of a row group, in its file."""
+        file, index = self._groups[group]
+        return sum(self._files[file].rows_per_group[:index])
 
     def _where(self, group: int) -> str:
         return self._files[self._groups[group][0]].path

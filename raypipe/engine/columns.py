@@ -11,6 +11,7 @@ on copies them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,12 @@ def check_type(name: str, kind: pa.DataType, where: str) -> None:
     raise DataError(f"Column {name!r} of {where} has type {kind}, which cannot become a tensor. {cure}.")
 
 
-def dense(name: str, column: pa.ChunkedArray, where: str) -> NDArray[Any]:
+def dense(name: str, column: pa.ChunkedArray, where: str, first_row: int = 0) -> NDArray[Any]:
     """The column's values, shape (rows, ...), with the dtype that Arrow has for them.
+
+    Args:
+        where: the file, for messages.
+        first_row: of the column in the file.
 
     Raises:
         DataError: values are missing, or lists differ in length; names the column and what to do.
@@ -55,9 +60,11 @@ def dense(name: str, column: pa.ChunkedArray, where: str) -> NDArray[Any]:
     shape = [len(array)]
     while True:
         if array.null_count:
+            missing = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+            row = first_row + missing // math.prod(shape[1:])
             raise DataError(
-                f"Column {name!r} of {where} has {array.null_count} missing values, for which a tensor has no place. "
-                "Fill or drop them (pyarrow.compute.fill_null, drop_null) before writing the file."
+                f"Column {name!r} of {where} has {array.null_count} missing values, the first in row {row}, for which "
+                "a tensor has no place. Fill or drop them (pyarrow.compute.fill_null, drop_null) before writing it."
             )
         if isinstance(array, pa.ExtensionArray):
             if isinstance(array.type, pa.FixedShapeTensorType):
@@ -69,7 +76,7 @@ def dense(name: str, column: pa.ChunkedArray, where: str) -> NDArray[Any]:
             shape.append(array.type.list_size)
             array = array.flatten()
         elif _is_list(array.type):
-            shape.append(_common_length(name, array, where))
+            shape.append(_common_length(name, array, where, first_row, math.prod(shape[1:])))
             array = array.flatten()
         else:
             # Booleans are bits in Arrow, so they are the one case that cannot be a view.
@@ -89,11 +96,12 @@ def _tensor_shape(name: str, kind: pa.FixedShapeTensorType, where: str) -> list[
     return list(kind.shape)
 
 
-def _common_length(name: str, array: Any, where: str) -> int:
+def _common_length(name: str, array: Any, where: str, first_row: int, per_row: int) -> int:
     lengths = np.diff(np.asarray(array.offsets))
     shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
     if shortest != longest:
-        raise DataError(ragged(name, f"{shortest} to {longest} values", where))
+        row = first_row + int(np.flatnonzero(lengths != lengths[0])[0]) // per_row
+        raise DataError(ragged(name, f"{shortest} to {longest} values (row {row} is the first to differ)", where))
     return longest
 
 

@@ -11,6 +11,7 @@ import torch
 from raypipe.engine.data import Source
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction, Weights, evaluation_shares, update_weights
+from raypipe.errors import DataError
 from raypipe.ir.segment import Segment
 
 __all__ = ["Feed", "MicrobatchData"]
@@ -116,8 +117,14 @@ class Feed:
         wanted, sizes = self._columns[mode], segment.microbatch_samples
         whole: dict[Any, torch.Tensor] = {}
         if wanted:
-            with self._reading:
-                read: Any = self._sources[mode].read(epoch, begin, segment.minibatch_samples, wanted)
+            read: Any
+            try:
+                with self._reading:
+                    read = self._sources[mode].read(epoch, begin, segment.minibatch_samples, wanted)
+            except DataError as error:
+                step = segment.first_step + (begin - segment.offset) // segment.minibatch_samples
+                when = f"Step {step}" if mode == "train" else "Evaluation"
+                raise DataError(f"{when}: {error}") from None
             whole = read if isinstance(read, dict) else dict(zip(wanted, read, strict=True))
         parts: list[dict[Any, torch.Tensor]] = [{} for _ in sizes]
         for name, tensor in whole.items():

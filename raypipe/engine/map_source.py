@@ -9,17 +9,17 @@ An item may be random (crops, masks, noise): torch's, numpy's and Python's globa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from raypipe.engine.columns import ragged
 from raypipe.engine.item_randomness import generator_states, own_generators, seed_generators
 from raypipe.engine.order import EpochOrder
 from raypipe.engine.remembered import first_change, read_memory_of
+from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import DataError
 
 __all__ = ["MapSource"]
@@ -49,10 +49,11 @@ class MapSource:
             raise DataError(f"The dataset {self._name} is empty. Give one with at least one item.")
         with own_generators():
             seed_generators(seed, 0, 0)
-            item = _parts(dataset[0])
+            (read,) = self._read(lambda rows: [dataset[row] for row in rows], [0])
+            item = _parts(read)
         self.columns: tuple[Any, ...] = tuple(item)
         for column, value in item.items():
-            self._stack(column, [value])
+            self._stack(column, [value], [0])
         self._check_repeats()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class MapSource:
                     f"Item {row} of {self._name} has the columns {list(item)}, but item 0 has {list(self.columns)}. "
                     "Make every item alike."
                 )
-        return {key: self._stack(key, [item[key] for item in items]) for key in keys}
+        return {key: self._stack(key, [item[key] for item in items], rows) for key in keys}
 
     def _fetch(self, epoch: int, rows: list[int]) -> list[Any]:
         """The dataset's items, each with random numbers of its own.
@@ -146,18 +147,49 @@ class MapSource:
             if not self._draws:
                 seed_generators(self._seed, epoch, rows[0])
                 before = generator_states()
-                items = list(batched(rows))
+                items = self._read(batched, rows)
                 if generator_states().same_as(before):
                     return items
                 self._draws = True
             items = []
             for row in rows:
                 seed_generators(self._seed, epoch, row)
-                items += batched([row])
+                items += self._read(batched, [row])
             return items
 
-    def _stack(self, column: Any, values: list[Any]) -> torch.Tensor:
-        """Values of one column, shape (len(values), ...)."""
+    def _read(self, batched: Callable[[list[int]], Any], rows: list[int]) -> list[Any]:
+        """The dataset's items as they are.
+
+        Raises:
+            DataError: the dataset raised; names the item and the line.
+        """
+        try:
+            return list(batched(rows))
+        except DataError:
+            raise
+        except Exception as error:  # noqa: BLE001  (told in one paragraph)
+            if len(rows) == 1:
+                raise DataError(
+                    f"Item {rows[0]} of {self._name} cannot be read{quoted(error)}: {short(error)} Mend the item or "
+                    "leave it out."
+                ) from None
+        items = [item for row in rows for item in self._read(batched, [row])]  # which of them it was
+        assert len(items) == len(rows)
+        return items
+
+    def _stack(self, column: Any, values: list[Any], rows: list[int]) -> torch.Tensor:
+        """Values of one column, shape (len(values), ...).
+
+        Args:
+            rows: numbers of the items, for messages.
+        """
+        kinds = [_kind(value) for value in values]
+        odd = next((at for at, found in enumerate(kinds) if found != kinds[0]), None)
+        if odd is not None:
+            raise DataError(
+                f"Item {rows[odd]} of {self._name} has {kinds[odd]} in column {column!r}, but item {rows[0]} has "
+                f"{kinds[0]}, and a batch needs equal ones. Pad, cut or convert the items to one shape and kind."
+            )
         kind = values[0]
         if isinstance(kind, torch.Tensor):
             tensors = [torch.as_tensor(value) for value in values]
@@ -170,9 +202,6 @@ class MapSource:
                 f"Column {column!r} of {self._name} holds a {type(kind).__name__}, which cannot become a tensor. "
                 "Return tensors, numbers or numpy arrays of numbers from __getitem__."
             )
-        shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-        if len(shapes) > 1:
-            raise DataError(ragged(column, f"shapes {shapes[0]} and {shapes[-1]}", self._name))
         return torch.stack(tensors)
 
 
@@ -181,3 +210,10 @@ def _parts(item: Any) -> dict[Any, Any]:
     if isinstance(item, Mapping):
         return dict(item)
     return dict(enumerate(item if isinstance(item, tuple | list) else (item,)))
+
+
+def _kind(value: Any) -> str:
+    """What must be equal for values to stack, in words: numbers of any type do."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return f"shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    return "a number" if isinstance(value, bool | int | float) else f"a {type(value).__name__}"

@@ -168,7 +168,14 @@ def start_run(
     release_orphans(driver_name(spec.name))  # of a driver that died while nobody looked
     states = [ray.put(pack(tensors, setup.tensors)) for setup in setups]
     # States travel inside a list, so that Ray passes the references on and not the tensors.
-    call = driver.run.remote(spec, setups, states, dict(resources))
+    try:
+        call = driver.run.remote(spec, setups, states, dict(resources))
+    except TypeError as error:  # raypipe.arguments looks for it before, and may have looked past something
+        ray.kill(driver, no_restart=True)
+        raise ConfigError(
+            f"Something of the run cannot be sent to Ray's actors: {str(error).splitlines()[-1]} Define model, "
+            "loss_fn, optimizer and data at module level, without locks, open files or connections in them."
+        ) from None
     line = RayLine(driver, spec.name, owner=not detached, call=call)
     if not detached:
         try:

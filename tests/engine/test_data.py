@@ -331,7 +331,9 @@ def test_items_that_are_no_batch_are_refused() -> None:
         open_data([], seed=0)
     with pytest.raises(DataError, match=r"Column 1 of list holds a str"):
         open_data([(1, "a")], seed=0)
-    with pytest.raises(DataError, match=r"Column 0 of list is ragged"):
+    with pytest.raises(
+        DataError, match=r"Item 1 of list has shape \(3,\) and type \w+ in column 0, but item 0 has shape \(2,\)"
+    ):
         open_data([(torch.zeros(2),), (torch.zeros(3),)], seed=0).read(0, 0, 2, (0,))
     with pytest.raises(DataError, match=r"Item 1 of list has the columns \[0\]"):
         open_data([(1, 2), (3,)], seed=0).read(0, 0, 2, (0,))

@@ -88,7 +88,7 @@ def test_a_run_of_the_same_name_is_the_one_that_is_loaded(tmp_path: Path) -> Non
 
 class Interrupting(torch.optim.lr_scheduler.ExponentialLR):
     def step(self, epoch: Any = None) -> None:
-        if self.last_epoch >= 0:  # torch takes a step of its own when it makes one
+        if self.last_epoch >= 1:  # torch takes a step of its own when it makes one, and a plan tries another
             raise KeyboardInterrupt
         super().step(epoch)
 

@@ -245,7 +245,7 @@ def test_terms_that_average_over_different_counts_in_a_loss_fn(tmp_path: Any) ->
 
 
 def test_a_loss_that_is_no_scalar_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(Exception, match=r"loss_fn returns a tensor of shape \(4, 6, 9\) for 4 samples"):
+    with pytest.raises(Exception, match=r"loss_fn returns a tensor of shape \(2, 6, 9\) for 2 samples"):
         run(Tagger(), Pairs(labelled(ROWS, -100).items), lambda o, t: o, tmp_path, num_microbatches=4)
 
 

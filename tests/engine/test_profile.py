@@ -48,15 +48,15 @@ def test_steps_are_measured_by_stage_and_change_nothing() -> None:
 
 
 def test_a_stage_that_cannot_step_counts_as_nothing() -> None:
-    """The error belongs to training, which says what to do about it."""
+    """The error belongs to the plan, which says what to do about it."""
 
     def refuses(named: Any) -> torch.optim.Optimizer:
         if any(name.startswith("1.") for name, _ in named):
             raise ValueError("not these")
         return torch.optim.SGD([p for _, p in named], lr=0.1)
 
-    prepared = job(refuses)
-    first, second, third = measure_steps(prepared.programs, prepared.tensors, prepared.make_optimizer)
+    prepared = job(lambda named: torch.optim.SGD([p for _, p in named], lr=0.1))
+    first, second, third = measure_steps(prepared.programs, prepared.tensors, refuses)
     assert (first > 0, second, third > 0) == (True, 0.0, True)
 
 

@@ -16,6 +16,7 @@ import pytest
 import ray.train
 import torch
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.config import _ALLOWED, SUPPORTED
@@ -54,7 +55,15 @@ def told(made: PipelineTrainer) -> str:
     turned = retune_setup(made._pipeline, job)
     if turned is not None:
         turned = dataclasses.replace(turned, microbatch_seconds=tuple(n for n, _ in turned.microbatch_seconds))  # type: ignore[arg-type]
-    return repr((plan, kept, order, place, policy, turned, made._resources()))
+    return repr((plan, kept, order, place, policy, turned, made._resources(), checks(job)))
+
+
+def checks(job: Any) -> bool:
+    """Whether the user's own model runs before training begins."""
+    calls: list[Any] = []
+    with register_module_forward_hook(lambda *call: calls.append(call)):
+        job.check()
+    return bool(calls)
 
 
 def told_of(**fields: Any) -> str:
@@ -89,6 +98,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "retune_microbatches": ({}, [False, True]),
     "checkpoint_interval_steps": ({}, ["auto", 5]),
     "seed": ({}, [0, 1]),
+    "verify": ({}, ["first_step", "off"]),
 }
 
 

@@ -29,6 +29,7 @@ from raypipe.engine.capture.cut import (
     check_order,
     slice_stages,
 )
+from raypipe.engine.capture.explain import untraceable
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms, return_parts
 from raypipe.engine.capture.sequential import (
     Child,
@@ -256,7 +257,12 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     terms: LossTerms | None = None
     frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     if isinstance(model, nn.Sequential) and is_plain_sequential(model) and len(args) == 1 and not kwargs:
-        train, evaluation = sequential_children(model, args[0])
+        try:
+            train, evaluation = sequential_children(model, args[0])
+        except CaptureError:
+            raise
+        except Exception as error:  # noqa: BLE001  (told in one paragraph)
+            raise untraceable(model, args, kwargs, inputs, error) from None
         sizes = {name: t.nbytes for name, t in (*model.named_parameters(), *model.named_buffers())}
         graph = sequential_graph(train, sizes, frozen)
         source = SequentialModel(tuple(train), tuple(evaluation) if evaluates else None, inputs[0])

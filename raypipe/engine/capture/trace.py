@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
+from raypipe.engine.capture.explain import untraceable
 from raypipe.engine.capture.fixed_sizes import FixedSizes, watched_sizes
 from raypipe.engine.capture.flatten import Traced, flatten
 from raypipe.engine.capture.guards import loss_only, nothing_lost
@@ -77,15 +77,15 @@ def trace(
                     _export(model, args, kwargs, free_length=False)
     except CaptureError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
         cause = error.__cause__ or error.__context__
         if isinstance(cause, CaptureError):
             raise cause from None
         name = type(model).__name__
         found = sizes.refusal(name) if "Constraints violated" in str(error) else lost_body(name, error)
         if found is not None:
-            raise found from error
-        raise CaptureError(_explain(model, error)) from error
+            raise found from None
+        raise untraceable(model, args, kwargs, columns, error) from None
     finally:
         for name, module in model.named_modules():
             module.training = was_training[name]
@@ -133,17 +133,3 @@ def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, A
             "data brings. Drop the columns it does not know, or name them as its arguments."
         )
     return shapes
-
-
-def _explain(model: torch.nn.Module, error: Exception) -> str:
-    """One paragraph with the innermost line of the user's code in it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    library = ("/torch/", "/raypipe/engine/", "<string>", "<eval_with_key>")
-    own = [f for f in frames if not any(part in f.filename for part in library)]
-    where = f' at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}: "{own[-1].line}"' if own else ""
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return (
-        f"{type(model).__name__} could not be traced{where}. torch.export said: {type(error).__name__}: {first[:300]} "
-        "Replace the data-dependent branch (torch.where, torch.cond) or move it out of forward; or build the model as "
-        "an nn.Sequential of blocks, which raypipe cuts between blocks without tracing them."
-    )

@@ -40,7 +40,8 @@ def equal_parameters(graph: ModelGraph, num_stages: int) -> Partition:
     if len(places) < num_stages - 1:
         raise PlanError(
             f"{num_stages} stages need {num_stages - 1} places to cut, but the model has {len(places)} between its "
-            f"operations with parameters. Set num_stages to at most {len(places) + 1}."
+            "operations with parameters; activations and others without parameters do not count, for a stage of them "
+            f"alone would have nothing to train. Set num_stages to at most {len(places) + 1}."
         )
     positions = _least_worst([places[done] for done in sorted(places)], before, graph, num_stages)
     worst = max(stop - start for start, stop in _spans(positions, before))

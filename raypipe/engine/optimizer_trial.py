@@ -1,0 +1,146 @@
+"""The optimizer and scheduler of every stage, made and stepped once on small stand-ins for its parameters.
+
+A stand-in has its parameter's name, number of dimensions and type, and at most three places in each dimension. What
+goes by sizes may fail on these alone: then it is tried again on copies of full size before anything is said.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.user_lines import quoted, short
+from raypipe.errors import ConfigError
+
+__all__ = ["PLATEAU", "try_optimizers"]
+
+PLATEAU = (
+    "lr_scheduler makes ReduceLROnPlateau, which waits for a metric that stages do not have. Take one that follows "
+    "from the number of steps: lr_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=1000)."
+)
+_EXAMPLE = "lambda p: torch.optim.AdamW(p, lr=3e-4)"
+_SIDE = 3
+
+Named = list[tuple[str, torch.nn.Parameter]]
+
+
+def try_optimizers(
+    programs: Sequence[StageProgram],
+    parameters: Mapping[str, torch.nn.Parameter],
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler | None,
+) -> None:
+    """Make what every stage will make, and step it.
+
+    Args:
+        parameters: of the whole model, by name.
+
+    Raises:
+        ConfigError: it cannot be made or stepped; names the stage and what to write.
+    """
+    for program in programs:
+        held = {name: parameters[name] for name in program.parameters if name in program.trainable}
+        if not held:
+            continue
+        sides = (_SIDE,) if any(p.is_meta for p in held.values()) else (_SIDE, None)
+        found: ConfigError | None = None
+        for side in sides:
+            try:
+                _try(program.index, [(n, _copy(p, side)) for n, p in held.items()], make_optimizer, make_scheduler)
+                found = None
+                break
+            except ConfigError as error:
+                found = error
+        if found is not None:
+            raise found
+
+
+def _copy(parameter: torch.nn.Parameter, side: int | None) -> torch.nn.Parameter:
+    shape = [d if side is None else min(d, side) for d in parameter.shape]
+    made = torch.nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
+    made.grad = torch.zeros_like(made)
+    return made
+
+
+def _try(stage: int, named: Named, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = _optimizer(stage, named, make_optimizer)
+        scheduler = None if make_scheduler is None else _scheduler(stage, optimizer, make_scheduler)
+        for name, made in (("optimizer", optimizer), ("lr_scheduler", scheduler)):
+            try:
+                if made is not None:
+                    made.step()
+            except Exception as error:  # noqa: BLE001  (told in one paragraph)
+                raise ConfigError(
+                    f"{name}: the step of {type(made).__name__} fails on stage {stage}{quoted(error)}: {short(error)} "
+                    "It must step from the gradients of the stage's own parameters, and from nothing else."
+                ) from None
+
+
+def _optimizer(stage: int, named: Named, make: MakeOptimizer) -> Any:
+    try:
+        made: Any = make(named)
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        names = ", ".join(name for name, _ in named[:2]) + (", ..." if len(named) > 2 else "")
+        raise ConfigError(
+            f"optimizer cannot be made for stage {stage}, which trains {names}{quoted(error)}: {short(error)} Every "
+            f"stage calls it with its own named parameters, so it must take any part of them: optimizer={_EXAMPLE}."
+        ) from None
+    if not all(hasattr(made, name) for name in ("step", "param_groups", "state_dict")):
+        raise ConfigError(
+            f"optimizer returns {type(made).__name__} instead of an optimizer. Let it return one: optimizer={_EXAMPLE}."
+        )
+    kind = type(made).__name__
+    given = {id(parameter) for _, parameter in named}
+    if any(id(parameter) not in given for group in made.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            f"optimizer makes {kind} with parameters that it was not called with. Every stage trains copies of its "
+            f"own, so take those that come as the argument, not model.parameters(): optimizer={_EXAMPLE}."
+        )
+    if isinstance(made, torch.optim.LBFGS) or _asks_for(made.step):
+        raise ConfigError(
+            f"optimizer makes {kind}, whose step asks for a closure that computes the loss again, which a pipeline "
+            f"does not. Take one that steps from the gradients alone: optimizer={_EXAMPLE}."
+        )
+    return made
+
+
+def _scheduler(stage: int, optimizer: Any, make: MakeScheduler) -> Any:
+    try:
+        made: Any = make(optimizer)
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        raise ConfigError(
+            f"lr_scheduler cannot be made for the optimizer of stage {stage}{quoted(error)}: {short(error)} It "
+            "is called with the optimizer alone: "
+            "lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1000)."
+        ) from None
+    if isinstance(made, ReduceLROnPlateau):
+        raise ConfigError(PLATEAU)
+    if not all(hasattr(made, name) for name in ("step", "state_dict")):
+        raise ConfigError(
+            f"lr_scheduler returns {type(made).__name__} instead of a scheduler. Let it return one: "
+            "lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1000)."
+        )
+    if asked := _asks_for(made.step):
+        raise ConfigError(
+            f"lr_scheduler makes {type(made).__name__}, whose step asks for {asked}, which stages do not have. Take "
+            "one that follows from the number of steps, such as torch.optim.lr_scheduler.CosineAnnealingLR."
+        )
+    return made
+
+
+def _asks_for(step: Any) -> str:
+    """The first argument that a step cannot do without."""
+    kinds = inspect.Parameter
+    for name, parameter in inspect.signature(step).parameters.items():
+        if parameter.default is kinds.empty and parameter.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
+            return name
+    return ""

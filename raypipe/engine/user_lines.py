@@ -1,0 +1,29 @@
+"""The user's own line on the way to an error, and what the error says, in the words of one sentence."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+__all__ = ["quoted", "short"]
+
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+MOST = 160
+"""Characters of somebody else's complaint that are quoted."""
+
+
+def quoted(error: BaseException) -> str:
+    """`` at FILE:LINE, in NAME, "CODE"``: the innermost line that is neither torch's nor ours; nothing without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(("<", *_LIBRARIES))]
+    return f' at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}, "{own[-1].line}"' if own else ""
+
+
+def short(error: BaseException) -> str:
+    """The kind of an error and the first line of what it says, as a sentence."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = text if len(text) <= MOST else f"{text[: MOST - 3].rstrip()}..."
+    kind = type(error).__name__
+    return f"{kind}: {text}{'' if text.endswith(('.', '!', '?')) else '.'}" if text else f"{kind}."
