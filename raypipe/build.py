@@ -57,8 +57,9 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
         pipeline=pipeline,
         scaling_config=_places(run) if planning else _ray_config(run, ("scaling_config",), "ScalingConfig"),
         run_config=None if planning else _ray_config(run, ("run_config",), "RunConfig"),
+        resume=None if planning else values.get("resume"),
     )
-    trainer.config_yaml = to_yaml(run)
+    trainer.config_yaml = lambda name: to_yaml(run, name)
     return trainer
 
 

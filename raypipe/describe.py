@@ -16,7 +16,9 @@ _RUN_FIELDS = ("name", "storage_path")
 _SCALING_FIELDS = ("num_workers", "use_gpu", "resources_per_worker")
 
 
-def describe(pipeline: PipelineConfig, scaling: Any, run: Any, functions: Mapping[str, Any], num_steps: int) -> str:
+def describe(
+    pipeline: PipelineConfig, scaling: Any, run: Any, functions: Mapping[str, Any], name: str, num_steps: int
+) -> str:
     """YAML for people: what differs between two runs. A function that has no name of its own cannot be found again.
 
     Args:
@@ -27,6 +29,7 @@ def describe(pipeline: PipelineConfig, scaling: Any, run: Any, functions: Mappin
     found["pipeline"] = {f.name: _plain(getattr(pipeline, f.name)) for f in dataclasses.fields(pipeline)}
     found["scaling_config"] = {n: _plain(getattr(scaling, n, None)) for n in _SCALING_FIELDS if scaling is not None}
     found["run_config"] = {n: _plain(getattr(run, n, None)) for n in _RUN_FIELDS if run is not None}
+    found["run_config"]["name"] = name
     return dump(found)
 
 

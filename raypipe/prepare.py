@@ -20,6 +20,7 @@ from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
 from raypipe.engine.verify import verify
 from raypipe.errors import ConfigError, PlanError
+from raypipe.identity import model_labels
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
@@ -76,6 +77,7 @@ class Job:
         example: one micro-batch by column.
         aliases: further names of shared tensors in the state_dict -> the names that we use.
         sources: "train" and perhaps "eval".
+        model_labels: what the model is, for settings.json.
         rooms: memory that is left to the schedule, by stage.
         microbatch_seconds: as in planner.control.Setup, where their number may change; else empty.
         check: compares the user's own module with the stages (engine/verify.py); does nothing where verify="off".
@@ -94,6 +96,7 @@ class Job:
     aliases: Mapping[str, str]
     rooms: tuple[Room, ...]
     check: Callable[[], None]
+    model_labels: Mapping[str, Any]
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
 
     @property
@@ -235,6 +238,7 @@ def prepare(
         aliases=_aliases(found.model),
         rooms=rooms,
         check=partial(_check, found, programs, plan.microbatch_size, pipeline),
+        model_labels=model_labels(found.model, captured),
         microbatch_seconds=counts,
     )
 

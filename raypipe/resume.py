@@ -1,14 +1,21 @@
-"""What a run that goes on takes from its folder before it is planned anew."""
+"""What a run takes from its storage before it begins: a name that is free, and micro-batches that are to be kept."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 from raypipe.engine.checkpoint import find_checkpoint
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
 
-__all__ = ["kept_microbatches"]
+__all__ = ["free_name", "kept_microbatches"]
+
+
+def free_name(storage: Place, name: str) -> str:
+    """The name itself, or ``<name>-2``, ``<name>-3`` and so on: the first that has no folder."""
+    found = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    return next(candidate for candidate in found if not storage.exists(candidate))
 
 
 def kept_microbatches(place: Place, minibatch_size: int | str) -> int | None:

@@ -8,6 +8,7 @@
     scaling_config: {num_workers: 2}                          those of ray.train.ScalingConfig
     run_config: {name: lm, storage_path: runs}                those of ray.train.RunConfig
     num_steps: 500                                            or num_epochs
+    resume: true                                              or false; see PipelineTrainer
 
 Relative paths of data and storage_path count from the working directory, and are made absolute here, because
 Ray's workers may have another one. This file imports neither torch nor Ray; raypipe.build makes the trainer.
@@ -83,9 +84,13 @@ def read_runfile(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     return RunFile(run.name, _absolute(run.values), origins)
 
 
-def to_yaml(run: RunFile) -> str:
-    """The effective settings as a file that ``read_runfile`` takes for the same ones."""
-    return dump(run.values)
+def to_yaml(run: RunFile, name: str) -> str:
+    """The effective settings of a run of this name, as a file that ``read_runfile`` takes for the same ones.
+
+    ``resume`` is left out: it answered a question that was asked once.
+    """
+    settings = {**run.values.get("run_config", {}), "name": name}
+    return dump({key: value for key, value in {**run.values, "run_config": settings}.items() if key != "resume"})
 
 
 def with_name(run: RunFile, name: str) -> RunFile:
@@ -207,6 +212,11 @@ def _check_pipeline(run: RunFile, path: KeyPath, value: Any) -> None:
         refuse(run, (*path, field), str(error))
 
 
+def _check_flag(run: RunFile, path: KeyPath, value: Any) -> None:
+    if not isinstance(value, bool):
+        refuse(run, path, f"{value!r} is not possible; give true or false, or leave it out.")
+
+
 _CHECKS: Mapping[str, Callable[[RunFile, KeyPath, Any], None]] = {
     "model": _check_target,
     "loss_fn": _check_target,
@@ -219,6 +229,7 @@ _CHECKS: Mapping[str, Callable[[RunFile, KeyPath, Any], None]] = {
     "run_config": _check_mapping,
     "num_steps": _check_count,
     "num_epochs": _check_count,
+    "resume": _check_flag,
 }
 
 

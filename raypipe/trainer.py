@@ -22,6 +22,7 @@ from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError, PlanError
 from raypipe.handle import Result, RunHandle
+from raypipe.identity import settings_of
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
@@ -35,9 +36,10 @@ from raypipe.planner.tune import step_of
 from raypipe.prepare import Job, prepare, profile
 from raypipe.progress import RunProgress
 from raypipe.ray_settings import check_ray_settings
-from raypipe.resume import kept_microbatches
+from raypipe.resume import free_name, kept_microbatches
 from raypipe.retuning import retune_setup
 from raypipe.runtime.checkpoints import CheckpointPolicy
+from raypipe.runtime.resuming import refuse_another_run
 from raypipe.runtime.spec import RunSpec
 from raypipe.runtime.threads import ThreadLine
 from raypipe.signals import stopping_on_signals
@@ -73,6 +75,9 @@ class PipelineTrainer:
             what each takes of the cluster.
         run_config: ray.train.RunConfig; name and storage_path say where the run's folder is, ``~/ray_results`` and the
             time where nothing is said, checkpoint_config what is kept. Any other field that says something is refused.
+        resume: what happens where that folder has a run: None goes on if it is the same run and refuses, naming every
+            difference, if it is not; True goes on with what may change (options of the optimizer, scheduler, clipping,
+            schedule); False begins anew in ``<name>-2``, ``<name>-3`` and so on.
 
     Raises:
         ConfigError: an argument is missing, of the wrong kind, or a field of Ray's that would have no effect.
@@ -90,6 +95,7 @@ class PipelineTrainer:
         pipeline: PipelineConfig | None = None,
         scaling_config: Any = None,
         run_config: Any = None,
+        resume: bool | None = None,
     ) -> None:
         check_arguments(model, loss_fn, optimizer, lr_scheduler, train_data, pipeline)
         check_ray_settings(scaling_config, run_config, evaluates=eval_data is not None)
@@ -97,12 +103,18 @@ class PipelineTrainer:
         self._pipeline = pipeline or PipelineConfig()
         self._scaling = scaling_config
         self._run = run_config
+        self._resume = resume
+        if resume not in (None, True, False) or (resume and getattr(run_config, "name", None) is None):
+            raise ConfigError(
+                f"resume={resume!r} is not possible: give None, False, or True together with the name of the run that "
+                'is to go on, as in run_config=RunConfig(name="lm").'
+            )
         self._job: Job | None = None
         self._checked: Job | None = None
         self._predicted: Timeline | None = None
         self._predicted_step_s = 0.0
-        self.config_yaml = ""
-        """What the run's config.yaml says; where it is empty, a description of the arguments."""
+        self.config_yaml: Callable[[str], str] | None = None
+        """What the config.yaml of a run of this name says; None for a description of the arguments."""
 
     def plan(self, *, cluster: Cluster | None = None, profiled: Profile | None = None) -> Plan:
         """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows a table.
@@ -203,14 +215,14 @@ class PipelineTrainer:
     def _continued(self) -> PipelineConfig:
         """A run that goes on keeps its micro-batches, which a profile taken today might choose differently."""
         name = getattr(self._run, "name", None)
-        if name is None or self._pipeline.num_microbatches != "auto":
+        if name is None or self._resume is False or self._pipeline.num_microbatches != "auto":
             return self._pipeline
-        kept = kept_microbatches(self._place(name), self._pipeline.minibatch_size)
+        kept = kept_microbatches(self._storage() / name, self._pipeline.minibatch_size)
         return self._pipeline if kept is None else dataclasses.replace(self._pipeline, num_microbatches=kept)
 
-    def _place(self, name: str) -> Place:
+    def _storage(self) -> Place:
         storage = getattr(self._run, "storage_path", None) or DEFAULT_STORAGE
-        return Place.of(storage, getattr(self._run, "storage_filesystem", None)) / name
+        return Place.of(storage, getattr(self._run, "storage_filesystem", None))
 
     def _num_workers(self) -> int | None:
         return getattr(self._scaling, "num_workers", None)
@@ -257,13 +269,19 @@ class PipelineTrainer:
     def _spec(self, job: Job, num_steps: int, *, local: bool) -> RunSpec:
         plan = job.plan
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        if self._resume is False:
+            name = free_name(self._storage(), name)
+        settings = settings_of(job, self._pipeline, self._arguments[1])
+        refuse_another_run(self._storage() / name, name, settings, num_steps, self._resume)
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
         predicted = self.simulate()
         return RunSpec(
             name=name,
-            place=self._place(name),
+            place=self._storage() / name,
             plan_json=plan.to_json(),
-            config_yaml=self.config_yaml or self._described(num_steps),
+            config_yaml=self.config_yaml(name) if self.config_yaml else self._described(name, num_steps),
+            settings=settings,
+            resume=self._resume,
             schedules=_schedules(job, num_samples, num_steps),
             num_samples=num_samples,
             minibatch_size=plan.minibatch_size,
@@ -282,10 +300,10 @@ class PipelineTrainer:
             checkpoints=_policy(self._pipeline, getattr(self._run, "checkpoint_config", None)),
         )
 
-    def _described(self, num_steps: int) -> str:
+    def _described(self, name: str, num_steps: int) -> str:
         names = ("model", "loss_fn", "optimizer", "lr_scheduler", "train_data", "eval_data")
         given = dict(zip(names, self._arguments, strict=True))
-        return describe(self._pipeline, self._scaling, self._run, given, num_steps)
+        return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)
 
     def _setups(self, job: Job, place: Place) -> list[Any]:
         from raypipe.runtime.worker import StageSetup

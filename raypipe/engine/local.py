@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.checkpoint import load_stage, take_snapshot
+from raypipe.engine.checkpoint import FreshOptions, load_stage, take_snapshot
 from raypipe.engine.data import Source
 from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
@@ -140,11 +140,11 @@ class LocalFleet:
             raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
         return found
 
-    def restore(self, folder: str) -> None:
-        """Go back to the state of checkpoint ``folder`` on every stage."""
+    def restore(self, folder: str, fresh: FreshOptions) -> None:
+        """Go back to the state of checkpoint ``folder`` on every stage, but for these options of the optimizer."""
         assert self._place is not None
         for work in self._works:
-            load_stage(self._place / folder, work.program, work.state, self._persistent)
+            load_stage(self._place / folder, work.program, work.state, self._persistent, fresh)
 
     def stop(self) -> None:
         """Close the channels; safe to call twice."""

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypipe.engine.checkpoint import FreshOptions
 from raypipe.errors import CheckpointError, ConfigError, PlanError, RaypipeError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.plan import human_bytes
@@ -300,13 +301,14 @@ class Fleet:
             raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
         return [found[stage] for stage in sorted(found)]
 
-    def restore(self, folder: str) -> None:
-        """Every stage goes back to the state of checkpoint ``folder``.
+    def restore(self, folder: str, fresh: FreshOptions) -> None:
+        """Every stage goes back to the state of checkpoint ``folder``, but for these options of the optimizer.
 
         Raises:
             CheckpointError: it does not fit this model, or cannot be read.
         """
-        self._all([actor.restore.remote(folder) for actor in self.actors], SAVE_TIMEOUT_S, "reading a checkpoint")
+        reads = [actor.restore.remote(folder, fresh) for actor in self.actors]
+        self._all(reads, SAVE_TIMEOUT_S, "reading a checkpoint")
 
     def spans(self) -> list[Any]:
         """Spans of the last segment run with keep_spans, of all stages."""

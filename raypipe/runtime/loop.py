@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from raypipe.engine.checkpoint import MANIFEST, Manifest, check_position, find_checkpoint, make_manifest
+from raypipe.engine.checkpoint import Manifest, make_manifest
 from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import CheckpointError
@@ -35,6 +35,7 @@ from raypipe.planner.segments import (
 )
 from raypipe.runtime.checkpoints import Checkpoints
 from raypipe.runtime.requests import Requests
+from raypipe.runtime.resuming import beginning
 from raypipe.runtime.retuner import Retuner, Setting, rows_of, step_done
 from raypipe.runtime.spec import AnyFleet, Outcome, RunSpec, Watcher
 
@@ -156,32 +157,16 @@ class _Loop:
     def _resume(self) -> None:
         """Go back to the newest good checkpoint of this run, if it has one."""
         spec = self.spec
-        found, refused = find_checkpoint(spec.place)
-        for name, reason in refused:
-            self.folder.event("refuse checkpoint", reason, name=name)
-        if found is None:
-            # A save that was cut short left nothing to go back to; damage is for somebody to look at.
-            damaged = [(name, reason) for name, reason in refused if spec.place.exists(f"{name}/{MANIFEST}")]
-            if damaged:
-                raise CheckpointError(
-                    f"No checkpoint of run {spec.name!r} can be used: {damaged[0][1]} To begin anew, give the run "
-                    "another name or delete its checkpoints."
-                )
-            return
-        check_position(
-            found.manifest,
-            seed=spec.seed,
-            minibatch_size=spec.minibatch_size,
-            microbatch_size=spec.microbatch_size,
-            num_samples=spec.num_samples["train"],
-        )
-        self.fleet.restore(found.folder)
-        position = found.manifest.position
-        self.at = Position(**position)
-        self.records = self.folder.read_metrics(before=self.at.step)
-        self.checkpoints.latest = str(spec.place / found.folder)
-        self.watcher.resumed(self.records, self.at.step, self.checkpoints.latest)
-        self.folder.event("resume", f"from {found.folder}", step=self.at.step)
+        begins = beginning(spec, self.folder)
+        found = begins.checkpoint
+        if found is not None:
+            self.fleet.restore(found.folder, begins.fresh)
+            self.at = Position(**found.manifest.position)
+            self.records = self.folder.read_metrics(before=self.at.step)
+            self.checkpoints.latest = str(spec.place / found.folder)
+            self.watcher.resumed(self.records, self.at.step, self.checkpoints.latest)
+            self.folder.event("resume", f"from {found.folder}", step=self.at.step)
+        begins.keep(spec)
 
     def _begin_retuning(self) -> None:
         """Where the controller of an earlier submission stood, with a run that has been trained before."""

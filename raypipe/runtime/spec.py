@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raypipe.engine.checkpoint import FreshOptions
 from raypipe.engine.storage import Place
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepRecord, StepReport
@@ -15,6 +16,7 @@ from raypipe.ir.timeline import Span, Timeline
 from raypipe.planner.control import Decision, Setup
 from raypipe.planner.segments import Flow
 from raypipe.runtime.checkpoints import CheckpointPolicy
+from raypipe.runtime.same_run import Settings
 
 __all__ = ["AnyFleet", "Outcome", "RunSpec", "Watcher"]
 
@@ -46,7 +48,7 @@ class AnyFleet(Protocol):
 
     def entries(self, folder: str) -> list[dict[str, Any]]: ...
 
-    def restore(self, folder: str) -> None: ...
+    def restore(self, folder: str, fresh: FreshOptions) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -60,6 +62,8 @@ class RunSpec:
         place: the run's folder.
         plan_json: saved as plan.json.
         config_yaml: saved as config.yaml.
+        settings: what the run is, saved as settings.json.
+        resume: None goes on where the folder's run is the same, True takes over what may change, False begins anew.
         schedules: lowered rows.
         flow: of an asynchronous schedule; None runs empty after every step.
         retune: what the controller may turn; None where it is to turn nothing.
@@ -78,6 +82,7 @@ class RunSpec:
     place: Place
     plan_json: str
     config_yaml: str
+    settings: Settings
     schedules: Mapping[RowsKey, Schedule]
     num_samples: Mapping[str, int]
     minibatch_size: int
@@ -92,6 +97,7 @@ class RunSpec:
     flow: Flow | None = None
     retune: Setup | None = None
     first_trainable: int = 0
+    resume: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

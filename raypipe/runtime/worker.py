@@ -24,7 +24,7 @@ from typing import Any
 import ray
 import torch
 
-from raypipe.engine.checkpoint import load_stage, take_snapshot
+from raypipe.engine.checkpoint import FreshOptions, load_stage, take_snapshot
 from raypipe.engine.data import Source
 from raypipe.engine.executor import Executor
 from raypipe.engine.shard_writer import ShardWriter
@@ -270,11 +270,11 @@ class _StageActor(LinkedActor):
         for writer in self._shards():
             writer.begin(folder)
 
-    def restore(self, folder: str) -> None:
-        """Go back to the state of a checkpoint, written at any number of stages."""
+    def restore(self, folder: str, fresh: FreshOptions) -> None:
+        """Go back to the state of a checkpoint, written at any number of stages, but for these options."""
         assert self._setup is not None
         for work in self._works():
-            load_stage(self._setup.place / folder, work.program, work.state, self._setup.persistent)
+            load_stage(self._setup.place / folder, work.program, work.state, self._setup.persistent, fresh)
 
     def _works(self) -> list[StageWork]:
         assert self._executor is not None, "configure() comes first"

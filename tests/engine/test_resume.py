@@ -19,7 +19,7 @@ import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.profile_cache import cached_profile
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, ConfigError
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.models import CASES
 
@@ -113,7 +113,7 @@ def test_other_samples_are_refused(change: str, tmp_path: Path) -> None:
     pipeline = config_of(shape, 2, "slack", **({"seed": 1} if change == "seed" else {}))
     if change == "minibatch_size":
         pipeline = type(pipeline)(num_stages=2, minibatch_size=4, num_microbatches=2)
-    with pytest.raises(CheckpointError, match=f"{change} was .* and is"):
+    with pytest.raises(ConfigError, match=f"{change}: was .*, is"):
         trainer("mlp", tmp_path, "run", 2, pipeline=pipeline).fit(num_steps=STEPS, local=True, progress=False)
 
 

@@ -44,7 +44,7 @@ def trainer(pipeline: PipelineConfig | None = None, **more: Any) -> PipelineTrai
 def told(made: PipelineTrainer) -> str:
     """All that differs between two runs, but for measured seconds."""
     job = made._prepared()
-    setups = made._setups(job, made._place("run"))
+    setups = made._setups(job, made._storage())
     worker = [(f.name, getattr(setups[0], f.name)) for f in dataclasses.fields(setups[0]) if f.name not in RANDOM]
     kept = [(name, value) for name, value in worker if name not in ("programs", "sources", "place")]
     source = vars(job.sources["train"])

@@ -11,10 +11,10 @@ restore   find_checkpoint -> check_position -> load_stage (on every stage, of an
 
 from __future__ import annotations
 
-from raypipe.engine.checkpoint.find import Checkpoint, Refusal, find_checkpoint, open_checkpoint
+from raypipe.engine.checkpoint.find import Checkpoint, Refusal, find_checkpoint, newest_step, open_checkpoint
 from raypipe.engine.checkpoint.manifest import MANIFEST, Manifest, check_position, make_manifest
 from raypipe.engine.checkpoint.prune import prune
-from raypipe.engine.checkpoint.restore import load_stage
+from raypipe.engine.checkpoint.restore import FreshOptions, load_stage
 from raypipe.engine.checkpoint.snapshot import (
     StageSnapshot,
     checkpoint_name,
@@ -26,7 +26,7 @@ from raypipe.engine.checkpoint.snapshot import (
 from raypipe.engine.checkpoint.state_dict import load_state_dict
 
 __all__ = [
-    "MANIFEST", "Checkpoint", "Manifest", "Refusal", "StageSnapshot", "check_position", "checkpoint_name", "clear",
-    "commit", "find_checkpoint", "load_stage", "load_state_dict", "make_manifest", "open_checkpoint", "prune",
-    "take_snapshot", "write_snapshot",
+    "MANIFEST", "Checkpoint", "FreshOptions", "Manifest", "Refusal", "StageSnapshot", "check_position",
+    "checkpoint_name", "clear", "commit", "find_checkpoint", "load_stage", "load_state_dict", "make_manifest",
+    "newest_step", "open_checkpoint", "prune", "take_snapshot", "write_snapshot",
 ]  # fmt: skip

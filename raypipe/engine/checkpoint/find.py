@@ -8,6 +8,7 @@ checkpoints/step_0000300   no manifest         refused
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from raypipe.engine.storage import Place, PlaceError
 from raypipe.errors import CheckpointError
 
 __all__ = [
-    "Checkpoint", "Refusal", "find_checkpoint", "open_checkpoint", "read_manifest",
+    "Checkpoint", "Refusal", "find_checkpoint", "newest_step", "open_checkpoint", "read_manifest",
 ]  # fmt: skip
 
 
@@ -72,6 +73,15 @@ def find_checkpoint(run: Place) -> tuple[Checkpoint | None, tuple[Refusal, ...]]
     if failure is not None:
         raise failure
     return None, tuple(refusals)
+
+
+def newest_step(run: Place) -> int | None:
+    """Steps of the newest checkpoint by its manifest alone, whose files are not looked at; None without one."""
+    for step, name in reversed(step_folders(run)):
+        with suppress(CheckpointError):
+            if read_manifest(run / name).step == step:
+                return step
+    return None
 
 
 def open_checkpoint(place: Place) -> Checkpoint:

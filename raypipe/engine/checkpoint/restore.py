@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,36 @@ from raypipe.engine.state import StageState
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
 
-__all__ = ["load_stage"]
+__all__ = ["FreshOptions", "load_stage"]
+
+_SCHEDULED = ("lr", "momentum", "betas")
+"""Options that torch's schedulers turn; what they add to a group is in no optimizer's defaults."""
+
+
+class FreshOptions(NamedTuple):
+    """Options of the optimizer that are as the user gives them now; all others are as they were saved.
+
+    Attributes:
+        names: of options.
+        scheduled: those that a scheduler turns, too: as the new one has them after as many steps.
+        every: all of them.
+    """
+
+    names: frozenset[str] = frozenset()
+    scheduled: bool = False
+    every: bool = False
+
+    def __or__(self, other: FreshOptions) -> FreshOptions:
+        return FreshOptions(self.names | other.names, self.scheduled or other.scheduled, self.every or other.every)
+
+    def takes(self, option: str, defaults: Collection[str]) -> bool:
+        """Whether this option is one of them.
+
+        Args:
+            defaults: names of the optimizer's own options.
+        """
+        turned = self.scheduled and (option in _SCHEDULED or option not in defaults)
+        return self.every or option in self.names or turned
 
 
 def load_stage(
@@ -31,6 +60,7 @@ def load_stage(
     program: StageProgram,
     state: StageState,
     persistent: frozenset[str] | None = None,
+    fresh: FreshOptions = FreshOptions(),  # noqa: B008  (immutable)
 ) -> None:
     """Bring a stage to where the checkpoint was saved. Only files with names that it holds are opened.
 
@@ -42,6 +72,7 @@ def load_stage(
         state: as it was made, before any step; unusable if this raises.
         persistent: names of all parameters and persistent buffers of the model; None skips the check that the
             checkpoint holds nothing else, and takes the buffers that it has.
+        fresh: options of the optimizer that were changed since and are not taken back.
 
     Raises:
         CheckpointError: another model, another optimizer, or a file that is not there; names the parameter.
@@ -61,7 +92,8 @@ def load_stage(
                 target.copy_(tensors.read(stored[name], name))
         if state.optimizer is not None:
             _replay(state.scheduler, manifest.position["updates"])
-            _load_optimizer(state.optimizer, state.parameters, manifest, _Tensors(checkpoint, files, optimizer=True))
+            kept = _Tensors(checkpoint, files, optimizer=True)
+            _load_optimizer(state.optimizer, state.parameters, manifest, kept, fresh)
 
 
 class _Tensors:
@@ -141,11 +173,17 @@ def _load_optimizer(
     parameters: Mapping[str, torch.nn.Parameter],
     manifest: Manifest,
     tensors: _Tensors,
+    fresh: FreshOptions,
 ) -> None:
     """Options and state by name, through ``load_state_dict``, of which subclasses may have their own."""
     title = type(optimizer).__name__
     names = {id(parameter): name for name, parameter in parameters.items()}
-    groups = {name: group for entry in manifest.stages for group in entry.groups for name in group.parameters}
+    groups = {
+        name: _kept_options(group, fresh, optimizer.defaults)
+        for entry in manifest.stages
+        for group in entry.groups
+        for name in group.parameters
+    }
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in order):
         raise CheckpointError(f"{title} holds a tensor that is no parameter of the model; leave it out.")
@@ -227,6 +265,14 @@ def _options(
         found = groups[name]
     fresh = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {**fresh, **dict(_decoded(found.options if found else {}, fresh, title))}
+
+
+def _kept_options(group: OptionGroup, fresh: FreshOptions, defaults: Collection[str]) -> OptionGroup:
+    """The saved group without the options that were changed since."""
+    if not (fresh.names or fresh.scheduled or fresh.every):
+        return group
+    kept = {name: value for name, value in group.options.items() if not fresh.takes(name, defaults)}
+    return OptionGroup(group.optimizer, kept, group.parameters)
 
 
 def _decoded(options: Mapping[str, Any], fresh: Mapping[str, Any], title: str) -> Iterator[tuple[str, Any]]:
