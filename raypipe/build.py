@@ -20,7 +20,7 @@ from typing import Any
 from raypipe.config import PipelineConfig
 from raypipe.errors import ConfigError
 from raypipe.ray_settings import faults
-from raypipe.runfile import RunFile, is_target, refuse, refuse_unknown, to_yaml
+from raypipe.runfile import RunFile, as_begun, is_target, refuse, refuse_unknown, to_yaml
 from raypipe.yaml_text import Path as KeyPath
 
 __all__ = ["make_trainer"]
@@ -59,7 +59,7 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
         run_config=None if planning else _ray_config(run, ("run_config",), "RunConfig"),
         resume=None if planning else values.get("resume"),
     )
-    trainer.config_yaml = lambda name: to_yaml(run, name)
+    trainer.config_yaml = lambda name: to_yaml(as_begun(run, name))
     return trainer
 
 

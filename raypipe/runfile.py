@@ -28,7 +28,7 @@ from raypipe.errors import ConfigError
 from raypipe.yaml_text import Path as KeyPath
 from raypipe.yaml_text import dump, parse, parse_value
 
-__all__ = ["RunFile", "is_target", "read_runfile", "refuse", "refuse_unknown", "to_yaml", "with_name"]
+__all__ = ["RunFile", "as_begun", "is_target", "read_runfile", "refuse", "refuse_unknown", "to_yaml", "with_name"]
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 _LENGTHS = ("num_steps", "num_epochs")
@@ -84,13 +84,18 @@ def read_runfile(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
     return RunFile(run.name, _absolute(run.values), origins)
 
 
-def to_yaml(run: RunFile, name: str) -> str:
-    """The effective settings of a run of this name, as a file that ``read_runfile`` takes for the same ones.
+def to_yaml(run: RunFile) -> str:
+    """The effective settings as a file that ``read_runfile`` takes for the same ones."""
+    return dump(run.values)
+
+
+def as_begun(run: RunFile, name: str) -> RunFile:
+    """The settings of the run that was begun from this file, under the name that it was given.
 
     ``resume`` is left out: it answered a question that was asked once.
     """
-    settings = {**run.values.get("run_config", {}), "name": name}
-    return dump({key: value for key, value in {**run.values, "run_config": settings}.items() if key != "resume"})
+    values = {key: value for key, value in run.values.items() if key != "resume"}
+    return RunFile(run.name, {**values, "run_config": {**values.get("run_config", {}), "name": name}}, run.origins)
 
 
 def with_name(run: RunFile, name: str) -> RunFile:
