@@ -7,6 +7,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "LeaseError",
     "LinkAbortedError",
     "LinkError",
     "PlanError",
@@ -54,3 +55,7 @@ class StageError(RaypipeError):
 
 class CheckpointError(RaypipeError):
     """A checkpoint is incomplete, damaged or of another model; names the file."""
+
+
+class LeaseError(RaypipeError):
+    """Another process trains this run, or has taken it over; names it, and since when."""

@@ -9,15 +9,17 @@ A checkpoint that cannot be written is told and does not end the run; only the l
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, prune
+from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, files_folder, prune
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
+from raypipe.runtime.lease import Lease
 
 __all__ = ["CheckpointPolicy", "Checkpoints"]
 
@@ -52,6 +54,7 @@ class Checkpoints:
         fleet: whose stages write.
         manifest: makes the manifest of a step from the stages' entries and the metrics of that step.
         tell: (decision, reason, numbers) notes an event.
+        lease: without which no checkpoint counts; None where nobody else can know of the folder.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Checkpoints:
         policy: CheckpointPolicy,
         manifest: Callable[[int, list[dict[str, Any]], Mapping[str, float]], Manifest],
         tell: Callable[..., None],
+        lease: Lease | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._place = place
@@ -68,6 +72,7 @@ class Checkpoints:
         self._policy = policy
         self._manifest = manifest
         self._tell = tell
+        self._lease = lease
         self._clock = clock
         self._begun_s = clock()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="raypipe-checkpoint")
@@ -90,7 +95,7 @@ class Checkpoints:
     def begin(self, step: int) -> str:
         """Note that the state after ``step`` steps is being saved; the folder for the order."""
         self._begun_s = self._clock()
-        return checkpoint_name(step)
+        return self._files(step)
 
     def complete(self, step: int, metrics: Mapping[str, float]) -> None:
         """Wait in the background for all stages, then make the checkpoint count."""
@@ -112,11 +117,17 @@ class Checkpoints:
         """Drop what has not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _files(self, step: int) -> str:
+        below = files_folder(self._lease.held.generation) if self._lease is not None else ""
+        return f"{checkpoint_name(step)}/{below}" if below else checkpoint_name(step)
+
     def _complete(self, step: int, metrics: Mapping[str, float]) -> None:
         begin_s = self._clock()
         folder = checkpoint_name(step)
         try:
-            commit(self._place, folder, self._manifest(step, self._fleet.entries(folder), metrics))
+            manifest = self._manifest(step, self._fleet.entries(self._files(step)), metrics)
+            with contextlib.nullcontext() if self._lease is None else self._lease.completing():
+                commit(self._place, folder, manifest)
             self.latest = str(self._place / folder)
             self._tell("checkpoint", f"{step} steps", step=step, seconds=round(self._clock() - begin_s, 3))
             for name in prune(

@@ -27,10 +27,11 @@ from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import Decision
 from raypipe.runtime.fleet import Fleet
 from raypipe.runtime.journal import Journal, News
+from raypipe.runtime.lease import Lease
 from raypipe.runtime.loop import run_loop
 from raypipe.runtime.publish import Publisher
 from raypipe.runtime.requests import Requests
-from raypipe.runtime.spec import RunSpec
+from raypipe.runtime.spec import Outcome, RunSpec
 from raypipe.runtime.worker import StageSetup
 
 __all__ = ["DriverActor", "driver_name"]
@@ -61,39 +62,48 @@ class _DriverActor:
         """
         self._predicted = spec.predicted
         try:
-            count = len(setups[0].programs)
-            stages = "1 stage" if count == 1 else f"{count} stages"
-            self._journal.begins(f"waiting for the places and processes of {stages}")
-            fleet = Fleet(
-                len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name)
-            )
-            journal = _Published(self._journal, Publisher(spec.name, count, setups[0].placement), spec)
-            for note in fleet.notes:
-                RunFolder(spec.place).event("warning", note)
-            try:
-                self._journal.begins(
-                    f"sending {stages} their parameters and opening the links between them",
-                    stages=tuple(map(_public, fleet.members)),
-                    num_steps=spec.num_steps,
-                )
-                fleet.configure(setups, states)
-                states.clear()  # the stages have them now
-                # What was imported lives as long as this process. Full collections took 40 % of its processor time
-                # (perf, two stages), on hosts where that may be a stage's.
-                gc.collect()
-                gc.freeze()
-                while not self._requests.wait_checked(1.0):
-                    self._journal.begins("waiting for the check of the model, which runs where the run was started")
-                self._journal.begins()
-                outcome = run_loop(fleet, spec, journal, self._requests)
-            finally:
-                fleet.stop()
+            with Lease.take(spec.place, spec.name, self._journal.begins) as lease:
+                outcome = self._train(spec, setups, states, resources, lease)
             self._journal.end(outcome, None)
         except Exception as error:  # noqa: BLE001  (told to everybody who asks)
             self._journal.end(None, error)
         if self._detached:
             me = ray.get_runtime_context().current_actor
             threading.Thread(target=_leave, args=(me,), daemon=True).start()
+
+    def _train(
+        self,
+        spec: RunSpec,
+        setups: Sequence[StageSetup],
+        states: list[Any],
+        resources: Mapping[str, float],
+        lease: Lease,
+    ) -> Outcome:
+        count = len(setups[0].programs)
+        stages = "1 stage" if count == 1 else f"{count} stages"
+        self._journal.begins(f"waiting for the places and processes of {stages}")
+        fleet = Fleet(len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name))
+        journal = _Published(self._journal, Publisher(spec.name, count, setups[0].placement), spec)
+        for note in fleet.notes:
+            RunFolder(spec.place).event("warning", note)
+        try:
+            self._journal.begins(
+                f"sending {stages} their parameters and opening the links between them",
+                stages=tuple(map(_public, fleet.members)),
+                num_steps=spec.num_steps,
+            )
+            fleet.configure(setups, states)
+            states.clear()  # the stages have them now
+            # What was imported lives as long as this process. Full collections took 40 % of its processor time
+            # (perf, two stages), on hosts where that may be a stage's.
+            gc.collect()
+            gc.freeze()
+            while not self._requests.wait_checked(1.0):
+                self._journal.begins("waiting for the check of the model, which runs where the run was started")
+            self._journal.begins()
+            return run_loop(fleet, spec, journal, self._requests, lease=lease)
+        finally:
+            fleet.stop()
 
     @ray.method(concurrency_group="control")
     def news(self, since: int, wait_s: float) -> News:

@@ -34,6 +34,7 @@ from raypipe.planner.segments import (
     next_segment,
 )
 from raypipe.runtime.checkpoints import Checkpoints
+from raypipe.runtime.lease import Lease
 from raypipe.runtime.requests import Requests
 from raypipe.runtime.resuming import beginning
 from raypipe.runtime.retuner import Retuner, Setting, rows_of, step_done
@@ -52,19 +53,26 @@ def run_loop(
     watcher: Watcher,
     requests: Requests,
     make_retuner: Callable[[Setup, str], Retuner] = Retuner,
+    *,
+    lease: Lease | None = None,
 ) -> Outcome:
     """Begin where the newest checkpoint ends, train, evaluate, save. Metrics are written whatever happens.
 
     Args:
         make_retuner: called with ``spec.retune`` and the state that an earlier submission left, where that is wanted.
+        lease: on the run's folder; None where nobody else can know of it.
+
+    Raises:
+        LeaseError: another process has taken the run over; nothing more is written then.
     """
-    loop = _Loop(fleet, spec, watcher, requests, make_retuner)
+    loop = _Loop(fleet, spec, watcher, requests, make_retuner, lease)
     try:
         outcome = loop.run()
     except BaseException as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        loop.try_to(lambda: loop.folder.event("fail", reason, step=loop.at.step))
-        loop.try_to(lambda: loop.folder.write_metrics(loop.records))
+        if lease is None or not lease.lost:
+            loop.try_to(lambda: loop.folder.event("fail", reason, step=loop.at.step))
+            loop.try_to(lambda: loop.folder.write_metrics(loop.records))
         raise
     finally:
         loop.checkpoints.close()
@@ -100,7 +108,9 @@ class _Loop:
         watcher: Watcher,
         requests: Requests,
         make_retuner: Callable[[Setup, str], Retuner],
+        lease: Lease | None,
     ) -> None:
+        self._lease = lease
         self.fleet, self.spec, self.watcher, self.requests = fleet, spec, watcher, requests
         self._make_retuner = make_retuner
         self._retuner: Retuner | None = None
@@ -108,7 +118,7 @@ class _Loop:
         self.folder = RunFolder(spec.place)
         self.records: list[StepRecord] = []
         self.at = Position()
-        self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, self._manifest, self._tell)
+        self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, self._manifest, self._tell, lease)
         self._ordered: dict[int, _Ordered] = {}  # by first step: segments that have not ended
         self._calm = False  # whether the step that is ordered next is like the one before
         self._asked = False  # for a checkpoint that has not been ordered
@@ -124,13 +134,15 @@ class _Loop:
 
     def run(self) -> Outcome:
         spec, requests = self.spec, self.requests
+        if self._lease is not None and self._lease.taken_from:
+            self.folder.event("take over", f"{self._lease.taken_from} is dead or did not renew its lease")
         self._resume()
         self._begin_retuning()
         began_at = self._saved = self._completed = self.at.step
         self._trace_step = min(spec.num_steps - 1, began_at + max(2, (spec.num_steps - began_at) // 2))
         self.folder.write_plan(spec.plan_json)
         self.folder.write_config(spec.config_yaml)
-        self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps)
+        self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps, **self._signature())
         requests.serve(self.fleet)
         eval_loss: float | None = None
         if began_at >= spec.num_steps:  # nothing is left to do but to say how good it is
@@ -201,6 +213,8 @@ class _Loop:
 
     def _follow(self, news: Iterator[list[list[StepReport]]]) -> None:
         for reports in news:
+            if self._lease is not None:
+                self._lease.check()
             segment, after, setting, counts = self._ordered.pop(self.at.step)
             for of_step in zip(*reports, strict=True):
                 record = merge_reports(of_step, self._end_s, norm_of)
@@ -349,6 +363,9 @@ class _Loop:
         self.try_to(lambda: self.folder.event(decision, reason, **numbers))
         self.watcher.tell(checkpoint=self.checkpoints.latest)
 
+    def _signature(self) -> dict[str, Any]:
+        return {} if self._lease is None else self._lease.signature()
+
     def _manifest(self, step: int, entries: list[dict[str, Any]], metrics: Mapping[str, float]) -> Manifest:
         spec = self.spec
         return make_manifest(
@@ -361,4 +378,5 @@ class _Loop:
             num_samples=spec.num_samples["train"],
             aliases=spec.aliases,
             metrics=metrics,
+            **self._signature(),
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.journal import Journal, News
+from raypipe.runtime.lease import Lease
 from raypipe.runtime.loop import run_loop
 from raypipe.runtime.requests import Requests
 from raypipe.runtime.spec import AnyFleet, RunSpec
@@ -49,12 +50,13 @@ class ThreadLine:
 
     def _run(self) -> None:
         try:
-            fleet = self._make_fleet()
-            try:
-                self._journal.begins(num_steps=self._spec.num_steps)
-                outcome = run_loop(fleet, self._spec, self._journal, self._requests)
-            finally:
-                fleet.stop()
+            with Lease.take(self._spec.place, self._spec.name, self._journal.begins) as lease:
+                fleet = self._make_fleet()
+                try:
+                    self._journal.begins(num_steps=self._spec.num_steps)
+                    outcome = run_loop(fleet, self._spec, self._journal, self._requests, lease=lease)
+                finally:
+                    fleet.stop()
             self._journal.end(outcome, None)
         except BaseException as error:  # noqa: BLE001  (raised again by whoever waits)
             self._journal.end(None, error)

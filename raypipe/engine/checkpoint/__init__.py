@@ -4,6 +4,7 @@
                                   stage_0.optimizer.safetensors   "exp_avg/transformer.h.0.weight"
                                   stage_1...
                                   manifest.json                   last: complete or absent
+                                  generation_2/stage_0...         of whoever trained the run second, and so on
 
 save      take_snapshot -> write_snapshot (on every stage) -> make_manifest -> commit -> prune
 restore   find_checkpoint -> check_position -> load_stage (on every stage, of any number)
@@ -12,7 +13,7 @@ restore   find_checkpoint -> check_position -> load_stage (on every stage, of an
 from __future__ import annotations
 
 from raypipe.engine.checkpoint.find import Checkpoint, Refusal, find_checkpoint, newest_step, open_checkpoint
-from raypipe.engine.checkpoint.manifest import MANIFEST, Manifest, check_position, make_manifest
+from raypipe.engine.checkpoint.manifest import MANIFEST, Manifest, check_position, files_folder, make_manifest
 from raypipe.engine.checkpoint.prune import prune
 from raypipe.engine.checkpoint.restore import FreshOptions, load_stage
 from raypipe.engine.checkpoint.snapshot import (
@@ -27,6 +28,6 @@ from raypipe.engine.checkpoint.state_dict import load_state_dict
 
 __all__ = [
     "MANIFEST", "Checkpoint", "FreshOptions", "Manifest", "Refusal", "StageSnapshot", "check_position",
-    "checkpoint_name", "clear", "commit", "find_checkpoint", "load_stage", "load_state_dict", "make_manifest",
-    "newest_step", "open_checkpoint", "prune", "take_snapshot", "write_snapshot",
+    "checkpoint_name", "clear", "commit", "files_folder", "find_checkpoint", "load_stage", "load_state_dict",
+    "make_manifest", "newest_step", "open_checkpoint", "prune", "take_snapshot", "write_snapshot",
 ]  # fmt: skip

@@ -37,6 +37,11 @@ class Checkpoint:
     manifest: Manifest
 
     @property
+    def files(self) -> Place:
+        """The folder of its files."""
+        return _files(self.place, self.manifest)
+
+    @property
     def folder(self) -> str:
         """Below the run's folder."""
         return checkpoint_name(self.manifest.step)
@@ -91,14 +96,15 @@ def open_checkpoint(place: Place) -> Checkpoint:
         CheckpointError: it is incomplete or not what was written; names the file.
     """
     manifest = read_manifest(place)
+    files = _files(place, manifest)
     shards = [shard for entry in manifest.stages for shard in entry.shards]
     for shard in shards:  # cheap, and finds most of what can be wrong
-        size_bytes = place.size_bytes(shard.file)
+        size_bytes = files.size_bytes(shard.file)
         if size_bytes != shard.size_bytes:
-            raise _damaged(place / shard.file, f"it has {size_bytes} bytes instead of {shard.size_bytes}")
+            raise _damaged(files / shard.file, f"it has {size_bytes} bytes instead of {shard.size_bytes}")
     for shard in shards:
-        _check_shard(place, shard)
-    _check_doubles(place, manifest)
+        _check_shard(files, shard)
+    _check_doubles(files, manifest)
     return Checkpoint(place, manifest)
 
 
@@ -114,6 +120,10 @@ def read_manifest(place: Place) -> Manifest:
             f"{FOLDER}/step_* folders."
         )
     return from_json(place.read_bytes(MANIFEST, MOST_BYTES), str(place / MANIFEST))
+
+
+def _files(place: Place, manifest: Manifest) -> Place:
+    return place / manifest.folder if manifest.folder else place
 
 
 def _check_shard(place: Place, shard: Shard) -> None:

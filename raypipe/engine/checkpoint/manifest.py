@@ -1,6 +1,7 @@
 """The manifest: what a checkpoint is, where each tensor lies, and a checksum of everything.
 
     manifest.json   step, position, seed, sizes            what the run was
+                    generation, holder                     who trained it then
                     stages[i].tensors      {file, size_bytes, sha256, names}     parameters, buffers
                     stages[i].optimizer    likewise, "exp_avg/layer.weight"
                     stages[i].groups       options such as lr, and whose they are
@@ -27,13 +28,14 @@ from raypipe.engine.checkpoint.values import parse_json
 from raypipe.errors import CheckpointError
 
 __all__ = [
-    "MANIFEST", "Manifest", "OptionGroup", "Shard", "StageEntry", "check_position", "file_name", "from_json",
-    "make_manifest", "parse_entry", "to_json",
+    "MANIFEST", "Manifest", "OptionGroup", "Shard", "StageEntry", "check_position", "file_name", "files_folder",
+    "from_json", "make_manifest", "parse_entry", "to_json",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 1 << 28
-FORMAT = 2
+FORMAT = 3
+NEW_IN_3: dict[str, Any] = {"generation": 0, "holder": ""}
 POSITION = ("step", "microbatch", "epoch", "offset", "updates")
 
 
@@ -94,6 +96,8 @@ class Manifest:
         aliases: further names of shared tensors -> the names that they are stored under.
         metrics: of the last step; None where a number was not finite.
         versions: of raypipe and torch.
+        generation: how many processes had trained the run one after the other, see runtime.lease; 0 where nobody knows.
+        holder: the last of them, in words.
     """
 
     step: int
@@ -106,6 +110,13 @@ class Manifest:
     aliases: Mapping[str, str]
     metrics: Mapping[str, float | None]
     versions: Mapping[str, str]
+    generation: int = 0
+    holder: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Where the files are, below the checkpoint's own folder; see ``files_folder``."""
+        return files_folder(self.generation)
 
     @property
     def num_stages(self) -> int:
@@ -122,6 +133,15 @@ def file_name(stage: int, kind: str) -> str:
     return f"stage_{stage}.safetensors" if kind == "tensors" else f"stage_{stage}.{kind}.safetensors"
 
 
+def files_folder(generation: int) -> str:
+    """Below the checkpoint's folder; empty for the first holder of a run.
+
+    Two holders that save the same step, one of which has lost the run and does not know it yet, must not write into
+    each other's files.
+    """
+    return f"generation_{generation}" if generation > 1 else ""
+
+
 def make_manifest(
     step: int,
     entries: Sequence[Mapping[str, Any]],
@@ -133,6 +153,8 @@ def make_manifest(
     num_samples: int,
     aliases: Mapping[str, str],
     metrics: Mapping[str, float] | None = None,
+    generation: int = 0,
+    holder: str = "",
 ) -> Manifest:
     """The manifest of what all stages wrote.
 
@@ -140,6 +162,7 @@ def make_manifest(
         entries: of ``write_snapshot`` on every stage, in any order.
         position: see Manifest; ``dataclasses.asdict`` of a planner's Position.
         metrics: of the step, for ``prune``.
+        generation, holder: see Manifest.
 
     Raises:
         CheckpointError: an entry is missing or does not fit the others.
@@ -157,6 +180,8 @@ def make_manifest(
         aliases=dict(aliases),
         metrics={name: float(v) if math.isfinite(v) else None for name, v in (metrics or {}).items()},
         versions={"raypipe": __version__, "torch": str(torch.__version__)},
+        generation=generation,
+        holder=holder,
     )
     return from_json(to_json(manifest), f"The manifest of step {step}")  # what is written can be read
 
@@ -177,12 +202,15 @@ def from_json(data: bytes, what: str) -> Manifest:
         CheckpointError: it is not what ``to_json`` wrote; names the field.
     """
     found = mapping(parse_json(data, what), what)
-    if found.get("format") != FORMAT or type(found["format"]) is not int:
+    number = found.get("format")
+    if type(number) is not int or number not in (2, FORMAT):
         shown = str(found.get("format"))[:20]
         raise CheckpointError(f"{what} has format {shown}; this release reads {FORMAT}. Use the release that wrote it.")
     digest = found.pop("sha256", None)
     if digest != _digest(found):
         raise CheckpointError(f"{what} is not what was written: its checksum differs. Use an older checkpoint.")
+    if number == 2:
+        found = {**NEW_IN_3, **found}
     fields(found, what, ("format", *Manifest.__slots__))
     manifest = Manifest(
         step=count(found["step"], f"{what}, step"),
@@ -195,6 +223,8 @@ def from_json(data: bytes, what: str) -> Manifest:
         aliases=_texts(found["aliases"], f"{what}, aliases"),
         metrics=_metrics(found["metrics"], f"{what}, metrics"),
         versions=_texts(found["versions"], f"{what}, versions"),
+        generation=count(found["generation"], f"{what}, generation"),
+        holder=text(found["holder"], f"{what}, holder"),
     )
     _check_whole(manifest, what)
     return manifest

@@ -121,7 +121,7 @@ class _Tensors:
             entry = self._checkpoint.manifest.stages[stage]
             shard = entry.optimizer if self._optimizer else entry.tensors
             assert shard is not None
-            self._opened[stage] = self._files.enter_context(TensorFile(self._checkpoint.place / shard.file))
+            self._opened[stage] = self._files.enter_context(TensorFile(self._checkpoint.files / shard.file))
         return self._opened[stage]
 
 

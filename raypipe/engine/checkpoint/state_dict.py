@@ -31,10 +31,10 @@ def load_state_dict(path: str | os.PathLike[str], *, storage_filesystem: Any = N
     checkpoint = _checkpoint(Place.of(path, storage_filesystem))
     state: dict[str, torch.Tensor] = {}
     for entry in checkpoint.manifest.stages:
-        with TensorFile(checkpoint.place / entry.tensors.file) as file:
+        with TensorFile(checkpoint.files / entry.tensors.file) as file:
             for name in entry.tensors.names:
                 if name not in file.tensors:
-                    raise CheckpointError(f"{checkpoint.place / entry.tensors.file} changed while it was read.")
+                    raise CheckpointError(f"{checkpoint.files / entry.tensors.file} changed while it was read.")
                 state.setdefault(name, file.read(name))
     return state | {alias: state[name] for alias, name in checkpoint.manifest.aliases.items()}
 
