@@ -2,7 +2,7 @@
 
     take     nobody's, released, or its process is dead on this machine   taken at once
              its counter stands still for OBSERVE_S                       taken
-             its counter moves                                            refused: who, since when
+             its counter moves twice                                      refused: who, since when
     renew    every RENEW_S the counter goes up by one; whoever finds another holder there has lost the run
     complete a checkpoint counts only if the lease is still ours when its manifest is written
     release  at the end, however it ends
@@ -34,6 +34,8 @@ FORMAT = 1
 RENEW_S = 5.0
 OBSERVE_S = 30.0
 """Six renewals: a process that computes, or waits for a slow disk, is not taken for dead."""
+MOVES = 2
+"""A driver whose owner was killed a moment ago may renew once more before it is gone too."""
 POLL_S = 0.25
 SETTLE_S = 2.0
 LOCK_TIMEOUT_S = 15.0
@@ -212,14 +214,16 @@ def _wait_and_see(place: Place, name: str, say: Callable[[str], None]) -> Held |
     if found is None or found.is_over:
         return found
     say(f"waiting to see whether {found.holder} still trains this run")
-    deadline_s = time.monotonic() + OBSERVE_S
+    moves, deadline_s = 0, time.monotonic() + OBSERVE_S
     while time.monotonic() < deadline_s:
         time.sleep(POLL_S)
         now = read_lease(place)
         if now is None or now.is_over:
             return now
         if _differ(now, found):
-            raise _refusal(name, now)
+            found, moves, deadline_s = now, moves + 1, time.monotonic() + OBSERVE_S
+            if moves == MOVES:
+                raise _refusal(name, now)
     return found
 
 
