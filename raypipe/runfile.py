@@ -28,7 +28,10 @@ from raypipe.errors import ConfigError
 from raypipe.yaml_text import Path as KeyPath
 from raypipe.yaml_text import dump, parse, parse_value
 
-__all__ = ["RunFile", "as_begun", "is_target", "read_runfile", "refuse", "refuse_unknown", "to_yaml", "with_name"]
+__all__ = [
+    "RunFile", "absolute_path", "as_begun", "is_target", "read_runfile", "refuse", "refuse_unknown", "to_yaml",
+    "unnamed_parts", "with_name",
+]  # fmt: skip
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
 _LENGTHS = ("num_steps", "num_epochs")
@@ -104,6 +107,14 @@ def with_name(run: RunFile, name: str) -> RunFile:
     return RunFile(run.name, {**run.values, "run_config": settings}, run.origins)
 
 
+def unnamed_parts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(key, words) of what the program that wrote the file could not name; see raypipe.describe."""
+    pipeline = values.get("pipeline")
+    inner = pipeline.items() if isinstance(pipeline, dict) else ()
+    found = [*values.items(), *((f"pipeline.{key}", value) for key, value in inner)]
+    return [(key, str(value["unnamed"])) for key, value in found if isinstance(value, dict) and "unnamed" in value]
+
+
 def is_target(value: object) -> bool:
     """Whether a value stands for a Python object: ``{target: "package.module:callable", args: {...}}``."""
     return isinstance(value, dict) and "target" in value
@@ -155,6 +166,13 @@ def _override(values: dict[str, Any], origins: dict[KeyPath, str], override: str
 
 def _check(run: RunFile) -> None:
     refuse_unknown(run, (), run.values, tuple(_CHECKS))
+    unnamed = unnamed_parts(run.values)
+    if unnamed:
+        parts = "; ".join(f"{key} was {words}" for key, words in unnamed)
+        raise ConfigError(
+            f"{run.name} cannot train yet, for the program that began the run had parts that no file can name: {parts}"
+            '. Write {target: "package.module:function"} for each of them.'
+        )
     for key, value in run.values.items():
         _CHECKS[key](run, (key,), value)
     missing = [key for key in ("model", "optimizer", "train_data") if key not in run.values]
@@ -242,12 +260,13 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(values)
     for key in ("train_data", "eval_data"):
         if isinstance(found.get(key), str):
-            found[key] = _absolute_path(found[key])
+            found[key] = absolute_path(found[key])
     storage = found.get("run_config", {}).get("storage_path")
     if isinstance(storage, str):
-        found["run_config"] = {**found["run_config"], "storage_path": _absolute_path(storage)}
+        found["run_config"] = {**found["run_config"], "storage_path": absolute_path(storage)}
     return found
 
 
-def _absolute_path(text: str) -> str:
+def absolute_path(text: str) -> str:
+    """A local path from the root on; URIs as they are."""
     return text if "://" in text else str(Path(text).expanduser().absolute())

@@ -121,9 +121,12 @@ def test_two_clusters_and_one_folder(cluster: None, tmp_path: Path) -> None:
         holder = json.loads((tmp_path / "run/lease.json").read_text())["holder"]["pid"]
         with pytest.raises(LeaseError, match=f"is being trained by process {holder} on "):
             trainer("mlp", tmp_path, "run", 1).fit(num_steps=1_000_000, progress=False)
+        cluster_of_first = processes.descendants(first.pid)
+        assert holder in cluster_of_first
         first.send_signal(signal.SIGKILL)
         first.wait()
-        wait_until(lambda: not processes.alive(holder), 60.0)  # it belongs to who was killed
+        processes.end(cluster_of_first)  # which may need a minute to see by itself that its owner is gone
+        wait_until(lambda: not any(map(processes.alive, cluster_of_first)), 60.0)
         steps = saved(tmp_path) + 5
         trainer("mlp", tmp_path, "run", 1).fit(num_steps=steps, progress=False)
     finally:
