@@ -29,6 +29,7 @@ from raypipe.ir.profile import Profile
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Timeline
+from raypipe.listing import DEFAULT_STORAGE
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import num_steps_of, train_segments
 from raypipe.planner.simulate import Costs, simulate
@@ -47,8 +48,6 @@ from raypipe.signals import stopping_on_signals
 __all__ = ["PipelineTrainer"]
 
 OPEN_TIMEOUT_S = 60.0
-DEFAULT_STORAGE = "~/ray_results"
-"""Where Ray Train puts its runs too; a run always leaves a checkpoint behind."""
 
 
 class PipelineTrainer:

@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
 from typer.testing import CliRunner
 
 from raypipe import __version__
 from raypipe.cli import app
+from raypipe.runtime.holder import myself
+from raypipe.runtime.lease import Held
 
 
 def test_simulate_prints_picture_time_and_memory_and_writes_files(tmp_path: Path) -> None:
@@ -126,6 +130,56 @@ def test_a_run_that_is_over_answers_from_its_folder(tmp_path: Path) -> None:
         assert result.output == f"lm: {state}; because of {decision}; step 7\n"
         found = json.loads(CliRunner().invoke(app, ["status", str(folder), "--json"]).output)
         assert (found["name"], found["state"], found["step"]) == ("lm", state, 7)
+
+
+def test_a_finished_run_is_found_by_its_name_without_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # where nobody answers
+    (tmp_path / "ray_results").mkdir()
+    folder_of_a_run(tmp_path / "ray_results", "start", "finish")
+    result = CliRunner().invoke(app, ["status", "lm"])
+    assert result.exit_code == 0, result.output
+    assert result.output == "lm: finished; because of finish; step 7\n"
+
+
+def test_runs_are_listed(tmp_path: Path) -> None:
+    me = myself()
+    mine = me._replace(id="of this test")
+    leases = {
+        "running": Held(mine, 1, 0.0), "killed": Held(me._replace(started="1"), 2, 0.0),
+        "failed": Held(me, 3, 0.0, released=True), "unknown": None,
+    }  # fmt: skip
+    mine.begins()
+    for age, (name, lease) in enumerate(leases.items()):
+        (tmp_path / name).mkdir()
+        events = [{"decision": "start", "reason": "", "step": 0, "num_steps": 9}, {"decision": "checkpoint", "step": 4}]
+        (tmp_path / name / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        if lease is not None:
+            text = json.dumps({**lease._asdict(), "holder": lease.holder._asdict()})
+            (tmp_path / name / "lease.json").write_text(text)
+        for file in (tmp_path / name).iterdir():
+            os.utime(file, (1e9 + age, 1e9 + age))
+    for number, end in enumerate(("finish", "stop", "fail")):
+        folder = folder_of_a_run(tmp_path, "start", end).rename(tmp_path / end)
+        os.utime(folder / "events.jsonl", (2e9 + number, 2e9 + number))
+    (tmp_path / "something else").mkdir()
+    result = CliRunner().invoke(app, ["list", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()]
+    assert rows[0] == ["NAME", "STATE", "STEP", "LAST", "WRITE", "FOLDER"]
+    date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1e9)).split()
+    assert rows[1] == ["running", "running", "4/9", *date, str(tmp_path / "running")]
+    assert [(row[0], row[1]) for row in rows[2:]] == [
+        ("killed", "killed"), ("failed", "failed"), ("unknown", "unknown"),
+        ("finish", "finished"), ("stop", "stopped"), ("fail", "failed"),
+    ]  # fmt: skip
+    found = json.loads(CliRunner().invoke(app, ["list", str(tmp_path), "--json"]).output)
+    mine.ends()
+    assert found[0] == {
+        "name": "running", "state": "running", "step": 4, "num_steps": 9, "last_write_s": 1e9,
+        "folder": str(tmp_path / "running"),
+    }  # fmt: skip
+    assert CliRunner().invoke(app, ["list", str(tmp_path / "nowhere")]).output == f"no runs in {tmp_path}/nowhere\n"
 
 
 def test_a_trace_is_copied(tmp_path: Path) -> None:

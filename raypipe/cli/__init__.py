@@ -3,7 +3,8 @@
     cli/train.py     train                    from a YAML file
     cli/plan.py      plan, profile            from a YAML file, for here or for a described cluster
     cli/simulate.py  simulate                 a YAML file, or a schedule on paper
-    cli/runs.py      status, stop, trace      of a run, by its name or folder
+    cli/runs.py      list                     the runs of a folder
+                     status, stop, trace      of a run, by its name or folder
     cli/export.py    export                   a checkpoint for others
     cli/doctor.py    doctor                   this machine and cluster
     cli/probe.py     probe                    the links between a cluster's nodes
@@ -24,7 +25,7 @@ from raypipe.cli.doctor import doctor
 from raypipe.cli.export import export
 from raypipe.cli.plan import plan, profile
 from raypipe.cli.probe import probe
-from raypipe.cli.runs import status, stop, trace
+from raypipe.cli.runs import list_runs, status, stop, trace
 from raypipe.cli.simulate import simulate
 from raypipe.cli.train import train
 from raypipe.errors import RaypipeError
@@ -46,6 +47,7 @@ def root() -> None:
 
 for _verb in (train, plan, profile, simulate, status, stop, trace, export, doctor, probe):
     app.command()(_verb)
+app.command("list")(list_runs)
 
 
 @app.command()

@@ -1,12 +1,13 @@
-"""``raypipe status RUN``, ``stop RUN`` and ``trace RUN``: a run by its name or by its folder.
+"""``raypipe list``, ``status RUN``, ``stop RUN`` and ``trace RUN``: a run by its name or by its folder.
 
-A name is looked up on the cluster (RAY_ADDRESS, or the one of this machine). A folder answers for itself when the run
-in it is over, so that yesterday's run needs no cluster.
+A folder answers for itself when the run in it is over, so that yesterday's run needs no cluster; by its name it is
+looked for in the usual place. Otherwise a name is looked up on the cluster (RAY_ADDRESS, or the one of this machine).
 """
 
 from __future__ import annotations
 
 import json as json_format
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,21 +20,48 @@ from raypipe.errors import ConfigError
 if TYPE_CHECKING:
     from raypipe.engine.storage import Place
 
-__all__ = ["status", "stop", "trace"]
+__all__ = ["list_runs", "status", "stop", "trace"]
 
-_ENDS = {"finish": "finished", "fail": "failed", "stop": "stopped"}
+Json = Annotated[bool, typer.Option("--json", help="all of it, for programs")]
+_COLUMNS = ("NAME", "STATE", "STEP", "LAST WRITE", "FOLDER")
 
 
-def status(
-    run: Run,
-    json: Annotated[bool, typer.Option("--json", help="all of it, for programs")] = False,
+def list_runs(
+    folder: Annotated[str | None, typer.Argument(metavar="[FOLDER]", help="a storage_path; ~/ray_results")] = None,
+    json: Json = False,
 ) -> None:
+    """List the runs of a folder, the one that was written last at the end."""
+    from raypipe.engine.storage import Place
+    from raypipe.listing import DEFAULT_STORAGE, runs_in
+
+    storage = Place.of(folder or DEFAULT_STORAGE)
+    found = runs_in(storage)
+    if json:
+        typer.echo(json_format.dumps([asdict(run) for run in found]))
+        return
+    if not found:
+        typer.echo(f"no runs in {storage}")
+        return
+    rows = [_COLUMNS, *((r.name, r.state, f"{r.step}/{r.num_steps}", _date(r.last_write_s), r.folder) for r in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def status(run: Run, json: Json = False) -> None:
     """Say where a run stands."""
-    found = _ended(Path(run)) if _is_run_folder(Path(run)) else None
+    folder = _known_folder(run)
+    found = _ended(folder) if folder else None
     if found is not None:
         typer.echo(json_format.dumps(found) if json else _line(found))
         return
-    now = _attached(run).status()
+    try:
+        now = _attached(run).status()
+    except ConfigError:
+        if folder is None:
+            raise
+        _tell_folder(folder, json)
+        return
     typer.echo(json_format.dumps({**asdict(now), "seconds_left": now.seconds_left}) if json else str(now))
 
 
@@ -70,28 +98,41 @@ def _attached(run: str) -> Any:
     return attach(Path(run).absolute().name if _is_run_folder(Path(run)) else run)
 
 
-def _folder(run: str) -> str:
-    """Where a run's files are: the folder itself, a URI, the usual place of that name, or what the cluster says."""
-    if _is_run_folder(Path(run)) or "://" in run:
-        return run
-    from raypipe.trainer import DEFAULT_STORAGE
+def _known_folder(run: str) -> Path | None:
+    """The folder itself, or the usual place of that name, if there is a run."""
+    from raypipe.listing import DEFAULT_STORAGE
 
-    usual = Path(DEFAULT_STORAGE).expanduser() / run
-    return str(usual) if _is_run_folder(usual) else _attached(run).path
+    folders = (Path(run), Path(DEFAULT_STORAGE).expanduser() / run)
+    return next((folder for folder in folders if _is_run_folder(folder)), None)
+
+
+def _folder(run: str) -> str:
+    """Where a run's files are: a URI, the folder itself, the usual place of that name, or what the cluster says."""
+    known = None if "://" in run else _known_folder(run)
+    return str(known) if known else run if "://" in run else _attached(run).path
 
 
 def _ended(folder: Path) -> dict[str, Any] | None:
     """The last word of a run that is over, from its folder; None while it goes on."""
-    try:
-        lines = (folder / "events.jsonl").read_text().splitlines()
-        events = [json_format.loads(line) for line in lines if line.endswith("}")]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}/events.jsonl cannot be read: {error}. Give the folder of a run.") from error
-    started = max((i for i, event in enumerate(events) if event["decision"] == "start"), default=0)
-    last = next((event for event in reversed(events[started:]) if event["decision"] in _ENDS), None)
-    if last is None:
-        return None
-    return {"name": folder.absolute().name, "path": str(folder), "state": _ENDS[last["decision"]], **last}
+    from raypipe.engine.storage import Place
+    from raypipe.listing import last_word
+
+    return last_word(Place.of(folder))
+
+
+def _tell_folder(folder: Path, json: bool) -> None:
+    """What is known of a run that no cluster here knows: it may be in threads, on another cluster, or killed."""
+    from raypipe.engine.storage import Place
+    from raypipe.listing import summary_of
+
+    found = summary_of(Place.of(folder))
+    written = f"last write {_date(found.last_write_s)}"
+    text = f"{found.name}: {found.state}, step {found.step}/{found.num_steps}; {written}; {found.folder}"
+    typer.echo(json_format.dumps(asdict(found)) if json else text)
+
+
+def _date(seconds: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds is not None else "unknown"
 
 
 def _line(found: dict[str, Any]) -> str:

@@ -107,6 +107,11 @@ class Place:
         """Whether anything is there."""
         return bool(self._info(name).type != pyarrow.fs.FileType.NotFound)
 
+    def written_s(self, name: str = "") -> float | None:
+        """When the file was last written, in seconds since 1970; None without it, or where the place does not say."""
+        written = self._info(name).mtime_ns
+        return None if written is None else written / 1e9
+
     def size_bytes(self, name: str = "") -> int | None:
         """Of the ordinary file there; None where there is no such file (a pipe is none)."""
         info = self._info(name)
