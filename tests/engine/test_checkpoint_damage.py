@@ -256,8 +256,9 @@ def text_of(files: Mapping[str, bytes]) -> str:
         ('"lr": 0.01', '"lr": ' + "9" * 5000, "is no valid JSON"),
         ('"lr": 0.01', '"lr": ' + "[" * 100_000, "is no valid JSON"),
         ('"lr": 0.01', '"lr": 0.02', "its checksum differs"),
-        ('"format": 2', '"format": 3', "has format 3; this release reads 2"),
-        ('"format": 2', '"format": 2.0', "has format 2.0"),
+        ('"format": 3', '"format": 4', "has format 4; this release reads 3"),
+        ('"format": 3', '"format": 3.0', "has format 3.0"),
+        ('"format": 3', '"format": 2', "its checksum differs"),
         ('"format"', '"form"', "has format None"),
         ("{", "[", "is no valid JSON"),
         ("layers", "\\ud800", "its checksum differs"),
@@ -269,7 +270,20 @@ def test_what_is_no_manifest(old: str, new: str, words: str) -> None:
     assert words in check({**good()[1], "manifest.json": damaged.encode()}, refused=True)
 
 
-@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"3", b"\xff\xfe", b"\0" * 100, b'{"format": 2}', b"{}"])
+@pytest.mark.parametrize("surplus", [False, True])
+def test_a_manifest_of_the_release_before(surplus: bool) -> None:
+    """Format 2 knew neither generation nor holder."""
+
+    def older(body: dict[str, Any]) -> None:
+        body["format"] = 2
+        for name in ("generation", "holder"):
+            if not surplus:
+                del body[name]
+
+    check({**good()[1], "manifest.json": resealed(older)}, refused=surplus)
+
+
+@pytest.mark.parametrize("data", [b"", b"null", b"[]", b"3", b"\xff\xfe", b"\0" * 100, b'{"format": 3}', b"{}"])
 def test_what_is_nothing_of_the_kind(data: bytes) -> None:
     check({**good()[1], "manifest.json": data}, refused=True)
 

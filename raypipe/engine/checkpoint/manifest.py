@@ -209,9 +209,9 @@ def from_json(data: bytes, what: str) -> Manifest:
     digest = found.pop("sha256", None)
     if digest != _digest(found):
         raise CheckpointError(f"{what} is not what was written: its checksum differs. Use an older checkpoint.")
-    if number == 2:
-        found = {**NEW_IN_3, **found}
-    fields(found, what, ("format", *Manifest.__slots__))
+    added = NEW_IN_3 if number == 2 else {}
+    fields(found, what, ("format", *(name for name in Manifest.__slots__ if name not in added)))
+    found |= added
     manifest = Manifest(
         step=count(found["step"], f"{what}, step"),
         position=_position(found["position"], what),
