@@ -214,8 +214,12 @@ def test_who_lost_it_completes_nothing_and_gives_nothing_back(tmp_path: Path, ti
 def test_the_thread_finds_out_too(tmp_path: Path, times: Callable[..., None]) -> None:
     place = place_of(tmp_path)
     with Lease.take(place, "run") as lease:
-        write(place, Held(ELSEWHERE, 2, since=0.0))
-        wait_for(lambda: lease.lost)
+
+        def lost() -> bool:
+            write(place, Held(ELSEWHERE, 2, since=0.0))  # without the lock, so that a renewal may undo it
+            return lease.lost
+
+        wait_for(lost)
 
 
 def test_a_damaged_lease_is_told(tmp_path: Path, times: Callable[..., None]) -> None:
