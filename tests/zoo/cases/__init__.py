@@ -1,0 +1,15 @@
+"""All rows of the zoo, family by family."""
+
+from __future__ import annotations
+
+from tests.zoo.cases import convnets, dense, repeated
+from tests.zoo.row import Row
+
+__all__ = ["ROWS"]
+
+ROWS: dict[str, Row] = {
+    row.name: row
+    for family in (dense, convnets, repeated)
+    for row in family.ROWS
+}
+"""By name, in the order of the table."""

@@ -1,0 +1,3 @@
+"""Networks over time."""
+from tests.zoo.row import Row
+ROWS: tuple[Row, ...] = ()
