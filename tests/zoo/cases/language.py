@@ -1,0 +1,159 @@
+"""Language models of transformers with their own losses, from tiny configurations; labels padded with -100."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo.row import EQUAL, Refused, Rounding, Row, Verdict
+from tests.zoo.samples import WORDS, sentences, translations
+
+__all__ = ["ROWS", "made"]
+
+TIED = Rounding(
+    "a weight with several uses; a pipeline sums each use over the micro-batches first, and then over the uses"
+)
+
+
+def made(name: str, **more: Any) -> Callable[[], nn.Module]:
+    """A class of transformers with its configuration, ``Class(Config(**more))``."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        found = getattr(transformers, name)
+        return found._from_config(found.config_class(**more), attn_implementation="sdpa" if SDPA(found) else "eager")
+
+    return build
+
+
+def SDPA(found: Any) -> bool:
+    return bool(getattr(found, "_supports_sdpa", False))
+
+
+_TOKENS = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_DEEP = {
+    **_TOKENS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 16,
+}
+"""As most configurations of transformers call it."""
+_GPT2 = {
+    **_TOKENS, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16,
+    "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+}  # fmt: skip
+_STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_OLD = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+padded = partial(sentences, padded=True)
+masked = partial(sentences, padded=True, mask=True)
+
+
+def lora() -> nn.Module:
+    """Llama with frozen weights and adapters of rank 2, as peft makes them."""
+    from peft import LoraConfig, get_peft_model
+
+    llama = made("LlamaForCausalLM", **_DEEP, num_key_value_heads=1)()
+    config = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(llama, config)
+
+
+def next_sentences(count: int) -> Any:
+    """For BERT's two heads: which sentence follows, beside the masked words."""
+    return sentences(count, padded=True, mask=True, next_sentence_label=lambda row: torch.tensor(row % 2))
+
+
+def topics(count: int) -> Any:
+    """A class for each sentence, in place of its labels."""
+    rows = sentences(count, padded=True, mask=True)
+    for at, item in enumerate(rows.items):
+        item["labels"] = torch.tensor(at % 3)
+    return rows
+
+
+def spans(count: int) -> Any:
+    """The first and the last token of an answer."""
+    rows = sentences(count, padded=True, mask=True)
+    for at, item in enumerate(rows.items):
+        del item["labels"]
+        item["start_positions"], item["end_positions"] = torch.tensor(at % 3), torch.tensor(3 + at % 5)
+    return rows
+
+
+row = partial(Row, "language models")
+
+
+def own(
+    model: str, build: Callable[[], nn.Module], data: Any, words: str, verdict: Verdict = EQUAL, **more: Any
+) -> Row:
+    return row(model, build, data, None, "its own", words, verdict, **more)
+
+
+ROWS = (
+    own("GPT-2, tied", made("GPT2LMHeadModel", **_GPT2), padded, "sentences, labels padded by -100", TIED, stages=3),
+    own("GPT-2, untied", made("GPT2LMHeadModel", **_GPT2, tie_word_embeddings=False), padded,
+        "sentences, labels padded by -100", stages=3),
+    own("GPT-2, untied, no dropout", made("GPT2LMHeadModel", **{**_GPT2, **_STILL}, tie_word_embeddings=False), masked,
+        "sentences, attention masks, -100"),
+    own("Llama", made("LlamaForCausalLM", **_DEEP, num_key_value_heads=1, attention_dropout=0.1), padded,
+        "sentences, labels padded by -100", stages=3),
+    own("Llama, no dropout", made("LlamaForCausalLM", **_DEEP, num_key_value_heads=1), masked,
+        "sentences, attention masks, -100"),
+    own("Llama with LoRA (peft)", lora, padded, "sentences, labels padded by -100"),
+    own("Mistral, sliding window", made("MistralForCausalLM", **_DEEP, num_key_value_heads=1, sliding_window=4), padded,
+        "sentences, labels padded by -100"),
+    own("Qwen2-MoE", made("Qwen2MoeForCausalLM", **_DEEP, num_key_value_heads=1, moe_intermediate_size=8,
+        shared_expert_intermediate_size=8, num_experts=4, num_experts_per_tok=2), padded,
+        "sentences, labels padded by -100"),
+    own("Gemma 2", made("Gemma2ForCausalLM", **_DEEP, num_key_value_heads=1, head_dim=8), padded,
+        "sentences, labels padded by -100", TIED),
+    own("Phi", made("PhiForCausalLM", **_DEEP, resid_pdrop=0.1), padded, "sentences, labels padded by -100"),
+    own("OPT", made("OPTForCausalLM", **_TOKENS, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, ffn_dim=24,
+        max_position_embeddings=16, word_embed_proj_dim=16, dropout=0.1), padded, "sentences, labels padded by -100",
+        TIED),
+    own("Bloom", made("BloomForCausalLM", **_TOKENS, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.1), padded,
+        "sentences, labels padded by -100", TIED),
+    own("GPT-NeoX", made("GPTNeoXForCausalLM", **_DEEP, hidden_dropout=0.1), padded,
+        "sentences, labels padded by -100"),
+    own("Mamba", made("MambaForCausalLM", **_TOKENS, hidden_size=16, num_hidden_layers=2, state_size=4,
+        use_mambapy=False), padded, "sentences, labels padded by -100", TIED),
+    own("BERT (MLM), tied", made("BertForMaskedLM", **_DEEP, **_OLD), masked, "sentences, attention masks, -100", TIED),
+    own("BERT (MLM), untied", made("BertForMaskedLM", **_DEEP, **_OLD, tie_word_embeddings=False), masked,
+        "sentences, attention masks, -100", stages=3),
+    own("BERT (MLM), no dropout", made("BertForMaskedLM", **_DEEP, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, tie_word_embeddings=False), masked, "sentences, attention masks, -100"),
+    own("BERT, words and next sentence", made("BertForPreTraining", **_DEEP, **_OLD, tie_word_embeddings=False),
+        next_sentences, "sentences, two labels, -100"),
+    own("RoBERTa", made("RobertaForMaskedLM", **{**_DEEP, "max_position_embeddings": 20}, **_OLD,
+        tie_word_embeddings=False), masked, "sentences, attention masks, -100"),
+    own("DistilBERT", made("DistilBertForSequenceClassification", **_TOKENS, dim=16, n_layers=2, n_heads=2,
+        hidden_dim=24, max_position_embeddings=16, num_labels=3, problem_type="single_label_classification"), topics,
+        "sentences, a class each"),
+    own("ALBERT, one layer used twice", made("AlbertForMaskedLM", **_DEEP, embedding_size=8, hidden_dropout_prob=0.1),
+        masked, "sentences, attention masks, -100", TIED),
+    own("ELECTRA", made("ElectraForQuestionAnswering", **_DEEP, **_OLD, embedding_size=8), spans,
+        "sentences, spans of answers"),
+    own("DeBERTa-v2", made("DebertaV2ForTokenClassification", **_DEEP, **_OLD, relative_attention=True,
+        pos_att_type=["p2c", "c2p"], num_labels=WORDS, position_buckets=4), masked, "sentences, attention masks, -100"),
+    own("T5", made("T5ForConditionalGeneration", vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2,
+        num_decoder_layers=2, num_heads=2, use_cache=False, decoder_start_token_id=0, pad_token_id=0), translations,
+        "translations, -100", TIED),
+    own("Bart", made("BartForConditionalGeneration", **_TOKENS, d_model=16, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
+        max_position_embeddings=16, use_cache=False, decoder_start_token_id=2), translations, "translations, -100",
+        TIED),
+    own("Switch", made("SwitchTransformersForConditionalGeneration", vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24,
+        num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2, use_cache=False, decoder_start_token_id=0,
+        pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1), translations, "translations, -100",
+        TIED),
+)  # fmt: skip
+"""From transformers and peft."""
+_ = Refused
