@@ -71,7 +71,7 @@ def differences_of(row: Row, count: int, folder: Path) -> list[str]:
     theirs = Reference(theirs.model, theirs.losses, theirs.grad_norms, theirs.gradients, theirs.parameters, kept)
     found = _stuck(row, theirs)
     if isinstance(row.verdict, Rounding):
-        found += _beyond(ours, theirs, row.verdict.bound, dict(row.made().named_parameters()))
+        found += _beyond(ours, theirs, row.verdict.bound)
     else:
         found += differences(ours, theirs)
     return found + _unlike_whole(row, count, ours) + _unlike_evaluation(row, theirs.model, result.metrics["eval_loss"])
@@ -98,7 +98,7 @@ def _stuck(row: Row, theirs: Reference) -> list[str]:
     return found
 
 
-def _beyond(ours: Run, theirs: Reference, bound: float, initial: Tensors) -> list[str]:
+def _beyond(ours: Run, theirs: Reference, bound: float) -> list[str]:
     """Differences larger than the bound."""
     found = []
     for what in ("losses", "grad_norms"):
@@ -106,21 +106,20 @@ def _beyond(ours: Run, theirs: Reference, bound: float, initial: Tensors) -> lis
         found += [f"{what}[{i}]: {a!r} is not {b!r}" for i, (a, b) in enumerate(pairs) if abs(a - b) > bound * abs(b)]
     for step, (mine, yours) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         found += _apart(f"gradients[{step}]", mine, yours, bound)
-    moved = {name: p - initial[name] for name, p in ours.parameters.items()}
-    found += _apart("movement", moved, {name: p - initial[name] for name, p in theirs.parameters.items()}, bound)
+    found += _apart("parameters", ours.parameters, theirs.parameters, bound)
     return found + _apart("buffers", ours.buffers, theirs.buffers, bound)
 
 
 def _apart(what: str, mine: Mapping[str, Any], yours: Mapping[str, Any], bound: float) -> list[str]:
     """Tensors that differ by more than ``bound`` of their largest entry."""
     held = {name: tensor for name, tensor in yours.items() if tensor is not None and tensor.numel()}
-    largest = {name: float(tensor.abs().max()) for name, tensor in held.items()}
+    largest = {name: float(tensor.detach().abs().max()) for name, tensor in held.items()}
     least = LEAST_SCALE * max(largest.values(), default=0.0)
     found = [f"{what}: names differ: {sorted(mine.keys() ^ yours.keys())}"] if mine.keys() != yours.keys() else []
     for name, tensor in held.items():
         if mine.get(name) is None:
             found.append(f"{what}[{name}] is missing")
-        elif (by := float((mine[name] - tensor).abs().max())) > bound * max(largest[name], least):
+        elif (by := float((mine[name] - tensor).detach().abs().max())) > bound * max(largest[name], least):
             found.append(f"{what}[{name}] differs by {by:g} of {largest[name]:g}")
     return found
 

@@ -19,6 +19,9 @@ TIED = Rounding(
 )
 
 
+SHARED = Rounding("a table of positions that every layer reads; each use is summed over the micro-batches first")
+
+
 def made(name: str, **more: Any) -> Callable[[], nn.Module]:
     """A class of transformers with its configuration, ``Class(Config(**more))``."""
 
@@ -88,6 +91,13 @@ def spans(count: int) -> Any:
     return rows
 
 
+def masked_translations(count: int) -> Any:
+    rows = translations(count)
+    for item in rows.items:
+        item["attention_mask"] = torch.ones(7, dtype=torch.long)
+    return rows
+
+
 row = partial(Row, "language models")
 
 
@@ -142,7 +152,8 @@ ROWS = (
     own("ELECTRA", made("ElectraForQuestionAnswering", **_DEEP, **_OLD, embedding_size=8), spans,
         "sentences, spans of answers"),
     own("DeBERTa-v2", made("DebertaV2ForTokenClassification", **_DEEP, **_OLD, relative_attention=True,
-        pos_att_type=["p2c", "c2p"], num_labels=WORDS, position_buckets=4), masked, "sentences, attention masks, -100"),
+        pos_att_type=["p2c", "c2p"], num_labels=WORDS, position_buckets=4), masked, "sentences, attention masks, -100",
+        SHARED),
     own("T5", made("T5ForConditionalGeneration", vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=2,
         num_decoder_layers=2, num_heads=2, use_cache=False, decoder_start_token_id=0, pad_token_id=0), translations,
         "translations, -100", TIED),
@@ -152,7 +163,7 @@ ROWS = (
         TIED),
     own("Switch", made("SwitchTransformersForConditionalGeneration", vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24,
         num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2, use_cache=False, decoder_start_token_id=0,
-        pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1), translations, "translations, -100",
+        pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1), masked_translations, "translations, masks, -100",
         TIED),
 )  # fmt: skip
 """From transformers and peft."""
