@@ -1,0 +1,134 @@
+"""Attention over pictures and sounds, and torch's own layers of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests import nets
+from tests.models import Records
+from tests.models import tokens as next_tokens
+from tests.zoo.cases.language import made
+from tests.zoo.row import Refused, Row
+from tests.zoo.samples import WORDS, images, sentences, translations
+
+__all__ = ["ROWS"]
+
+_SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+_PATCHES = {"image_size": 8, "patch_size": 4, "num_channels": 3}
+
+
+def pictures(count: int) -> Records:
+    """pixel_values and labels."""
+    return Records([{"pixel_values": x, "labels": y} for x, y in images(count)])
+
+
+def scenes(count: int) -> Records:
+    """32 x 32 pixels with a class each, of which some are 255: nothing to learn there."""
+    drawn = torch.Generator().manual_seed(13)
+    items = []
+    for x, _ in images(count, size=32):
+        labels = torch.randint(0, 3, (32, 32), generator=drawn)
+        labels[torch.rand(32, 32, generator=drawn) < torch.rand(1, generator=drawn)] = 255
+        items.append({"pixel_values": x, "labels": labels})
+    return Records(items)
+
+
+def speeches(count: int) -> Records:
+    """Spectra of 20 bands and 16 frames, and the words that were spoken."""
+    drawn = torch.Generator().manual_seed(14)
+    rows = translations(count).items
+    return Records(
+        [{"input_features": torch.randn(20, 16, generator=drawn), "labels": item["labels"]} for item in rows]
+    )
+
+
+def captions(count: int) -> Records:
+    """A sentence and a picture, which belong together."""
+    rows = sentences(count, padded=True, mask=True).items
+    named = [{name: item[name] for name in ("input_ids", "attention_mask")} for item in rows]
+    return Records([{**item, "pixel_values": x} for item, (x, _) in zip(named, images(count), strict=True)])
+
+
+def clip() -> nn.Module:
+    """Returns its contrastive loss, without a switch that a batch would have to carry."""
+    from transformers import CLIPConfig, CLIPModel
+
+    words = {**_SMALL, "vocab_size": WORDS, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1}
+
+    class WithLoss(CLIPModel):
+        def forward(self, input_ids: Any, attention_mask: Any, pixel_values: Any) -> torch.Tensor:
+            return super().forward(input_ids, pixel_values, attention_mask, return_loss=True).loss
+
+    return WithLoss(CLIPConfig(text_config=words, vision_config={**_SMALL, **_PATCHES}, projection_dim=8))
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoder under a causal mask, the norm first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(11, 8), nn.Parameter(torch.randn(6, 8) / 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 3, nn.LayerNorm(8), enable_nested_tensor=False)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(6)
+        return self.head(self.layers(self.embed(ids) + self.positions, mask=mask, is_causal=True))
+
+
+class Translator(nn.Module):
+    """nn.Transformer from ids to ids, both with padding masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.answer = nn.Embedding(WORDS, 8), nn.Embedding(WORDS, 8)
+        self.body = nn.Transformer(8, 2, 2, 2, 16, 0.1, batch_first=True)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        before = functional.pad(labels[:, :-1].clamp(min=0), (1, 0))
+        causal = nn.Transformer.generate_square_subsequent_mask(5)
+        ahead = self.body(
+            self.embed(input_ids), self.answer(before), tgt_mask=causal, src_key_padding_mask=input_ids == 7
+        )
+        return functional.cross_entropy(self.head(ahead).flatten(0, 1), labels.flatten())
+
+
+def per_token(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+row = partial(Row, "attention")
+
+
+def own(model: str, build: Callable[[], nn.Module], data: Any, words: str, *verdict: Any, **more: Any) -> Row:
+    return row(model, build, data, None, "its own", words, *verdict, **more)
+
+
+ROWS = (
+    row("nn.MultiheadAttention", nets.Attention, next_tokens, per_token, "cross_entropy per token", "tokens", stages=3),
+    row("nn.TransformerEncoder, causal", Encoder, next_tokens, per_token, "cross_entropy per token", "tokens",
+        stages=3),
+    own("nn.Transformer, encoder and decoder", Translator, translations, "translations, -100", stages=3),
+    own("ViT", made("ViTForImageClassification", **_SMALL, **_PATCHES, num_labels=5, hidden_dropout_prob=0.1), pictures,
+        "images", stages=3),
+    own("Swin", made("SwinForImageClassification", image_size=8, patch_size=2, embed_dim=8, depths=[1, 1],
+        num_heads=[1, 2], window_size=2, drop_path_rate=0.2, num_labels=5), pictures, "images"),
+    own("Segformer", made("SegformerForSemanticSegmentation", num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
+        hidden_sizes=[8, 8], patch_sizes=[3, 3], strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
+        decoder_hidden_size=8, num_labels=3), scenes, "scenes, pixels of 255 ignored"),
+    own("Whisper", made("WhisperForConditionalGeneration", vocab_size=WORDS, num_mel_bins=20, d_model=16,
+        encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24,
+        decoder_ffn_dim=24, max_source_positions=8, max_target_positions=8, dropout=0.1, use_cache=False,
+        decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches, "spectra and words, -100"),
+    own("CLIP", clip, captions, "captions", Refused("", "pairs are compared over the whole batch")),
+    own("CLIP, one micro-batch", clip, captions, "captions", microbatches=(1,)),
+)  # fmt: skip
+"""Pictures, sounds, and torch's own layers."""
