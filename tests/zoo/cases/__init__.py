@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tests.zoo.cases import attention, convnets, dense, language, repeated
+from tests.zoo.cases import attention, convnets, dense, drawn, language, losses, repeated, shared
 from tests.zoo.row import Row
 
 __all__ = ["ROWS"]
 
 ROWS: dict[str, Row] = {
     row.name: row
-    for family in (dense, convnets, language, attention, repeated)
+    for family in (dense, convnets, language, attention, repeated, shared, losses, drawn)
     for row in family.ROWS
 }
 """By name, in the order of the table."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 from tests import nets
 from tests.models import Records
 from tests.models import tokens as next_tokens
-from tests.zoo.cases.language import made
+from tests.zoo.cases.language import TIED, made
 from tests.zoo.row import Refused, Row
 from tests.zoo.samples import WORDS, images, sentences, translations
 
@@ -96,7 +96,7 @@ class Translator(nn.Module):
         before = functional.pad(labels[:, :-1].clamp(min=0), (1, 0))
         causal = nn.Transformer.generate_square_subsequent_mask(5)
         ahead = self.body(
-            self.embed(input_ids), self.answer(before), tgt_mask=causal, src_key_padding_mask=input_ids == 7
+            self.embed(input_ids), self.answer(before), tgt_mask=causal, tgt_is_causal=True, src_key_padding_mask=input_ids == 7
         )
         return functional.cross_entropy(self.head(ahead).flatten(0, 1), labels.flatten())
 
@@ -127,8 +127,7 @@ ROWS = (
     own("Whisper", made("WhisperForConditionalGeneration", vocab_size=WORDS, num_mel_bins=20, d_model=16,
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24,
         decoder_ffn_dim=24, max_source_positions=8, max_target_positions=8, dropout=0.1, use_cache=False,
-        decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches, "spectra and words, -100"),
+        decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches, "spectra and words, -100", TIED),
     own("CLIP", clip, captions, "captions", Refused("", "pairs are compared over the whole batch")),
-    own("CLIP, one micro-batch", clip, captions, "captions", microbatches=(1,)),
 )  # fmt: skip
 """Pictures, sounds, and torch's own layers."""

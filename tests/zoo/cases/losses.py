@@ -1,0 +1,222 @@
+"""What a loss averages over, and losses for which no weights of micro-batches are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from tests.models import Records
+from tests.zoo.cases.dense import perceptron
+from tests.zoo.row import Refused, Row
+from tests.zoo.samples import WORDS, classes, counted_pairs, numbers, sentences, signals, spoken, vectors
+
+__all__ = ["ROWS", "Tagger"]
+
+Loss = Callable[[Any, Any], torch.Tensor]
+CLASS_WEIGHTS = torch.linspace(0.2, 1.8, 5)
+
+
+class Tagger(nn.Module):
+    """Scores every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.hidden, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(self.embed(ids))))
+
+
+class Judging(Tagger):
+    """Makes its own loss, which ``kind`` names, from logits and labels."""
+
+    def __init__(self, kind: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("class_weights", CLASS_WEIGHTS.clone())
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.kind(self, super().forward(input_ids), labels)
+
+
+def weighed(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=model.class_weights)
+
+
+def masked(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The mean by hand, over a mask."""
+    mask = (labels != -100).float()
+    each = functional.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum().clamp(min=1)
+
+
+def penalised(model: Judging, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    penalty = sum(p.square().sum() for p in model.hidden.parameters())
+    return weighed(model, logits, labels) + 0.01 * penalty
+
+
+def few_labels(count: int) -> Records:
+    """Labels of five classes, padded by -100."""
+    rows = sentences(count, padded=True)
+    for item in rows.items:
+        item["labels"] = torch.where(item["labels"] < 0, -100, item["labels"] % 5)
+    return rows
+
+
+def flat(loss: Loss) -> Loss:
+    return lambda output, target: loss(output.flatten(0, 1), target.flatten())
+
+
+def hidden_by_zero(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    kept = target != 0
+    logs = output.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return -(logs * kept).sum() / kept.sum()
+
+
+def picked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Only what a mask picks; how many, the data say."""
+    return functional.cross_entropy(output[target != 0], target[target != 0])
+
+
+def focal(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    logs = output.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return -((1 - logs.exp()).square() * logs).mean()
+
+
+def dice(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of each sample, then their mean."""
+    chance, truth = output.sigmoid(), (target > 0).float()
+    return (1 - (2 * (chance * truth).sum(1) + 1) / (chance.sum(1) + truth.sum(1) + 1)).mean()
+
+
+def overlap(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Dice over the whole batch at once: a quotient of sums."""
+    chance, truth = output.sigmoid(), (target > 0).float()
+    return 1 - (2 * (chance * truth).sum() + 1) / (chance.sum() + truth.sum() + 1)
+
+
+def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.mse_loss(output, target) + output.std(0).mean()
+
+
+def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    one, other = functional.normalize(output, dim=-1), functional.normalize(target, dim=-1)
+    return functional.cross_entropy(one @ other.T / 0.1, torch.arange(output.shape[0]))
+
+
+def ctc(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Twelve frames, three labels, mean over the samples."""
+    count = target.shape[0]
+    lengths = torch.full((count,), 12), torch.full((count,), 3)
+    return functional.ctc_loss(output.log_softmax(-1).transpose(0, 1), target, *lengths)
+
+
+def triplet(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Anchor, positive and negative in one row."""
+    return functional.triplet_margin_loss(*output.chunk(3, 1))
+
+
+def quantiles(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    error = target - output
+    return torch.maximum(0.9 * error, -0.1 * error).mean()
+
+
+class Framewise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv1d(4, 8, 3, padding=1), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(functional.gelu(self.one(x.transpose(1, 2))).transpose(1, 2))
+
+
+class Triple(nn.Module):
+    """Embeds an anchor, a positive and a negative, side by side in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv1d(4, 8, 4, stride=4), nn.Conv1d(8, 5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(functional.gelu(self.one(x.transpose(1, 2)))).transpose(1, 2).flatten(1)
+
+
+def some_positive(count: int) -> TensorDataset:
+    """Five yes or no for each sample."""
+    inputs, targets = numbers(count).tensors
+    return TensorDataset(inputs, (targets > 0.5).float())
+
+
+def shares(count: int) -> TensorDataset:
+    """A distribution over five classes for each sample."""
+    inputs, targets = numbers(count).tensors
+    return TensorDataset(inputs, targets.softmax(-1))
+
+
+def positive(count: int) -> TensorDataset:
+    inputs, targets = numbers(count).tensors
+    return TensorDataset(inputs, targets.exp())
+
+
+row = partial(Row, "losses")
+_TAGS = "tokens, {} where nothing counts"
+_REFUSED = (
+    "loss_reduction='auto': no weights of micro-batches make the loss of a mini-batch. Over 4 rows it is {number}; over "
+    "micro-batches of 2 and 2 rows it is {number} and {number}, weighed by samples {number}. Such a loss compares the "
+    "rows of a batch with each other, or averages in a way that cannot be counted from the data. Set "
+    "num_microbatches=1 to keep it exact, or say what micro-batches shall mean: loss_reduction='mean' (each its own "
+    "loss, weighed by samples), 'sum', or a function that counts the items of a target."
+)
+OVER_THE_BATCH = Refused(_REFUSED, "it compares the rows of a batch with each other")
+
+
+def tags(words: str, loss_fn: Loss, ignored: int) -> Row:
+    return row("tagger", Tagger, counted_pairs(ignored), loss_fn, words, _TAGS.format(ignored))
+
+
+def vectored(words: str, loss_fn: Loss, data: Any = numbers, *verdict: Any, name: str = "MLP", **more: Any) -> Row:
+    return row(name, perceptron, data, loss_fn, words, "vectors", *verdict, **more)
+
+
+ROWS = (
+    tags("cross_entropy", flat(functional.cross_entropy), -100),
+    tags("CrossEntropyLoss(ignore_index=-1)", flat(nn.CrossEntropyLoss(ignore_index=-1)), -1),
+    tags("class weights and ignore_index=0", flat(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=0)), 0),
+    tags("label smoothing", flat(nn.CrossEntropyLoss(label_smoothing=0.1)), -100),
+    tags("label smoothing and class weights", flat(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1)),
+         -100),
+    tags("cross_entropy, reduction='sum'", flat(nn.CrossEntropyLoss(reduction="sum")), -100),
+    tags("log_softmax and nll_loss", flat(lambda o, t: functional.nll_loss(o.log_softmax(-1), t, ignore_index=-1)), -1),
+    tags("a masked mean by hand", hidden_by_zero, 0),
+    tags("cross_entropy of what a mask picks", picked, 0),
+    row("tagger", lambda: Judging(weighed), few_labels, None, "its own, class weights in a buffer",
+        "sentences, labels padded by -100"),
+    row("tagger", lambda: Judging(masked), few_labels, None, "its own, a masked mean by hand",
+        "sentences, labels padded by -100"),
+    row("tagger", lambda: Judging(penalised), few_labels, None, "its own, with a penalty on weights",
+        "sentences, labels padded by -100"),
+    row("tagger", Tagger, classes, focal, "focal loss", "tokens"),
+    vectored("mse_loss", functional.mse_loss),
+    vectored("MSELoss(reduction='sum')", nn.MSELoss(reduction="sum")),
+    vectored("BCEWithLogitsLoss, pos_weight", nn.BCEWithLogitsLoss(pos_weight=torch.linspace(1, 3, 5)), some_positive),
+    vectored("KLDivLoss(reduction='batchmean')",
+             lambda o, t: nn.KLDivLoss(reduction="batchmean")(o.log_softmax(-1), t), shares),
+    vectored("cross_entropy with soft targets", functional.cross_entropy, shares),
+    vectored("PoissonNLLLoss", nn.PoissonNLLLoss(), positive),
+    vectored("MultiMarginLoss", nn.MultiMarginLoss(), vectors),
+    vectored("quantile loss", quantiles),
+    vectored("Dice of each sample", dice),
+    row("1-D convolutions", Framewise, spoken, ctc, "ctc_loss", "signals and labels"),
+    row("1-D convolutions", Triple, signals, triplet, "triplet_margin_loss", "signals, three in a row"),
+    vectored("Dice over the batch", overlap, numbers, OVER_THE_BATCH),
+    vectored("mse + spread over the batch", spread, numbers, OVER_THE_BATCH),
+    vectored("contrastive (InfoNCE)", contrastive, numbers, OVER_THE_BATCH),
+    vectored("contrastive (InfoNCE), one micro-batch", contrastive, microbatches=(1,)),
+)  # fmt: skip
+"""Losses."""
