@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,13 +44,18 @@ class Refused:
     """Before the first step.
 
     Attributes:
-        message: the whole of it; ``{line}`` stands for a file of this folder with a line, as in ``x.py:12``.
+        message: the whole of it; ``{line}`` stands for a file with a line, as in ``x.py:12``, ``{number}`` for a number.
         note: what is wrong, in a few words.
     """
 
     message: str
     note: str
     word = "refused"
+
+    def fits(self, message: str) -> bool:
+        """Whether that is the message, from its first to its last letter."""
+        pattern = re.escape(self.message).replace(r"\{line\}", r"\S+\.py:\d+").replace(r"\{number\}", r"(?:[-+.e\d]*\d|nan)")
+        return re.fullmatch(pattern, message) is not None
 
 
 Verdict = Equal | Rounding | Refused
@@ -68,7 +74,10 @@ class Row:
         note: a sentence for the table, besides the verdict's.
         stages: of the pipeline.
         microbatches: numbers that a mini-batch of 8 samples is cut into, one run each.
-        needs: a package that is not required to develop raypipe; without it the row's test is skipped.
+        evaluated: samples of the evaluation.
+        twin: what plain PyTorch trains in place of the model: the same without recomputation, whose second forward
+            would draw other numbers under the keys that make draws comparable.
+        whole: plain PyTorch trains on whole mini-batches, because it cannot weigh the terms of a loss one by one.
         pending: why the verdict is not yet true.
     """
 
@@ -83,6 +92,9 @@ class Row:
     note: str = ""
     stages: int = 2
     microbatches: tuple[int, ...] = (1, 4)
+    evaluated: int = 10
+    twin: Callable[[], nn.Module] | None = None
+    whole: bool = False
     pending: str = ""
 
     @property
@@ -90,7 +102,7 @@ class Row:
         """Unique in the zoo."""
         return f"{self.model} | {self.loss} | {self.data}"
 
-    def made(self) -> nn.Module:
-        """The same initial weights each time."""
+    def made(self, build: Callable[[], nn.Module] | None = None) -> nn.Module:
+        """The same initial weights each time, of the model or what else is to be built."""
         torch.manual_seed(1)
-        return self.build()
+        return (build or self.build)()

@@ -14,13 +14,14 @@ from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.data import open_data
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.errors import RaypipeError
 from raypipe.testing import Reference, reference
 from tests.exactness import Recorder, Run, differences
 from tests.zoo.row import Rounding, Row
 
-__all__ = ["differences_of", "trainer_of"]
+__all__ = ["differences_of", "refusal_of"]
 
-SAMPLES, EVAL_SAMPLES, MINIBATCH, STEPS = 20, 10, 8, 4
+SAMPLES, MINIBATCH, STEPS = 20, 8, 4
 """An epoch is mini-batches of 8, 8 and 4 samples, so that the last step is in the second epoch."""
 LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND = 3e-6, 1e-5, 1e-4
 """Between micro-batches and the whole mini-batch, whose sums are taken in another order."""
@@ -30,35 +31,48 @@ LEAST_SCALE = 1e-3
 Tensors = Mapping[str, torch.Tensor]
 
 
-def trainer_of(row: Row, count: int, recorder: Recorder, folder: Path) -> PipelineTrainer:
-    """What a user would write, with small sizes and parts of equal size."""
+def _trainer(row: Row, count: int, recorder: Recorder, folder: Path) -> PipelineTrainer:
+    """What a user would write, with stages of equal size, for which nothing need be timed."""
     return PipelineTrainer(
         row.made(),
         loss_fn=row.loss_fn,
         optimizer=recorder,
         train_data=row.make_data(SAMPLES),
-        eval_data=row.make_data(EVAL_SAMPLES),
+        eval_data=row.make_data(row.evaluated),
         pipeline=_config(row, count),
         run_config=SimpleNamespace(name=f"m{count}", storage_path=str(folder)),
     )
 
 
+def refusal_of(row: Row, count: int, folder: Path) -> str:
+    """The message with which a run in ``count`` micro-batches is refused; says so where it is not."""
+    recorder = _recorder()
+    try:
+        trainer = _trainer(row, count, recorder, folder)
+        trainer.simulate()
+        recorder.steps.clear()
+        trainer.fit(num_steps=STEPS, local=True, progress=False)
+    except RaypipeError as error:
+        return f"After {len(recorder.steps)} steps: {error}" if recorder.steps else str(error)
+    return "It trained."
+
+
 def differences_of(row: Row, count: int, folder: Path) -> list[str]:
     """Everything in which a run in ``count`` micro-batches is not plain PyTorch's; empty if the verdict holds."""
     recorder = _recorder()
-    trainer = trainer_of(row, count, recorder, folder)
+    trainer = _trainer(row, count, recorder, folder)
     trainer.simulate()
     recorder.steps.clear()  # those on copies, which were timed
     result = trainer.fit(num_steps=STEPS, local=True, progress=False)
     losses, norms = [r.loss for r in result.records], [r.grad_norm for r in result.records]
     state = load_state_dict(result.checkpoint)
     theirs = reference(
-        row.made(),
+        row.made(row.twin),
         optimizer=_recorder(),
         train_data=row.make_data(SAMPLES),
         num_steps=STEPS,
         loss_fn=row.loss_fn,
-        pipeline=_config(row, count),
+        pipeline=_config(row, 1 if row.whole else count),
     )
     ours = Run(
         losses,
@@ -126,13 +140,13 @@ def _apart(what: str, mine: Mapping[str, Any], yours: Mapping[str, Any], bound: 
 
 def _unlike_whole(row: Row, count: int, ours: Run) -> list[str]:
     """The first step against the whole mini-batch at once, where that is the same function."""
-    model = row.made().train()
-    if count > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
-        return []
+    model = row.made(row.twin).train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     rows = _rows(row, MINIBATCH, shuffle=True)
     with KeyedRandomness(RandomKey(0, 0, 0)) as drawn:
         loss = _loss(row, model, rows)
-    if drawn.index and count > 1:
+    changed = any(not torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
+    if count > 1 and (drawn.index or changed):  # statistics of a micro-batch are others
         return []
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -144,8 +158,9 @@ def _unlike_whole(row: Row, count: int, ours: Run) -> list[str]:
 
 def _unlike_evaluation(row: Row, trained: nn.Module, eval_loss: float) -> list[str]:
     """All samples at once, in evaluation mode."""
+    rows = _rows(row, row.evaluated, shuffle=False)
     with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)) as drawn:
-        loss = float(_loss(row, trained.eval(), _rows(row, EVAL_SAMPLES, shuffle=False)))
+        loss = float(_loss(row, trained.eval(), rows))
     bound = row.verdict.bound if isinstance(row.verdict, Rounding) else LOSS_BOUND
     return [] if drawn.index else _not_close("eval_loss", eval_loss, loss, bound)
 

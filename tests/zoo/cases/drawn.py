@@ -146,6 +146,8 @@ ROWS = (
         "index; a generator of the dataset's own, the clock and counters cannot be repeated.",
         "two stages would read different items")),
     row("MLP", perceptron, streamed, mse_loss, "mse_loss", "IterableDataset", Refused(
-        "", "no item can be read by its number")),
+        "Stream is not a data source of this release: it runs Parquet and Arrow paths, pyarrow.dataset.Dataset, and "
+        "torch datasets with __len__ and __getitem__. Write the data as Parquet and give its folder.",
+        "no item can be read by its number")),
 )  # fmt: skip
 """Data."""

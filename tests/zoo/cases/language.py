@@ -130,7 +130,11 @@ ROWS = (
         max_position_embeddings=16, word_embed_proj_dim=16, dropout=0.1), padded, "sentences, labels padded by -100",
         TIED),
     own("Bloom", made("BloomForCausalLM", **_TOKENS, hidden_size=16, n_layer=2, n_head=2, hidden_dropout=0.1), padded,
-        "sentences, labels padded by -100", TIED),
+        "sentences, labels padded by -100", Refused(
+            "The model calls the custom autograd function transformers.models.bloom.modeling_bloom.GeLUFunction, whose "
+            "backward tracing would lose. Build the model as an nn.Sequential of blocks, which raypipe runs without "
+            "tracing, or write the function with differentiable operations.",
+            "a custom autograd function")),
     own("GPT-NeoX", made("GPTNeoXForCausalLM", **_DEEP, hidden_dropout=0.1), padded,
         "sentences, labels padded by -100"),
     own("Mamba", made("MambaForCausalLM", **_TOKENS, hidden_size=16, num_hidden_layers=2, state_size=4,
@@ -140,8 +144,10 @@ ROWS = (
         "sentences, attention masks, -100", stages=3),
     own("BERT (MLM), no dropout", made("BertForMaskedLM", **_DEEP, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, tie_word_embeddings=False), masked, "sentences, attention masks, -100"),
-    own("BERT, words and next sentence", made("BertForPreTraining", **_DEEP, **_OLD, tie_word_embeddings=False),
-        next_sentences, "sentences, two labels, -100"),
+    own("BERT, words and next sentence", made("BertForPreTraining", **_DEEP, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, tie_word_embeddings=False), next_sentences, "sentences, two labels, -100",
+        Rounding("each of the two terms has weights of its own, so it is compared with whole mini-batches", 1e-4),
+        whole=True),
     own("RoBERTa", made("RobertaForMaskedLM", **{**_DEEP, "max_position_embeddings": 20}, **_OLD,
         tie_word_embeddings=False), masked, "sentences, attention masks, -100"),
     own("DistilBERT", made("DistilBertForSequenceClassification", **_TOKENS, dim=16, n_layers=2, n_heads=2,
@@ -164,7 +170,11 @@ ROWS = (
     own("Switch", made("SwitchTransformersForConditionalGeneration", vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24,
         num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2, use_cache=False, decoder_start_token_id=0,
         pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1), masked_translations, "translations, masks, -100",
-        TIED),
+        Refused(
+            "SwitchTransformersForConditionalGeneration could not be traced at {line}, in forward: \"self.classifier = "
+            "self.classifier.to(self.dtype)\". torch.export said: RuntimeError: _apply(): Couldn't swap Linear.weight "
+            "Replace the data-dependent branch (torch.where, torch.cond) or move it out of forward; or build the model "
+            "as an nn.Sequential of blocks, which raypipe cuts between blocks without tracing them.",
+            "its router converts its own weights in forward")),
 )  # fmt: skip
 """From transformers and peft."""
-_ = Refused

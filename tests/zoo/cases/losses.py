@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from tests.models import Records
 from tests.zoo.cases.dense import perceptron
-from tests.zoo.row import Refused, Row
+from tests.zoo.row import Refused, Rounding, Row
 from tests.zoo.samples import WORDS, classes, counted_pairs, numbers, sentences, signals, spoken, vectors
 
 __all__ = ["ROWS", "Tagger"]
@@ -167,12 +167,13 @@ def positive(count: int) -> TensorDataset:
 row = partial(Row, "losses")
 _TAGS = "tokens, {} where nothing counts"
 _REFUSED = (
-    "loss_reduction='auto': no weights of micro-batches make the loss of a mini-batch. Over 4 rows it is {number}; over "
-    "micro-batches of 2 and 2 rows it is {number} and {number}, weighed by samples {number}. Such a loss compares the "
+    "loss_reduction='auto': no weights of micro-batches make the loss of a mini-batch. Over 2 rows it is {number}; over "
+    "micro-batches of 1 and 1 rows it is {number} and {number}, weighed by samples {number}. Such a loss compares the "
     "rows of a batch with each other, or averages in a way that cannot be counted from the data. Set "
     "num_microbatches=1 to keep it exact, or say what micro-batches shall mean: loss_reduction='mean' (each its own "
     "loss, weighed by samples), 'sum', or a function that counts the items of a target."
 )
+PENALISED = Rounding("weights that the penalty uses too; each use is summed over the micro-batches first")
 OVER_THE_BATCH = Refused(_REFUSED, "it compares the rows of a batch with each other")
 
 
@@ -200,7 +201,7 @@ ROWS = (
     row("tagger", lambda: Judging(masked), few_labels, None, "its own, a masked mean by hand",
         "sentences, labels padded by -100"),
     row("tagger", lambda: Judging(penalised), few_labels, None, "its own, with a penalty on weights",
-        "sentences, labels padded by -100"),
+        "sentences, labels padded by -100", PENALISED),
     row("tagger", Tagger, classes, focal, "focal loss", "tokens"),
     vectored("mse_loss", functional.mse_loss),
     vectored("MSELoss(reduction='sum')", nn.MSELoss(reduction="sum")),
@@ -214,9 +215,9 @@ ROWS = (
     vectored("Dice of each sample", dice),
     row("1-D convolutions", Framewise, spoken, ctc, "ctc_loss", "signals and labels"),
     row("1-D convolutions", Triple, signals, triplet, "triplet_margin_loss", "signals, three in a row"),
-    vectored("Dice over the batch", overlap, numbers, OVER_THE_BATCH),
-    vectored("mse + spread over the batch", spread, numbers, OVER_THE_BATCH),
-    vectored("contrastive (InfoNCE)", contrastive, numbers, OVER_THE_BATCH),
-    vectored("contrastive (InfoNCE), one micro-batch", contrastive, microbatches=(1,)),
+    vectored("Dice over the batch", overlap, numbers, OVER_THE_BATCH, microbatches=(4,)),
+    vectored("mse + spread over the batch", spread, numbers, OVER_THE_BATCH, microbatches=(4,)),
+    vectored("contrastive (InfoNCE)", contrastive, numbers, OVER_THE_BATCH, microbatches=(4,)),
+    vectored("contrastive (InfoNCE), one micro-batch", contrastive, microbatches=(1,), evaluated=8),
 )  # fmt: skip
 """Losses."""
