@@ -200,7 +200,7 @@ class _Walk:
             self.value(value.__func__, path, depth + 1)
         elif isinstance(value, types.FunctionType):
             self._function(value, path, depth)
-        elif callable(getattr(value, "cache_info", None)):
+        elif hasattr(type(value), "cache_info"):  # of the type, for some objects have an answer to every name
             size = value.cache_info().currsize
             self._put(f"the cache of {path}", size, functools.partial(_forget, value, size))
             self.value(getattr(value, "__wrapped__", None), path, depth + 1)

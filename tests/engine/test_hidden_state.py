@@ -6,6 +6,8 @@ import contextvars
 import functools
 import os
 import random
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -299,6 +301,46 @@ def test_what_one_child_leaves_for_another_is_refused_where_they_are_cut_apart(b
 
     with pytest.raises(CaptureError, match=r"on micro-batch 1 of 2 the stages of Sequential do not compute"):
         trainer(nn.Sequential(Net(leaves), Second())).fit(num_steps=1, local=True, progress=False)
+
+
+_FIRST = """
+import torch
+from raypipe.engine.capture import capture
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x.relu())
+
+x = torch.randn(4, 4)
+print(len(capture(Net(), (x, x[:, :2]), (0, 1), torch.nn.functional.mse_loss).graph.nodes))
+"""
+
+
+@pytest.mark.slow
+def test_what_torch_sets_when_it_first_traces_is_no_state_of_a_model() -> None:
+    """Only the first trace of a process shows it."""
+    done = subprocess.run([sys.executable, "-c", _FIRST], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 0
+
+
+class Answering:
+    """Has an answer to every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_: None
+
+
+def test_an_object_with_an_answer_to_every_name_is_read() -> None:
+    net = Net(lambda net, x: x)
+    net.answering = Answering()
+    assert not any(read_memory(net).changes(read_memory(net)))
 
 
 def test_parameters_that_forward_changes_are_refused() -> None:
