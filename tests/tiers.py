@@ -56,9 +56,10 @@ TIERS = (
     Tier(
         "engine",
         180,
-        ("engine/**/test_*.py",),
+        ("engine/**/test_*.py", "zoo/test_*.py"),
         ("--forbid=ray", *PARALLEL, "--dist=loadgroup", "--no-loadscope-reorder"),
         long=(
+            "zoo/test_zoo.py",
             "engine/test_exactness.py",
             "engine/test_resume.py",
             "engine/test_asynchronous.py",

@@ -54,7 +54,9 @@ class Refused:
 
     def fits(self, message: str) -> bool:
         """Whether that is the message, from its first to its last letter."""
-        pattern = re.escape(self.message).replace(r"\{line\}", r"\S+\.py:\d+").replace(r"\{number\}", r"(?:[-+.e\d]*\d|nan)")
+        pattern = (
+            re.escape(self.message).replace(r"\{line\}", r"\S+\.py:\d+").replace(r"\{number\}", r"(?:[-+.e\d]*\d|nan)")
+        )
         return re.fullmatch(pattern, message) is not None
 
 
@@ -78,6 +80,7 @@ class Row:
         twin: what plain PyTorch trains in place of the model: the same without recomputation, whose second forward
             would draw other numbers under the keys that make draws comparable.
         whole: plain PyTorch trains on whole mini-batches, because it cannot weigh the terms of a loss one by one.
+        needs: a package that the model is made with, and without which the row is skipped.
         pending: why the verdict is not yet true.
     """
 
@@ -95,6 +98,7 @@ class Row:
     evaluated: int = 10
     twin: Callable[[], nn.Module] | None = None
     whole: bool = False
+    needs: str = ""
     pending: str = ""
 
     @property

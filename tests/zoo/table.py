@@ -1,7 +1,7 @@
 """docs/zoo.md, from the results that the zoo's tests left in pytest's cache.
 
-    python -m pytest tests/zoo         runs the rows
-    python -m tests.zoo.table          writes the document; fails where a row has no result
+python -m pytest tests/zoo         runs the rows
+python -m tests.zoo.table          writes the document; fails where a row has no result
 """
 
 from __future__ import annotations
@@ -61,32 +61,35 @@ def page(results: Iterable[Result]) -> str:
     """The whole document."""
     results = list(results)
     counts = Counter(result.verdict for result in results)
-    return "\n".join([
-        "# The zoo",
-        "",
-        f"{len(results)} models, losses and data sets: {counts['equal']} equal to plain PyTorch to the bit, "
-        f"{counts['rounding']} within stated rounding,",
-        f"{counts['refused']} refused before the first step. Written by `python -m tests.zoo.table` from the results of "
-        "`tests/zoo`.",
-        "",
-        "Each row is trained with `PipelineTrainer.fit(local=True)` in 2 or 3 stages, over four steps and into a second",
-        "epoch, with mini-batches of 8, 8, 4 and 8 samples in one and in four micro-batches, dropout on where the model",
-        "has it, default settings but for `partitioner=\"parameters\"`, which times nothing. Beside it plain PyTorch trains",
-        "the same model on the same micro-batches with the same weights (`raypipe.testing.reference`).",
-        "",
-        "- **equal**: losses, gradient norms, every gradient of every step, parameters and buffers, to the bit.",
-        "- **rounding**: the same, within the stated part of the largest entry.",
-        "- **refused**: with a message that the row asserts whole.",
-        "",
-        "Of every row that trains, the first step's loss (to 3e-6), gradient norm (1e-5) and gradients (1e-4) are also",
-        "those of plain PyTorch on the *whole mini-batch* at once, unless random numbers or statistics of a batch come",
-        "between, and `eval_loss` is plain PyTorch's on all samples at once.",
-        "",
-        HEAD,
-        "|---|---|---|---|---|---|",
-        *(result.line for result in results),
-        "",
-    ])  # fmt: skip
+    numbers = {
+        "rows": len(results),
+        **{word: counts[word] for word in ("equal", "rounding", "refused")},
+    }
+    return _PAGE.format(**numbers, head=HEAD, lines="\n".join(result.line for result in results))
+
+
+_PAGE = """# The zoo
+
+{rows} models, losses and data sets: {equal} equal to plain PyTorch to the bit, {rounding} within stated rounding,
+{refused} refused before the first step. Written by `python -m tests.zoo.table` from the results of `tests/zoo`.
+
+Each row is trained with `PipelineTrainer.fit(local=True)` in 2 or 3 stages, over four steps and into a second epoch, with
+mini-batches of 8, 8, 4 and 8 samples, in one and in four micro-batches; dropout is on where the model has it, and
+settings are the defaults but for `partitioner="parameters"`, which times nothing. Beside it plain PyTorch trains the same
+model on the same micro-batches with the same weights (`raypipe.testing.reference`).
+
+- **equal**: losses, gradient norms, every gradient of every step, parameters and buffers, to the bit.
+- **rounding**: the same, within the stated part of the largest entry.
+- **refused**: with a message that the row asserts whole.
+
+Of every row that trains, the first step's loss (to 3e-6), gradient norm (1e-5) and gradients (1e-4) are also those of
+plain PyTorch on the *whole mini-batch* at once, unless random numbers or statistics of a batch come between, and
+`eval_loss` is plain PyTorch's on all samples at once.
+
+{head}
+|---|---|---|---|---|---|
+{lines}
+"""
 
 
 def _file_of(*words: str) -> str:

@@ -96,7 +96,11 @@ class Translator(nn.Module):
         before = functional.pad(labels[:, :-1].clamp(min=0), (1, 0))
         causal = nn.Transformer.generate_square_subsequent_mask(5)
         ahead = self.body(
-            self.embed(input_ids), self.answer(before), tgt_mask=causal, tgt_is_causal=True, src_key_padding_mask=input_ids == 7
+            self.embed(input_ids),
+            self.answer(before),
+            tgt_mask=causal,
+            tgt_is_causal=True,
+            src_key_padding_mask=input_ids == 7,
         )
         return functional.cross_entropy(self.head(ahead).flatten(0, 1), labels.flatten())
 
@@ -128,6 +132,11 @@ ROWS = (
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24,
         decoder_ffn_dim=24, max_source_positions=8, max_target_positions=8, dropout=0.1, use_cache=False,
         decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches, "spectra and words, -100", TIED),
-    own("CLIP", clip, captions, "captions", Refused("", "pairs are compared over the whole batch")),
+    own("CLIP", clip, captions, "captions", Refused(
+        "WithLoss could not be traced. torch.export said: UserError: Constraints violated (L['input_ids'].size()[0], "
+        "L['pixel_values'].size()[0])! For more information, run with TORCH_LOGS=\"+dynamic\". Replace the "
+        "data-dependent branch (torch.where, torch.cond) or move it out of forward; or build the model as an "
+        "nn.Sequential of blocks, which raypipe cuts between blocks without tracing them.",
+        "its loss asks for the size of the batch with len(), and compares the rows of a batch")),
 )  # fmt: skip
 """Pictures, sounds, and torch's own layers."""

@@ -30,13 +30,9 @@ def made(name: str, **more: Any) -> Callable[[], nn.Module]:
 
         transformers.logging.set_verbosity_error()
         found = getattr(transformers, name)
-        return found._from_config(found.config_class(**more), attn_implementation="sdpa" if SDPA(found) else "eager")
+        return found(found.config_class(**more))
 
     return build
-
-
-def SDPA(found: Any) -> bool:
-    return bool(getattr(found, "_supports_sdpa", False))
 
 
 _TOKENS = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -117,7 +113,7 @@ ROWS = (
         "sentences, labels padded by -100", stages=3),
     own("Llama, no dropout", made("LlamaForCausalLM", **_DEEP, num_key_value_heads=1), masked,
         "sentences, attention masks, -100"),
-    own("Llama with LoRA (peft)", lora, padded, "sentences, labels padded by -100"),
+    own("Llama with LoRA (peft)", lora, padded, "sentences, labels padded by -100", needs="peft"),
     own("Mistral, sliding window", made("MistralForCausalLM", **_DEEP, num_key_value_heads=1, sliding_window=4), padded,
         "sentences, labels padded by -100"),
     own("Qwen2-MoE", made("Qwen2MoeForCausalLM", **_DEEP, num_key_value_heads=1, moe_intermediate_size=8,
@@ -169,8 +165,8 @@ ROWS = (
         TIED),
     own("Switch", made("SwitchTransformersForConditionalGeneration", vocab_size=WORDS, d_model=16, d_kv=8, d_ff=24,
         num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2, use_cache=False, decoder_start_token_id=0,
-        pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1), masked_translations, "translations, masks, -100",
-        Refused(
+        pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
+        masked_translations, "translations, masks, -100", Refused(
             "SwitchTransformersForConditionalGeneration could not be traced at {line}, in forward: \"self.classifier = "
             "self.classifier.to(self.dtype)\". torch.export said: RuntimeError: _apply(): Couldn't swap Linear.weight "
             "Replace the data-dependent branch (torch.where, torch.cond) or move it out of forward; or build the model "
