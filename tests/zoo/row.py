@@ -44,7 +44,7 @@ class Refused:
     """Before the first step.
 
     Attributes:
-        message: the whole of it; ``{line}`` stands for a file with a line, as in ``x.py:12``, ``{number}`` for a number.
+        message: the whole of it; ``{line}`` stands for a file with a line (``x.py:12``), ``{number}`` for a number.
         note: what is wrong, in a few words.
     """
 

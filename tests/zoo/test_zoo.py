@@ -20,7 +20,6 @@ def _rows() -> list[object]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", _rows())
 def test_a_row_has_its_verdict(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     row = ROWS[name]

@@ -131,7 +131,8 @@ ROWS = (
     own("Whisper", made("WhisperForConditionalGeneration", vocab_size=WORDS, num_mel_bins=20, d_model=16,
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24,
         decoder_ffn_dim=24, max_source_positions=8, max_target_positions=8, dropout=0.1, use_cache=False,
-        decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches, "spectra and words, -100", TIED),
+        decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches,
+        "spectra and words, -100", TIED),
     own("CLIP", clip, captions, "captions", Refused(
         "WithLoss could not be traced. torch.export said: UserError: Constraints violated (L['input_ids'].size()[0], "
         "L['pixel_values'].size()[0])! For more information, run with TORCH_LOGS=\"+dynamic\". Replace the "

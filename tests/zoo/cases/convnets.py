@@ -36,7 +36,8 @@ class Residual(nn.Module):
 def resnet() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(3, 1, 1),
-        Residual(6, 8), Residual(8, 10, 2), Residual(10, 12, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5),
+        Residual(6, 8), Residual(8, 10, 2), Residual(10, 12, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5),
     )  # fmt: skip
 
 

@@ -114,10 +114,7 @@ class Recomputed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            if self.reentrant is None:
-                x = x + block(x)
-            else:
-                x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+            x = x + block(x) if self.reentrant is None else x + checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(x)
 
 
