@@ -176,11 +176,6 @@ class SparseCalls(SparseWords):
         return self.head(functional.embedding(x, self.words.weight, sparse=True).mean(1))
 
 
-class Fixed(nets.Mlp):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.view(2, -1))
-
-
 class Positions(nets.Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -214,11 +209,6 @@ class Positions(nets.Mlp):
             "The module '0', Linear(in_features=5, out_features=8, bias=True), cannot take column 0 of the data, shape "
             "(2, 6) and type float32: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x6 and 5x8). The data "
             "is meant. Change the shape of the samples, or the sizes of the module.",
-        ),
-        (
-            Fixed(),
-            "Fixed takes one number of samples only: forward writes it as a number where it uses dimension 0 of 'x', "
-            "as in view(2, -1). Micro-batches differ in size: take x.shape[0], or -1.",
         ),
     ],
     ids=["lazy", "sparse", "model", "data", "batch size"],

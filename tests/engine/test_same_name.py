@@ -149,7 +149,7 @@ def test_each_difference_has_a_line_and_no_other(again: Callable[..., Result]) -
 
 
 def test_workers_and_order_are_no_difference(again: Callable[..., Result], tmp_path: Path) -> None:
-    plan = {"num_stages": 1, "schedule": "gpipe", "retune_interval_steps": 3, "checkpoint_interval_steps": 2}
+    plan = {"num_stages": 1, "schedule": "gpipe", "checkpoint_interval_steps": 2}
     one = again(STEPS, config=plan)
     whole = fit(tmp_path / "whole", STEPS, lr_scheduler=partial(lr_scheduler.StepLR, step_size=2))
     assert [r.loss for r in one.records] == [r.loss for r in whole.records]

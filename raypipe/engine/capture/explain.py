@@ -7,7 +7,6 @@ the cause is in what a graph can hold, and the line is quoted that asks for more
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,13 +43,8 @@ def untraceable(
     blocks = "build the model as an nn.Sequential of blocks, which are not traced"
     if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
         return CaptureError(
-            f"{name} decides by values of its data{where}. A graph of stages has one way only: use torch.where, move "
-            f"the branch out of forward, or {blocks}."
-        )
-    if fixed := re.findall(r"L\['(\w+)'\]\.size\(\)\[0\]", str(error)):
-        return CaptureError(
-            f"{name} takes one number of samples only: forward writes it as a number where it uses dimension 0 of "
-            f"{fixed[0]!r}, as in view(2, -1){where}. Micro-batches differ in size: take {fixed[0]}.shape[0], or -1."
+            f"{name} decides by values of its data{where}. A graph of stages has one way only: use torch.where or "
+            f"torch.cond, move the branch out of forward, or {blocks}."
         )
     return CaptureError(f"{name} could not be traced{where}: {said} Change that line, or {blocks}.")
 
