@@ -134,10 +134,10 @@ ROWS = (
         decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches,
         "spectra and words, -100", TIED),
     own("CLIP", clip, captions, "captions", Refused(
-        "WithLoss could not be traced. torch.export said: UserError: Constraints violated (L['input_ids'].size()[0], "
-        "L['pixel_values'].size()[0])! For more information, run with TORCH_LOGS=\"+dynamic\". Replace the "
-        "data-dependent branch (torch.where, torch.cond) or move it out of forward; or build the model as an "
-        "nn.Sequential of blocks, which raypipe cuts between blocks without tracing them.",
+        'WithLoss can only take {number} samples at a time, because of {line}: "return '
+        'nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))". Micro-batches have other numbers of samples than '
+        "the example; take the number from the data, as in x.view(x.shape[0], -1) or torch.zeros(x.shape[0], ...), and "
+        "loop over no samples.",
         "its loss asks for the size of the batch with len(), and compares the rows of a batch")),
 )  # fmt: skip
 """Pictures, sounds, and torch's own layers."""

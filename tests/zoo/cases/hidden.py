@@ -36,7 +36,10 @@ class Net(nn.Module):
 
 
 def conditional(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+    """By what training has made of a buffer: it takes both ways."""
+    if net.training:
+        net.kept.add_(1)
+    return torch.cond(net.kept.sum() > 40, lambda x: x * 2, lambda x: x - 1, (x,))
 
 
 def where(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -111,12 +114,13 @@ def seeding(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def of_its_own(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return x + torch.randn(x.shape, generator=net.generator)
+    return x + torch.randn(8, generator=net.generator)
 
 
 def buffered(net: Net, x: torch.Tensor) -> torch.Tensor:
     """What a buffer keeps is kept."""
-    net.kept.lerp_(x.detach().mean(0), 0.1)
+    if net.training:
+        net.kept.lerp_(x.detach().mean(0), 0.1)
     return x - net.kept
 
 
@@ -159,10 +163,9 @@ def draws(whose: str, remedy: str = _DRAW_WITH_TORCH) -> Refused:
 
 
 BRANCHES = Refused(
-    'Net could not be traced at {line}, in branching: "if x.mean() > 0:". torch.export said: '
-    "GuardOnDataDependentSymNode: Could not guard on data-dependent expression Eq(u0, 1) (unhinted: Eq(u0, 1)).  "
-    "(Size-like symbols: none) Replace the data-dependent branch (torch.where, torch.cond) or move it out of forward; "
-    "or build the model as an nn.Sequential of blocks, which raypipe cuts between blocks without tracing them.",
+    'Net decides by values of its data at {line}, in branching, "if x.mean() > 0:". A graph of stages has one way only: '
+    "use torch.where, move the branch out of forward, or build the model as an nn.Sequential of blocks, which are not "
+    "traced.",
     "a branch that the data take",
 )
 IN_PLACE = Refused(
@@ -178,7 +181,6 @@ OF_THE_OPTIMIZER = Refused(
 row = partial(Row, "control flow")
 old = partial(Row, "hidden state")
 _LOSS = (vectors, cross_entropy, "cross_entropy", "vectors")
-_OPS = "being built"
 
 
 def flow(words: str, between: Between, *verdict: Any, **more: Any) -> Row:
@@ -192,10 +194,10 @@ def state(words: str, between: Between, *verdict: Any, **more: Any) -> Row:
 ROWS = (
     flow("torch.where", where),
     flow("masked_fill", filled),
-    flow("torch.cond", conditional, pending=_OPS),
-    flow("rows picked by a mask", indexed, pending=_OPS),
-    flow("nonzero", nonzero, pending=_OPS),
-    flow("vmap", mapped, pending=_OPS),
+    flow("torch.cond", conditional),
+    flow("rows picked by a mask", indexed),
+    flow("nonzero", nonzero),
+    flow("vmap", mapped),
     flow("if on the data", branching, BRANCHES),
     state("running average in a buffer", buffered),
     state("counter with a branch", counting, remembers("Net.forward changes model.count")),
@@ -207,7 +209,7 @@ ROWS = (
     state("LayerDrop by Python's random", dropping, draws("Python's")),
     state("torch.manual_seed in forward", seeding, draws("torch's",
         "Leave seeding out of forward: PipelineConfig(seed=...) keys every draw of every step")),
-    state("generator of its own", of_its_own, pending=_OPS),
+    state("generator of its own", of_its_own, Refused("", "its draws are not keyed")),
     state("parameter changed in forward", halved, OF_THE_OPTIMIZER),
     old("MLP", lambda: Net(where), vectors, Warming(), "a loss that counts its calls", "vectors",
         remembers("Net or its loss changes loss_fn.count")),

@@ -167,10 +167,9 @@ ROWS = (
         num_layers=2, num_decoder_layers=2, num_heads=2, num_experts=2, use_cache=False, decoder_start_token_id=0,
         pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
         masked_translations, "translations, masks, -100", Refused(
-            "SwitchTransformersForConditionalGeneration could not be traced at {line}, in forward: \"self.classifier = "
-            "self.classifier.to(self.dtype)\". torch.export said: RuntimeError: _apply(): Couldn't swap Linear.weight "
-            "Replace the data-dependent branch (torch.where, torch.cond) or move it out of forward; or build the model "
-            "as an nn.Sequential of blocks, which raypipe cuts between blocks without tracing them.",
+            'SwitchTransformersForConditionalGeneration could not be traced at {line}, in forward, "self.classifier = '
+            "self.classifier.to(self.dtype)\": RuntimeError: _apply(): Couldn't swap Linear.weight. Change that line, or "
+            "build the model as an nn.Sequential of blocks, which are not traced.",
             "its router converts its own weights in forward")),
 )  # fmt: skip
 """From transformers and peft."""

@@ -61,19 +61,18 @@ def per_token(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-_OPS = "nn.LSTM, GRU and RNN are being built"
 row = partial(Row, "recurrent")
 _TOKENS = (counted_pairs(-100), per_token, "cross_entropy per token", "tokens, labels padded by -100")
 _SIGNALS = (signals, functional.cross_entropy, "cross_entropy", "signals")
 ROWS = (
-    row("LSTM, 2 layers, dropout", lambda: Recurrent(nn.LSTM, num_layers=2, dropout=0.2), *_TOKENS, pending=_OPS),
-    row("LSTM, both directions", lambda: Recurrent(nn.LSTM, bidirectional=True), *_TOKENS, pending=_OPS),
-    row("LSTM with a projection", lambda: Projected(), *_TOKENS, pending=_OPS),
+    row("LSTM, 2 layers, dropout", lambda: Recurrent(nn.LSTM, num_layers=2, dropout=0.2), *_TOKENS),
+    row("LSTM, both directions", lambda: Recurrent(nn.LSTM, bidirectional=True), *_TOKENS),
+    row("LSTM with a projection", lambda: Projected(), *_TOKENS),
     row("GRU, 2 layers, both directions, dropout",
-        lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True, dropout=0.1), *_TOKENS, pending=_OPS),
-    row("RNN, relu", lambda: Recurrent(nn.RNN, nonlinearity="relu"), *_TOKENS, pending=_OPS),
+        lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True, dropout=0.1), *_TOKENS),
+    row("RNN, relu", lambda: Recurrent(nn.RNN, nonlinearity="relu"), *_TOKENS),
     row("GRU with attention", Attended, partial(sentences, padded=True), None, "its own",
-        "sentences, labels padded by -100", pending=_OPS),
+        "sentences, labels padded by -100"),
     row("LSTMCell in a loop", lambda: Cells(nn.LSTMCell), *_SIGNALS, STEPS),
     row("GRUCell in a loop", lambda: Cells(nn.GRUCell), *_SIGNALS, STEPS),
 )  # fmt: skip

@@ -123,7 +123,6 @@ def weight_normed() -> nn.Module:
     return nn.Sequential(norm(nn.Linear(6, 8)), nn.Tanh(), norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 5))
 
 
-_OPS = "being built"
 _IMAGES = (images, functional.cross_entropy, "cross_entropy", "images")
 _VECTORS = (vectors, functional.cross_entropy, "cross_entropy", "vectors")
 _THREE = (thirds(vectors), functional.cross_entropy, "cross_entropy", "vectors")
@@ -138,11 +137,11 @@ ROWS = (
     norm("BatchNorm in nn.Sequential", lambda: convolved(lambda: nn.BatchNorm2d(6)), *_IMAGES, stages=3),
     norm("BatchNorm, momentum=None", lambda: convolved(lambda: nn.BatchNorm2d(6, momentum=None)), *_IMAGES),
     norm("BatchNorm, momentum=None, traced", lambda: Traced(convolved(lambda: nn.BatchNorm2d(6, momentum=None))),
-         *_IMAGES, pending=_OPS),
+         *_IMAGES),
     norm("LocalResponseNorm, RMSNorm", lambda: nn.Sequential(convolved(lambda: nn.LocalResponseNorm(3)), nn.RMSNorm(5)),
          *_IMAGES),
     norm("spectral_norm", Spectral, *_VECTORS),
-    norm("weight_norm of old", weight_normed, *_VECTORS, pending=_OPS),
+    norm("weight_norm of old", weight_normed, *_VECTORS),
     norm("running average by hand", Handmade, *_VECTORS),
     use("one module three times, nn.Sequential", nets.tied_sequential, *_THREE, USES, stages=3),
     use("Siamese encoder, a block repeated", Siamese, *_VECTORS, USES),
@@ -154,9 +153,9 @@ ROWS = (
     use("frozen backbone, BatchNorm in evaluation mode", still_norms, *_IMAGES),
     again("checkpoint(use_reentrant=False)", lambda: Recomputed(0.0, False), *_VECTORS),
     again("checkpoint(use_reentrant=False), dropout", lambda: Recomputed(0.2, False), *_VECTORS,
-          twin=lambda: Recomputed(0.2), pending="verify draws again where the block is computed again"),
-    again("checkpoint(use_reentrant=True)", lambda: Recomputed(0.0, True), *_VECTORS, pending=_OPS),
+          twin=lambda: Recomputed(0.2)),
+    again("checkpoint(use_reentrant=True)", lambda: Recomputed(0.0, True), *_VECTORS),
     again("checkpoint(use_reentrant=True), dropout", lambda: Recomputed(0.2, True), *_VECTORS,
-          twin=lambda: Recomputed(0.2), pending=_OPS),
+          twin=lambda: Recomputed(0.2)),
 )  # fmt: skip
 """Norms, ties, frozen weights, recomputation."""
