@@ -164,8 +164,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         {"model": Branching},
         ["model=" + target_of("Branching")],
         f"Branching decides by values of its data {BRANCH}. A "
-        "graph of stages has one way only: use torch.where or torch.cond, move the branch out of forward, or build the model as an "
-        "nn.Sequential of blocks, which are not traced.",
+        "graph of stages has one way only: use torch.where or torch.cond, move the branch out of forward, or build the "
+        "model as an nn.Sequential of blocks, which are not traced.",
     ),
     "summing loss": (
         {"loss_fn": adding, "pipeline": {"loss_reduction": "mean"}},

@@ -211,7 +211,7 @@ class Positions(nets.Mlp):
             "is meant. Change the shape of the samples, or the sizes of the module.",
         ),
     ],
-    ids=["lazy", "sparse", "model", "data", "batch size"],
+    ids=["lazy", "sparse", "model", "data"],
 )
 def test_models_that_would_fail_in_the_first_step(model: nn.Module, message: str) -> None:
     assert str(refusal(model)) == message
