@@ -37,6 +37,7 @@ _MOST_BYTES = 1 << 28
 _DEEPEST = 8
 _LIBRARIES = ("torch", "numpy", "transformers", "raypipe", "builtins", "collections", "functools", "typing", "logging")
 
+_IN_WORDS = (torch.dtype, torch.device, torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool, range, slice)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN_DICTS = ("_parameters", "_buffers", "_modules")
@@ -93,11 +94,7 @@ def read_memory(model: nn.Module, loss_fn: Any = None) -> Memory:
 
 
 def read_memory_of(thing: Any, name: str) -> Memory:
-    """The same of anything else, a dataset for one.
-
-    Args:
-        name: what paths begin with.
-    """
+    """The same of anything else, a dataset for one; paths begin with the name."""
     walk = _Walk()
     walk.value(thing, name, 0)
     return walk.memory
@@ -170,7 +167,7 @@ class _Walk:
             self._numpy_state(bits, bits.state, path)
         elif isinstance(value, np.random.RandomState):
             self._numpy_state(value, value.get_state(legacy=False), path)
-        elif isinstance(value, torch.dtype | torch.device | torch.Size | range | slice):
+        elif isinstance(value, _IN_WORDS):
             self.memory.values[path] = str(value)
         elif depth < _DEEPEST and len(self.memory.values) < _MOST_VALUES and self._enter(value):
             self._compound(value, path, depth)
