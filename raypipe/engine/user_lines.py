@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -10,15 +11,21 @@ import torch
 __all__ = ["quoted", "short"]
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_STANDARD = sysconfig.get_path("stdlib")
 MOST = 160
 """Characters of somebody else's complaint that are quoted."""
 
 
 def quoted(error: BaseException) -> str:
-    """`` at FILE:LINE, in NAME, "CODE"``: the innermost line that is neither torch's nor ours; nothing without one."""
+    """`` at FILE:LINE, in NAME, "CODE"``: the innermost line not of torch, Python or raypipe; nothing without one."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(("<", *_LIBRARIES))]
+    own = [f for f in frames if not f.filename.startswith(("<", *_LIBRARIES)) and not _of_python(f.filename)]
     return f' at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}, "{own[-1].line}"' if own else ""
+
+
+def _of_python(filename: str) -> bool:
+    # Without a virtual environment, packages lie below the standard library.
+    return filename.startswith(_STANDARD) and not {"site-packages", "dist-packages"} & {*Path(filename).parts}
 
 
 def short(error: BaseException) -> str:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextvars
 import copy
 import functools
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +31,7 @@ from raypipe.engine.local import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.remembered import read_memory
 from raypipe.engine.stage import GraphFunction, StageFunction, StageProgram
+from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, RaypipeError
 
 __all__ = ["verify"]
@@ -275,14 +274,8 @@ def _attempt(what: str, run: Callable[[], _Outcome]) -> _Outcome:
         return contextvars.copy_context().run(run)
     except RaypipeError:
         raise
-    except Exception as error:
-        frames = traceback.extract_tb(sys.exc_info()[2])
-        own = [f for f in frames if "/torch/" not in f.filename and "/raypipe/" not in f.filename]
-        at = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise CaptureError(
-            f"{what} cannot train on one micro-batch{at}: {type(error).__name__}: {first[:300]}"
-        ) from error
+    except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
+        raise CaptureError(f"{what} cannot train on one micro-batch{quoted(error)}: {short(error)}") from None
 
 
 def _check_scalar(loss: Any) -> None:
