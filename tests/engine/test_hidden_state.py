@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.engine.capture import capture
+from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.remembered import read_memory
 from raypipe.errors import CaptureError
 from raypipe.testing import reference
@@ -326,6 +327,15 @@ def test_what_torch_sets_when_it_first_traces_is_no_state_of_a_model() -> None:
     done = subprocess.run([sys.executable, "-c", _FIRST], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) > 0
+
+
+def test_functions_that_are_noticed_are_the_same_each_time() -> None:
+    """torch's compiler keeps the ids of numpy's functions; an id that is free again may be that of a user's lambda."""
+    found = []
+    for _ in range(2):
+        with surroundings_kept("A model"):
+            found.append(np.random.rand)
+    assert found[0] is found[1] is not np.random.rand
 
 
 class Answering:

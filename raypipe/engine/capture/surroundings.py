@@ -32,6 +32,7 @@ _TOUCHING: tuple[tuple[Any, tuple[str, ...]], ...] = (
 )
 _TORCHS_OWN = ("TORCH", "PYTORCH", "TRITON", "CUDA", "KMP", "OMP")
 """Beginnings of environment variables that torch itself sets while it works."""
+_LIBRARIES = ("torch", "numpy", "random", "sympy")
 _REMEDIES = {
     "torch's generator": "Leave seeding out of forward: PipelineConfig(seed=...) keys every draw of every step",
     "numpy's generator": "Draw with torch (torch.rand, dropout), whose draws are keyed and equal on every stage",
@@ -113,27 +114,35 @@ def _put_back(settings: dict[str, Any]) -> None:
 def _notice(touched: dict[str, str]) -> Callable[[], None]:
     """Write down the first line of the user's that calls one of the functions that touch something global."""
     originals = [(owner, name, getattr(owner, name)) for owner, names in _TOUCHING for name in names]
-
-    def noticing(owner: Any, name: str, function: Any) -> Any:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
-            if frame.f_globals.get("__name__", "").split(".")[0] not in ("torch", "numpy", "random", "sympy"):
-                kind = owner.__name__.split(".")[0]
-                touched.setdefault(kind, f" at {frame.f_code.co_filename}:{frame.f_lineno}")
-            return function(*args, **kwargs)
-
-        return call
-
+    _listening.append(touched)
     for owner, name, function in originals:
         if callable(function) and not isinstance(function, type):
-            setattr(owner, name, noticing(owner, name, function))
+            setattr(owner, name, _noticing(owner.__name__.split(".")[0], function))
 
     def restore() -> None:
+        _listening.pop()
         for owner, name, function in originals:
             setattr(owner, name, function)
 
     return restore
+
+
+_listening: list[dict[str, str]] = []
+
+
+@functools.cache
+def _noticing(kind: str, function: Any) -> Any:
+    """The function that says who called it. There is one for good: torch's compiler knows numpy's functions by their
+    ids, and that of one which is gone may be the id of a function of the user's."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if _listening and frame.f_globals.get("__name__", "").split(".")[0] not in _LIBRARIES:
+            _listening[-1].setdefault(kind, f" at {frame.f_code.co_filename}:{frame.f_lineno}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _at(touched: dict[str, str], what: str) -> str:

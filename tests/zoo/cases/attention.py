@@ -135,7 +135,8 @@ ROWS = (
         "spectra and words, -100", TIED),
     own("CLIP", clip, captions, "captions", Refused(
         'WithLoss can only take {number} samples at a time, because of {line}: "return '
-        'nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))". Micro-batches have other numbers of samples than '
+        'nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))". '
+        "Micro-batches have other numbers of samples than "
         "the example; take the number from the data, as in x.view(x.shape[0], -1) or torch.zeros(x.shape[0], ...), and "
         "loop over no samples.",
         "its loss asks for the size of the batch with len(), and compares the rows of a batch")),

@@ -163,8 +163,8 @@ def draws(whose: str, remedy: str = _DRAW_WITH_TORCH) -> Refused:
 
 
 BRANCHES = Refused(
-    'Net decides by values of its data at {line}, in branching, "if x.mean() > 0:". A graph of stages has one way only: '
-    "use torch.where or torch.cond, move the branch out of forward, or build the model as an nn.Sequential of blocks, "
+    'Net decides by values of its data at {line}, in branching, "if x.mean() > 0:". A graph of stages has one way only'
+    ": use torch.where or torch.cond, move the branch out of forward, or build the model as an nn.Sequential of blocks, "
     "which are not traced.",
     "a branch that the data take",
 )
@@ -172,6 +172,12 @@ IN_PLACE = Refused(
     "forward changes a tensor in place that is an attribute of the model, a global or in a closure ('average' at "
     "{line}); no stage would share it and no checkpoint hold it. Make it a buffer: self.register_buffer(name, tensor).",
     "no stage would share it",
+)
+OF_A_GENERATOR = Refused(
+    "forward draws from the torch.Generator model.generator, whose state no stage shares and no checkpoint holds. Draw "
+    "without generator=, as every draw is keyed by seed, step and micro-batch, or keep numbers that shall not change "
+    "in a buffer.",
+    "its draws are not keyed",
 )
 OF_THE_OPTIMIZER = Refused(
     "forward changes the parameter 'second.weight' in place; a pipeline stage may only change buffers. Register it as "
@@ -209,7 +215,7 @@ ROWS = (
     state("LayerDrop by Python's random", dropping, draws("Python's")),
     state("torch.manual_seed in forward", seeding, draws("torch's",
         "Leave seeding out of forward: PipelineConfig(seed=...) keys every draw of every step")),
-    state("generator of its own", of_its_own, Refused("", "its draws are not keyed")),
+    state("generator of its own", of_its_own, OF_A_GENERATOR),
     state("parameter changed in forward", halved, OF_THE_OPTIMIZER),
     old("MLP", lambda: Net(where), vectors, Warming(), "a loss that counts its calls", "vectors",
         remembers("Net or its loss changes loss_fn.count")),

@@ -168,8 +168,8 @@ ROWS = (
         pad_token_id=0, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1),
         masked_translations, "translations, masks, -100", Refused(
             'SwitchTransformersForConditionalGeneration could not be traced at {line}, in forward, "self.classifier = '
-            "self.classifier.to(self.dtype)\": RuntimeError: _apply(): Couldn't swap Linear.weight. Change that line, or "
-            "build the model as an nn.Sequential of blocks, which are not traced.",
+            "self.classifier.to(self.dtype)\": RuntimeError: _apply(): Couldn't swap Linear.weight. Change that line, "
+            "or build the model as an nn.Sequential of blocks, which are not traced.",
             "its router converts its own weights in forward")),
 )  # fmt: skip
 """From transformers and peft."""
