@@ -163,9 +163,9 @@ def draws(whose: str, remedy: str = _DRAW_WITH_TORCH) -> Refused:
 
 
 BRANCHES = Refused(
-    'Net decides by values of its data at {line}, in branching, "if x.mean() > 0:". A graph of stages has one way only'
-    ": use torch.where or torch.cond, move the branch out of forward, or build the model as an nn.Sequential of blocks, "
-    "which are not traced.",
+    'Net decides by values of its data at {line}, in branching, "if x.mean() > 0:". A graph of stages has one way '
+    "only: use torch.where or torch.cond, move the branch out of forward, or build the model as an nn.Sequential of "
+    "blocks, which are not traced.",
     "a branch that the data take",
 )
 IN_PLACE = Refused(
