@@ -123,7 +123,7 @@ def main() -> None:
             print(
                 f"{memory_gb:g} GB, {gbit_s:g} Gbit/s: {plan.partition.num_stages} stages, {plan.schedule.kind}{loss}, "
                 f"{plan.num_microbatches} x {plan.microbatch_size} ({found.decided_by}), step {found.step_s:.2f} s, "
-                f"bubble {found.bubble_fraction:.0%}, fullest {fullest / 1e9:.1f} GB; bound: {found.bound}; "
+                f"idle {found.bubble_fraction:.0%}, fullest {fullest / 1e9:.1f} GB; bound: {found.bound}; "
                 f"planned in {took_s:.2f} s"
             )
             figures[name] = round(found.step_s, 4)

@@ -99,8 +99,8 @@ def main() -> None:
     print(trainer.plan())
     predicted = trainer.simulate()
     print(
-        f"predicted: {predicted.makespan_s * 1e3:.0f} ms per step, bubble {predicted.bubble_fraction:.0%} "
-        "(stage times measured here, free links)\n"
+        f"predicted: {predicted.makespan_s * 1e3:.0f} ms per step, workers idle {predicted.bubble_fraction:.0%} of it "
+        "(every stage was timed here; sending takes no time)\n"
     )
     began_s = time.monotonic()
     result = trainer.fit(num_steps=arguments.steps, local=arguments.local)

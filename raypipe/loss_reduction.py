@@ -127,7 +127,7 @@ def _refuse_sum(tried: tuple[float, list[Grouping]] | None) -> None:
 
 
 def _note(counts: LossCounts) -> str:
-    return f"The loss averages over {counts.words}; micro-batches weigh by their number."
+    return f"it averages over {counts.words}, and micro-batches weigh by how many they have"
 
 
 def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig) -> FoundReduction:
@@ -137,7 +137,9 @@ def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig)
     assert terms.counts is not None
     counts = terms.counts
     rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
-    found = FoundReduction(counts, f"Terms of the loss average over {counts.words}; each is weighed by its own number.")
+    found = FoundReduction(
+        counts, f"its terms average over {counts.words}, and micro-batches weigh in each by how many they have"
+    )
     assert isinstance(captured.model, TracedModel)
     changes = captured.model.train.changing_buffers or captured.model.train.traced.num_draws
     if pipeline.num_microbatches == 1 or (captured.model.eval is None and changes):

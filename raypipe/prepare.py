@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,14 +55,16 @@ from raypipe.profiling import (
     optimizer_factor,
     profile_of,
     refuse_other_graph,
+    speed_notes,
     stale_notes,
 )
+from raypipe.stage_words import stage_words
 
 __all__ = ["Job", "prepare", "profile"]
 
 MESSAGE_TIMEOUT_S = 300.0
 """Longest wait for one boundary message; a slower stage is taken for dead."""
-ONE_SIZE = "retune_microbatches: only one size of micro-batches can be taken or was measured, so their number stays."
+ONE_SIZE = "retune_microbatches has no effect: only one size of micro-batches is possible or was measured."
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +205,10 @@ def prepare(
         programs = captured.programs(partition.cuts, partition.order)
         request = dataclasses.replace(decision.request, ties=_ties(programs))
         decision = dataclasses.replace(decision, request=request)
-        notes = [*_notes(captured, programs), *profiled.notes]
-        if here and cluster is None:
+        notes = _notes(captured, programs)
+        if cluster is not None:
+            notes += speed_notes(profiled)
+        elif here:
             notes += crowded_notes(len({device for stage in partition.stages for device in stage.devices}))
         plan = plan_of(decision, programs[0].first_trainable, notes)
         rooms = _rooms(decision)
@@ -214,8 +218,15 @@ def prepare(
     try_optimizers(programs, captured.parameters, optimizer, lr_scheduler)
     plan = _with_shares(plan, captured, programs)
     still = [ONE_SIZE] if pipeline.retune_microbatches and len(counts) < 2 else []
-    noted = [counted] if counted else []
-    plan = dataclasses.replace(plan, notes=(*plan.notes, *noted, *stale_notes(plan, optimizer, captured), *still))
+    plan = dataclasses.replace(
+        plan,
+        notes=(*plan.notes, *stale_notes(plan, optimizer, captured), *still),
+        reasons=(
+            *stage_words(found.model, captured.graph, partition),
+            *plan.reasons,
+            *_found(programs, counted, () if profiled is None else profiled.notes),
+        ),
+    )
     example = example_of(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         plan=plan,
@@ -367,17 +378,20 @@ def _ties(programs: tuple[StageProgram, ...]) -> bool:
     return any(program.shared_with for program in programs)
 
 
-def _notes(captured: Capture, programs: tuple[StageProgram, ...]) -> list[str]:
-    notes = []
+def _found(programs: tuple[StageProgram, ...], counted: str, profile_notes: Sequence[str]) -> list[tuple[str, str]]:
+    """What was found on the way, for whoever wants to know all of it."""
+    found = [("loss", counted)] if counted else []
     shared = sorted({name for program in programs for name in program.shared_with})
     if shared:
-        notes.append(
-            f"Shared between stages: {', '.join(shared)}; its holders add their gradients before every step, "
-            "in the order of use."
-        )
+        found.append(("shared", f"several stages use {', '.join(shared)} and add up its gradients before every step"))
+    return found + [("profile", note) for note in profile_notes]
+
+
+def _notes(captured: Capture, programs: tuple[StageProgram, ...]) -> list[str]:
+    notes = []
     frozen = len(captured.parameters) - len(captured.trainable)
     if frozen:
-        notes.append(f"{frozen} of {len(captured.parameters)} parameters are frozen: no gradient, no optimizer state.")
+        notes.append(f"{frozen} of {len(captured.parameters)} parameters are frozen and stay as they are.")
     unused = [name for name in captured.trainable if name not in programs[0].num_sites]
     if unused:
         notes.append(f"Never used by forward, so never trained: {', '.join(sorted(unused)[:5])}.")

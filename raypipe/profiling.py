@@ -26,6 +26,7 @@ __all__ = [
     "optimizer_factor",
     "profile_of",
     "refuse_other_graph",
+    "speed_notes",
     "stale_notes",
 ]
 
@@ -114,9 +115,15 @@ def crowded_notes(workers: int) -> list[str]:
     if not processors < workers <= MOST_EACH * processors or not _alone():
         return []
     return [
-        f"{workers} workers share this machine's {processors} processors, and the predicted step counts one for each: "
-        "it will take longer."
+        f"{workers} workers share this machine's {processors} processor{'s' * (processors > 1)}, but the prediction "
+        "counts one for each: steps will take longer."
     ]
+
+
+def speed_notes(profiled: Profile) -> list[str]:
+    """What the speeds of a described cluster are relative to."""
+    where = f": {profiled.device}" if profiled.device else ""
+    return [f"speed 1.0 of a device is that of the machine which timed the model{where}."]
 
 
 def _alone() -> bool:
@@ -150,8 +157,8 @@ def stale_notes(plan: Plan, make_optimizer: MakeOptimizer, captured: Capture) ->
     if made is None or "adam" not in type(made).__name__.lower():
         return []
     return [
-        f"{type(made).__name__} is known to suffer from late gradients (arXiv:2606.30634: one update is enough to tell "
-        "at the scale of language models); SGD with momentum suffers less, and a synchronous schedule not at all."
+        f"{type(made).__name__} is known to suffer from late gradients (arXiv:2606.30634), SGD with momentum less; a "
+        "synchronous schedule such as '1f1b' has none."
     ]
 
 

@@ -1,4 +1,4 @@
-"""The live line of a run: step, loss, samples/s, bubble, link traffic, time left."""
+"""The live line of a run: step, loss, samples/s, workers' idle time, bytes sent between stages, time left."""
 
 from __future__ import annotations
 
@@ -50,14 +50,15 @@ class ProgressLine:
         minutes, seconds = divmod(round(left_s), 60)
         return (
             f"step {record.step + 1}/{self._num_steps}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
-            f"{record.samples / self._smooth_s:.0f} samples/s  bubble {record.bubble_fraction:.0%}  "
-            f"links {record.link_bytes_per_s / 1e6:.1f} MB/s  "
+            f"{record.samples / self._smooth_s:.0f} samples/s  idle {record.bubble_fraction:.0%}  "
+            f"sent {record.link_bytes_per_s / 1e6:.1f} MB/s  "
             f"{record.schedule + '  ' if record.schedule else ''}left {minutes}:{seconds:02d}"
         )
 
 
 class RunProgress:
-    """Feeds the line from a run's news: notes first, then what it waits for and resumed from, then every new step.
+    """Feeds the line from a run's news: notes and the run's folder first, then what it waits for and resumed from, then
+    every new step, at the end the folder again.
 
     Args:
         notes: of the plan.
@@ -69,10 +70,24 @@ class RunProgress:
         self._line: ProgressLine | None = None
         self._late_s = time.monotonic() + late_s
         self._said = ""
+        self._placed = False
         for note in notes:
             self._stream.write(f"note: {note}\n")
 
     def __call__(self, news: News) -> None:
+        if not self._placed:
+            self._placed = True
+            self._say(f"{news.status.name}: its folder is {news.status.path}")
+        self._show(news)
+        if news.ended:
+            found = news.status
+            self._say(f"{found.name}: {found.state}, step {found.step}/{found.num_steps}; its folder is {found.path}")
+
+    def _say(self, text: str) -> None:
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def _show(self, news: News) -> None:
         if not news.records:
             self._starting(news)
             return

@@ -115,21 +115,24 @@ class PipelineTrainer:
         self.config_yaml: Callable[[str], str] | None = None
         """What the config.yaml of a run of this name says; None for a description of the arguments."""
 
-    def plan(self, *, cluster: Cluster | None = None, profiled: Profile | None = None) -> Plan:
-        """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows a table.
+    def plan(self, *, cluster: Cluster | None = None, profiled: Profile | None = None, explain: bool = False) -> Plan:
+        """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows four lines.
 
         Args:
             cluster: plan for these devices and links instead of scaling_config's workers; what ``fit`` runs is
                 the plan without it.
             profiled: seconds measured before, by ``profile``; None measures here where the plan needs them.
+            explain: printed, the plan shows all of it (``Plan.explain``): tables, every reason, what was not chosen.
 
         Raises:
             RaypipeError: one paragraph that says what to change.
         """
         self._check_travel()
         if cluster is None and profiled is None:
-            return self._prepared().plan
-        return prepare(*self._arguments, self._pipeline, self._num_workers(), cluster, profiled).plan
+            made = self._prepared().plan
+        else:
+            made = prepare(*self._arguments, self._pipeline, self._num_workers(), cluster, profiled).plan
+        return dataclasses.replace(made, explained=explain)
 
     def profile(self) -> Profile:
         """Seconds and bytes of every operation, and seconds by micro-batch size, measured here.
@@ -168,7 +171,7 @@ class PipelineTrainer:
         Args:
             num_steps, num_epochs: how long, steps of earlier submissions included; exactly one of them.
             local: run the same plan in threads of this process, without Ray.
-            progress: show the plan's notes and a live line on standard error.
+            progress: show the plan's notes, the run's folder and a live line on standard error.
 
         Raises:
             RaypipeError: the root cause of a failure; nothing is left running.

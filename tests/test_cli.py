@@ -25,7 +25,7 @@ def test_simulate_prints_picture_time_and_memory_and_writes_files(tmp_path: Path
     result = CliRunner().invoke(app, ["simulate", "--stages=2", "--microbatches=2", "--schedule=gpipe", *options])
     assert result.exit_code == 0, result.output
     assert result.output.startswith("0: F0 F1  .  . B0 B1\n1:  . F0 F1 B0 B1  .\n")
-    assert "gpipe: 90.0 ms per step, bubble 33.3%" in result.output
+    assert "gpipe: 90.0 ms per step, workers idle 33.3% of it" in result.output
     assert "by stage: 2 2" in result.output
     assert files["csv"].read_text().splitlines()[0] == "0F0,0F1,0B0,0B1"
     assert len([e for e in json.loads(files["trace"].read_text())["traceEvents"] if e["ph"] == "X"]) >= 8
@@ -44,7 +44,7 @@ def test_simulate_draws_zb_v_and_compares_it_with_1f1b_on_as_many_workers() -> N
     result = CliRunner().invoke(app, ["simulate", "--schedule", "zb-v", "--stages", "4"])
     assert result.exit_code == 0, result.output
     assert result.output.startswith("0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 ")
-    assert "zb-v: 490.0 ms per step, bubble 2.0%; 1f1b with free links takes 540.0 ms" in result.output
+    assert "zb-v: 490.0 ms per step, workers idle 2.0% of it; 1f1b takes 540.0 ms" in result.output
     assert "by stage: 4 3 2 1" in result.output
 
 

@@ -1,7 +1,8 @@
 """``raypipe plan`` and ``raypipe profile``: what a run would do and why, on this machine or on one that is described.
 
 raypipe profile CONFIG.yaml -o profile.json            measure once
-raypipe plan CONFIG.yaml --cluster cluster.yaml        what fits there, how long a step takes, which bound decides
+raypipe plan CONFIG.yaml --cluster cluster.yaml        what fits there, how long a step takes, and why
+raypipe plan CONFIG.yaml --explain                     all of it: tables, every reason, what was not chosen
 
 Neither starts an actor or needs a cluster.
 """
@@ -29,11 +30,11 @@ def plan(
     profile: Annotated[Path | None, typer.Option(help="use this saved profile instead of measuring")] = None,
     json: Annotated[bool, typer.Option("--json", help="all of it, for programs")] = False,
     svg: Annotated[Path | None, typer.Option(help="write a picture: timeline and stage bars")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="tables, every reason, what was not chosen")] = False,
 ) -> None:
-    """Say what train would do and why: stages, schedule, seconds, memory. Starts nothing.
+    """Say what train would do, in four lines: stages, step time, memory, why. Starts nothing.
 
-    With --cluster the plan is for the devices and links described there: what fits, the predicted step time and the
-    bound that decides it.
+    With --cluster the plan is for the devices and links described there; speed 1.0 is the machine that timed the model.
     """
     run = open_runfile(config, overrides)
     described = None
@@ -41,7 +42,8 @@ def plan(
         from raypipe.cluster_file import read_cluster
 
         described = read_cluster(cluster)
-    made = trainer_of(run, planning=True).plan(cluster=described, profiled=None if profile is None else _read(profile))
+    read = None if profile is None else _read(profile)
+    made = trainer_of(run, planning=True).plan(cluster=described, profiled=read, explain=explain)
     if svg is not None:
         _draw(made, svg)
     typer.echo(made.to_json() if json else str(made))

@@ -1,6 +1,6 @@
 """``raypipe simulate``: a step on paper, of a run's plan or of any schedule.
 
-raypipe simulate CONFIG.yaml                                   stage times measured here, free links
+raypipe simulate CONFIG.yaml                                   stage times measured here, sending takes no time
 raypipe simulate --stages 4 --schedule kfkb --latency-ms 5     stage times and links as given
 """
 
@@ -31,21 +31,21 @@ def simulate(
     context: typer.Context,
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.yaml]", help="a run's settings")] = None,
     overrides: Overrides = None,
-    stages: Annotated[int, typer.Option(help="S")] = 4,
-    microbatches: Annotated[int, typer.Option(help="M, per optimizer step")] = 8,
+    stages: Annotated[int, typer.Option(help="how many the model is cut into")] = 4,
+    microbatches: Annotated[int, typer.Option(help="per optimizer step")] = 8,
     schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, kfkb, slack, zb-h1, zb-v or interleaved")] = "1f1b",
-    group_size: Annotated[int | None, typer.Option(help="k of kfkb")] = None,
-    slack: Annotated[int | None, typer.Option(help="r of slack and zb-h1, for every hop")] = None,
+    group_size: Annotated[int | None, typer.Option(help="micro-batches that kfkb takes as a group")] = None,
+    slack: Annotated[int | None, typer.Option(help="forwards that slack and zb-h1 start ahead, per link")] = None,
     chunks: Annotated[int | None, typer.Option(help="stages per worker of interleaved")] = None,
     forward_ms: Annotated[float, typer.Option(help="of one micro-batch on one stage")] = 10.0,
-    backward_ms: Annotated[float, typer.Option(help="likewise")] = 20.0,
-    latency_ms: Annotated[float, typer.Option(help="one way, of every hop")] = 0.0,
+    backward_ms: Annotated[float, typer.Option(help="of one micro-batch on one stage")] = 20.0,
+    latency_ms: Annotated[float, typer.Option(help="of a message, between every two stages")] = 0.0,
     occupancy_ms: Annotated[float, typer.Option(help="how long a message keeps a link busy")] = 0.0,
     csv: Annotated[Path | None, typer.Option(help="write the rows in torch's compute-only form")] = None,
     trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto")] = None,
     svg: Annotated[Path | None, typer.Option(help="write a picture")] = None,
 ) -> None:
-    """Run a schedule on paper: step time, bubble, memory, picture.
+    """Run a schedule on paper: step time, idle time, memory, picture.
 
     With CONFIG.yaml the schedule and the stage times are those of that run, measured here; without, they are
     given by options and need neither model nor cluster.
@@ -54,8 +54,8 @@ def simulate(
         _refuse_options(context)
         timeline = trainer_of(open_runfile(config, overrides)).simulate()
         typer.echo(
-            f"predicted: {timeline.makespan_s * 1e3:.1f} ms per step, bubble {timeline.bubble_fraction:.1%} "
-            "(stage times measured here, free links)"
+            f"predicted: {timeline.makespan_s * 1e3:.1f} ms per step, workers idle {timeline.bubble_fraction:.1%} "
+            "of it (every stage was timed here; sending takes no time)"
         )
     else:
         if overrides:
@@ -118,8 +118,8 @@ def _say(made: Schedule, timeline: Timeline, ideal_ms: float) -> None:
     if max(map(len, picture.splitlines())) <= WIDEST_PICTURE:
         typer.echo(picture)
     typer.echo(
-        f"{made.kind}: {timeline.makespan_s * 1e3:.1f} ms per step, bubble {timeline.bubble_fraction:.1%}; "
-        f"1f1b with free links takes {ideal_ms:.1f} ms"
+        f"{made.kind}: {timeline.makespan_s * 1e3:.1f} ms per step, workers idle {timeline.bubble_fraction:.1%} "
+        f"of it; 1f1b takes {ideal_ms:.1f} ms where sending takes no time"
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raypipe.errors import PlanError
+from raypipe.ir.plan_summary import summary
 from raypipe.ir.plan_table import human_bytes, table
 from raypipe.ir.prediction import Prediction
 from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
@@ -86,10 +87,12 @@ class Plan:
         num_microbatches: ceil(minibatch_size / microbatch_size).
         transport: how boundary tensors travel.
         generation: counts re-plans; messages of an older one are dropped.
-        notes: what a person should know about this plan, one sentence each.
-        reasons: (what, why) of each choice, in words.
+        notes: what a person must know about this plan, one sentence each.
+        reasons: (what, why) of each choice, in words, the verdict before the first semicolon; and what was found on the
+            way: ("stage 0", the modules that it holds), ("loss", what it averages over).
         prediction: seconds and bytes; None where nothing was profiled.
         weights: versions of the weights.
+        explained: ``str`` is ``explain()``; how a plan is shown is no part of it.
     """
 
     partition: Partition
@@ -103,6 +106,7 @@ class Plan:
     reasons: tuple[tuple[str, str], ...] = ()
     prediction: Prediction | None = None
     weights: WeightPolicy = SYNCHRONOUS
+    explained: bool = field(default=False, compare=False, repr=False)
 
     def to_json(self) -> str:
         """The plan as it is saved in ``plan.json``; rows of actions in text form. ``from_json`` reads it."""
@@ -162,8 +166,12 @@ class Plan:
             ) from None
 
     def __str__(self) -> str:
-        """The plan as a table: who holds what, what travels, how long a step takes, and why."""
-        return table(self, peak_in_flight(self.schedule))
+        """Four lines, stages, step, memory and why, and the notes; all of ``explain`` where it was asked for."""
+        return self.explain() if self.explained else summary(self)
+
+    def explain(self) -> str:
+        """The four lines, then a table of the stages, the reason for every choice, and what was not chosen."""
+        return f"{summary(self)}\n\n{table(self, peak_in_flight(self.schedule))}"
 
 
 def _partition(found: Mapping[str, Any]) -> Partition:

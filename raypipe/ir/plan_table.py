@@ -1,11 +1,12 @@
-"""A plan as text for people; every number in it is a field of the plan, so its JSON holds them all.
+"""All of a plan as text for people; every number in it is a field of the plan, so its JSON holds them all.
 
-stage  devices  parameters  ...  ms/micro-batch  busy    memory     limit   operations
-    0  gpu0         4.0 MiB           12.3        97%    10.1 GiB  24.0 GiB  embed ... blocks.3
+stage  parameters  ...  forward + backward  of slowest    memory     limit  device  operations
+    0     4.0 MiB         4.1 ms + 8.2 ms         97%  10.1 GiB  24.0 GiB  gpu0    embed ... blocks.3
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,18 @@ if TYPE_CHECKING:
     from raypipe.ir.plan import Plan
     from raypipe.ir.prediction import Prediction
 
-__all__ = ["human_bytes", "human_s", "smallest_bubble", "table"]
+__all__ = ["human_bytes", "human_rate", "human_s", "smallest_bubble", "table"]
 
 Column = tuple[str, Sequence[str]]
 LONGEST_CURVE = 12
+SEEN = 0.0005
+"""Share of a step below which a difference would be written as 0.0%."""
+_REFUSED = {
+    "memory": "does not fit into memory",
+    "model": "the model does not take so few samples at once",
+    "schedule": "the schedule or the replicas need a multiple",
+}
+_ACTION = re.compile(r"\d+([FBIW])(\d+)")
 
 
 def table(plan: Plan, peaks: Sequence[int]) -> str:
@@ -35,8 +44,8 @@ def table(plan: Plan, peaks: Sequence[int]) -> str:
     columns += [
         ("parameters", [human_bytes(stage.param_bytes) for stage in stages]),
         ("share", [f"{stage.param_bytes / total:.0%}" for stage in stages]),
-        ("receives/sample", [human_bytes(stage.input_bytes) if stage.index else "data" for stage in stages]),
-        ("in flight", [str(peak) for peak in peaks]),
+        ("receives per sample", [human_bytes(stage.input_bytes) if stage.index else "data" for stage in stages]),
+        ("micro-batches held", [str(peak) for peak in peaks]),
     ]
     if plan.prediction is not None:
         columns += _predicted(plan.prediction)
@@ -44,8 +53,8 @@ def table(plan: Plan, peaks: Sequence[int]) -> str:
     if workers < len(stages):
         count += f" on {workers} workers" if workers > 1 else " on 1 worker"
     lines = [
-        f"plan: {count}, schedule {plan.schedule.kind}, {plan.num_microbatches} micro-batches of "
-        f"{plan.microbatch_size} of {plan.minibatch_size} samples, transport {plan.transport}"
+        f"plan: {count}, schedule {plan.schedule.kind}, {plan.minibatch_size} samples per step, "
+        f"{plan.num_microbatches} micro-batches of {plan.microbatch_size}, transport {plan.transport}"
     ]
     widths = [max(len(title), *map(len, cells)) for title, cells in columns]
     lines.append("  ".join([f"{t:>{w}}" for (t, _), w in zip(columns, widths, strict=True)] + ["operations"]))
@@ -56,16 +65,17 @@ def table(plan: Plan, peaks: Sequence[int]) -> str:
         lines.append(f"cut: {plan.partition.reason}{_bubble(plan, workers)}")
     else:
         lines += [*_step(plan.prediction), _memory(plan.prediction, placement)]
-    lines += [f"{what}: {why}" for what, why in plan.reasons]
+    held = {f"stage {stage.index}" for stage in stages}  # which the four lines tell
+    lines += [f"{what}: {why}" for what, why in plan.reasons if what not in held]
     if plan.prediction is not None and plan.prediction.curve:
         lines += _curve(plan.prediction, plan.num_microbatches)
-    return "\n".join(lines + [f"note: {note}" for note in plan.notes])
+    return "\n".join(lines)
 
 
 def _predicted(found: Prediction) -> list[Column]:
     worst = max(stage.busy_s for stage in found.stages) or 1.0
     columns: list[Column] = [
-        ("seconds F + B", [f"{human_s(s.forward_s)} + {human_s(s.backward_s)}" for s in found.stages]),
+        ("forward + backward", [f"{human_s(s.forward_s)} + {human_s(s.backward_s)}" for s in found.stages]),
         ("of slowest", [f"{s.busy_s / worst:.0%}" for s in found.stages]),
         ("memory", [human_bytes(s.memory_bytes) for s in found.stages]),
     ]
@@ -88,13 +98,14 @@ def _device(names: Sequence[str]) -> str:
 
 def _step(found: Prediction) -> list[str]:
     lines = [
-        f"step: {human_s(found.step_s)} predicted, {found.samples_per_s:.4g} samples/s, bubble "
-        f"{found.bubble_fraction:.1%}, seconds {found.source}, links {found.links}",
-        f"bound: {found.bound}",
+        f"step: {human_s(found.step_s)} predicted, {human_rate(found.samples_per_s)}, workers idle "
+        f"{found.bubble_fraction:.1%}, computing time {found.source}, links {found.links}",
+        f"slowest: {found.bound}",
     ]
     if found.one_f_one_b_s is not None:
         loss = found.one_f_one_b_s / found.step_s - 1 if found.step_s else 0.0
-        lines.append(f"1f1b: would take {human_s(found.one_f_one_b_s)} per step, {loss:+.1%}")
+        than = f"{abs(loss):.1%} {'longer' if loss > 0 else 'shorter'}" if abs(loss) >= SEEN else "as long"
+        lines.append(f"with 1f1b: {human_s(found.one_f_one_b_s)} per step, {than}")
     return lines
 
 
@@ -106,24 +117,34 @@ def _memory(found: Prediction, placement: Sequence[int]) -> str:
             held[worker] = held.get(worker, 0) + stage.memory_bytes
         worst = max(held, key=held.__getitem__)
         each = [
-            f"stage {s} {human_bytes(stage.memory_bytes)} at {stage.fullest_at}"
+            f"stage {s} {human_bytes(stage.memory_bytes)} at {_moment(stage.fullest_at)}"
             for s, stage in enumerate(found.stages)
             if placement[s] == worst
         ]
         return f"memory: worker {worst} is fullest with at most {human_bytes(held[worst])}: {', '.join(each)}"
     fullest = max(found.stages, key=lambda s: s.memory_bytes)
-    parts = ", ".join(f"{name} {human_bytes(count)}" for name, count in fullest.memory if count)
-    return f"memory: stage {found.stages.index(fullest)} is fullest at {fullest.fullest_at}: {parts or 'nothing known'}"
+    parts = ", ".join(f"{name}: {human_bytes(count)}" for name, count in fullest.memory if count)
+    at = _moment(fullest.fullest_at)
+    return f"memory: stage {found.stages.index(fullest)} is fullest at {at}. {parts or 'nothing known'}"
+
+
+def _moment(action: str) -> str:
+    """ "1F2" -> "1F2 (forward of micro-batch 2)"."""
+    found = _ACTION.fullmatch(action)
+    if found is None:
+        return action
+    what = {"F": "forward", "B": "backward", "I": "input half of the backward", "W": "weight half of the backward"}
+    return f"{action} ({what[found[1]]} of micro-batch {found[2]})"
 
 
 def _bubble(plan: Plan, workers: int) -> str:
     """What no costs could beat; nothing of a V with parted backwards, whose halves fill it as far as they last."""
     if not plan.weights.synchronous:
-        return "; no bubble but at a drain"
+        return "; workers wait only where the pipeline is emptied"
     stages = plan.partition.num_stages
     if workers < stages and plan.schedule.wiring.split_backward:
         return ""
-    return f"; smallest possible bubble {smallest_bubble(stages, workers, plan.num_microbatches):.0%}"
+    return f"; workers are idle at least {smallest_bubble(stages, workers, plan.num_microbatches):.0%} of a step"
 
 
 def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) -> float:
@@ -138,17 +159,20 @@ def smallest_bubble(num_stages: int, num_workers: int, num_microbatches: int) ->
 
 
 def _curve(found: Prediction, chosen: int) -> list[str]:
-    """The curve around the choice; a mini-batch of many divisors has more points than anybody reads."""
+    """Other numbers of micro-batches, around the choice; many divisors make more of them than anybody reads."""
     at = next((i for i, point in enumerate(found.curve) if point.num_microbatches == chosen), 0)
     first = max(0, min(at - LONGEST_CURVE // 2, len(found.curve) - LONGEST_CURVE))
     best = min(point.predicted_s for point in found.curve)
-    lines = [f"{'micro-batches':>13}  {'samples':>7}  {'closed form':>11}  over best"]
+    lines = [
+        "other numbers of micro-batches, by a formula that is rougher than the prediction above:",
+        f"{'micro-batches':>13}  {'samples':>7}  {'step':>7}  {'longer':>7}",
+    ]
     for point in found.curve[first : first + LONGEST_CURVE]:
-        mark = "<- chosen" if point.num_microbatches == chosen else point.refused and f"refused: {point.refused}"
+        mark = "<- chosen" if point.num_microbatches == chosen else _REFUSED.get(point.refused, "")
         over = point.predicted_s / best - 1 if best else 0.0
         lines.append(
-            f"{point.num_microbatches:>13}  {point.microbatch_size:>7}  {human_s(point.predicted_s):>11}  "
-            f"{over:>9.1%}  {mark}".rstrip()
+            f"{point.num_microbatches:>13}  {point.microbatch_size:>7}  {human_s(point.predicted_s):>7}  "
+            f"{over:>7.1%}  {mark}".rstrip()
         )
     return lines
 
@@ -160,6 +184,11 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def human_rate(samples_per_s: float) -> str:
+    """61550.1 -> "61,550 samples/s"."""
+    return f"{samples_per_s:,.0f} samples/s" if samples_per_s >= 100 else f"{samples_per_s:.3g} samples/s"
 
 
 def human_s(seconds: float) -> str:

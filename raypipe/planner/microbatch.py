@@ -267,11 +267,15 @@ def choose_microbatches(
         )
     chosen = _best(open_ones)
     decided_by = _decided_by(model, ideal, curve, chosen)
-    reason = (
-        f"{chosen.num_microbatches} micro-batches of {chosen.microbatch_size}: best {ideal:.3g}, within {epsilon:.0%} "
-        f"from {low:.3g} to {high:.3g}; decided by {decided_by}; t(b) = {time.sigma_s * 1e3:.4g} ms x (b + "
-        f"{time.overhead_samples:.3g})" + ("" if time.is_straight else ", a poor line, so measured points are used")
+    verdict = _verdict(decided_by, chosen, curve, minibatch_size)
+    first, last = math.ceil(low), math.floor(high)
+    near = f"; from {first} to {last} a step is at most {epsilon:.0%} longer than at best" if first < last else ""
+    known = (
+        f"; a micro-batch of b samples takes about {time.sigma_s * 1e3:.4g} ms x (b + {time.overhead_samples:.3g})"
+        if time.is_straight
+        else "; what a micro-batch takes is read off the measured sizes, for it does not grow evenly with its samples"
     )
+    reason = f"{verdict}{near}{known}"
     return MicrobatchChoice(
         chosen.num_microbatches,
         chosen.microbatch_size,
@@ -284,6 +288,23 @@ def choose_microbatches(
         reason,
         tuple(curve),
     )
+
+
+def _verdict(decided_by: str, chosen: CurvePoint, curve: list[CurvePoint], minibatch_size: int) -> str:
+    """The number, and what decided on it, in words."""
+    count = chosen.num_microbatches
+    what = f"{count} micro-batch{'es' * (count > 1)} of {chosen.microbatch_size}"
+    faster = _best(curve).num_microbatches
+    if decided_by == "memory":
+        faster = _best([c for c in curve if c.refused in ("", "memory")]).num_microbatches
+        return f"{what}, for {faster} would be faster but do not fit into memory"
+    if decided_by == "model":
+        return f"{what}, for {faster} would be faster but leave fewer samples in each than the model takes"
+    if decided_by == "schedule":
+        return f"{what}, for {faster} would be faster but the schedule or the replicas need a multiple"
+    if decided_by == "divisors":
+        return f"{what}, the fastest number that divides {minibatch_size} samples evenly"
+    return f"{what}, the fastest number"
 
 
 def _divisors(number: int) -> list[int]:

@@ -65,12 +65,12 @@ class RunStatus:
     def __str__(self) -> str:
         parts = [f"{self.name}: {self.state}, step {self.step}/{self.num_steps}"]
         if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}, {self.samples_per_s:.0f} samples/s, bubble {self.bubble_fraction:.0%}")
+            parts.append(f"loss {self.loss:.4f}, {self.samples_per_s:.0f} samples/s, idle {self.bubble_fraction:.0%}")
         if self.state == "running" and self.step_s:
             minutes, seconds = divmod(round(self.seconds_left), 60)
             parts.append(f"left {minutes}:{seconds:02d}")
         if self.schedule:
-            parts.append(f"{self.schedule}, {self.retunes} retunes")
+            parts.append(f"{self.schedule}, retuned {self.retunes} times")
         if self.checkpoint:
             parts.append(f"checkpoint {self.checkpoint}")
         if self.message:

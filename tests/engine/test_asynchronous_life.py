@@ -137,10 +137,11 @@ def test_put_off_updates_change_the_result_and_hold_no_more_versions(tmp_path: P
 
 def test_the_plan_says_what_is_late_and_survives_json(tmp_path: Path) -> None:
     plan = trainer(tmp_path, "run", schedule="pipedream", max_grad_norm=1.0).plan()
-    text = str(plan)
-    assert "stages hold 3, 2, 1 versions, and their gradients are 2, 1, 0 updates late" in text
+    assert "weights are updated every micro-batch with gradients that are 0 to 2 updates late" in str(plan)
+    text = plan.explain()
+    assert "stages keep 3, 2, 1 versions of their weights, and their gradients are 2, 1, 0 updates late" in text
     assert "AdamW is known to suffer from late gradients" in text
-    assert "norm is that of each stage" in text
+    assert "by the norm of each stage" in text
     assert sum(plan.weights.shares) == pytest.approx(1.0)
     assert Plan.from_json(plan.to_json()) == plan
     assert "late" not in str(trainer(tmp_path, "run", schedule="1f1b").plan())

@@ -64,11 +64,28 @@ def command(*arguments: str) -> str:
 
 
 def test_a_plan_says_who_holds_what_and_why(folder: Path) -> None:
-    text = command("plan", "run.yaml", "--set", "pipeline.num_stages=3")
-    assert text.startswith("plan: 3 stages, schedule slack(r=2), ")
-    for word in ("seconds F + B", "memory", "step: ", "bound: ", "1f1b: ", "cut: ", "micro-batches: ", "<- chosen"):
+    text = command("plan", "run.yaml", "--set", "pipeline.num_stages=3", "--explain")
+    assert text.startswith("stages:  3. Stage 0: ")
+    assert "\n\nplan: 3 stages, schedule slack(r=2), " in text
+    words = (
+        "forward + backward",
+        "memory",
+        "step: ",
+        "slowest: ",
+        "with 1f1b: ",
+        "cut: ",
+        "micro-batches: ",
+        "<- chosen",
+    )
+    for word in words:
         assert word in text
     assert "ray" not in sys.modules
+
+
+def test_without_explain_it_is_four_lines(folder: Path) -> None:
+    lines = command("plan", "run.yaml", "--set", "pipeline.num_stages=3").splitlines()
+    assert [line.split(":")[0] for line in lines[:4]] == ["stages", "step", "memory", "why"]
+    assert all(line.startswith("note:    ") for line in lines[4:])
 
 
 def test_the_json_holds_the_table(folder: Path) -> None:
@@ -82,7 +99,8 @@ def test_the_json_holds_the_table(folder: Path) -> None:
 def test_a_described_cluster_is_planned_for(folder: Path) -> None:
     text = command("plan", "run.yaml", "--cluster", "cluster.yaml", "--svg", "plan.svg")
     assert "links as described" in text
-    assert "1.0 GiB" in text
+    assert "of 1.0 GiB" in text
+    assert "note:    speed 1.0 of a device is that of the machine which timed the model: cpu, " in text
     assert "wrote plan.svg" in text
     ElementTree.parse(folder / "plan.svg")
     tight = folder / "tight.yaml"
@@ -108,8 +126,8 @@ def test_a_profile_is_saved_and_used_again(folder: Path) -> None:
 
 def test_equal_parameters_profile_nothing(folder: Path) -> None:
     text = command("plan", "run.yaml", "--set", "pipeline.partitioner=parameters")
-    assert text.startswith("plan: 3 stages, schedule slack(r=2), 11 micro-batches of 3 of 32 samples")
-    assert "step:" not in text
+    assert "\nstep:    32 samples in 11 micro-batches of at most 3; how long it takes is not known, " in text
+    assert "\nwhy:     stages of about equal parameters, the largest " in text
     with pytest.raises(PlanError, match="no seconds to draw"):
         command("plan", "run.yaml", "--set", "pipeline.partitioner=parameters", "--svg", "x.svg")
 
@@ -152,7 +170,7 @@ def test_a_memory_limit_is_kept_or_refused_by_stage() -> None:
 
 def test_several_stages_per_worker_are_planned_for_workers_and_for_a_described_cluster(folder: Path) -> None:
     text = command("plan", "run.yaml", "--set", "pipeline.schedule=interleaved", "--svg", "plan.svg")
-    assert text.startswith("plan: 6 stages on 3 workers, schedule interleaved(v=2), ")
+    assert text.startswith("stages:  6 on 3 workers. Stage 0 (worker 0): ")
     labels = [element.text for element in ElementTree.parse("plan.svg").iter() if element.text]
     assert labels.count("worker 2") >= 2
     rented = command(

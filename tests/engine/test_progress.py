@@ -7,6 +7,7 @@ import io
 from raypipe.ir.report import StepRecord
 from raypipe.progress import RunProgress
 from raypipe.runtime.journal import Journal
+from raypipe.runtime.spec import Outcome
 
 
 def record(step: int) -> StepRecord:
@@ -26,21 +27,25 @@ def test_a_slow_start_says_once_what_it_waits_for() -> None:
     for step in range(3):
         journal.step(record(step), ())
     watch(journal.news(0, 0.0))
-    assert stream.getvalue().splitlines()[:4] == [
+    assert stream.getvalue().splitlines()[:5] == [
         "note: a note",
+        "digits: its folder is runs/digits",
         "digits: waiting for the places and processes of 2 stages",
         "digits: sending 2 stages their parameters",
-        "step 1/3  loss 0.5000  grad norm 1.000  32 samples/s  bubble 10%  links 2.0 MB/s  1f1b  left 0:00",
+        "step 1/3  loss 0.5000  grad norm 1.000  32 samples/s  idle 10%  sent 2.0 MB/s  1f1b  left 0:00",
     ]
     assert "step 3/3" in stream.getvalue().splitlines()[-1]
+    journal.end(Outcome(0.5, "runs/digits/checkpoint_000003", 3), None)
+    watch(journal.news(3, 0.0))
+    assert stream.getvalue().splitlines()[-1] == "digits: finished, step 3/3; its folder is runs/digits"
 
 
-def test_a_quick_start_says_nothing() -> None:
+def test_a_quick_start_says_only_where() -> None:
     journal, stream = Journal("digits", "runs/digits"), io.StringIO()
     watch = RunProgress([], stream)
     journal.begins("waiting")
     watch(journal.news(0, 0.0))
-    assert stream.getvalue() == ""
+    assert stream.getvalue() == "digits: its folder is runs/digits\n"
 
 
 def test_a_wish_to_stop_is_seen_until_the_end() -> None:

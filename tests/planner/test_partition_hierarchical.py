@@ -208,7 +208,7 @@ def test_replicated_front_and_single_back_where_the_weights_are_at_the_end() -> 
     nodes = [node(i, 10, params=10, cut=100) for i in range(15)] + [node(15, 10, params=10**6, cut=0)]
     found = hierarchical(ModelGraph(tuple(nodes)), Cluster.uniform(16, bandwidth_bytes_s=1e6), Limits())
     assert [len(s.devices) for s in found.stages] == [15, 1]
-    assert "15-1 replicas" in found.reason
+    assert "workers by stage: 15, 1" in found.reason
 
 
 def test_a_number_of_stages_is_refused_by_name() -> None:

@@ -61,7 +61,7 @@ def test_a_plan_takes_the_seconds_of_its_own_number_of_workers(stages: int, fact
     assert shared.partition.cuts == alone.partition.cuts
     assert busy_s(shared) == pytest.approx(factor * busy_s(alone))
     assert "machine" not in dict(alone.reasons)
-    assert dict(shared.reasons)["machine"].endswith("over those of one alone: 2 at once: 1.25, 3 at once: 1.50")
+    assert dict(shared.reasons)["machine"].endswith("computes as long: 2 at once: 1.25, 3 at once: 1.50")
 
 
 def test_workers_count_and_not_their_stages() -> None:

@@ -135,7 +135,7 @@ def estimate_graph(
         microbatch_size=microbatch_size,
         seconds_by_size=tuple((size, sum(map(sum, found))) for size, found in costs.items()),
         device=rates.device,
-        notes=("Seconds are estimated from FLOPs and bytes, not measured.",),
+        notes=("Seconds are estimated from counted operations and bytes: this model was not timed.",),
     )
 
 

@@ -338,7 +338,8 @@ def _profile(
         for i, node in enumerate(captured.graph.nodes)
     )
     doubts = [
-        f"The {way} of the operations took {ratio:.2f} times that of the whole model before scaling."
+        f"Timed one by one, the operations' {way}s take {ratio:.2f} times as long as the model's {way} in one piece; "
+        "their shares of it are used, and stages may turn out less even than planned."
         for way, ratio in zip(("forward", "backward"), found.raw_ratio, strict=True)
         if abs(ratio - 1) > DOUBTFUL
     ]

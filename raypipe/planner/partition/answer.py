@@ -59,7 +59,7 @@ def make_answer(
     if not all(isinstance(piece.nodes, range) for piece in pieces):
         order = tuple(position for piece in pieces for position in piece.nodes)
         order = () if order == tuple(range(len(graph.nodes))) else order
-    reason = f"{name}: {_reason(graph, cluster, stages, bottleneck_s, limits.num_stages is not None)}"
+    reason = f"{_reason(graph, cluster, stages, bottleneck_s, limits.num_stages is not None)}; found by {name}"
     return Partition(tuple(stages), reason, order, bottleneck_s)
 
 
@@ -82,20 +82,21 @@ def _reason(graph: ModelGraph, cluster: Cluster, stages: Sequence[Stage], bottle
     worst = max(stages, key=lambda stage: stage.period_s)
     used = [cluster.devices[i] for stage in stages for i in stage.devices]
     ideal_s = float(columns_of(graph).busy_s.sum()) / math.fsum(device.speed for device in used)
-    text = (
-        f"{bottleneck_s * 1e3:.4g} ms per micro-batch, {max(0.0, bottleneck_s / ideal_s - 1):.1%} above an even share"
-    )
-    if worst.period_s < bottleneck_s * (1 - 1e-9):
-        text += ", decided by the traffic of a cut"
-    elif len(stages) > 1:
-        text += f", decided by stage {worst.index} ({worst.first_node} ... {worst.last_node})"
+    takes = f"{bottleneck_s * 1e3:.4g} ms per micro-batch"
+    over = f"{max(0.0, bottleneck_s / ideal_s - 1):.1%} more than if all workers had the same to do"
     replicas = [len(stage.devices) for stage in stages]
+    if worst.period_s < bottleneck_s * (1 - 1e-9):
+        text = f"sending over a cut takes longest, {takes}, {over}"
+    elif len(stages) > 1:
+        text = f"stage {worst.index} ({worst.first_node} ... {worst.last_node}) takes longest, {takes}, {over}"
+    else:
+        text = f"all in one stage takes {takes}"
     if max(replicas) > 1:
-        text += f"; {'-'.join(map(str, replicas))} replicas"
+        text += f"; workers by stage: {', '.join(map(str, replicas))}"
         if len(stages) == 1:
             text += ", which is plain data parallelism"
     left = len(cluster.devices) - len(used)
-    unused = "are left over" if fixed else "would not help"
+    unused = "are left over" if fixed else "would make it no faster"
     return text + (f"; {left} of {len(cluster.devices)} devices {unused}" if left else "")
 
 

@@ -47,7 +47,7 @@ def equal_parameters(graph: ModelGraph, num_stages: int) -> Partition:
     worst = max(stop - start for start, stop in _spans(positions, before))
     share = worst * num_stages / before[-1] - 1
     unit = "parameters" if any(node.param_bytes for node in graph.nodes) else "operations"
-    return _partition(graph, positions, f"equal {unit}: the largest stage is {share:.0%} above the mean")
+    return _partition(graph, positions, f"stages of about equal {unit}, the largest {share:.0%} above the mean")
 
 
 def _traffic(graph: ModelGraph, position: int) -> int:

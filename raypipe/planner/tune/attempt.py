@@ -96,7 +96,7 @@ class Problem:
         if self.described:
             return "as described"
         link = self.cluster.links[0]
-        return f"assumed, {link.bandwidth_bytes_s / 1e9:g} GB/s and {link.latency_s * 1e3:g} ms"
+        return f"assumed ({link.bandwidth_bytes_s / 1e9:g} GB/s, {link.latency_s * 1e3:g} ms)"
 
 
 def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick: bool) -> Decision:

@@ -33,17 +33,18 @@ def bound_of(
     busy_s, count = stages[slowest].busy_s, schedule.num_microbatches()
     overlaps = schedule.wiring.norm_per_stage and not schedule.prologue
     rounds = count if overlaps else count + len(stages) - 1
-    text = f"the computation of stage {slowest}, {human_s(busy_s)} per micro-batch"
+    text = f"stage {slowest} computes longest, {human_s(busy_s)} per micro-batch"
     if not hops:
-        return text
+        return f"computing takes {human_s(busy_s)} per micro-batch"
     widest = max(range(len(hops)), key=lambda h: hops[h].occupancy_s)
-    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message one way"
+    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message"
     if 2 * hops[widest].occupancy_s > busy_s:
-        return f"the link between stages {widest} and {widest + 1}: {waits}, against {human_s(busy_s)} of computation"
+        return f"the link between stages {widest} and {widest + 1} takes {waits} each way, computing {human_s(busy_s)}"
     if step_s > rounds * busy_s * (1 + NEAR):
         return (
-            f"messages: {rounds} x {human_s(busy_s)} of stage {slowest} would be {human_s(rounds * busy_s)}; the "
-            f"slowest link, between stages {widest} and {widest + 1}, takes {waits}"
+            f"stages wait for messages: computing alone would take {human_s(rounds * busy_s)}, {rounds} x "
+            f"{human_s(busy_s)} of stage {slowest}; the slowest link, between stages {widest} and {widest + 1}, takes "
+            f"{waits} each way"
         )
     return text
 
@@ -58,7 +59,7 @@ def _of_workers(
         busy_s[worker] += stage.busy_s
     slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
     held = " and ".join(str(s) for s, worker in enumerate(wiring.placement) if worker == slowest)
-    text = f"the computation of worker {slowest} (stages {held}), {human_s(busy_s[slowest])} per micro-batch"
+    text = f"worker {slowest} (stages {held}) computes longest, {human_s(busy_s[slowest])} per micro-batch"
     crossing = [hop for hop in range(len(hops)) if wiring.crosses(hop)]
     if not crossing:
         return text
@@ -69,8 +70,8 @@ def _of_workers(
     free_s = makespan_s(lower(schedule), free)
     if step_s <= free_s * (1 + NEAR):
         return text
-    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message one way"
+    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message each way"
     return (
-        f"messages: without them the step would take {human_s(free_s)}; the slowest link, between stages {widest} and "
-        f"{widest + 1}, takes {waits}"
+        f"workers wait for messages: without them the step would take {human_s(free_s)}; the slowest link, between "
+        f"stages {widest} and {widest + 1}, takes {waits}"
     )

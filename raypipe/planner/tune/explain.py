@@ -35,48 +35,63 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
 
 def _stages(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> str:
     request, chosen = problem.request, best.partition.num_stages
+    what = f"{chosen} stage{'s' * (chosen > 1)}"
     if request.schedule in CHUNKED:
         workers = request.workers(chosen)
-        return f"{chosen}, {chosen // workers} on each of {workers} worker{'s' * (workers > 1)}"
+        return f"{what}, {chosen // workers} on each of {workers} worker{'s' * (workers > 1)}"
     if request.split_points:
-        return f"{chosen}, from the split points"
+        return f"{what}, cut at the modules that partitioner names"
     if request.num_stages is not None:
-        return f"{chosen}, as asked for"
+        return f"{what}, as num_stages says"
     if request.partitioner == "hierarchical":
-        return f"{chosen}, chosen together with their replicas"
+        return f"{what}, chosen together with the number of workers of each"
+    most = min(len(problem.cluster.devices), len(problem.profile.graph.cut_positions()) + 1)
+    if most == 1:
+        return f"{what}, for there is one worker" if len(problem.cluster.devices) == 1 else f"{what}: no place to cut"
+    if request.num_workers is None and not problem.described:
+        return f"{what} by default, for neither num_stages nor num_workers is set"
     if len(looked_at) == 1:
-        return f"{chosen}; no other number was looked at" if len(problem.cluster.devices) > 1 else "1, for one worker"
-    others = ", ".join(
-        f"{d.partition.num_stages}: {human_s(d.prediction.step_s)}"
-        for d in sorted(looked_at, key=lambda d: d.partition.num_stages)
-    )
-    return f"{chosen} of at most {len(problem.cluster.devices)}; predicted steps by number of stages: {others}"
+        return f"{what}; any other number does not fit or cannot be faster"
+    steps = sorted(looked_at, key=lambda d: d.partition.num_stages)
+    others = ", ".join(f"{human_s(d.prediction.step_s)} with {d.partition.num_stages}" for d in steps)
+    return f"{what}, {_best_of(best, looked_at)}; predicted steps: {others}"
+
+
+def _best_of(best: Decision, looked_at: Sequence[Decision]) -> str:
+    """How a number of stages compares with the next best one."""
+    others = [d for d in looked_at if d.partition.num_stages != best.partition.num_stages]
+    next_s, step_s = min(d.prediction.step_s for d in others), best.prediction.step_s
+    next_best = min(others, key=lambda d: d.prediction.step_s).partition.num_stages
+    if next_s > step_s * WORTH_A_WORD:
+        return f"{next_s / step_s - 1:.0%} faster than {next_best}" if step_s else "the fastest number"
+    return f"as fast as {next_best}, with fewer workers"
 
 
 def _machine(crowd: Sequence[tuple[int, float]]) -> str:
     factors = ", ".join(f"{workers} at once: {factor:.2f}" for workers, factor in crowd)
-    return f"shared by all workers; processor seconds of each over those of one alone: {factors}"
+    return f"workers share its processors and slow each other down; times that each computes as long: {factors}"
 
 
 def _microbatches(best: Decision) -> str:
     count, size = best.num_microbatches, best.microbatch_size
+    what = f"{count} micro-batch{'es' * (count > 1)} of {size}"
     if best.choice is not None:
         return best.choice.reason
     if best.request.num_microbatches is not None:
-        return f"{count} of {size}, as asked for"
+        return f"{what}, as num_microbatches says"
     if best.request.schedule in ASYNCHRONOUS:
-        return f"{count} of {size}, by the rule of 4 per stage: without a bubble, fewer are as quick"
-    return f"{count} of {size}, by the rule of 4 per stage: seconds are known for one size only"
+        return f"{what}, 4 per stage; workers do not wait between steps, so the number hardly matters"
+    return f"{what}, 4 per stage; only one size was timed, so others could not be compared"
 
 
 def _schedule(problem: Problem, best: Decision) -> str:
     asked, settled = problem.request.schedule, best.request
     if asked != "auto":
-        return f"{asked}, as asked for"
+        return f"{asked}, as schedule says"
     if best.partition.num_stages == 1:
-        return "1f1b, for one stage has nothing to wait for"
+        return "1f1b, for a single stage waits for nobody"
     if settled.schedule == "1f1b":
-        return "1f1b, for memory is short and it holds the fewest micro-batches"
+        return "1f1b, for memory is short and it holds the fewest micro-batches at once"
     if not problem.described:
-        return "slack 2 hides transfers of up to half a micro-batch's computation"
-    return f"slack {settled.slack} hides the transfers of these links as far as that shortens the step"
+        return "slack 2; stages start one forward more ahead than in 1f1b, so that computing hides what links take"
+    return f"slack {settled.slack}; stages start more forwards ahead than in 1f1b, so that computing hides these links"

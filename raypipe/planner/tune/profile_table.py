@@ -38,7 +38,8 @@ def profile_table(found: Profile) -> str:
         )
     if (times := times_of(found)) is not None:
         lines.append(
-            f"t(b) = {human_s(times.sigma_s)} x (b + {times.overhead_samples:.3g}), within {times.worst_error:.0%}"
+            f"b samples take about {human_s(times.sigma_s)} x (b + {times.overhead_samples:.3g}), "
+            f"at most {times.worst_error:.0%} beside what was measured"
         )
     return "\n".join(lines + [f"note: {note}" for note in found.notes])
 

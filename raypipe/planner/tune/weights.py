@@ -102,16 +102,18 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
     late = staleness(request, num_stages, num_microbatches)
     held = [policy.capacity(stage) for stage in range(num_stages)]
     text = (
-        f"an update every {_count(policy.interval, 'micro-batch', 'micro-batches')}; stages hold "
-        f"{_by_stage(held)} versions, and their gradients are {_by_stage(late)} updates late"
+        f"weights are updated every {_count(policy.interval, 'micro-batch', 'micro-batches')} with gradients that are "
+        f"{_updates(late)} late; stages keep {_by_stage(held)} versions of their weights"
     )
     if policy.rule is VersionRule.NEWEST and num_stages > 1:
-        text += ", each by its own stage's versions"
+        text += f", and their gradients are {_by_stage(late)} updates late"
     warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
     if any(held[s] < versions_needed(policy.rule, policy.interval, warmups, s) for s in range(num_stages)):
         text += "; where a stage has no room for another version, the update is put off and joins the next"
     if request.clips:
-        text += "; the norm is that of " + ("each stage" if policy.norm_per_stage else "the whole model, waited for")
+        text += "; gradients are clipped by the norm of " + (
+            "each stage" if policy.norm_per_stage else "the whole model, waited for"
+        )
     return text
 
 
@@ -152,6 +154,12 @@ def _kind(request: Request, policy: WeightPolicy) -> str:
     if policy.rule is VersionRule.STAMPED:
         parts.append("vertical sync")
     return request.schedule + (f"({', '.join(parts)})" if parts else "")
+
+
+def _updates(late: tuple[int, ...]) -> str:
+    if len(set(late)) > 1:
+        return f"{min(late)} to {max(late)} updates"
+    return f"{late[0]} update{'s' * (late[0] != 1)}"
 
 
 def _by_stage(numbers: list[int] | tuple[int, ...]) -> str:
