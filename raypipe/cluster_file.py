@@ -6,7 +6,9 @@
     inside: 300 GB/s                           links[0] inside a host, links[1] between hosts, and so on outwards
     between: {bandwidth: 25 Gbit/s, latency: 20 us}
 
-speed is relative to the machine that the model was profiled on. A bandwidth alone is a link without latency.
+speed says how many times as fast a device computes as the machine that timed the model, the one on which `raypipe plan`
+or `raypipe profile` ran: 2.0 needs half of its seconds, and 1.0 is where nothing is said. A bandwidth alone is a link
+without latency.
 """
 
 from __future__ import annotations
@@ -121,7 +123,9 @@ def _device(found: RunFile, path: KeyPath, row: Mapping[str, Any]) -> Device:
     speed, memory = row.get("speed", 1.0), row.get("memory")
     if type(speed) not in (int, float) or not (math.isfinite(speed) and speed > 0):
         refuse(
-            found, (*path, "speed"), f"{speed!r} is not possible; give a number above 0, 1 for the profiled machine."
+            found,
+            (*path, "speed"),
+            f"{speed!r} is not possible; give a number above 0, 1.0 for the machine that times the model.",
         )
     limit = None if memory is None else round(_quantity(found, (*path, "memory"), memory, "memory"))
     return Device("device", float(speed), limit)

@@ -40,7 +40,7 @@ def test_a_good_cluster_and_a_good_machine_have_no_complaint() -> None:
     alone = replace(GOOD, address="this machine", ray_cpus=0.0, object_store_bytes=0)
     assert wrong(Facts("", (alone,), HERE)) == []
     assert [finding.subject for finding in examine(CLUSTER, WISHES)] == [
-        "cluster", "token", "versions", "ports", "gpus", "shm", "storage", "cpus",
+        "cluster", "token", "versions", "ports", "gpus", "shm", "storage", "cpus", "speed",
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Words that must not be in the tree: paths of one machine, and anything that unpickles."""
+"""Words that must not be in the tree: paths of one machine, anything that unpickles, and riddles in what is printed."""
 
 from __future__ import annotations
 
@@ -69,3 +69,46 @@ def test_nothing_unpickles() -> None:
 )
 def test_unpicklers_are_found(source: str) -> None:
     assert len(unpicklers(source)) == 1
+
+
+RIDDLES = (
+    "decided by",
+    "poor line",
+    "closed form",
+    "before scaling",
+    "free links",
+    "bubble {",
+    "bound: ",
+    "as asked for",
+)
+
+
+def spoken(source: str) -> list[str]:
+    """All texts of a module that a person may see: strings and the fixed parts of f-strings, no docstrings."""
+    tree = ast.parse(source)
+    silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(p.value if isinstance(p, ast.Constant) else "{}" for p in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
+            found.append(node.value)
+    return found
+
+
+def riddles(source: str) -> list[str]:
+    """Texts that whoever did not write the planner would not understand at first reading."""
+    return [text for text in spoken(source) if any(riddle in text for riddle in RIDDLES)]
+
+
+def test_nothing_that_is_printed_is_a_riddle() -> None:
+    found = {str(path.relative_to(ROOT)): riddles(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert {path: texts for path, texts in found.items() if texts} == {}
+
+
+@pytest.mark.parametrize(
+    "source", ["x = 'decided by optimum'", "x = f'{a}, bubble {b:.0%}'", "print(f'{a} before scaling')"]
+)
+def test_riddles_are_found(source: str) -> None:
+    assert riddles(source)
+    assert not riddles("'''The closed form, decided by the free links.'''")

@@ -33,7 +33,7 @@ def timeline_svg(timelines: Sequence[Timeline], width: int = 1200) -> str:
     top = 0.0
     for timeline in timelines:
         title = f"{timeline.source} {timeline.name}".strip()
-        numbers = f"{timeline.makespan_s * 1e3:.1f} ms, bubble {timeline.bubble_fraction:.1%}"
+        numbers = f"{timeline.makespan_s * 1e3:.1f} ms, idle {timeline.bubble_fraction:.1%}"
         parts.append(f'<text x="4" y="{top + 20:.1f}" font-size="14">{html.escape(title)}: {numbers}</text>')
         top += HEAD
         zero = min((s.start_s for s in timeline.spans), default=0.0)

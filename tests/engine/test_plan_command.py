@@ -97,7 +97,7 @@ def test_the_json_holds_the_table(folder: Path) -> None:
 
 
 def test_a_described_cluster_is_planned_for(folder: Path) -> None:
-    text = command("plan", "run.yaml", "--cluster", "cluster.yaml", "--svg", "plan.svg")
+    text = command("plan", "run.yaml", "--cluster", "cluster.yaml", "--explain", "--svg", "plan.svg")
     assert "links as described" in text
     assert "of 1.0 GiB" in text
     assert "note:    speed 1.0 of a device is that of the machine which timed the model: cpu, " in text

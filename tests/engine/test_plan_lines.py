@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ RIDDLES = (
 )
 
 
-def sequential(**pipeline: object) -> raypipe.PipelineTrainer:
+def sequential(run_config: object = None, **pipeline: object) -> raypipe.PipelineTrainer:
     torch.manual_seed(0)
     given = {"num_stages": 2, "minibatch_size": 16, **pipeline}
     return raypipe.PipelineTrainer(
@@ -41,6 +42,7 @@ def sequential(**pipeline: object) -> raypipe.PipelineTrainer:
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         train_data=TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,))),
         pipeline=raypipe.PipelineConfig(**given),  # type: ignore[arg-type]
+        run_config=run_config,
     )
 
 
@@ -105,7 +107,7 @@ def test_a_cut_inside_a_block_names_what_lies_beside_it() -> None:
 def test_a_described_cluster_tells_its_devices_limits_and_what_speed_means(count: int) -> None:
     between = Link(25e9 / 8, 2e-5)
     cluster = Cluster.hosts(count, 1, inside=Link(), between=between, device=Device("gpu", 2.0, 1 << 24))
-    plan = sequential(num_stages=None if count == 2 else 5, num_microbatches=4).plan(cluster=cluster)
+    plan = sequential(num_stages="auto" if count == 2 else 5, num_microbatches=4).plan(cluster=cluster)
     stages, step, memory, _ = lines_of(plan)
     used = plan.partition.num_stages
     assert stages.startswith(f"{used}. Stage 0: ")
@@ -145,7 +147,7 @@ def plans() -> Sequence[Plan]:
     slow = Cluster.hosts(2, 1, inside=Link(), between=Link(1e6, 1e-2), device=Device("gpu", 0.5, 1 << 24))
     return (
         sequential().plan(),
-        sequential(num_stages=None, schedule="interleaved").plan(),
+        sequential(num_stages="auto", schedule="interleaved").plan(),
         sequential(partitioner="parameters").plan(),
         sequential(schedule="pipedream", num_microbatches=4).plan(),
         sequential(schedule="zb-h1").plan(cluster=slow),
@@ -161,12 +163,9 @@ def test_no_plan_speaks_in_riddles() -> None:
 
 
 def test_fit_says_where_the_folder_is_first_and_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ray.train import RunConfig
-
     def run(name: str, progress: bool) -> list[str]:
-        trainer = sequential(partitioner="parameters", num_microbatches=2)
-        trainer._run = RunConfig(name=name, storage_path=str(tmp_path))
-        trainer.fit(num_steps=2, local=True, progress=progress)
+        folder = SimpleNamespace(name=name, storage_path=str(tmp_path))
+        sequential(folder, partitioner="parameters", num_microbatches=2).fit(num_steps=2, local=True, progress=progress)
         return capsys.readouterr().err.splitlines()
 
     told = run("told", True)
