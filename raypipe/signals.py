@@ -32,15 +32,15 @@ class Stop:
         self._handle: RunHandle | None = None
 
     def install(self) -> None:
-        """Take the signals; once more after ray.init, which takes SIGTERM for itself."""
-        for number in _SIGNALS:
-            signal.signal(number, self)
+        """Take the signals; once more after ray.init, which takes SIGTERM for itself. In the main thread only."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                signal.signal(number, self)
 
     def watch(self, handle: RunHandle) -> None:
         """From now on there is a run to stop; at once, if a signal came while it was being started."""
         self._handle = handle
-        if threading.current_thread() is threading.main_thread():
-            self.install()
+        self.install()
         if self.received is not None:
             self._ask(self.received.name)
 

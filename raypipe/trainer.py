@@ -179,7 +179,7 @@ class PipelineTrainer:
         watch = RunProgress(self._prepared().plan.notes) if progress else None
         self.simulate()  # until here a signal does what it does to any program
         with stopping_on_signals() as stop:
-            handle = self._start(num_steps, num_epochs, local=local, detached=False)
+            handle = self._start(num_steps, num_epochs, local=local, detached=False, connected_to_ray=stop.install)
             stop.watch(handle)
             return handle.wait(on_news=watch or (lambda news: None))
 
@@ -239,7 +239,15 @@ class PipelineTrainer:
             return given
         return num_steps_of(given, job.sources["train"].num_samples, job.plan.minibatch_size)
 
-    def _start(self, num_steps: int | None, num_epochs: int | None, *, local: bool, detached: bool) -> RunHandle:
+    def _start(
+        self,
+        num_steps: int | None,
+        num_epochs: int | None,
+        *,
+        local: bool,
+        detached: bool,
+        connected_to_ray: Callable[[], None] = lambda: None,
+    ) -> RunHandle:
         job = self._prepared()
         _refuse_replicas(job.plan)
         spec = self._spec(job, self._num_steps(job, num_steps, num_epochs), local=local)
@@ -248,14 +256,15 @@ class PipelineTrainer:
                 raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
             self._check(job)
             return RunHandle(spec.name, ThreadLine(spec, partial(_local_fleet, job, spec.place)))
-        return self._start_on_ray(job, spec, detached)
+        return self._start_on_ray(job, spec, detached, connected_to_ray)
 
-    def _start_on_ray(self, job: Job, spec: RunSpec, detached: bool) -> RunHandle:
+    def _start_on_ray(self, job: Job, spec: RunSpec, detached: bool, connected_to_ray: Callable[[], None]) -> RunHandle:
         from raypipe.runtime.client import connected, start_run
 
         self._check_travel()
         with contextlib.ExitStack() as stack:
             stack.enter_context(connected(job.num_workers, self._resources(), detached=detached))
+            connected_to_ray()  # which takes signals for itself
             check = partial(self._check, job)
             setups = self._setups(job, spec.place)
             line = start_run(spec, setups, job.tensors, self._resources(), check, detached=detached)
