@@ -30,6 +30,7 @@ _TOUCHING: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (torch, ("manual_seed", "seed", "set_rng_state")),
     (torch.random, ("manual_seed", "seed", "set_rng_state")),
 )
+_DENORMAL = torch.full((), 1e-40)
 _TORCHS_OWN = ("TORCH", "PYTORCH", "TRITON", "CUDA", "KMP", "OMP")
 """Beginnings of environment variables that torch itself sets while it works."""
 _LIBRARIES = ("torch", "numpy", "random", "sympy")
@@ -87,10 +88,16 @@ def _settings() -> dict[str, Any]:
         "torch's grad mode": torch.is_grad_enabled(),
         "torch's number of threads": torch.get_num_threads(),
         "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "torch's flushing of denormals": _flushes_denormals(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
         "the working directory": Path.cwd(),
         "the environment": {name: value for name, value in os.environ.items() if not name.startswith(_TORCHS_OWN)},
     }
+
+
+def _flushes_denormals() -> bool:
+    """Torch sets this for a thread and its children and does not tell it."""
+    return bool((_DENORMAL * 0.5 == 0).item())
 
 
 def _put_back(settings: dict[str, Any]) -> None:
@@ -102,6 +109,8 @@ def _put_back(settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["torch's number of threads"])
     if torch.are_deterministic_algorithms_enabled() != settings["torch's deterministic mode"]:
         torch.use_deterministic_algorithms(settings["torch's deterministic mode"])
+    if _flushes_denormals() != settings["torch's flushing of denormals"]:
+        torch.set_flush_denormal(settings["torch's flushing of denormals"])
     for device, enabled in zip(("cpu", "cuda"), settings["autocast"], strict=True):
         torch.set_autocast_enabled(device, enabled)
     os.chdir(settings["the working directory"])
