@@ -84,9 +84,13 @@ class Block(nn.Module):
         self.own_s = own_s
         self.times = tuple(times)
         self.num_microbatches = num_microbatches
+        self.forwards: torch.Tensor
+        self.backwards: torch.Tensor
         self.weight = nn.Parameter(torch.zeros(1))
         self.output, self.of_x = torch.zeros(1, 1 if last else WIDTH), torch.zeros(1, WIDTH)
-        self.forwards = self.backwards = 0
+        # Buffers, because a stage is a copy: what else a module remembers between its calls is refused.
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("backwards", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Sleep.apply(x, self.weight, self)
@@ -94,12 +98,12 @@ class Block(nn.Module):
     def next_forward(self) -> int:
         """The plan of the forward that begins now. Steps do not overlap: each ends with a flush."""
         self.forwards += 1
-        return self._plan(self.forwards - 1)
+        return self._plan(int(self.forwards) - 1)
 
     def next_backward(self) -> int:
         """The plan of the backward that begins now."""
         self.backwards += 1
-        return self._plan(self.backwards - 1)
+        return self._plan(int(self.backwards) - 1)
 
     def _plan(self, microbatch: int) -> int:
         return plan_of_step(microbatch // self.num_microbatches, len(self.times))

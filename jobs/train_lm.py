@@ -82,7 +82,7 @@ def main() -> None:
         loss_fn=loss_fn,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=arguments.learning_rate, betas=(0.9, 0.95)),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: warmup_then_cosine(step, arguments.steps)
+            optimizer, lambda step: warmup_then_cosine(step, arguments.decay_steps or arguments.steps)
         ),
         train_data=corpus.train,
         eval_data=corpus.heldout,
@@ -131,6 +131,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--schedule", default="auto", help="auto, gpipe, 1f1b, kfkb, slack, pipedream or 2bw")
     parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--decay-steps", type=int, help="the learning rate falls over so many; as many as --steps")
     parser.add_argument("--minibatch-size", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--context", type=int, default=128)

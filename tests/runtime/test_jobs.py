@@ -105,7 +105,7 @@ NOTHING = {"actors": [], "groups": [], "busy_cpus": 0, "store_bytes": 0, "proces
 
 def train(folder: Path, steps: int) -> list[str]:
     where = ["--data", str(folder / "data"), "--corpus-bytes", "200000", "--storage", str(folder), "--name", "lm"]
-    return ["jobs/train_lm.py", *SMALL, *where, "--steps", str(steps)]
+    return ["jobs/train_lm.py", *SMALL, *where, "--steps", str(steps), "--decay-steps", "4000"]
 
 
 def test_a_job_whose_stage_raises_fails(jobs: Jobs, tmp_path: Path) -> None:
