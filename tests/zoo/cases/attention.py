@@ -19,7 +19,7 @@ from tests.zoo.samples import WORDS, images, sentences, translations
 
 __all__ = ["ROWS"]
 
-_SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+_SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 _PATCHES = {"image_size": 8, "patch_size": 4, "num_channels": 3}
 
 
@@ -75,7 +75,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.embed, self.positions = nn.Embedding(11, 8), nn.Parameter(torch.randn(6, 8) / 8)
         layer = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 3, nn.LayerNorm(8), enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
         self.head = nn.Linear(8, 11)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Translator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.answer = nn.Embedding(WORDS, 8), nn.Embedding(WORDS, 8)
-        self.body = nn.Transformer(8, 2, 2, 2, 16, 0.1, batch_first=True)
+        self.body = nn.Transformer(8, 2, 1, 1, 16, 0.1, batch_first=True)
         self.head = nn.Linear(8, WORDS)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ ROWS = (
         hidden_sizes=[8, 8], patch_sizes=[3, 3], strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
         decoder_hidden_size=8, num_labels=3), scenes, "scenes, pixels of 255 ignored"),
     own("Whisper", made("WhisperForConditionalGeneration", vocab_size=WORDS, num_mel_bins=20, d_model=16,
-        encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24,
+        encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=24,
         decoder_ffn_dim=24, max_source_positions=8, max_target_positions=8, dropout=0.1, use_cache=False,
         decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2), speeches,
         "spectra and words, -100", TIED),
