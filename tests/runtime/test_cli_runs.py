@@ -108,7 +108,7 @@ def test_the_sample_trains(tmp_path: Path) -> None:
     overrides = [word for override in SMALL for word in ("--set", override)]
     out = program(tmp_path, "train", SAMPLE, *overrides, PYTHONPATH=str(ROOT / "jobs"))
     assert processes.survivors(os.getpid(), known, 10.0) == {}
-    assert out.startswith("plan: 2 stages")
+    assert out.startswith("stages:  2. Stage 0: ")
     assert "eval_loss" in out
     run = tmp_path / "runs/text_lm"
     assert f"run folder   {run}" in out
@@ -135,7 +135,7 @@ def test_the_same_settings_train_the_same_bits_from_the_file_from_its_copy_and_i
 
 
 def test_plan_and_simulate_start_nothing(folder: Path) -> None:
-    assert cli("plan", "run.yaml").startswith("plan: 2 stages")
+    assert cli("plan", "run.yaml").startswith("stages:  2. Stage 0: ")
     plan = json.loads(cli("plan", "run.yaml", "--json", "--set", "pipeline.schedule=gpipe"))
     assert plan["schedule"]["kind"] == "gpipe"
     assert cli("simulate", "run.yaml", "--trace", "trace.json", "--svg", "picture.svg").startswith("predicted: ")
