@@ -116,6 +116,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "retune_microbatches": _FLAG,
     "checkpoint_interval_steps": _AUTO | _integer(1),
     "seed": _integer(0),
+    "on_nonfinite": _one_of("stop", "skip"),
     "verify": _one_of("first_step", "off"),
 }
 
@@ -198,6 +199,10 @@ class PipelineConfig:
         checkpoint_interval_steps: steps between two checkpoints; "auto" saves every ten minutes. A run
             saves at its end and when it is stopped in any case.
         seed: keys all randomness, together with step and micro-batch.
+        on_nonfinite: what happens where the loss or the gradient norm of a mini-batch is not finite: "stop" ends the
+            run, "skip" leaves the step out on all stages. Parameters, optimizer and scheduler stay as they are, buffers
+            (batch statistics) keep what the forwards wrote, as in plain PyTorch, and metrics and events say so; ten in
+            a row end the run. Stages wait for each other's norms before every step, as they do with max_grad_norm.
         verify: "first_step" runs two micro-batches through the model itself and through its stages before training
             begins, while the actors start, and refuses the run where loss, gradients or buffers differ. That needs
             about twice the memory of the model in this process. "off" trains what was captured, unseen.
@@ -233,6 +238,7 @@ class PipelineConfig:
     retune_microbatches: bool = False
     checkpoint_interval_steps: int | Auto = "auto"
     seed: int = 0
+    on_nonfinite: str = "stop"
     verify: str = "first_step"
 
     def __post_init__(self) -> None:

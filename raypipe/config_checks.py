@@ -19,7 +19,9 @@ __all__ = ["TURNED", "check_together"]
 
 CHUNKED = ("interleaved", "zb-v")
 """Schedules that put several stages on each worker, and that nobody turns."""
-STILL = ("pipedream", "2bw", *CHUNKED)
+ASYNCHRONOUS = ("pipedream", "2bw")
+"""Schedules that do not run empty before an update."""
+STILL = (*ASYNCHRONOUS, *CHUNKED)
 """All schedules under which nothing is turned, codecs neither."""
 TURNED = ("auto", "kfkb", "slack", "zb-h1")
 """Schedules that the controller turns, where group_size and slack are left to it."""
@@ -40,6 +42,7 @@ def check_together(config: PipelineConfig) -> None:
     _check_group_size(config.group_size, config.schedule, config.num_microbatches)
     _check_slack(config.slack, config.schedule, config.num_stages)
     _check_weights(config)
+    _check_skipping(config)
     _check_chunked(config)
     _check_codecs(config)
     _check_retuning(config)
@@ -138,6 +141,16 @@ def _check_weights(config: PipelineConfig) -> None:
                 f"{name}={value!r} means nothing to schedule={schedule!r}, which {meaning}. Set schedule='pipedream', "
                 f"or leave {name} out."
             )
+
+
+def _check_skipping(config: PipelineConfig) -> None:
+    """Stages of an asynchronous schedule update without knowing each other's norms."""
+    if config.on_nonfinite == "skip" and config.schedule in ASYNCHRONOUS:
+        raise ConfigError(
+            f"on_nonfinite='skip' is not possible with schedule={config.schedule!r}: its stages update without waiting "
+            "for each other, so that some have taken a step before another one finds that it is not finite. Take a "
+            "synchronous schedule, such as '1f1b', or leave on_nonfinite out for 'stop'."
+        )
 
 
 def _check_chunked(config: PipelineConfig) -> None:

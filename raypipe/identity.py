@@ -37,7 +37,7 @@ __all__ = ["model_labels", "name_of", "optimizer_labels", "settings_of", "source
 FIRST, MIDDLE, LAST = 4, 2, 2
 """Samples that are looked at. Rows of files are decoded by the window, so they lie in three places only."""
 LATEST_UPDATE = 1024
-_FREE_FIELDS = ("max_grad_norm", "codec_forward", "codec_backward", "precision", "retune_microbatches")
+_FREE_FIELDS = ("max_grad_norm", "on_nonfinite", "codec_forward", "codec_backward", "precision", "retune_microbatches")
 _ASYNCHRONOUS_FIELDS = ("weight_versions", "update_interval", "vertical_sync")
 _OWN = ("params", "param_names")
 _TURNED = ("base_lrs", "last_epoch", "verbose")

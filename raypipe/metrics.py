@@ -79,6 +79,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("raypipe_recovery_seconds", Kind.HISTOGRAM, "s", RUN,
            "From a failure to the end of the first step after it.", boundaries=_SECONDS),
     _counter("lost_steps", "Optimizer steps that had to be done again after a failure."),
+    _counter("skipped_steps", "Optimizer steps left out because loss or gradient norm was not finite."),
     _gauge("generation", "1", RUN, "Generation of the plan; it counts re-plans."),
 )  # fmt: skip
 """All of them, in the order of the documents."""

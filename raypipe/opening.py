@@ -170,6 +170,7 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         update_interval=_given(pipeline.update_interval),
         vertical_sync=_given(pipeline.vertical_sync) or False,
         clips=pipeline.max_grad_norm is not None,
+        skips=pipeline.on_nonfinite == "skip",
     )
 
 

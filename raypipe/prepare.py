@@ -242,6 +242,7 @@ def prepare(
             MESSAGE_TIMEOUT_S,
             plan.weights,
             _codecs(pipeline),
+            pipeline.on_nonfinite,
         ),
         make_optimizer=optimizer,
         make_scheduler=lr_scheduler,

@@ -51,6 +51,7 @@ class Reference:
         losses, grad_norms: of every step; the norm is that before clipping.
         gradients: of every step by parameter name, as the optimizer saw them; None where there was none.
         parameters, buffers: after the last step, by name.
+        skipped: steps that the optimizer did not take, under on_nonfinite="skip".
     """
 
     model: torch.nn.Module = field(repr=False)
@@ -59,6 +60,7 @@ class Reference:
     gradients: tuple[dict[str, torch.Tensor | None], ...] = field(repr=False)
     parameters: Tensors = field(repr=False)
     buffers: Tensors = field(repr=False)
+    skipped: tuple[int, ...] = ()
 
 
 def reference(
@@ -75,8 +77,9 @@ def reference(
     """Train a deep copy of the model eagerly; the arguments are those of PipelineTrainer.
 
     Args:
-        pipeline: minibatch_size, num_microbatches, loss_reduction, max_grad_norm and seed count. Where
-            num_microbatches is "auto", partitioner="parameters" and num_stages must say what it follows from.
+        pipeline: minibatch_size, num_microbatches, loss_reduction, max_grad_norm, on_nonfinite (as far as "skip" goes)
+            and seed count. Where num_microbatches is "auto", partitioner="parameters" and num_stages must say what it
+            follows from.
         microbatches_by_step: M of every step of a run with retune_microbatches; metrics.parquet tells it at the end of
             each step's ``schedule``.
 
@@ -96,6 +99,7 @@ def reference(
     stepper = optimizer(named)
     scheduler = lr_scheduler(stepper) if lr_scheduler else None
     losses, norms, gradients = [], [], []
+    skipped: list[int] = []
     with one_thread():
         at = Position()
         for step in range(num_steps):
@@ -106,11 +110,15 @@ def reference(
             losses.append(float(_accumulate(trained, source, segment, loss_fn, reduction, config.seed)))
             norms.append(float(_clip([p for _, p in named], config.max_grad_norm)))
             gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in named})
+            if config.on_nonfinite == "skip" and not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
+                skipped.append(step)
+                continue
             stepper.step()
             if scheduler is not None:
                 scheduler.step()
     parameters = {name: p.detach() for name, p in trained.named_parameters()}
-    return Reference(trained, tuple(losses), tuple(norms), tuple(gradients), parameters, dict(trained.named_buffers()))
+    buffers = dict(trained.named_buffers())
+    return Reference(trained, tuple(losses), tuple(norms), tuple(gradients), parameters, buffers, tuple(skipped))
 
 
 def _sizes(config: PipelineConfig, num_samples: int) -> tuple[int, int]:

@@ -160,7 +160,8 @@ def request_of(config: PipelineConfig, num_samples: int) -> Request:
     group = None if config.group_size == "auto" else config.group_size
     sizes = (config.minibatch_size, config.num_microbatches)
     clips = config.max_grad_norm is not None
-    return Request(config.num_stages, None, (), *sizes, num_samples, config.schedule, group, clips=clips)  # type: ignore[arg-type]
+    waits = {"clips": clips, "skips": config.on_nonfinite == "skip"}
+    return Request(config.num_stages, None, (), *sizes, num_samples, config.schedule, group, **waits)  # type: ignore[arg-type]
 
 
 def train(
@@ -200,7 +201,9 @@ def train_stages(
     """LocalFleet, fed as the trainer feeds it."""
     source = open_data(found.data(shape.samples), seed=config.seed)
     request = replace(request_of(config, shape.samples), num_workers=workers)
-    settings = Settings(config.seed, config.loss_reduction, config.max_grad_norm, 30.0)
+    settings = Settings(
+        config.seed, config.loss_reduction, config.max_grad_norm, 30.0, on_nonfinite=config.on_nonfinite
+    )
     minibatch, size, _ = microbatches(request, len(stages))
 
     @cache

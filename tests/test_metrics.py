@@ -13,7 +13,7 @@ from raypipe.metrics import METRICS, Kind, Metric, exported_name, link_name, met
 PROMISED = """
 step_seconds samples_per_second loss grad_norm bubble_fraction stage_busy_seconds link_bytes_per_second
 link_wait_seconds codec_ratio group_size num_microbatches weight_versions peak_memory_bytes
-predicted_step_seconds retunes_total failures_total recovery_seconds lost_steps_total generation
+predicted_step_seconds retunes_total failures_total recovery_seconds lost_steps_total skipped_steps_total generation
 """
 
 

@@ -72,7 +72,7 @@ class Executor:
         self.use_codecs(((), ()))
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._alone = False
+        self._alone = self._skipped = False
 
     @property
     def states(self) -> list[StageState]:
@@ -132,7 +132,8 @@ class Executor:
         torch.set_num_threads(1)
         self._segment = segment
         synchronous = segment.update_interval is None
-        assert not (alone and synchronous and self.settings.max_grad_norm is not None), "clipping needs the whole norm"
+        whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
+        assert not (alone and synchronous and whole), "clipping and skipping need the whole norm"
         self._alone = alone
         for work in self.works.values():
             work.begin_segment(segment, training=training)
@@ -163,6 +164,7 @@ class Executor:
         for work in works.values():
             work.begin_minibatch(minibatch, measure=measure)
         self._totals = self._norms = None
+        self._skipped = False
         clock = time.monotonic
         times = [start_s := clock()]
         done = []
@@ -190,7 +192,7 @@ class Executor:
             # Asynchronous stages' norms are of different weights: nobody makes one of them.
             if self._norms is not None and segment.update_interval is None:
                 report = replace(report, norms=norms_told(*self._norms))
-            found.append(report)
+            found.append(replace(report, skipped=True) if self._skipped else report)
         return found
 
     _action: Action | None = None
@@ -211,7 +213,8 @@ class Executor:
                     self._totals = self._reduction.norm(stage, microbatch, loss)
             case Op.STEP:
                 assert self._totals is not None
-                self._updates[stage].step(self._segment.locate(microbatch)[0], *self._totals, alone=self._alone)
+                step = self._segment.locate(microbatch)[0]
+                self._skipped = self._updates[stage].step(step, *self._totals, alone=self._alone)
             case _:
                 self.works[stage].do(action)
 

@@ -29,6 +29,7 @@ class Settings:
         timeout_s: longest wait for one message.
         weights: versions of the weights, and whose norm is clipped.
         codecs: of the messages between stages.
+        on_nonfinite: "stop" or "skip"; see PipelineConfig.
     """
 
     seed: int
@@ -37,6 +38,7 @@ class Settings:
     timeout_s: float
     weights: WeightPolicy = SYNCHRONOUS
     codecs: Codecs = Codecs()  # noqa: RUF009  (immutable)
+    on_nonfinite: str = "stop"
 
 
 class StageState:

@@ -17,14 +17,17 @@ from raypipe.engine.state import Settings, StageState
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
 
-__all__ = ["Update"]
+__all__ = ["MOST_SKIPPED", "Update"]
+
+MOST_SKIPPED = 10
+"""So many steps in a row that are not finite end a run that skips them: its parameters no longer move."""
 
 
 class Update:
     """What ends an update on one stage; ``reduction`` has what stages do together.
 
     Args:
-        settings: the norm to clip to, and whose norm that is.
+        settings: the norm to clip to, whose norm that is, and whether a step that is not finite is left out.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class Update:
         self._share = shares[program.index] if shares else 1.0
         self._put_off = 0  # updates since the last one that was made
         self._waits = False  # whether this one is put off
+        self._skips = settings.on_nonfinite == "skip"
+        self._skipped = 0  # steps since the last one that was taken
 
     def begin(self) -> bool:
         """Whether it can be made now; if not, it is put off."""
@@ -69,22 +74,30 @@ class Update:
                 norms.append(torch.linalg.vector_norm(parameter.grad))
         return torch.tensor(positions, dtype=torch.int64), torch.stack(norms) if norms else torch.empty(0)
 
-    def step(self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool) -> None:
-        """Clip and step, or refuse. Where all stages see the same norm, none steps when one refuses.
+    def step(self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool) -> bool:
+        """Clip and step, skip or refuse. Where all stages see the same norm, none steps when one does not.
 
         Args:
             total: norm to clip by; None where the update is put off.
             loss: of the mini-batch so far, where this stage knows it.
             alone: the norm is that of this stage.
 
+        Returns:
+            Whether the step was skipped: all is as before it, but for the buffers.
+
         Raises:
             StageError: loss or norm is not finite.
         """
         if total is None:
             self._advance_scheduler()
-            return
+            return False
         if not torch.isfinite(total) or not (loss is None or torch.isfinite(loss)):
-            raise StageError(_not_finite(step, self._program.index, total, loss, alone=alone))
+            self._skipped += self._skips
+            if not 0 < self._skipped < MOST_SKIPPED:
+                raise StageError(_not_finite(step, self._program.index, total, loss, alone, self._skipped))
+            self._sink.reset()
+            return True
+        self._skipped = 0
         if self._limit is not None:
             limit = self._limit * (math.sqrt(self._share) if alone else 1.0)
             self._scale(torch.clamp(limit / (total + 1e-6), max=1.0))
@@ -94,6 +107,7 @@ class Update:
             self._ring.follow()
         self._advance_scheduler()
         self._sink.reset()
+        return False
 
     def _advance_scheduler(self) -> None:
         """Put-off updates count too, so that the learning rate is the same on every stage."""
@@ -106,10 +120,18 @@ class Update:
                 parameter.grad.mul_(factor)
 
 
-def _not_finite(step: int, stage: int, total: torch.Tensor, loss: torch.Tensor | None, *, alone: bool) -> str:
+def _not_finite(
+    step: int, stage: int, total: torch.Tensor, loss: torch.Tensor | None, alone: bool, skipped: int
+) -> str:
     advice = "Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch."
     if not alone:
         assert loss is not None
+        if skipped:
+            return (
+                f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}. It is the "
+                f"{skipped}th step in a row that is not finite, and on_nonfinite='skip' leaves out no more than that: the "
+                f"parameters are those before step {step - skipped + 1}. {advice}"
+            )
         return (
             f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}, so no stage took "
             f"this step and the parameters are those after {step} steps. {advice}"

@@ -56,6 +56,7 @@ class StepReport:
         worker: that holds the stage; None for one of its own.
         averages: of each part of an evaluation's loss, with the items that it averages over (samples, valid labels);
             none on all stages but the last.
+        skipped: it was not finite, and no stage took the step.
     """
 
     stage: int
@@ -78,6 +79,7 @@ class StepReport:
     worker: int | None = None
     norms: Norms | None = None
     averages: Averages = ()
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class StepRecord:
         link_bytes_per_s: bytes over all links and both directions, per second.
         peak_in_flight: largest of any stage.
         schedule: that it ran with, in words.
+        skipped: loss or gradient norm was not finite, and no stage took the step.
     """
 
     step: int
@@ -102,6 +105,7 @@ class StepRecord:
     link_bytes_per_s: float
     peak_in_flight: int
     schedule: str = ""
+    skipped: bool = False
 
     @property
     def samples_per_s(self) -> float:
@@ -161,4 +165,5 @@ def merge_reports(
         bubble_fraction=max(0.0, 1.0 - sum(r.busy_s for r in reports) / (seconds * len(workers))),
         link_bytes_per_s=sum(sum(r.sent_bytes) for r in reports) / seconds,
         peak_in_flight=max(r.peak_in_flight for r in reports),
+        skipped=any(r.skipped for r in reports),
     )

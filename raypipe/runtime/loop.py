@@ -125,6 +125,7 @@ class _Loop:
         self._empty = True  # whether the pipeline runs nothing of the steps to come
         self._ends: dict[int, Position] = {}  # where the steps ended after which there is a checkpoint
         self._saving: set[int] = set()
+        self._skipped = 0  # steps of this submission that were not finite
         self._saved = self._completed = 0  # steps after which a snapshot was taken last, and given a manifest
         self._trace_step = 0
         self._end_s: float | None = None
@@ -223,6 +224,7 @@ class _Loop:
                 self._end_s = max(r.end_s for r in of_step)
                 self.records.append(record)
                 self.watcher.step(record, of_step)
+                self._count_skipped(record)
                 self._retune(record.seconds, of_step, setting, counts=counts)
             self.at = after
             self._empty = segment.phase.ends_empty
@@ -232,6 +234,12 @@ class _Loop:
                     self._complete(None)
             if time.monotonic() - self._written_s > METRICS_EVERY_S:
                 self._write_metrics()
+
+    def _count_skipped(self, record: StepRecord) -> None:
+        if record.skipped:
+            self._skipped += 1
+            why = f"the loss is {record.loss:g} and the gradient norm {record.grad_norm:g}"
+            self.try_to(lambda: self.folder.event("skip", why, step=record.step, skipped=self._skipped))
 
     def _retune(self, seconds: float, of_step: Sequence[StepReport], setting: Setting, *, counts: bool) -> None:
         """Tell the controller of a step, and hear what it has decided meanwhile."""
@@ -314,7 +322,8 @@ class _Loop:
     def _complete(self, eval_loss: float | None) -> None:
         self._write_metrics()  # first: a run that goes on from this checkpoint finds the steps before it here
         self._completed = self.at.step
-        self._ends[self.at.step] = self.at
+        # Schedulers take as many steps again as updates were made, and a skipped one is none.
+        self._ends[self.at.step] = replace(self.at, updates=self.at.updates - self._skipped)
         self.checkpoints.complete(self.at.step, self._metrics(eval_loss))
 
     def _evaluate(self) -> float | None:

@@ -58,6 +58,8 @@ class Publisher:
         self._set("raypipe_loss", record.loss, self._run)
         self._set("raypipe_grad_norm", record.grad_norm, self._run)
         self._set("raypipe_bubble_fraction", record.bubble_fraction, self._run)
+        if record.skipped:
+            self.event("skipped_steps")
         now_s = max((report.end_s for report in reports), default=-math.inf)
         if now_s - self._detailed_s >= DETAILS_EVERY_S:
             self._detailed_s = now_s

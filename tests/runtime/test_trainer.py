@@ -14,6 +14,8 @@ import torch
 from raypipe import PipelineTrainer, load_state_dict
 from raypipe.planner.control import Verdict
 from raypipe.runtime.fleet import Fleet
+from raypipe.testing import reference
+from tests.engine.test_nonfinite import BAD, arguments, traced
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.models import CASES
 from tests.runtime.on_fleet import start_on
@@ -84,3 +86,16 @@ def check_folder(folder: Path, result: Any) -> None:
     spans = trace["traceEvents"] if isinstance(trace, dict) else trace
     named = [event["args"]["name"] for event in spans if event.get("name") == "process_name"]
     assert [name.split()[0] for name in named] == ["simulated", "measured"]
+
+
+@pytest.mark.parametrize("schedule", ["slack", "zb-h1"])
+def test_steps_are_skipped_on_all_actors(schedule: str, fleet: Fleet, tmp_path: Path) -> None:
+    given = arguments(traced, BAD, float("nan"), schedule=schedule)
+    expected = reference(**given, num_steps=STEPS)
+    run = SimpleNamespace(name="run", storage_path=str(tmp_path))
+    made = PipelineTrainer(given.pop("model"), **given, run_config=run)
+    result = start_on(fleet, made, STEPS).wait()
+    assert tuple(record.step for record in result.records if record.skipped) == expected.skipped == BAD
+    assert [repr(record.loss) for record in result.records] == list(map(repr, expected.losses))
+    state = load_state_dict(tmp_path / "run")
+    assert [name for name in state if not same_bits(state[name], expected.parameters[name])] == []

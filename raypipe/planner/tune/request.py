@@ -49,6 +49,7 @@ class Request:
         least_microbatch: samples that the model needs at once.
         weight_versions, update_interval, vertical_sync: of asynchronous schedules.
         clips: gradients are clipped by their norm.
+        skips: no stage takes a step that is not finite, and the run goes on.
         ties: stages share a parameter and exchange its gradients; known once the model is cut.
     """
 
@@ -70,12 +71,13 @@ class Request:
     update_interval: int | None = None
     vertical_sync: bool = False
     clips: bool = False
+    skips: bool = False
     ties: bool = False
 
     @property
     def overlaps(self) -> bool:
         """Whether a stage may end its step before the others have theirs: nobody waits for a norm or a gradient."""
-        return not (self.clips or self.ties)
+        return not (self.clips or self.skips or self.ties)
 
     def workers(self, num_stages: int) -> int:
         """Workers that hold so many stages: as many, or fewer where the schedule puts several on each."""

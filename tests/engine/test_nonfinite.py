@@ -1,0 +1,196 @@
+"""A step whose loss or gradient is not finite is left out on all stages, exactly, or ends the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.engine.checkpoint import open_checkpoint
+from raypipe.engine.data import open_data
+from raypipe.engine.storage import Place
+from raypipe.engine.update import MOST_SKIPPED
+from raypipe.errors import ConfigError, StageError
+from raypipe.testing import reference
+from tests.exactness import same_bits
+from tests.nets import Mlp, sequential
+
+STEPS, MINIBATCH = 8, 8
+BAD = (2, 3, 5)
+FIELDS: dict[str, Any] = {
+    "num_stages": 2, "minibatch_size": MINIBATCH, "num_microbatches": 4, "partitioner": "parameters",
+    "on_nonfinite": "skip",
+}  # fmt: skip
+
+
+def bad_data(steps: Sequence[int], value: float, samples: int = 20 * MINIBATCH) -> TensorDataset:
+    """One sample with this value in every mini-batch of these steps."""
+    drawn = torch.Generator().manual_seed(2)
+    x, y = torch.randn(samples, 6, generator=drawn), torch.randint(0, 3, (samples,), generator=drawn)
+    order = open_data(TensorDataset(torch.arange(samples)), seed=0)
+    for step in steps:
+        (numbers,) = order.read(0, step * MINIBATCH + 5, 1, (0,))
+        x[int(numbers), 1] = value
+    return TensorDataset(x, y)
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def traced() -> nn.Module:
+    torch.manual_seed(1)
+    return Mlp()
+
+
+def arguments(build: Any, bad: Sequence[int], value: float, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": build(),
+        "loss_fn": functional.cross_entropy,
+        "optimizer": adamw,
+        "lr_scheduler": halving,
+        "train_data": bad_data(bad, value),
+        "pipeline": PipelineConfig(**{**FIELDS, **fields}),
+    }
+
+
+def fit(given: dict[str, Any], folder: Path, steps: int = STEPS, name: str = "run") -> Any:
+    run = SimpleNamespace(name=name, storage_path=str(folder))
+    trainer = PipelineTrainer(given["model"], **{k: v for k, v in given.items() if k != "model"}, run_config=run)
+    return trainer.fit(num_steps=steps, local=True, progress=False)
+
+
+def numbers(values: Sequence[float]) -> list[str]:
+    return [repr(value) for value in values]  # nan is nan here
+
+
+def events(folder: Path, decision: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["decision"] == decision]
+
+
+@pytest.mark.parametrize(
+    ("build", "value", "fields"),
+    [
+        (traced, math.nan, {"schedule": "gpipe"}),
+        (traced, math.inf, {"schedule": "1f1b", "num_stages": 3, "max_grad_norm": 0.5}),
+        (normed, math.nan, {"schedule": "kfkb"}),
+        (traced, 3e38, {"schedule": "slack"}),
+        (traced, math.nan, {"schedule": "zb-h1"}),
+        (normed, math.inf, {"schedule": "zb-h1", "num_stages": 3, "max_grad_norm": 0.5}),
+        (sequential, math.nan, {"schedule": "interleaved", "num_stages": 4}),
+        (sequential, -math.inf, {"schedule": "zb-v", "num_stages": 4}),
+        (traced, math.nan, {"num_stages": 1}),
+    ],
+)
+def test_a_run_is_plain_pytorch_that_skipped_the_same_steps(
+    build: Any, value: float, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    given = arguments(build, BAD, value, **fields)
+    result = fit(given, tmp_path)
+    expected = reference(**given, num_steps=STEPS)
+    assert expected.skipped == BAD
+    assert [record.step for record in result.records if record.skipped] == list(BAD)
+    assert numbers([r.loss for r in result.records]) == numbers(expected.losses)
+    assert numbers([r.grad_norm for r in result.records]) == numbers(expected.grad_norms)
+    state = load_state_dict(tmp_path / "run")
+    for name, tensor in {**expected.parameters, **expected.buffers}.items():
+        assert same_bits(state[name], tensor), name
+    assert all(bool(p.isfinite().all()) for p in expected.parameters.values())
+    assert [line["step"] for line in events(tmp_path, "skip")] == list(BAD)
+    assert [line["skipped"] for line in events(tmp_path, "skip")] == [1, 2, 3]
+
+
+def test_skipping_is_felt() -> None:
+    """Otherwise the test above would show nothing: the steps around the bad ones move the parameters."""
+    one = reference(**arguments(traced, BAD, math.nan), num_steps=STEPS)
+    other = reference(**arguments(traced, (), math.nan), num_steps=STEPS)
+    assert not any(same_bits(one.parameters[name], other.parameters[name]) for name in one.parameters)
+
+
+def shards(folder: Path, step: int) -> list[tuple[Any, ...]]:
+    """What a checkpoint holds: parameters and optimizer by their checksums, options, steps of the scheduler."""
+    found = open_checkpoint(Place.of(folder / "run" / "checkpoints" / f"step_{step:07d}")).manifest
+    held = [(shard.sha256, shard.size_bytes) for entry in found.stages for shard in entry.shards]
+    return [*held, *(entry.groups for entry in found.stages), (found.position["updates"],)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_nothing_changes_in_a_skipped_step(schedule: str, tmp_path: Path) -> None:
+    fit(arguments(traced, BAD, math.nan, schedule=schedule, checkpoint_interval_steps=1), tmp_path)
+    saved = {step: shards(tmp_path, step) for step in range(1, STEPS + 1)}
+    assert saved[2] == saved[3] == saved[4]
+    assert saved[5] == saved[6]
+    assert len({repr(saved[step]) for step in (1, 2, 5, 7, 8)}) == 5
+
+
+@pytest.mark.parametrize("saved", [3, 4, 7])
+def test_a_run_that_goes_on_has_skipped_what_it_skipped(saved: int, tmp_path: Path) -> None:
+    """A scheduler that took one step for every mini-batch would have another learning rate."""
+    given = arguments(traced, BAD, math.nan)
+    fit(given, tmp_path, saved)
+    result = fit(given, tmp_path)
+    expected = reference(**given, num_steps=STEPS)
+    assert numbers([r.loss for r in result.records]) == numbers(expected.losses)
+    assert [record.step for record in result.records if record.skipped] == list(BAD)
+    state = load_state_dict(tmp_path / "run")
+    assert all(same_bits(state[name], tensor) for name, tensor in expected.parameters.items())
+
+
+def test_ten_in_a_row_end_the_run(tmp_path: Path) -> None:
+    assert MOST_SKIPPED == 10
+    with pytest.raises(StageError) as caught:
+        fit(arguments(traced, range(3, 14), math.nan, checkpoint_interval_steps=3), tmp_path, 20)
+    assert str(caught.value).startswith(
+        "Step 12: the loss is nan and the gradient norm nan. It is the 10th step in a row that is not finite, and "
+        "on_nonfinite='skip' leaves out no more than that: the parameters are those before step 3. Lower the learning "
+        "rate, set max_grad_norm, or look at the data of this mini-batch."
+    )
+    assert [line["step"] for line in events(tmp_path, "skip")] == list(range(3, 12))
+
+
+def test_nine_in_a_row_do_not(tmp_path: Path) -> None:
+    result = fit(arguments(traced, [*range(1, 10), *range(11, 14)], math.nan), tmp_path, 15)
+    assert sum(record.skipped for record in result.records) == 12
+
+
+def test_stop_is_the_default(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match="so no stage took this step and the parameters are those after 2 steps"):
+        fit(arguments(traced, BAD, math.nan, on_nonfinite="stop", schedule="1f1b"), tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_asynchronous_schedules_are_refused(schedule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PipelineConfig(schedule=schedule, on_nonfinite="skip")
+    assert str(caught.value) == (
+        f"on_nonfinite='skip' is not possible with schedule={schedule!r}: its stages update without waiting for each "
+        "other, so that some have taken a step before another one finds that it is not finite. Take a synchronous "
+        "schedule, such as '1f1b', or leave on_nonfinite out for 'stop'."
+    )
+
+
+def test_steps_that_may_be_skipped_do_not_overlap(tmp_path: Path) -> None:
+    for word, alone in (("stop", True), ("skip", False)):
+        given = arguments(traced, (), math.nan, schedule="zb-h1", on_nonfinite=word)
+        made = PipelineTrainer(given["model"], **{k: v for k, v in given.items() if k != "model"})
+        assert made.plan().schedule.wiring.norm_per_stage is alone
