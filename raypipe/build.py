@@ -58,6 +58,7 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
         scaling_config=_places(run) if planning else _ray_config(run, ("scaling_config",), "ScalingConfig"),
         run_config=None if planning else _ray_config(run, ("run_config",), "RunConfig"),
         resume=None if planning else values.get("resume"),
+        init_from=None if planning else values.get("init_from"),
     )
     trainer.config_yaml = lambda name: to_yaml(as_begun(run, name))
     return trainer

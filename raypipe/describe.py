@@ -21,7 +21,7 @@ import torch
 
 import raypipe
 from raypipe.config import PipelineConfig
-from raypipe.runfile import absolute_path, unnamed_parts
+from raypipe.runfile import absolute_path, name_or_path, unnamed_parts
 from raypipe.yaml_text import dump
 
 __all__ = ["describe"]
@@ -39,7 +39,7 @@ def describe(
 
     Args:
         scaling, run: ray.train's ScalingConfig and RunConfig, or None.
-        functions: model, loss_fn, optimizer, lr_scheduler, train_data and eval_data as they were given.
+        functions: model, loss_fn, optimizer, lr_scheduler, train_data, eval_data and init_from as they were given.
         name: of the run.
     """
     found: dict[str, Any] = {part: _part(part, value) for part, value in functions.items() if value is not None}
@@ -57,6 +57,8 @@ def describe(
 
 
 def _part(part: str, value: Any) -> Any:
+    if part == "init_from":
+        return name_or_path(value)
     if part in _DATA:
         if isinstance(value, str | os.PathLike):
             return absolute_path(os.fspath(value))

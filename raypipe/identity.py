@@ -43,14 +43,19 @@ _OWN = ("params", "param_names")
 _TURNED = ("base_lrs", "last_epoch", "verbose")
 
 
-def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any) -> Settings:
-    """The settings of a run that is planned."""
+def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: str = "") -> Settings:
+    """The settings of a run that is planned.
+
+    Args:
+        weights: checksum of those of init_from, "" where nothing was given.
+    """
     plan, sources, reduction = job.plan, job.sources, job.settings.loss_reduction
     fixed: dict[str, Any] = {
         "seed": pipeline.seed,
         "minibatch_size": plan.minibatch_size,
         "num_microbatches": plan.num_microbatches,
         "loss_fn": name_of(loss_fn),
+        "init_from": {"sha256": weights} if weights else None,
         **job.model_labels,
         **source_labels("train_data", sources["train"]),
     }

@@ -9,6 +9,7 @@
     run_config: {name: lm, storage_path: runs}                those of ray.train.RunConfig
     num_steps: 500                                            or num_epochs
     resume: true                                              or false; see PipelineTrainer
+    init_from: pretrained                                     a run's name, or a path of weights
 
 Relative paths of data and storage_path count from the working directory, and are made absolute here, because
 Ray's workers may have another one. This file imports neither torch nor Ray; raypipe.build makes the trainer.
@@ -29,8 +30,8 @@ from raypipe.yaml_text import Path as KeyPath
 from raypipe.yaml_text import dump, parse, parse_value
 
 __all__ = [
-    "RunFile", "absolute_path", "as_begun", "is_target", "read_runfile", "refuse", "refuse_unknown", "to_yaml",
-    "unnamed_parts", "with_name",
+    "RunFile", "absolute_path", "as_begun", "is_target", "name_or_path", "read_runfile", "refuse",
+    "refuse_unknown", "to_yaml", "unnamed_parts", "with_name",
 ]  # fmt: skip
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
@@ -240,6 +241,11 @@ def _check_flag(run: RunFile, path: KeyPath, value: Any) -> None:
         refuse(run, path, f"{value!r} is not possible; give true or false, or leave it out.")
 
 
+def _check_text(run: RunFile, path: KeyPath, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        refuse(run, path, f"{value!r} is not possible; give the name of a run, or a path.")
+
+
 _CHECKS: Mapping[str, Callable[[RunFile, KeyPath, Any], None]] = {
     "model": _check_target,
     "loss_fn": _check_target,
@@ -253,6 +259,7 @@ _CHECKS: Mapping[str, Callable[[RunFile, KeyPath, Any], None]] = {
     "num_steps": _check_count,
     "num_epochs": _check_count,
     "resume": _check_flag,
+    "init_from": _check_text,
 }
 
 
@@ -261,10 +268,17 @@ def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("train_data", "eval_data"):
         if isinstance(found.get(key), str):
             found[key] = absolute_path(found[key])
+    if isinstance(found.get("init_from"), str):
+        found["init_from"] = name_or_path(found["init_from"])
     storage = found.get("run_config", {}).get("storage_path")
     if isinstance(storage, str):
         found["run_config"] = {**found["run_config"], "storage_path": absolute_path(storage)}
     return found
+
+
+def name_or_path(text: str) -> str:
+    """The name of a run as it is, a path from the root on."""
+    return absolute_path(text) if "/" in text or Path(text).exists() else text
 
 
 def absolute_path(text: str) -> str:

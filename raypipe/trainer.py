@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import secrets
 import time
 import uuid
@@ -16,22 +17,21 @@ import torch
 from raypipe.arguments import check_arguments, check_travel, in_one_paragraph
 from raypipe.config import PipelineConfig
 from raypipe.describe import describe
-from raypipe.engine.local import LocalFleet
 from raypipe.engine.profile import measure_stages, measure_steps
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError, PlanError
 from raypipe.handle import Result, RunHandle
 from raypipe.identity import settings_of
+from raypipe.init_from import InitialWeights
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
-from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Timeline
+from raypipe.launch import local_fleet, schedules_of
 from raypipe.listing import DEFAULT_STORAGE
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.segments import num_steps_of, train_segments
+from raypipe.planner.segments import num_steps_of
 from raypipe.planner.simulate import Costs, simulate
 from raypipe.planner.tune import step_of
 from raypipe.prepare import Job, prepare, profile
@@ -77,6 +77,8 @@ class PipelineTrainer:
         resume: what happens where that folder has a run: None goes on if it is the same run and refuses, naming every
             difference, if it is not; True goes on with what may change (options of the optimizer, scheduler, clipping,
             schedule); False begins anew in ``<name>-2``, ``<name>-3`` and so on.
+        init_from: weights that a new run begins with: the name of another run, the path of a run or of one of its
+            checkpoints, or of a .pt or .safetensors file with a state_dict. A run that goes on keeps its own.
 
     Raises:
         ConfigError: an argument is missing, of the wrong kind, or a field of Ray's that would have no effect.
@@ -95,14 +97,16 @@ class PipelineTrainer:
         scaling_config: Any = None,
         run_config: Any = None,
         resume: bool | None = None,
+        init_from: str | os.PathLike[str] | None = None,
     ) -> None:
         check_arguments(model, loss_fn, optimizer, lr_scheduler, train_data, pipeline)
         check_ray_settings(scaling_config, run_config, evaluates=eval_data is not None)
-        self._arguments = (model, loss_fn, optimizer, lr_scheduler, train_data, eval_data)
         self._pipeline = pipeline or PipelineConfig()
         self._scaling = scaling_config
         self._run = run_config
         self._resume = resume
+        self._weights = None if init_from is None else InitialWeights(model, init_from, self._storage())
+        self._arguments = (self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data)
         if resume not in (None, True, False) or (resume and getattr(run_config, "name", None) is None):
             raise ConfigError(
                 f"resume={resume!r} is not possible: give None, False, or True together with the name of the run that "
@@ -211,7 +215,11 @@ class PipelineTrainer:
 
     def _prepared(self) -> Job:
         if self._job is None:
-            self._job = prepare(*self._arguments, self._continued(), self._num_workers())
+            job = prepare(*self._arguments, self._continued(), self._num_workers())
+            if self._weights is not None:
+                note = self._weights.note(getattr(self._run, "name", None), self._resume)
+                job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, notes=(*job.plan.notes, note)))
+            self._job = job
         return self._job
 
     def _continued(self) -> PipelineConfig:
@@ -255,7 +263,7 @@ class PipelineTrainer:
             if detached:
                 raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
             self._check(job)
-            return RunHandle(spec.name, ThreadLine(spec, partial(_local_fleet, job, spec.place)))
+            return RunHandle(spec.name, ThreadLine(spec, partial(local_fleet, job, spec.place)))
         return self._start_on_ray(job, spec, detached, connected_to_ray)
 
     def _start_on_ray(self, job: Job, spec: RunSpec, detached: bool, connected_to_ray: Callable[[], None]) -> RunHandle:
@@ -282,7 +290,7 @@ class PipelineTrainer:
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         if self._resume is False:
             name = free_name(self._storage(), name)
-        settings = settings_of(job, self._pipeline, self._arguments[1])
+        settings = settings_of(job, self._pipeline, self._arguments[1], self._weights.digest if self._weights else "")
         refuse_another_run(self._storage() / name, name, settings, num_steps, self._resume)
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
         predicted = self.simulate()
@@ -293,7 +301,7 @@ class PipelineTrainer:
             config_yaml=self.config_yaml(name) if self.config_yaml else self._described(name, num_steps),
             settings=settings,
             resume=self._resume,
-            schedules=_schedules(job, num_samples, num_steps),
+            schedules=schedules_of(job, num_samples, num_steps),
             num_samples=num_samples,
             minibatch_size=plan.minibatch_size,
             microbatch_size=plan.microbatch_size,
@@ -314,6 +322,8 @@ class PipelineTrainer:
     def _described(self, name: str, num_steps: int) -> str:
         names = ("model", "loss_fn", "optimizer", "lr_scheduler", "train_data", "eval_data")
         given = dict(zip(names, self._arguments, strict=True))
+        if self._weights is not None:
+            given |= {"model": self._weights.model, "init_from": self._weights.source}
         return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)
 
     def _setups(self, job: Job, place: Place) -> list[Any]:
@@ -353,20 +363,6 @@ def _refuse_replicas(plan: Plan) -> None:
         )
 
 
-def _local_fleet(job: Job, place: Place) -> LocalFleet:
-    return LocalFleet(
-        job.programs,
-        job.tensors,
-        job.make_optimizer,
-        job.make_scheduler,
-        job.sources,
-        job.settings,
-        job.persistent,
-        place,
-        job.placement,
-    )
-
-
 def _policy(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
     """From PipelineConfig's interval and ray.train.CheckpointConfig."""
     interval = pipeline.checkpoint_interval_steps
@@ -376,20 +372,3 @@ def _policy(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
         getattr(config, "checkpoint_score_attribute", None),
         getattr(config, "checkpoint_score_order", None) or "max",
     )
-
-
-def _schedules(job: Job, num_samples: Mapping[str, int], num_steps: int) -> dict[RowsKey, Schedule]:
-    """Rows for every number of micro-batches that the run will meet: the usual one and short last mini-batches."""
-    plan = job.plan
-    lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size)}
-    if "eval" in num_samples:
-        lengths["eval"] = num_samples["eval"]
-    found: dict[RowsKey, None] = {}
-    for mode, samples in lengths.items():
-        per_epoch = min(samples, num_samples.get(mode, 0))
-        for segment, _ in train_segments(per_epoch, plan.minibatch_size, plan.microbatch_size, 1):
-            found[segment.rows(training=mode == "train")] = None
-        rest = num_samples.get(mode, 0) % plan.minibatch_size
-        if rest:
-            found[RowsKey(-(-rest // plan.microbatch_size), training=mode == "train")] = None
-    return {key: job.rows(key) for key in found} | job.flowing_rows()

@@ -38,17 +38,27 @@ def test_the_pattern_finds_paths() -> None:
 def unpicklers(source: str) -> list[str]:
     """Everything in a module that could run code out of a message or a file."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    safe = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _weights_only(node)}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLERS]
         elif isinstance(node, ast.ImportFrom) and node.module:
             found += [node.module for _ in [0] if node.module.split(".")[0] in UNPICKLERS]
             found += [f"torch.{a.name}" for a in node.names if (node.module, a.name) == ("torch", "load")]
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and id(node) not in safe:
             found += [f"torch.{node.attr}" for _ in [0] if (node.value.id, node.attr) == ("torch", "load")]
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             found.append("allow_pickle")
     return found
+
+
+def _weights_only(call: ast.Call) -> bool:
+    """torch's own reader of tensors and plain values, which runs nothing that is in the file."""
+    return any(
+        word.arg == "weights_only" and isinstance(word.value, ast.Constant) and word.value.value is True
+        for word in call.keywords
+    )
 
 
 def test_nothing_unpickles() -> None:
@@ -63,6 +73,8 @@ def test_nothing_unpickles() -> None:
         "import pickle",
         "def f():\n    from cloudpickle import loads",
         "import torch\ntorch.load('x')",
+        "torch.load('x', weights_only=False)",
+        "torch.load('x', weights_only=safe)",
         "from torch import load",
         "numpy.load('x', allow_pickle=True)",
     ],
@@ -112,3 +124,7 @@ def test_nothing_that_is_printed_is_a_riddle() -> None:
 def test_riddles_are_found(source: str) -> None:
     assert riddles(source)
     assert not riddles("'''The closed form, decided by the free links.'''")
+
+
+def test_reading_weights_only_is_no_unpickling() -> None:
+    assert unpicklers("import torch\ntorch.load('x', weights_only=True)") == []

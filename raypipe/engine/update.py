@@ -129,12 +129,13 @@ def _not_finite(
         if skipped:
             return (
                 f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}. It is the "
-                f"{skipped}th step in a row that is not finite, and on_nonfinite='skip' leaves out no more than that: the "
-                f"parameters are those before step {step - skipped + 1}. {advice}"
+                f"{skipped}th step in a row that is not finite, and on_nonfinite='skip' leaves out no more than that: "
+                f"the parameters are those before step {step - skipped + 1}. {advice}"
             )
         return (
             f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}, so no stage took "
-            f"this step and the parameters are those after {step} steps. {advice}"
+            f"this step and the parameters are those after {step} steps. {advice} on_nonfinite='skip' leaves such steps "
+            "out."
         )
     known = "" if loss is None else f"the loss is {float(loss):g} and "
     return (

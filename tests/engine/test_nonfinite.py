@@ -174,8 +174,13 @@ def test_nine_in_a_row_do_not(tmp_path: Path) -> None:
 
 
 def test_stop_is_the_default(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match="so no stage took this step and the parameters are those after 2 steps"):
+    with pytest.raises(StageError) as caught:
         fit(arguments(traced, BAD, math.nan, on_nonfinite="stop", schedule="1f1b"), tmp_path)
+    assert str(caught.value).startswith(
+        "Step 2: the loss is nan and the gradient norm nan, so no stage took this step and the parameters are those after "
+        "2 steps. Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch. "
+        "on_nonfinite='skip' leaves such steps out."
+    )
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
