@@ -25,7 +25,7 @@ from raypipe.engine.user_lines import short
 from raypipe.errors import CheckpointError, ConfigError
 from raypipe.export import shared_names
 
-__all__ = ["InitialWeights", "read_weights"]
+__all__ = ["InitialWeights", "matched", "read_weights"]
 
 SHOWN = 3
 """Names of each kind that a refusal lists."""
@@ -74,11 +74,12 @@ class InitialWeights:
         )
 
 
-def read_weights(source: str, storage: Place) -> dict[str, torch.Tensor]:
+def read_weights(source: str, storage: Place, title: str = "init_from") -> dict[str, torch.Tensor]:
     """{name: tensor} of a run, a checkpoint or a file.
 
     Args:
         source: see the top of this file.
+        title: of the argument, for messages.
 
     Raises:
         ConfigError: nothing there, or not weights; says what there is.
@@ -87,59 +88,59 @@ def read_weights(source: str, storage: Place) -> dict[str, torch.Tensor]:
     try:
         place = Place.of(source)
         if place.exists() or "://" in source:
-            return _of_file(place, source) if source.endswith(_FILES) else _of_checkpoint(place)
+            return _of_file(place, source, title) if source.endswith(_FILES) else _of_checkpoint(place, title)
         named = storage / source if not source.startswith(("/", ".", "~")) else None
         if named is not None and named.exists():
-            return _of_checkpoint(named)
+            return _of_checkpoint(named, title)
     except PlaceError as error:
-        raise ConfigError(f"init_from={source!r} cannot be read: {error}") from None
+        raise ConfigError(f"{title}={source!r} cannot be read: {error}") from None
     raise ConfigError(
-        f"init_from={source!r}: there is no such file or folder, and no run of that name in {storage}. Give the name "
+        f"{title}={source!r}: there is no such file or folder, and no run of that name in {storage}. Give the name "
         "of a run, the path of a run or one of its checkpoints, or of a .pt or .safetensors file."
     )
 
 
-def _of_checkpoint(place: Place) -> dict[str, torch.Tensor]:
+def _of_checkpoint(place: Place, title: str) -> dict[str, torch.Tensor]:
     try:
         return load_state_dict(place.path, storage_filesystem=place.filesystem)
     except PlaceError:
         raise
     except CheckpointError as error:
-        raise CheckpointError(f"init_from: {error}") from None
+        raise CheckpointError(f"{title}: {error}") from None
 
 
-def _of_file(place: Place, source: str) -> dict[str, torch.Tensor]:
+def _of_file(place: Place, source: str, title: str) -> dict[str, torch.Tensor]:
     data = place.read_bytes(most_bytes=MOST_BYTES)
-    return _pickled(data, source) if source.endswith(_PICKLED) else _safetensors(data, source)
+    return _pickled(data, source, title) if source.endswith(_PICKLED) else _safetensors(data, source, title)
 
 
-def _safetensors(data: bytes, source: str) -> dict[str, torch.Tensor]:
+def _safetensors(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
         return load(data)
     except (SafetensorError, ValueError) as error:
-        raise ConfigError(f"init_from={source!r} is no safetensors file: {short(error)}") from None
+        raise ConfigError(f"{title}={source!r} is no safetensors file: {short(error)}") from None
 
 
-def _pickled(data: bytes, source: str) -> dict[str, torch.Tensor]:
+def _pickled(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
     save = "Save the weights alone: torch.save(model.state_dict(), path)."
     try:
         found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"init_from={source!r} cannot be read with torch.load(..., weights_only=True), which runs no code that is "
+            f"{title}={source!r} cannot be read with torch.load(..., weights_only=True), which runs no code that is "
             f"in a file: {first.rstrip('.')}. {save}"
         ) from None
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise ConfigError(f"init_from={source!r} holds a {type(found).__name__}, which is no state_dict. {save}")
+        raise ConfigError(f"{title}={source!r} holds a {type(found).__name__}, which is no state_dict. {save}")
     weights = {name: value for name, value in found.items() if not name.endswith("_extra_state")}
     others = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
     if others:
         raise ConfigError(
-            f"init_from={source!r} is no state_dict: {_listed(map(repr, others))} "
+            f"{title}={source!r} is no state_dict: {_listed(map(repr, others))} "
             f"{'is no tensor' if len(others) == 1 else 'are no tensors'}. {save}"
         )
     return weights
@@ -153,6 +154,23 @@ def _fill(model: nn.Module, found: Mapping[str, torch.Tensor], source: str) -> N
             "init_from fills the parameters of the model, but some are on the meta device, which holds no numbers. "
             "Build the model with numbers."
         )
+    matched(own, found, f"init_from={source!r}", type(model).__name__)
+    model.load_state_dict(found, strict=False)
+
+
+def matched(
+    own: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], title: str, model: str
+) -> dict[str, torch.Tensor]:
+    """By each name of the model, what was found for it; tensors that the model shares need to be there once.
+
+    Args:
+        own: the model's, under all their names.
+        title: who gave them, for messages: ``init_from='x'``.
+        model: what it is called.
+
+    Raises:
+        ConfigError: names or shapes are others.
+    """
     first = shared_names(own)
     held: dict[str, str] = {}  # of each tensor of the model, a name that is in the file
     unequal = []
@@ -161,26 +179,24 @@ def _fill(model: nn.Module, found: Mapping[str, torch.Tensor], source: str) -> N
             other = held.setdefault(first.get(name, name), name)
             if other != name and not torch.equal(found[other], found[name]):
                 unequal.append(f"{other!r} and {name!r}")
-    missing = [repr(name) for name in own if first.get(name, name) not in held]
-    surplus = [repr(name) for name in found if name not in own]
     shapes = [
         f"{name!r} ({_kind(found[name])} there, {_kind(own[name])} in the model)"
         for name in own
         if name in found and not _fits(found[name], own[name])
     ]
     faults = {
-        "missing there": missing,
-        "not in the model": surplus,
+        "missing there": [repr(name) for name in own if first.get(name, name) not in held],
+        "not in the model": [repr(name) for name in found if name not in own],
         "of another shape or kind": shapes,
         "one tensor in the model and two there": unequal,
     }
     if any(faults.values()):
         told = "; ".join(f"{len(names)} {what}: {_listed(names)}" for what, names in faults.items() if names)
         raise ConfigError(
-            f"init_from={source!r} does not fit the model {type(model).__name__}. Of its names are {told}."
-            f"{_hint(own, found)} Give weights that were saved from this model."
+            f"{title} does not fit the model {model}. Of its names are {told}.{_hint(own, found)} Give weights that "
+            "were saved from this model."
         )
-    model.load_state_dict(found, strict=False)
+    return {name: found[held[first.get(name, name)]] for name in own}
 
 
 def _fits(there: torch.Tensor, here: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
 from raypipe.planner.tune import Request, microbatches
 
-__all__ = ["Opened", "example_of", "needs_profile", "open_arguments", "wants_curve"]
+__all__ = ["Opened", "check_columns", "example_of", "needs_profile", "open_arguments", "wants_curve"]
 
 CURVE_SAMPLES = 8
 """How seconds grow with the micro-batch shows in sizes of up to this many samples..."""
@@ -75,7 +75,7 @@ def open_arguments(
     captured = capture(built, example, columns, loss_fn, evaluates=eval_data is not None)
     rehearse(built, captured, _by_name(columns, example))
     if eval_data is not None:
-        _check_columns(columns, sources["eval"])
+        check_columns(columns, sources["eval"])
         count = min(NUM_ROWS, sources["eval"].num_samples)
         rows = _by_name(columns, sources["eval"].read(0, 0, count, columns))
         rehearse_evaluation(built, captured, rows)
@@ -105,8 +105,11 @@ def _built(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.M
     return built
 
 
-def _check_columns(columns: tuple[Any, ...], source: Source) -> None:
+def check_columns(columns: tuple[Any, ...], source: Source, name: str = "eval_data") -> None:
     """Refuse eval_data that lacks a column of train_data, before the first evaluation is due.
+
+    Args:
+        name: of the argument that brought the data.
 
     Raises:
         DataError: names the column.
@@ -116,7 +119,7 @@ def _check_columns(columns: tuple[Any, ...], source: Source) -> None:
     missing = [name for name in columns if name not in there]
     if missing:
         raise DataError(
-            f"eval_data has no column {missing[0]!r}, but train_data has; it has {', '.join(map(repr, there))}. "
+            f"{name} has no column {missing[0]!r}, but train_data has; it has {', '.join(map(repr, there))}. "
             "Give it the columns of train_data, in the same order."
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -15,12 +14,13 @@ from typing import Any
 import torch
 
 from raypipe.arguments import check_arguments, check_travel, in_one_paragraph
+from raypipe.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
 from raypipe.config import PipelineConfig
 from raypipe.describe import describe
 from raypipe.engine.profile import measure_stages, measure_steps
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
-from raypipe.errors import ConfigError, PlanError
+from raypipe.errors import ConfigError
 from raypipe.handle import Result, RunHandle
 from raypipe.identity import settings_of
 from raypipe.init_from import InitialWeights
@@ -28,7 +28,7 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.timeline import Timeline
-from raypipe.launch import local_fleet, schedules_of
+from raypipe.launch import local_fleet, policy_of, refuse_replicas, schedules_of, stage_setups
 from raypipe.listing import DEFAULT_STORAGE
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import num_steps_of
@@ -39,15 +39,12 @@ from raypipe.progress import RunProgress
 from raypipe.ray_settings import check_ray_settings
 from raypipe.resume import free_name, kept_microbatches
 from raypipe.retuning import retune_setup
-from raypipe.runtime.checkpoints import CheckpointPolicy
 from raypipe.runtime.resuming import refuse_another_run
 from raypipe.runtime.spec import RunSpec
 from raypipe.runtime.threads import ThreadLine
 from raypipe.signals import stopping_on_signals
 
 __all__ = ["PipelineTrainer"]
-
-OPEN_TIMEOUT_S = 60.0
 
 
 class PipelineTrainer:
@@ -114,6 +111,8 @@ class PipelineTrainer:
             )
         self._job: Job | None = None
         self._checked: Job | None = None
+        self._forward: Job | None = None
+        self._begun: Place | None = None  # the folder of the run that was started last
         self._predicted: Timeline | None = None
         self._predicted_step_s = 0.0
         self.config_yaml: Callable[[str], str] | None = None
@@ -207,6 +206,70 @@ class PipelineTrainer:
         """
         return self._start(num_steps, num_epochs, local=local, detached=detached)
 
+    def evaluate(
+        self, checkpoint: str | os.PathLike[str] | None = None, data: Any = None, *, local: bool = False
+    ) -> dict[str, Any]:
+        """The loss of a checkpoint over some data, weighed as in ``fit``'s evaluation; nothing is trained or written.
+
+        Args:
+            checkpoint: what init_from takes; None is the newest checkpoint of this trainer's run, and the weights that
+                a run would begin with before there is one.
+            data: as eval_data; None for eval_data itself.
+            local: in threads of this process, without Ray.
+
+        Returns:
+            eval_loss, samples, and checkpoint: where the weights came from, "" for those that a run would begin with.
+
+        Raises:
+            RaypipeError: one paragraph that says what to change.
+        """
+        if data is None and self._arguments[5] is None:
+            raise ConfigError("evaluate() has no data: give data=..., or eval_data to the trainer.")
+        job = self._forward_job() if data is None else evaluating(self._forward_job(), data)
+        job, source = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
+        with self._stages(job, data, local=local) as stages:
+            loss = evaluation(job, stages)
+        return {"eval_loss": loss, "samples": job.sources["eval"].num_samples, "checkpoint": source}
+
+    def predict(self, data: Any, checkpoint: str | os.PathLike[str] | None = None, *, local: bool = False) -> Any:
+        """What the model returns for these rows in evaluation mode, in their order: one output, tensors of all rows.
+
+        Args:
+            data: as train_data; the target may be left out.
+            checkpoint, local: as in ``evaluate``.
+
+        Raises:
+            RaypipeError: one paragraph that says what to change; the model returns its own loss, for one.
+        """
+        job = predicting(self._forward_job(), data)
+        job, _ = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
+        with self._stages(job, data, local=local) as stages:
+            return predictions(job, stages)
+
+    def _forward_job(self) -> Job:
+        """With evaluation's mode, whether there is eval_data or not; checked as for training."""
+        if self._arguments[5] is not None:
+            job = self._prepared()
+        else:
+            train_data = self._arguments[4]
+            job = self._forward or prepare(*self._arguments[:5], train_data, self._continued(), self._num_workers())
+            self._forward = job
+        self._check(job)
+        return job
+
+    def _own_run(self) -> Place | None:
+        """The folder of the run that was started last, or that would go on."""
+        name = getattr(self._run, "name", None)
+        return self._begun or (self._storage() / name if name and self._resume is not False else None)
+
+    def _stages(self, job: Job, data: Any, *, local: bool) -> contextlib.AbstractContextManager[Stages]:
+        refuse_replicas(job.plan)
+        if local:
+            return threads()
+        self._check_travel()
+        check_travel({"data": data})
+        return actors(job.num_workers, self._resources(), lambda found: self._setups(found, self._storage()))
+
     def _check_travel(self) -> None:
         """Of all but the model, of which stages are sent what was captured."""
         names = ("model", "loss_fn", "optimizer", "lr_scheduler", "train_data", "eval_data")
@@ -257,8 +320,9 @@ class PipelineTrainer:
         connected_to_ray: Callable[[], None] = lambda: None,
     ) -> RunHandle:
         job = self._prepared()
-        _refuse_replicas(job.plan)
+        refuse_replicas(job.plan)
         spec = self._spec(job, self._num_steps(job, num_steps, num_epochs), local=local)
+        self._begun = spec.place
         if local:
             if detached:
                 raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
@@ -316,7 +380,7 @@ class PipelineTrainer:
             # Threads of one process have no links to measure.
             retune=None if local else retune_setup(self._pipeline, job),
             first_trainable=job.programs[0].first_trainable,
-            checkpoints=_policy(self._pipeline, getattr(self._run, "checkpoint_config", None)),
+            checkpoints=policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
         )
 
     def _described(self, name: str, num_steps: int) -> str:
@@ -327,48 +391,7 @@ class PipelineTrainer:
         return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)
 
     def _setups(self, job: Job, place: Place) -> list[Any]:
-        from raypipe.runtime.worker import StageSetup
-
-        run_id, secret = uuid.uuid4().hex, secrets.token_bytes(32)
-        return [
-            StageSetup(
-                programs=job.programs,
-                worker=worker,
-                make_optimizer=job.make_optimizer,
-                make_scheduler=job.make_scheduler,
-                sources=job.sources,
-                settings=job.settings,
-                persistent=job.persistent,
-                place=place,
-                run_id=run_id,
-                open_timeout_s=OPEN_TIMEOUT_S,
-                transport=self._pipeline.transport,
-                secret=secret,
-                link_ports=None if self._pipeline.link_ports == "auto" else self._pipeline.link_ports,
-                placement=job.placement,
-            )
-            for worker in range(job.num_workers)
-        ]
+        return stage_setups(job, place, self._pipeline)
 
     def _resources(self) -> Mapping[str, float]:
         return {"CPU": 1, **(getattr(self._scaling, "resources_per_worker", None) or {})}
-
-
-def _refuse_replicas(plan: Plan) -> None:
-    replicas = plan.partition.replicas
-    if max(replicas) > 1:
-        raise PlanError(
-            f"The plan has {'-'.join(map(str, replicas))} workers per stage, but this release runs one worker per "
-            "stage: such a plan can be looked at only. Set partitioner='auto'."
-        )
-
-
-def _policy(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
-    """From PipelineConfig's interval and ray.train.CheckpointConfig."""
-    interval = pipeline.checkpoint_interval_steps
-    return CheckpointPolicy(
-        None if interval == "auto" else interval,
-        getattr(config, "num_to_keep", None),
-        getattr(config, "checkpoint_score_attribute", None),
-        getattr(config, "checkpoint_score_order", None) or "max",
-    )

@@ -20,7 +20,7 @@ from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import CheckpointError
 from raypipe.ir.order import Order
-from raypipe.ir.report import Averages, StepRecord, StepReport, mean_loss, merge_reports
+from raypipe.ir.report import StepRecord, StepReport, mean_loss, merge_reports
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey, Segment
 from raypipe.ir.timeline import Timeline
@@ -29,11 +29,11 @@ from raypipe.planner.segments import (
     Flow,
     Position,
     draining_segment,
-    evaluation_segments,
     flowing_segments,
     next_segment,
 )
 from raypipe.runtime.checkpoints import Checkpoints
+from raypipe.runtime.forwards import evaluation_orders, forwards
 from raypipe.runtime.lease import Lease
 from raypipe.runtime.requests import Requests
 from raypipe.runtime.resuming import beginning
@@ -332,14 +332,9 @@ class _Loop:
         None when the run was stopped meanwhile.
         """
         spec = self.spec
-        segments = evaluation_segments(
-            spec.num_samples["eval"], spec.minibatch_size, spec.microbatch_size, self._evaluated
-        )
-        orders = [Order(segment, training=False) for segment in segments]
+        orders = evaluation_orders(spec.num_samples["eval"], spec.minibatch_size, spec.microbatch_size, self._evaluated)
         self._evaluated += sum(len(order.segment.microbatch_samples) for order in orders)
-        found: list[Averages] = []
-        for reports in self.fleet.run(iter(orders), self._schedule):
-            found.append(reports[-1][0].averages)
+        found = list(forwards(self.fleet, orders, self._schedule))
         if self.requests.stop_reason:
             return None
         return mean_loss(found, sums=spec.sums_losses)

@@ -21,9 +21,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.config import _ALLOWED, SUPPORTED
 from raypipe.errors import ConfigError, PlanError, RaypipeError
+from raypipe.launch import policy_of
 from raypipe.ray_settings import READ
 from raypipe.retuning import retune_setup
-from raypipe.trainer import _policy
 from tests import nets
 
 BASE: dict[str, Any] = {
@@ -51,7 +51,7 @@ def told(made: PipelineTrainer) -> str:
     order = [source[name] for name in ("_seed", "_shuffle")]
     place = str(setups[0].place), getattr(made._run, "name", None)
     plan = dataclasses.replace(job.plan, notes=(), reasons=(), prediction=None)
-    policy = _policy(made._pipeline, getattr(made._run, "checkpoint_config", None))
+    policy = policy_of(made._pipeline, getattr(made._run, "checkpoint_config", None))
     turned = retune_setup(made._pipeline, job)
     if turned is not None:
         turned = dataclasses.replace(turned, microbatch_seconds=tuple(n for n, _ in turned.microbatch_seconds))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ of the model that forward changes other than buffers, autocast regions inside fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ from raypipe.engine.stage import StageFunction, StageProgram
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
 
-__all__ = ["Capture", "SequentialModel", "TracedModel", "capture"]
+__all__ = ["Capture", "SequentialModel", "TracedModel", "capture", "giving"]
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
@@ -287,6 +287,12 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
             loss = _UserLoss(loss_fn, analysed.traced.out_spec, analysed.fixed)
     named = dict(model.named_parameters())
     return Capture(graph, named, buffers, persistent, source, shapes, loss, targets, terms)
+
+
+def giving(program: StageProgram, take: Callable[..., torch.Tensor]) -> StageProgram:
+    """The last stage with ``take`` in place of its loss_fn, called with the model's whole output and no target."""
+    assert isinstance(program.loss, _UserLoss), "a model that returns its own loss has no output"
+    return replace(program, loss=replace(program.loss, loss_fn=take), targets=())
 
 
 def _weighable_terms(model: nn.Module, training: Traced, evaluating: Traced | None) -> LossTerms:
