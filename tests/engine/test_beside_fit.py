@@ -19,6 +19,8 @@ from tests.exactness import same_bits
 from tests.models import CASES
 from tests.nets import sequential
 
+pytestmark = pytest.mark.slow
+
 STEPS, SIZE = 4, 2
 FIELDS: dict[str, Any] = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters"}
 

@@ -23,6 +23,8 @@ from tests.exactness import same_bits
 from tests.models import CASES
 from tests.nets import Mlp
 
+pytestmark = pytest.mark.slow
+
 CONFIG = PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters")
 OTHER = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=2, partitioner="parameters", seed=3)
 STEPS = 3

@@ -25,6 +25,8 @@ from raypipe.testing import reference
 from tests.exactness import same_bits
 from tests.nets import Mlp, sequential
 
+pytestmark = pytest.mark.slow
+
 STEPS, MINIBATCH = 8, 8
 BAD = (2, 3, 5)
 FIELDS: dict[str, Any] = {
