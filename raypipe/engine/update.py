@@ -134,8 +134,8 @@ def _not_finite(
             )
         return (
             f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}, so no stage took "
-            f"this step and the parameters are those after {step} steps. {advice} on_nonfinite='skip' leaves such steps "
-            "out."
+            f"this step and the parameters are those after {step} steps. {advice} on_nonfinite='skip' leaves such "
+            "steps out."
         )
     known = "" if loss is None else f"the loss is {float(loss):g} and "
     return (

@@ -179,8 +179,8 @@ def test_stop_is_the_default(tmp_path: Path) -> None:
     with pytest.raises(StageError) as caught:
         fit(arguments(traced, BAD, math.nan, on_nonfinite="stop", schedule="1f1b"), tmp_path)
     assert str(caught.value).startswith(
-        "Step 2: the loss is nan and the gradient norm nan, so no stage took this step and the parameters are those after "
-        "2 steps. Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch. "
+        "Step 2: the loss is nan and the gradient norm nan, so no stage took this step and the parameters are those "
+        "after 2 steps. Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch. "
         "on_nonfinite='skip' leaves such steps out."
     )
 
@@ -201,3 +201,15 @@ def test_steps_that_may_be_skipped_do_not_overlap(tmp_path: Path) -> None:
         given = arguments(traced, (), math.nan, schedule="zb-h1", on_nonfinite=word)
         made = PipelineTrainer(given["model"], **{k: v for k, v in given.items() if k != "model"})
         assert made.plan().schedule.wiring.norm_per_stage is alone
+
+
+@pytest.mark.parametrize("reduction", ["auto", "mean"])
+def test_the_first_step_may_be_skipped_too(reduction: str, tmp_path: Path) -> None:
+    """The loss is tried, and the model checked, on the rows of that step."""
+    given = arguments(normed, [0], math.nan, loss_reduction=reduction)
+    expected = reference(**{**given, "pipeline": PipelineConfig(**{**FIELDS, "loss_reduction": "mean"})}, num_steps=3)
+    result = fit(given, tmp_path, 3)
+    assert numbers([r.loss for r in result.records]) == numbers(expected.losses)
+    state = load_state_dict(tmp_path / "run")
+    assert all(same_bits(state[name], tensor) for name, tensor in {**expected.parameters, **expected.buffers}.items())
+    assert not all(bool(buffer.isfinite().all()) for buffer in expected.buffers.values()), "buffers keep what came"
