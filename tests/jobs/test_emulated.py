@@ -48,11 +48,10 @@ def test_a_gradient_tells_the_plan() -> None:
 
 @pytest.mark.slow
 def test_every_plan_gets_its_steps() -> None:
-    plans = [[(0.0, 0.0)] * 3, [(0.001, 0.002)] * 3]
+    plans = [[(0.0, 0.0)] * 3, [(0.01, 0.02)] * 3]
     found = run_in_turn(plans, num_microbatches=4, rounds=2, local=True)
     assert [len(steps) for steps in found] == [2, 2]
-    assert min(found[1]) >= (4 + 3 - 1) * max(0.0, 0.003 - sum(own_seconds()))
-    assert min(found[1]) > max(found[0])
+    assert min(found[1]) >= (4 + 3 - 1) * (0.03 - sum(own_seconds()))
 
 
 @pytest.mark.slow
