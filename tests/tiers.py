@@ -107,7 +107,7 @@ def judge(tier: Tier, status: int, ran: int, skipped: int) -> Outcome:
     """The outcome of a pytest run that ended with ``status``; ran counts passed and failed tests."""
     counts = f"{ran} ran, {skipped} skipped"
     if status not in (0, 5):
-        return Outcome("FAILED", counts)
+        return Outcome("FAILED", f"{counts}, pytest's exit status {status}")
     if ran:
         return Outcome("passed", counts)
     return Outcome("SKIPPED", f"no test ran, {skipped} skipped", could_run=not tier.optional or has_gpu())
