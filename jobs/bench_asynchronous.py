@@ -41,7 +41,7 @@ from torch.utils.data import TensorDataset
 from train_lm import Block
 
 import raypipe
-from raypipe.runtime.client import connected
+from raypipe.runtime.driver.client import connected
 
 MICROBATCHES, MICROBATCH_SIZE, MINIBATCHES = 4, 4, 10
 WIDTH, HEADS = 256, 4

@@ -40,7 +40,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.text import to_csv
-from raypipe.planner.simulate import Costs
+from raypipe.planner.simulate.serial import Costs
 from raypipe.planner.tune import step_of
 from tests.lab.flow import flow
 

@@ -170,7 +170,7 @@ def main() -> int:
             for count in settings.stages
         ]
         if not settings.local:
-            from raypipe.runtime.client import connected
+            from raypipe.runtime.driver.client import connected
 
             stack.enter_context(connected(max(settings.stages), {"CPU": CPU_SHARE}))  # one Ray for all runs
         for case in cases if settings.real else ():

@@ -193,7 +193,7 @@ def replays(
     """Every plan run, and run with the handicap where one is asked for."""
     from emulated import CPU_SHARE
 
-    from raypipe.runtime.client import connected
+    from raypipe.runtime.driver.client import connected
 
     plain: list[Replay] = []
     slowed: list[Replay] = []

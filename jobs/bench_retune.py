@@ -29,13 +29,13 @@ from torch.utils.data import TensorDataset
 
 import raypipe
 from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
-from raypipe.runtime.client import connected
-from raypipe.runtime.fleet import Fleet
-from raypipe.runtime.journal import Journal
-from raypipe.runtime.loop import run_loop
-from raypipe.runtime.packing import pack
-from raypipe.runtime.requests import Requests
-from raypipe.runtime.retuner import Retuner
+from raypipe.runtime.driver.client import connected
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.retuner import Retuner
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import pack
 
 TIMES_S = (0.010, 0.020)
 EVERY = 5

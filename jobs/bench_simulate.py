@@ -73,7 +73,7 @@ def _simulate(shape: tuple[int, int], timeline: bool, file: str) -> None:
     """In a child: every phase once."""
     from raypipe.planner.schedule import make_schedule
     from raypipe.planner.schedule.lower import lower
-    from raypipe.planner.simulate import Costs, makespan_s, simulate
+    from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 
     draw = random.Random(0)
     stages, microbatches = shape

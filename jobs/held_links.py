@@ -19,7 +19,7 @@ import torch
 from raypipe.engine import frame
 from raypipe.ir.schedule import Op
 from raypipe.planner.control import LEVELS, delay_s
-from raypipe.runtime.socket_channel import SocketChannel
+from raypipe.runtime.links.socket_channel import SocketChannel
 
 __all__ = ["Hold", "contended", "moving"]
 

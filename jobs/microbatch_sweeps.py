@@ -28,7 +28,7 @@ from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.plan import Plan
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate import Costs, makespan_s
+from raypipe.planner.simulate.serial import Costs, makespan_s
 
 __all__ = [
     "MODELS", "Case", "Key", "divisors", "make_case", "numbers_of", "range_ends", "real_steps_s",

@@ -73,7 +73,7 @@ def planned(name: str, layers: Any, num_devices: int, num_microbatches: int, han
     from raypipe.ir.cluster import Cluster
     from raypipe.ir.profile import Profile
     from raypipe.planner.schedule.lower import lower
-    from raypipe.planner.simulate import Costs, makespan_s
+    from raypipe.planner.simulate.serial import Costs, makespan_s
     from raypipe.planner.tune import Request, build_schedule, decide
 
     # What the profile calls a micro-batch counts as one sample: its size is settled, and so is their number.

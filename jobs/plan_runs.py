@@ -25,8 +25,8 @@ from stage_watch import Watch, read_lines, stage_key
 
 import raypipe
 from raypipe.engine.profiling import measure_crowd
-from raypipe.opening import open_arguments
-from raypipe.profiling import profile_of
+from raypipe.prepare.inputs import open_arguments
+from raypipe.prepare.profile import profile_of
 from raypipe.testing import reference
 
 WARM = 2

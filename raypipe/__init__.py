@@ -11,11 +11,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "PipelineConfig": "raypipe.config",
-    "PipelineTrainer": "raypipe.trainer",
-    "Result": "raypipe.handle",
-    "RunHandle": "raypipe.handle",
-    "attach": "raypipe.handle",
+    "PipelineConfig": "raypipe.config.pipeline",
+    "PipelineTrainer": "raypipe.api.trainer",
+    "Result": "raypipe.api.handle",
+    "RunHandle": "raypipe.api.handle",
+    "attach": "raypipe.api.handle",
     "load_state_dict": "raypipe.engine.checkpoint",
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from raypipe.ir.report import StepRecord
-from raypipe.runtime.journal import News
+from raypipe.runtime.run.journal import News
 
 __all__ = ["ProfilingBar", "ProgressLine", "RunProgress"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from raypipe.config import PipelineConfig
+from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.capture import capture
 from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.copies import copy_of
@@ -32,9 +32,9 @@ from raypipe.engine.recompute import key_checkpoints
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.errors import ConfigError
 from raypipe.ir.segment import Segment
-from raypipe.loss_reduction import find_reduction
 from raypipe.planner.segments import Position, next_segment
 from raypipe.planner.tune import Request, microbatches
+from raypipe.prepare.loss_reduction import find_reduction
 
 __all__ = ["Reference", "reference"]
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from raypipe import __version__
 from raypipe.cli import app
-from raypipe.runtime.holder import myself
-from raypipe.runtime.lease import Held
+from raypipe.runtime.run.holder import myself
+from raypipe.runtime.run.lease import Held
 
 
 def test_simulate_prints_picture_time_and_memory_and_writes_files(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.cluster_file import parse_quantity, read_cluster
 from raypipe.errors import ConfigError
 from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.runfile.cluster import parse_quantity, read_cluster
 
 COMPACT = """\
 hosts: 4

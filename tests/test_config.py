@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from raypipe.config import _ALLOWED, SUPPORTED, PipelineConfig
+from raypipe.config.pipeline import _ALLOWED, SUPPORTED, PipelineConfig
 from raypipe.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.doctor import Facts, Finding, Node, Wishes, examine
+from raypipe.doctor.checks import Facts, Finding, Node, Wishes, examine
 
 HERE = {"python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0", "raypipe": "0.1.0"}
 GOOD = Node(

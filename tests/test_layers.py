@@ -1,13 +1,15 @@
 """The layers of the house, as one table: who may import what, at any place in a file.
 
-       use        trainer.py  cli.py  attach.py ...
+       use        api/  cli/  runfile/  doctor/  testing.py
         |
-       run        runtime/
+       run        prepare/  runtime/  progress.py
      +--+---+
  decide   compute
 planner/  engine/
      +--+---+
-       data       ir/  config.py  errors.py  metrics.py
+       data       ir/  config/  errors.py  metrics.py
+
+Below that, rooms stand in one order, and no files import each other in a circle.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,11 +40,13 @@ class Layer(NamedTuple):
 IMPURE = ("time", "datetime", "random", "secrets", "uuid", "os", "socket", "subprocess", "threading", "logging")
 
 LAYERS = {
-    "data": Layer(("ir", "config", "config_checks", "errors", "metrics"), ("data",), ()),
+    "data": Layer(("ir", "config", "errors", "metrics"), ("data",), ()),
     "decide": Layer(("planner",), ("data", "decide"), ("numpy",), IMPURE),
     "compute": Layer(("engine",), ("data", "compute"), ("numpy", "pyarrow", "safetensors", "torch")),
     "run": Layer(
-        ("runtime",), ("data", "decide", "compute", "run"), ("numpy", "pyarrow", "safetensors", "torch", "ray")
+        ("runtime", "prepare", "progress"),
+        ("data", "decide", "compute", "run"),
+        ("numpy", "pandas", "pyarrow", "ray", "rich", "safetensors", "torch"),
     ),
 }
 USE = Layer(
@@ -50,19 +55,39 @@ USE = Layer(
     ("numpy", "pandas", "pyarrow", "ray", "rich", "safetensors", "torch", "typer", "yaml"),
 )
 
+ROOMS = (
+    "errors",
+    "metrics",
+    "config",
+    "ir",
+    "planner",
+    "engine",
+    "runtime.links",
+    "runtime.run",
+    "progress",
+    "prepare",
+    "testing",
+    "runtime.workers",
+    "runtime.driver",
+    "runfile",
+    "doctor",
+    "api",
+    "cli",
+)
+"""From the ground up: a room imports from those above it in this list, never from one below it."""
+
 # Inside decide: which of its parts each part knows, besides itself.
 PARTS = {
     "columns": (),
     "memory": ("columns",),
     "microbatch": (),
     "partition": ("columns", "memory"),
-    "program": (),
-    "waves": ("program",),
-    "simulate": ("program", "waves"),
-    "schedule": ("program", "simulate"),
-    "tune": ("columns", "memory", "microbatch", "partition", "schedule", "program", "simulate"),
+    "tables": (),
+    "simulate": ("tables",),
+    "schedule": ("tables", "simulate"),
+    "tune": ("columns", "memory", "microbatch", "partition", "schedule", "tables", "simulate"),
     "elastic": ("tune",),
-    "control": ("tune", "elastic", "memory", "program", "schedule"),
+    "control": ("tune", "elastic", "memory", "tables", "schedule"),
 }
 
 # One file may reach for one package more.
@@ -94,7 +119,8 @@ def imports(source: str, package: str) -> Iterator[str]:
 def breaches(path: str, source: str) -> list[str]:
     """Imports of ``raypipe/<path>`` that its layer does not allow."""
     package = ".".join(["raypipe", *Path(path).parent.parts])
-    name = layer_of(".".join(["raypipe", *Path(path).with_suffix("").parts]))
+    own = ".".join(["raypipe", *Path(path).with_suffix("").parts])
+    name = layer_of(own)
     layer = LAYERS.get(name, USE)
     found = []
     for module in imports(source, package):
@@ -102,7 +128,7 @@ def breaches(path: str, source: str) -> list[str]:
         if module == "raypipe.__version__":
             allowed = True
         elif top == "raypipe":
-            allowed = layer_of(module) in layer.layers and _known(path, module)
+            allowed = layer_of(module) in layer.layers and room_of(module) <= room_of(own) and _known(path, module)
         elif top in sys.stdlib_module_names:
             allowed = top not in layer.never
         else:
@@ -110,6 +136,14 @@ def breaches(path: str, source: str) -> list[str]:
         if not allowed:
             found.append(f"raypipe/{path} is in layer {name!r} and may not import {module}")
     return found
+
+
+def room_of(module: str) -> int:
+    """Place in ROOMS of ``raypipe.<room>...``; the package itself, which names what others export, is above all."""
+    inside = module.removeprefix("raypipe").lstrip(".") + "."
+    return next(
+        (n for n, room in enumerate(ROOMS) if inside.startswith(f"{room}.")), -1 if inside == "." else len(ROOMS)
+    )
 
 
 def _known(path: str, module: str) -> bool:
@@ -120,28 +154,57 @@ def _known(path: str, module: str) -> bool:
     return other[2] == own[1] or other[2] in PARTS.get(own[1], ())
 
 
+def imported_files() -> dict[str, set[str]]:
+    """Modules of raypipe by the one that imports them, also where only a type checker would."""
+    modules = {}
+    for path in FILES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    found: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for name in imports(path.read_text("utf-8"), package):
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and target not in (module, "raypipe"):
+                found.setdefault(module, set()).add(target)
+    return found
+
+
 def test_files_import_what_their_layer_allows() -> None:
     assert len(FILES) > 150
     found = {path: breaches(path.relative_to(ROOT / "raypipe").as_posix(), path.read_text("utf-8")) for path in FILES}
     assert {str(path.relative_to(ROOT)): what for path, what in found.items() if what} == {}
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    found = imported_files()
+    assert len(found) > 150
+    list(TopologicalSorter(found).static_order())  # CycleError names the files
+
+
+def test_every_file_is_in_a_room() -> None:
+    inside = {path.relative_to(ROOT / "raypipe").with_suffix("").as_posix().replace("/", ".") for path in FILES}
+    homeless = {module for module in inside if room_of(f"raypipe.{module}") == len(ROOMS)}
+    assert homeless <= {module for module in inside if module.endswith("__init__")}
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [
         ("ir/graph.py", "import numpy"),
-        ("config.py", "from raypipe.planner import simulate"),
+        ("config/pipeline.py", "from raypipe.planner.simulate import serial"),
         ("planner/tune.py", "def f():\n    import torch"),
         ("planner/control.py", "import time"),
         ("planner/schedule/sync.py", "from ..partition import chain"),
-        ("planner/simulate.py", "from raypipe.planner.schedule.sync import k_f_k_b"),
+        ("planner/simulate/serial.py", "from raypipe.planner.schedule.sync import k_f_k_b"),
+        ("runtime/links/tcp.py", "from raypipe.runtime.workers import fleet"),
         ("engine/stage.py", "import ray"),
-        ("engine/stage.py", "from raypipe.planner import simulate"),
+        ("engine/stage.py", "from raypipe.planner.simulate import serial"),
         ("engine/stage.py", "from raypipe import runtime"),
         ("engine/data.py", "import cupy"),
-        ("runtime/fleet.py", "from raypipe.trainer import PipelineTrainer"),
-        ("runtime/fleet.py", "import importlib\nimportlib.import_module('raypipe.cli')"),
-        ("trainer.py", "import requests"),
+        ("runtime/workers/fleet.py", "from raypipe.api.trainer import PipelineTrainer"),
+        ("runtime/workers/fleet.py", "import importlib\nimportlib.import_module('raypipe.cli')"),
+        ("api/trainer.py", "import requests"),
     ],
 )
 def test_a_breach_is_found(path: str, source: str) -> None:
@@ -151,18 +214,18 @@ def test_a_breach_is_found(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("planner/simulate.py", "from raypipe.ir.schedule import Action\nimport heapq, numpy"),
+        ("planner/simulate/serial.py", "from raypipe.ir.schedule import Action\nimport heapq, numpy"),
         ("planner/schedule/lower.py", "from .sync import k_f_k_b"),
         ("engine/codec/arrays.py", "def f():\n    import cupy"),
-        ("runtime/worker.py", "from raypipe.engine.stage import Stage\nimport ray"),
-        ("trainer.py", "from raypipe.runtime import fleet\nfrom raypipe import config"),
+        ("runtime/workers/worker.py", "from raypipe.engine.stage import Stage\nimport ray"),
+        ("api/trainer.py", "from raypipe.runtime.workers import fleet\nfrom raypipe import config"),
     ],
 )
 def test_what_is_allowed_is_not_a_breach(path: str, source: str) -> None:
     assert breaches(path, source) == []
 
 
-@pytest.mark.parametrize("module", ["raypipe", "raypipe.ir.timeline", "raypipe.config", "raypipe.planner"])
+@pytest.mark.parametrize("module", ["raypipe", "raypipe.ir.timeline", "raypipe.config.pipeline", "raypipe.planner"])
 def test_the_light_layers_load_alone(module: str) -> None:
     check = f"import sys, {module}; print(*sorted({{'torch', 'ray', 'pyarrow'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=240)

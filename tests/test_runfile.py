@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.config import _ALLOWED, SUPPORTED, PipelineConfig
+from raypipe.config.pipeline import _ALLOWED, SUPPORTED, PipelineConfig
 from raypipe.errors import ConfigError
-from raypipe.runfile import RunFile, read_runfile, to_yaml, with_name
+from raypipe.runfile.read import RunFile, read_runfile, to_yaml, with_name
 
 SMALLEST = """\
 model: {target: "m:Model"}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import ConfigError
-from raypipe.yaml_text import dump, parse, parse_value
+from raypipe.runfile.yaml_text import dump, parse, parse_value
 
 TEXTS = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=8),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from raypipe.runfile import RunFile
+    from raypipe.runfile.read import RunFile
 
 __all__ = ["ConfigFile", "Overrides", "Run", "open_runfile", "trainer_of"]
 
@@ -22,7 +22,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="name or folder of a run
 
 def open_runfile(config: Path, overrides: list[str] | None) -> RunFile:
     """The settings of a file; from now on its targets may lie in the working directory, as with ``python -m``."""
-    from raypipe.runfile import read_runfile
+    from raypipe.runfile.read import read_runfile
 
     here = str(Path.cwd())
     if here not in sys.path:
@@ -32,6 +32,6 @@ def open_runfile(config: Path, overrides: list[str] | None) -> RunFile:
 
 def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
     """The trainer of these settings; this is where torch is imported, and Ray unless it is for planning."""
-    from raypipe.build import make_trainer
+    from raypipe.api.from_file import make_trainer
 
     return make_trainer(run, planning=planning)

@@ -23,8 +23,8 @@ def doctor(
 
     Without --address the cluster is that of RAY_ADDRESS; without that, only this machine is looked at.
     """
-    from raypipe.checkup import collect, wishes_of
-    from raypipe.doctor import examine
+    from raypipe.doctor.ask import collect, wishes_of
+    from raypipe.doctor.checks import examine
 
     run = None if config is None else open_runfile(config, None)
     wishes = wishes_of(run, port_range(ports))

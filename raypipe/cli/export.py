@@ -25,7 +25,7 @@ def export(
     config: Annotated[Path | None, typer.Option(help="hf: folder whose config.json is copied")] = None,
 ) -> None:
     """Write a checkpoint for other programs, by original parameter names."""
-    from raypipe.export import export_hugging_face, export_safetensors
+    from raypipe.api.export import export_hugging_face, export_safetensors
 
     if to is Form.SAFETENSORS:
         if config is not None:

@@ -39,7 +39,7 @@ def plan(
     run = open_runfile(config, overrides)
     described = None
     if cluster is not None:
-        from raypipe.cluster_file import read_cluster
+        from raypipe.runfile.cluster import read_cluster
 
         described = read_cluster(cluster)
     read = None if profile is None else _read(profile)

@@ -28,8 +28,8 @@ def probe(
         raise ConfigError("Which cluster? Give --address HOST:PORT, or set RAY_ADDRESS.")
     import ray
 
-    from raypipe.runtime.doctor import knock
-    from raypipe.runtime.probe import probe_links
+    from raypipe.doctor.cluster import knock
+    from raypipe.runtime.links.probe import probe_links
 
     try:
         knock(address)

@@ -31,8 +31,8 @@ def list_runs(
     json: Json = False,
 ) -> None:
     """List the runs of a folder, the one that was written last at the end."""
+    from raypipe.api.listing import DEFAULT_STORAGE, runs_in
     from raypipe.engine.storage import Place
-    from raypipe.listing import DEFAULT_STORAGE, runs_in
 
     storage = Place.of(folder or DEFAULT_STORAGE)
     found = runs_in(storage)
@@ -93,14 +93,14 @@ def _is_run_folder(path: Path) -> bool:
 
 
 def _attached(run: str) -> Any:
-    from raypipe.handle import attach
+    from raypipe.api.handle import attach
 
     return attach(Path(run).absolute().name if _is_run_folder(Path(run)) else run)
 
 
 def _known_folder(run: str) -> Path | None:
     """The folder itself, or the usual place of that name, if there is a run."""
-    from raypipe.listing import DEFAULT_STORAGE
+    from raypipe.api.listing import DEFAULT_STORAGE
 
     folders = (Path(run), Path(DEFAULT_STORAGE).expanduser() / run)
     return next((folder for folder in folders if _is_run_folder(folder)), None)
@@ -114,16 +114,16 @@ def _folder(run: str) -> str:
 
 def _ended(folder: Path) -> dict[str, Any] | None:
     """The last word of a run that is over, from its folder; None while it goes on."""
+    from raypipe.api.listing import last_word
     from raypipe.engine.storage import Place
-    from raypipe.listing import last_word
 
     return last_word(Place.of(folder))
 
 
 def _tell_folder(folder: Path, json: bool) -> None:
     """What is known of a run that no cluster here knows: it may be in threads, on another cluster, or killed."""
+    from raypipe.api.listing import summary_of
     from raypipe.engine.storage import Place
-    from raypipe.listing import summary_of
 
     found = summary_of(Place.of(folder))
     written = f"last write {_date(found.last_write_s)}"

@@ -94,8 +94,8 @@ def _made(
 def _on_paper(made: Schedule, forward_s: float, backward_s: float, latency_s: float, occupancy_s: float) -> Timeline:
     from raypipe.planner.schedule.lower import lower
     from raypipe.planner.schedule.validate import validate
-    from raypipe.planner.simulate import Costs
-    from raypipe.planner.simulate import simulate as run_on_paper
+    from raypipe.planner.simulate.serial import Costs
+    from raypipe.planner.simulate.serial import simulate as run_on_paper
 
     stages, hops = made.num_stages, made.num_stages - 1
     costs = Costs(

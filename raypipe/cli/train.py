@@ -25,7 +25,7 @@ def train(
     """
     if local and detach:
         raise typer.BadParameter("a run in threads of this process cannot outlive it: leave one of the two out.")
-    from raypipe.runfile import with_name
+    from raypipe.runfile.read import with_name
 
     name = f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     run = with_name(open_runfile(config, overrides), name)

@@ -33,7 +33,7 @@ def _steady_torch() -> None:
 @pytest.fixture(autouse=True)
 def _captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.path.stem in _TRAINING:
-        monkeypatch.setattr("raypipe.opening.capture", shared_capture)
+        monkeypatch.setattr("raypipe.prepare.inputs.capture", shared_capture)
 
 
 @pytest.fixture(autouse=True)

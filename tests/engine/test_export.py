@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from raypipe.api.export import _parts, export_hugging_face, export_safetensors, shared_names
 from raypipe.engine.checkpoint import load_state_dict
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError
-from raypipe.export import _parts, export_hugging_face, export_safetensors, shared_names
 from tests.checkpoints import small_checkpoint
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.api.export import export_safetensors
 from raypipe.errors import CheckpointError, ConfigError, RaypipeError
-from raypipe.export import export_safetensors
-from raypipe.runfile import read_runfile, to_yaml
+from raypipe.runfile.read import read_runfile, to_yaml
 from raypipe.testing import reference
 from tests.exactness import same_bits
 from tests.models import CASES

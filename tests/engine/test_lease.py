@@ -23,8 +23,8 @@ from raypipe import load_state_dict
 from raypipe.engine.checkpoint import find_checkpoint
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, LeaseError
-from raypipe.runtime.holder import Holder, myself
-from raypipe.runtime.lease import LEASE, Held, Lease, read_lease
+from raypipe.runtime.run.holder import Holder, myself
+from raypipe.runtime.run.lease import LEASE, Held, Lease, read_lease
 from tests.engine.test_resume import outcome, trainer, wait_for
 from tests.exactness import SHAPES, config_of
 
@@ -39,7 +39,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def chosen(*, renew: float = 0.02, observe: float = AGES_S, settle: float = 0.3) -> None:
         for name, value in (("RENEW_S", renew), ("OBSERVE_S", observe), ("SETTLE_S", settle), ("POLL_S", 0.02)):
-            monkeypatch.setattr(f"raypipe.runtime.lease.{name}", value)
+            monkeypatch.setattr(f"raypipe.runtime.run.lease.{name}", value)
 
     chosen()
     return chosen
@@ -119,7 +119,7 @@ def test_a_dead_process_of_this_machine_is_not_waited_for(
     place, me = place_of(tmp_path), myself()
     if what == "killed":
         code = (
-            "import sys, time\nfrom raypipe.engine.storage import Place\nfrom raypipe.runtime.lease import Lease\n"
+            "import sys, time\nfrom raypipe.engine.storage import Place\nfrom raypipe.runtime.run.lease import Lease\n"
             "lease = Lease.take(Place.of(sys.argv[1]), 'run')\nprint('held', flush=True)\ntime.sleep(600)"
         )
         program = subprocess.Popen(

@@ -18,7 +18,7 @@ from raypipe.cli import app
 from raypipe.errors import PlanError, RaypipeError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
-from raypipe.retuning import retune_setup
+from raypipe.prepare.controller import retune_setup
 
 TASK = """\
 import torch

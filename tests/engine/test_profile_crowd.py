@@ -23,8 +23,8 @@ from raypipe.engine.profiling import matters, measure_crowd, num_processors, pro
 from raypipe.engine.profiling.crowd import _factor, _size, neighbours
 from raypipe.ir.profile import Profile
 from raypipe.planner.tune import Request
-from raypipe.prepare import _workers
-from raypipe.profiling import crowd_of, crowded_notes
+from raypipe.prepare.blueprint import _workers
+from raypipe.prepare.profile import crowd_of, crowded_notes
 from tests.models import CASES
 
 ENOUGH_S = 10.0

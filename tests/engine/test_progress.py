@@ -6,8 +6,8 @@ import io
 
 from raypipe.ir.report import StepRecord
 from raypipe.progress import RunProgress
-from raypipe.runtime.journal import Journal
-from raypipe.runtime.spec import Outcome
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.spec import Outcome
 
 
 def record(step: int) -> StepRecord:

@@ -191,7 +191,7 @@ def test_micro_batches_left_to_the_planner_stay_what_they_were(tmp_path: Path, m
         profile, read = cached_profile(captured, example)
         return dataclasses.replace(profile, seconds_by_size=tuple((b, overhead_s + b) for b in (1, 2, 4))), read
 
-    monkeypatch.setattr("raypipe.profiling.cached_profile", measured)
+    monkeypatch.setattr("raypipe.prepare.profile.cached_profile", measured)
     chosen = []
     for overhead_s, steps in ((1000.0, SAVED), (0.0, STEPS)):  # noqa: B007  (measured() reads it)
         made = trainer("mlp", tmp_path, "run", 2, pipeline=pipeline)
@@ -219,7 +219,7 @@ def test_a_full_disk_ends_no_training(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: bool
 ) -> None:
     """Events, metrics and checkpoints cannot be written for a while: steps go on. At the end there must be room."""
-    monkeypatch.setattr("raypipe.runtime.loop.METRICS_EVERY_S", 0.05)
+    monkeypatch.setattr("raypipe.runtime.run.loop.METRICS_EVERY_S", 0.05)
     steps = 250
     pipeline = config_of(SHAPES["ragged-epoch"], 2, "slack", max_grad_norm=0.5, checkpoint_interval_steps=20)
     made = partial(trainer, "mlp", stages=2, pipeline=pipeline)

@@ -17,11 +17,11 @@ from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.stage_work import PARTED_EVERY, PARTED_FIRST
 from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
-from raypipe.retuning import retune_setup
-from raypipe.runtime.journal import Journal
-from raypipe.runtime.loop import run_loop
-from raypipe.runtime.requests import Requests
-from raypipe.runtime.retuner import Retuner
+from raypipe.prepare.controller import retune_setup
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.retuner import Retuner
 from raypipe.testing import reference
 from tests.engine.test_resume import adamw, cosine
 from tests.exactness import same_bits

@@ -18,8 +18,8 @@ from torch.optim import lr_scheduler
 from raypipe import PipelineConfig, PipelineTrainer, Result, load_state_dict
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError
-from raypipe.identity import optimizer_labels
-from raypipe.runtime.same_run import Settings, differences, read_settings, write_settings
+from raypipe.prepare.identity import optimizer_labels
+from raypipe.runtime.run.same_run import Settings, differences, read_settings, write_settings
 from tests.exactness import same_bits
 
 SAMPLES, BATCH, SAVED, STEPS = 24, 8, 4, 7

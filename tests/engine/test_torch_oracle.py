@@ -25,7 +25,7 @@ from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b
 from raypipe.planner.schedule.text import from_csv, to_csv
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.schedule.zero_bubble_v import zb_v
-from raypipe.planner.simulate import Costs, makespan_s
+from raypipe.planner.simulate.serial import Costs, makespan_s
 
 
 def plans():

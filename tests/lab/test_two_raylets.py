@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from raypipe.config import PipelineConfig
-from raypipe.trainer import PipelineTrainer
+from raypipe.api.trainer import PipelineTrainer
+from raypipe.config.pipeline import PipelineConfig
 from tests.lab.network import ROOT, Network, network
 from tests.runtime.raylets import TOKEN, Home, private_cluster
 

@@ -1,6 +1,7 @@
 """A pipeline on paper for the controller to steer: stages that take their time, links in order, clocks that disagree.
 
-It is written on its own, action by action, and knows nothing of raypipe.planner.simulate or of the controller's replay.
+It is written on its own, action by action, and knows nothing of the planner's
+simulation or of the controller's replay.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.text import draw
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.segments import Flow, Position, flowing_segments
-from raypipe.planner.simulate import Costs, makespan_s
+from raypipe.planner.simulate.serial import Costs, makespan_s
 from raypipe.planner.tune import Request, build_schedule, weight_policy, weight_reason
 from tests.weight_rules import version_of
 

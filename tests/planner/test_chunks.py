@@ -23,7 +23,7 @@ from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import prefix_sum
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate import Costs, makespan_s, simulate
+from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune import Request, decide, make_partition, make_plan, plan_of, timeline_of
 from raypipe.planner.tune.workers import rounds_of, settled_workers
 from tests.planner.partition_cases import chain_of, graphs

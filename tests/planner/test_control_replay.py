@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raypipe.planner.control import Choice, schedule_of
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate import Costs, makespan_s
+from raypipe.planner.simulate.serial import Costs, makespan_s
 from tests.planner.control_lab import Pipeline
 
 SECONDS = st.floats(0.0, 5.0, allow_nan=False)

@@ -15,14 +15,14 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.packed import PackedRow
 from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
 from raypipe.ir.spans import PackedSpans
-from raypipe.planner import simulate as simulation
-from raypipe.planner import waves
-from raypipe.planner.program import build, encode, pack
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
-from raypipe.planner.simulate import Costs, makespan_s, simulate
+from raypipe.planner.simulate import serial as simulation
+from raypipe.planner.simulate import wide as waves
+from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
+from raypipe.planner.tables import build, encode, pack
 from tests.planner.plain import any_order, lowered_rows, row_in_turns
 
 KINDS = {"gpipe": {}, "1f1b": {}, "kfkb": {"group_size": 2}, "slack": {"slack": 3}, "interleaved": {"chunks": 2}}

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.planner.memory import MemoryModel
-from raypipe.planner.program import build
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
+from raypipe.planner.tables import build
 from raypipe.planner.tune import Request, memory_model
 from raypipe.planner.tune.held import held_by
 

@@ -12,7 +12,7 @@ from raypipe.errors import PlanError
 from raypipe.planner.microbatch import Hop, StageTime, choose_microbatches, fit_stage_time
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate import Costs, makespan_s
+from raypipe.planner.simulate.serial import Costs, makespan_s
 
 TIMES = st.builds(
     lambda sigma, b0: StageTime(sigma, b0, 0.0, ((1, sigma * (1 + b0)), (64, sigma * (64 + b0)))),

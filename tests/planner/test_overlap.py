@@ -13,7 +13,7 @@ from raypipe.planner.control.replay import FILLING, Wire, compiled, step_s
 from raypipe.planner.schedule import KINDS, make_schedule
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
-from raypipe.planner.simulate import Costs, makespan_s, simulate
+from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune import Request, build_schedule, step_of
 from tests.planner.test_control_search import at_most, measured_of
 

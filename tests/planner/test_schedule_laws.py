@@ -13,7 +13,7 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.schedule.zero_bubble import zb_h1
-from raypipe.planner.simulate import Costs, makespan_s, simulate
+from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 T = FORWARD_S + BACKWARD_S

@@ -13,7 +13,7 @@ from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import expected_sends, lower
 from raypipe.planner.schedule.sync import one_f_one_b
 from raypipe.planner.schedule.validate import validate
-from raypipe.planner.simulate import Costs, simulate
+from raypipe.planner.simulate.serial import Costs, simulate
 
 
 def row(text):

@@ -14,7 +14,7 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.text import draw
 from raypipe.planner.schedule.zero_bubble_v import zb_v
-from raypipe.planner.simulate import Costs, simulate
+from raypipe.planner.simulate.serial import Costs, simulate
 
 GOLDEN = Path(__file__).parent / "golden"
 

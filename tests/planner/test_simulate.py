@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from raypipe.errors import PlanError, ScheduleError
 from raypipe.ir.schedule import Action, Op, Schedule, Wiring, dependencies, parse_action
-from raypipe.planner.program import build
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import gpipe, one_f_one_b
-from raypipe.planner.simulate import Costs, makespan_s, simulate
+from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
+from raypipe.planner.tables import build
 
 
 def times(timeline):

@@ -11,7 +11,7 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import one_f_one_b
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.schedule.zero_bubble_v import zb_v
-from raypipe.planner.simulate import Costs, makespan_s, simulate
+from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 
 
 def slots(stages, latency_s=0.0):

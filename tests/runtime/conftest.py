@@ -16,7 +16,7 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 import ray
 
-from raypipe.runtime.fleet import Fleet
+from raypipe.runtime.workers.fleet import Fleet
 from tests.runtime.left_over import ours, wait_until
 from tests.runtime.raylets import Home, private_cluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from raypipe.runtime.sockets import SocketChannel, SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_channels
 from tests.contract.channel import WAIT_S
 
 HOST = "127.0.0.1"

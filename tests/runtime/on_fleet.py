@@ -6,11 +6,11 @@ from typing import Any
 
 import ray
 
-from raypipe.handle import RunHandle
-from raypipe.runtime.fleet import Fleet
-from raypipe.runtime.packing import pack
-from raypipe.runtime.threads import ThreadLine
-from raypipe.trainer import PipelineTrainer
+from raypipe.api.handle import RunHandle
+from raypipe.api.trainer import PipelineTrainer
+from raypipe.runtime.run.threads import ThreadLine
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import pack
 
 __all__ = ["start_on"]
 

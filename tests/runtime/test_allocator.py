@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from raypipe.runtime.allocator import keep_freed_memory
+from raypipe.runtime.workers.allocator import keep_freed_memory
 
 CHURN = """
 import json, resource, sys, threading
 import torch
-from raypipe.runtime.allocator import keep_freed_memory
+from raypipe.runtime.workers.allocator import keep_freed_memory
 
 kept = keep_freed_memory() if sys.argv[1] == "keep" else False
 found = []

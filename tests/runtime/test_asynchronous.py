@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.runtime.fleet import Fleet
+from raypipe.runtime.workers.fleet import Fleet
 from tests.engine.test_asynchronous_life import same, trainer
 from tests.engine.test_resume import outcome
 from tests.runtime.left_over import wait_until

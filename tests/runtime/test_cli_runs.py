@@ -17,12 +17,12 @@ from safetensors.torch import load_file, load_model
 from typer.testing import CliRunner
 
 import raypipe
-from raypipe.build import make_trainer
+from raypipe.api.from_file import make_trainer
 from raypipe.cli import app
 from raypipe.errors import ConfigError
-from raypipe.runfile import read_runfile
-from raypipe.runtime.client import NAMESPACE
-from raypipe.runtime.driver import driver_name
+from raypipe.runfile.read import read_runfile
+from raypipe.runtime.driver.client import NAMESPACE
+from raypipe.runtime.driver.driver import driver_name
 from tests import processes
 from tests.exactness import same_bits
 from tests.hugging_face import _gpt2

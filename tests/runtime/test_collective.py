@@ -22,9 +22,9 @@ import torch
 
 from raypipe.engine import frame
 from raypipe.errors import ConfigError, LinkError
-from raypipe.runtime import collective
-from raypipe.runtime.collective import CollectiveEndpoint
-from raypipe.runtime.transport import Opening, make_endpoint
+from raypipe.runtime.links import collective
+from raypipe.runtime.links.collective import CollectiveEndpoint
+from raypipe.runtime.links.opening import Opening, make_endpoint
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f
 from tests.runtime.links import HOST, close, together
 
@@ -217,7 +217,7 @@ def test_ports_cannot_be_kept() -> None:
 
 PEER = """
 import sys, time
-from raypipe.runtime.collective import CollectiveEndpoint
+from raypipe.runtime.links.collective import CollectiveEndpoint
 from tests.contract.channel import b, f
 from tests.runtime.test_collective import opening
 import torch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raypipe.errors import LinkError
-from raypipe.runtime.congestion import ASKED, choose_congestion_control
+from raypipe.runtime.links.congestion import ASKED, choose_congestion_control
 from tests.contract.channel import Pair
 from tests.runtime.links import open_link
 from tests.runtime.test_collective import open_link as open_collective

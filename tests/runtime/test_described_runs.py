@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.build import make_trainer
-from raypipe.describe import describe
+from raypipe.api.from_file import make_trainer
 from raypipe.errors import ConfigError
-from raypipe.runfile import read_runfile
+from raypipe.runfile.read import read_runfile
+from raypipe.runfile.write import describe
 
 MODULE = """
 import torch

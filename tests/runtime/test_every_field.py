@@ -19,11 +19,11 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.config import _ALLOWED, SUPPORTED
+from raypipe.api.launch import policy_of
+from raypipe.config.pipeline import _ALLOWED, SUPPORTED
+from raypipe.config.ray import READ
 from raypipe.errors import ConfigError, PlanError, RaypipeError
-from raypipe.launch import policy_of
-from raypipe.ray_settings import READ
-from raypipe.retuning import retune_setup
+from raypipe.prepare.controller import retune_setup
 from tests import nets
 
 BASE: dict[str, Any] = {

@@ -20,7 +20,7 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-import raypipe.runtime.places
+import raypipe.runtime.workers.places
 from raypipe.engine.capture import capture
 from raypipe.engine.checkpoint import checkpoint_name, commit, load_state_dict, make_manifest
 from raypipe.engine.data import open_data
@@ -35,9 +35,9 @@ from raypipe.ir.segment import RowsKey
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import build_schedule, microbatches
-from raypipe.runtime.fleet import Fleet
-from raypipe.runtime.packing import pack
-from raypipe.runtime.worker import StageSetup
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import pack
+from raypipe.runtime.workers.worker import StageSetup
 from tests.exactness import (
     SCHEDULES,
     SHAPES,
@@ -349,7 +349,7 @@ def test_the_driver_says_and_hears_little(fleet: Fleet) -> None:
 
 
 def test_a_stage_without_a_place_is_refused(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raypipe.runtime.places, "PLACE_TIMEOUT_S", 6.0)
+    monkeypatch.setattr(raypipe.runtime.workers.places, "PLACE_TIMEOUT_S", 6.0)
     with pytest.raises(PlanError) as caught:
         Fleet(2, {"CPU": 3})
     message = str(caught.value)

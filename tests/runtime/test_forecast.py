@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.runtime.forecast import Forecast
+from raypipe.runtime.links.forecast import Forecast
 
 
 def guesses(sizes: Sequence[int]) -> list[int]:

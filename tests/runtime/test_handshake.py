@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import LinkError
-from raypipe.runtime.handshake import Answer, Conversation, Hello, Turn, answer, call, run_digest
+from raypipe.runtime.links.handshake import Answer, Conversation, Hello, Turn, answer, call, run_digest
 
 RUN = run_digest("run")
 CALL = Hello(RUN, 3, 1, 0, 4)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.engine import frame
-from raypipe.runtime.landing import REUSE_BYTES, Landing, Memory
+from raypipe.runtime.links.landing import REUSE_BYTES, Landing, Memory
 from tests.contract.channel import f
 
 SMALL_BYTES = 256  # large enough to be used again, in these tests

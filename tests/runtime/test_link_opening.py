@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import ConfigError, LinkError
-from raypipe.runtime import addresses, listener, sockets
-from raypipe.runtime.sockets import Address, SocketChannel, SocketListener, open_channels
+from raypipe.runtime.links import addresses, listener
+from raypipe.runtime.links import tcp as sockets
+from raypipe.runtime.links.tcp import Address, SocketChannel, SocketListener, open_channels
 from tests.contract.channel import WAIT_S, WAKE_S, Failing, b, f
 from tests.runtime.links import HOST, close, together
 
@@ -171,7 +172,7 @@ def test_loopback_is_refused_on_both_sides_when_a_peer_is_on_another_machine() -
 
 NEIGHBOUR = """
 import socket, sys
-from raypipe.runtime.addresses import Address, machine
+from raypipe.runtime.links.addresses import Address, machine
 print(machine())
 print(socket.socket(socket.AF_UNIX).connect_ex(Address("", 0, sys.argv[1]).unix_path()))
 """

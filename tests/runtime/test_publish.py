@@ -19,7 +19,7 @@ import ray
 
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.metrics import METRICS, Kind, exported_name
-from raypipe.runtime.publish import DETAILS_EVERY_S, Publisher
+from raypipe.runtime.driver.publish import DETAILS_EVERY_S, Publisher
 from tests.runtime.raylets import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from raypipe.engine import frame
 from raypipe.errors import LinkError
-from raypipe.runtime.sockets import SocketChannel, SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_channels
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f, wait_until
 from tests.runtime.links import HOST, PROMISE_S, open_link
 
@@ -270,7 +270,7 @@ def test_a_message_over_the_limit_ends_the_link_on_both_sides(kind: str) -> None
 
 PEER = """
 import json, sys, time
-from raypipe.runtime.sockets import SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketListener, open_channels
 from tests.contract.channel import b, f
 import torch
 listener = SocketListener("127.0.0.1", unix=sys.argv[2] == "unix")

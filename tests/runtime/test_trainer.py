@@ -13,7 +13,7 @@ import torch
 
 from raypipe import PipelineTrainer, load_state_dict
 from raypipe.planner.control import Verdict
-from raypipe.runtime.fleet import Fleet
+from raypipe.runtime.workers.fleet import Fleet
 from raypipe.testing import reference
 from tests.engine.test_nonfinite import BAD, arguments, traced
 from tests.exactness import SHAPES, config_of, same_bits

@@ -16,7 +16,7 @@ import torch
 from raypipe.engine.state import Settings
 from raypipe.engine.storage import Place
 from raypipe.errors import StageError
-from raypipe.runtime.fleet import Fleet
+from raypipe.runtime.workers.fleet import Fleet
 from tests.exactness import SHAPES, captured, programs, same_bits, train
 from tests.mishaps import Fuse, Nap
 from tests.models import CASES, case

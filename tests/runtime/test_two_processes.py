@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from pathlib import Path
-import raypipe.runtime.lease as lease
+import raypipe.runtime.run.lease as lease
 from tests import processes
 from tests.engine.test_resume import trainer
 from tests.exactness import SHAPES, config_of

@@ -32,5 +32,5 @@ def _steady_torch() -> None:
 def _one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing is nine tenths of a row's time."""
     once = Once()
-    monkeypatch.setattr("raypipe.opening.capture", once)
+    monkeypatch.setattr("raypipe.prepare.inputs.capture", once)
     monkeypatch.setattr("raypipe.testing.capture", once)

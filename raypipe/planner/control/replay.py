@@ -20,8 +20,8 @@ import numpy as np
 
 from raypipe.ir.schedule import Op
 from raypipe.planner.control.choice import Choice, schedule_of
-from raypipe.planner.program import OP_CODE, build
 from raypipe.planner.schedule.lower import lower
+from raypipe.planner.tables import OP_CODE, build
 
 __all__ = ["Compiled", "Wire", "compiled", "step_s"]
 

@@ -1,7 +1,7 @@
 """Schedules: who does what in which order, as plain data.
 
 A generator writes the compute actions of one optimizer step, one row per worker. ``lower`` adds messages and
-the step, ``validate`` refuses what cannot work, ``raypipe.planner.simulate`` tells what it costs, and the
+the step, ``validate`` refuses what cannot work, ``raypipe.planner.simulate.serial`` tells what it costs, and the
 executor carries rows out without thinking.
 
     generator (sync, zero_bubble, zero_bubble_v, interleaved, or a CSV) -> lower -> validate -> simulate / execute

@@ -32,8 +32,8 @@ import numpy as np
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Op, Row, Schedule, Wiring
 from raypipe.ir.segment import Phase
-from raypipe.planner.program import OP_CODE, pack
 from raypipe.planner.schedule.sync import check_counts
+from raypipe.planner.tables import OP_CODE, pack
 
 __all__ = ["continuous", "finite", "minibatches_to_drain", "part", "warmups_of"]
 

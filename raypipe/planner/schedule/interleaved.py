@@ -12,8 +12,8 @@ import numpy as np
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Op, Schedule, Wiring
-from raypipe.planner.program import OP_CODE, pack
 from raypipe.planner.schedule.sync import check_counts, take_turns
+from raypipe.planner.tables import OP_CODE, pack
 
 __all__ = ["in_rounds", "interleaved"]
 

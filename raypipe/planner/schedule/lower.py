@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row, Schedule, Wiring, dependencies
-from raypipe.planner.program import OP_CODE, OPS, Ints, encode, pack
+from raypipe.planner.tables import OP_CODE, OPS, Ints, encode, pack
 
 __all__ = ["expected_sends", "lower"]
 

@@ -6,7 +6,7 @@ knobs, each with 1F1B as its smallest setting, buy tolerance of slow links with 
     kFkB    takes turns in groups of k micro-batches         (Ada-Grouper, arXiv:2303.01675, abstract)
     slack   takes turns one by one, but warms up further: hop h may have r_h micro-batches under way
 
-Left out: the time of anything. What a schedule costs is the business of ``raypipe.planner.simulate``.
+Left out: the time of anything. What a schedule costs is the business of ``raypipe.planner.simulate.serial``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Op, Row, Schedule, Wiring
-from raypipe.planner.program import OP_CODE, pack
+from raypipe.planner.tables import OP_CODE, pack
 
 __all__ = ["check_counts", "gpipe", "k_f_k_b", "one_f_one_b", "slack", "slack_by_hop", "take_turns"]
 

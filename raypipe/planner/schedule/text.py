@@ -10,7 +10,7 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import COMPUTE, Action, Op, Schedule, Wiring, parse_action
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate import Costs, simulate
+from raypipe.planner.simulate.serial import Costs, simulate
 
 __all__ = ["draw", "from_csv", "to_csv"]
 

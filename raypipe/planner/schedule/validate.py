@@ -24,8 +24,8 @@ import numpy as np
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Action, Op, Schedule
-from raypipe.planner.program import OP_CODE, Program, build
 from raypipe.planner.schedule.lower import lower
+from raypipe.planner.tables import OP_CODE, Program, build
 
 __all__ = ["lowered_and_checked", "validate"]
 

@@ -12,8 +12,8 @@ from itertools import accumulate
 import numpy as np
 
 from raypipe.ir.schedule import Op, Row, Schedule, Wiring
-from raypipe.planner.program import OP_CODE, pack
 from raypipe.planner.schedule.sync import check_counts, slack_by_hop, take_turns
+from raypipe.planner.tables import OP_CODE, pack
 
 __all__ = ["zb_h1"]
 

@@ -9,7 +9,7 @@ from raypipe.ir.plan_table import human_s
 from raypipe.ir.prediction import HopPrediction, StagePrediction
 from raypipe.ir.schedule import Schedule
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate import Costs, makespan_s
+from raypipe.planner.simulate.serial import Costs, makespan_s
 
 __all__ = ["bound_of"]
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from raypipe.ir.schedule import Op, Schedule
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.memory import Held
-from raypipe.planner.program import OP_CODE, OPS, encode
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate import Costs, simulate
+from raypipe.planner.simulate.serial import Costs, simulate
+from raypipe.planner.tables import OP_CODE, OPS, encode
 
 __all__ = ["held_by"]
 

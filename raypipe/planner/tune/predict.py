@@ -24,7 +24,7 @@ from raypipe.planner.partition.fit import limit_bytes, memory_of
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
-from raypipe.planner.simulate import Costs, makespan_s, simulate
+from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune.bound import bound_of
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from raypipe.config_checks import CHUNKED
+from raypipe.config.checks import CHUNKED
 
 __all__ = [
     "ASYNCHRONOUS",

@@ -1,0 +1,214 @@
+"""From a checked run file to a trainer: what its targets name is imported, Ray's settings become Ray's objects.
+
+    {target: "torch.optim:AdamW", args: {lr: 3e-4}}  -->  functools.partial(torch.optim.AdamW, lr=3e-4)
+
+Names that Ray's own classes do not have are refused like all others; the fields and their types are read from the
+classes of the Ray that is installed, so that no table here can fall behind them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.config.ray import faults
+from raypipe.errors import ConfigError
+from raypipe.runfile.read import RunFile, as_begun, is_target, refuse, refuse_unknown, to_yaml
+from raypipe.runfile.yaml_text import Path as KeyPath
+
+__all__ = ["make_trainer"]
+
+_NESTED = {"checkpoint_config": "CheckpointConfig", "failure_config": "FailureConfig"}
+_PYTHON_ONLY = ("storage_filesystem", "callbacks", "logging_config")
+
+
+def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
+    """The PipelineTrainer that a run file describes.
+
+    Args:
+        planning: only its plan is wanted, so that Ray is not imported: of Ray's settings num_workers counts alone, and
+            what a run would refuse is refused.
+
+    The model is built after ``torch.manual_seed(pipeline.seed)``, so a file gives the same run twice. Modules are
+    looked for where Python looks; a caller that wants the working directory too puts it on ``sys.path``.
+
+    Raises:
+        ConfigError: a target cannot be imported or does not take its args, or Ray refuses a setting; names
+            the file, the line and the key.
+    """
+    from raypipe.api.trainer import PipelineTrainer
+
+    values = run.values
+    pipeline = _pipeline(run)
+    trainer = PipelineTrainer(
+        _seeded(_bound(run, "model", taking=0), pipeline.seed),
+        loss_fn=_loss_fn(run),
+        optimizer=_bound(run, "optimizer", taking=1),
+        lr_scheduler=_bound(run, "lr_scheduler", taking=1) if "lr_scheduler" in values else None,
+        train_data=_data(run, "train_data"),
+        eval_data=_data(run, "eval_data"),
+        pipeline=pipeline,
+        scaling_config=_places(run) if planning else _ray_config(run, ("scaling_config",), "ScalingConfig"),
+        run_config=None if planning else _ray_config(run, ("run_config",), "RunConfig"),
+        resume=None if planning else values.get("resume"),
+        init_from=None if planning else values.get("init_from"),
+    )
+    trainer.config_yaml = lambda name: to_yaml(as_begun(run, name))
+    return trainer
+
+
+def _pipeline(run: RunFile) -> PipelineConfig:
+    settings = dict(run.values.get("pipeline", {}))
+    if is_target(settings.get("loss_reduction")):
+        path = ("pipeline", "loss_reduction")
+        settings["loss_reduction"] = _bind(run, path, settings["loss_reduction"], taking=1)
+    return PipelineConfig(**settings)
+
+
+def _seeded(make: Callable[[], Any], seed: int) -> Callable[[], Any]:
+    def build() -> Any:
+        import torch
+
+        torch.manual_seed(seed)
+        return make()
+
+    return build
+
+
+def _loss_fn(run: RunFile) -> Any:
+    if "loss_fn" not in run.values:
+        return None
+    target = _imported(run, ("loss_fn",), run.values["loss_fn"])
+    # A class of losses, such as torch.nn:CrossEntropyLoss, is meant to be made first.
+    taking = 0 if isinstance(target, type) else 2
+    bound = _bind(run, ("loss_fn",), run.values["loss_fn"], taking)
+    return bound() if isinstance(target, type) else bound
+
+
+def _data(run: RunFile, key: str) -> Any:
+    given = run.values.get(key)
+    return _bound(run, key, taking=0)() if is_target(given) else given
+
+
+def _bound(run: RunFile, key: str, taking: int) -> Callable[..., Any]:
+    return _bind(run, (key,), run.values[key], taking)
+
+
+def _bind(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int) -> Callable[..., Any]:
+    """The target with its args; ``taking`` further arguments come by position when it is called."""
+    target = _imported(run, path, setting)
+    args = setting.get("args") or {}
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # some builtins have none to look at
+        return functools.partial(target, **args)
+    kinds = inspect.Parameter
+    if all(p.kind is not kinds.VAR_KEYWORD for p in signature.parameters.values()):
+        named = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
+        known = [name for name, p in signature.parameters.items() if p.kind in named]
+        refuse_unknown(run, (*path, "args"), args, known)
+    try:
+        signature.bind(*[None] * taking, **args)
+    except TypeError as error:
+        refuse(run, path, f"{setting['target']}{signature} does not fit args {args}: {error}.")
+    return functools.partial(target, **args) if args else target
+
+
+def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[..., Any]:
+    module_name, _, names = setting["target"].partition(":")
+    path = (*path, "target")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and something that it imports is not
+        refuse(
+            run, path, f"there is no module {error.name}; run from the folder that has it, or add that to PYTHONPATH."
+        )
+    for name in names.split("."):
+        if not hasattr(found, name):
+            refuse_unknown(run, path, [name], [known for known in dir(found) if not known.startswith("_")])
+            refuse(run, path, f"{setting['target']} does not exist.")
+        found = getattr(found, name)
+    if not callable(found):
+        refuse(run, path, f"{setting['target']} is {type(found).__name__}, which cannot be called.")
+    return found
+
+
+def _places(run: RunFile) -> Any:
+    """scaling_config as far as a plan needs it; what a run would refuse is refused."""
+    _refuse_faults(run, ("scaling_config",), "ScalingConfig", run.values.get("scaling_config", {}))
+    _refuse_faults(run, ("run_config",), "RunConfig", run.values.get("run_config", {}))
+    return types.SimpleNamespace(num_workers=run.values.get("scaling_config", {}).get("num_workers"))
+
+
+def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[str, Any]) -> None:
+    """Refuse the first of Ray's settings that would have no effect."""
+    nested = {name: value for name, value in values.items() if name in _NESTED and isinstance(value, dict)}
+    for name, value in nested.items():
+        _refuse_faults(run, (*path, name), _NESTED[name], value)
+    plain = {name: value for name, value in values.items() if name not in nested}
+    for name, why in faults(class_name, types.SimpleNamespace(**plain)):
+        refuse(run, (*path, name), f"{values[name]!r}: {why}")
+
+
+def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
+    """One of Ray Train's settings as its own class; None where the file has none."""
+    values: Any = run.values
+    for key in path:
+        values = values.get(key)
+        if values is None:
+            return None
+    import ray.train
+
+    cls = getattr(ray.train, class_name)
+    # Ray leaves fields that are no more in its classes, with this default.
+    known = {field.name: field.type for field in dataclasses.fields(cls) if field.default != "DEPRECATED"}
+    if not isinstance(values, dict):
+        refuse(run, path, f"{values!r} is no mapping of names to values.")
+    refuse_unknown(run, path, values, [name for name in known if name not in _PYTHON_ONLY])
+    arguments = {name: value for name, value in values.items() if value is not None}
+    for name, value in arguments.items():
+        if name in _NESTED:
+            arguments[name] = _ray_config(run, (*path, name), _NESTED[name])
+        elif not _fits(value, known[name]):
+            refuse(run, (*path, name), f"{value!r} is not of type {_in_words(known[name])}.")
+    _refuse_faults(run, path, class_name, values)
+    try:
+        return cls(**arguments)
+    except (ValueError, TypeError, DeprecationWarning) as error:
+        raise ConfigError(f"{run.name}: {'.'.join(path)}: {' '.join(str(error).split())}") from error
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from YAML has an annotated type; a YAML list may stand for a tuple, an int for a float."""
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is typing.Literal:
+        return value in inner
+    if origin in (tuple, typing.Tuple):  # noqa: UP006
+        return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if origin in (list, typing.List):  # noqa: UP006
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value if inner)
+    if origin in (dict, typing.Dict):  # noqa: UP006
+        return isinstance(value, dict)
+    if origin is float:
+        return type(value) in (int, float)
+    return isinstance(origin, type) and type(value) is origin
+
+
+def _in_words(kind: Any) -> str:
+    if isinstance(kind, typing.ForwardRef):
+        return ""
+    parts = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    if len(parts) > 1:
+        return " or ".join(filter(None, (_in_words(part) for part in parts if part is not type(None))))
+    return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")

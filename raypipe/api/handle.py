@@ -1,0 +1,227 @@
+"""RunHandle: a run that goes on while you do something else, here or in another process.
+
+handle = trainer.start(num_steps=500)       handle = raypipe.attach("lm")
+print(handle.status())
+handle.plot()                               a picture in a notebook
+handle.stop()                               after the step that is running, with a checkpoint
+result = handle.wait()
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from raypipe.errors import CheckpointError, StageError
+from raypipe.ir.picture import curve_svg
+from raypipe.ir.report import StepRecord
+from raypipe.ir.timeline import Timeline
+from raypipe.runtime.run.journal import News
+from raypipe.runtime.run.spec import Outcome
+from raypipe.runtime.run.status import RunStatus
+
+__all__ = ["Picture", "Result", "RunHandle", "attach"]
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run leaves in your hands.
+
+    Attributes:
+        metrics: the last step's numbers, and eval_loss where there is eval_data.
+        records: every step, those of earlier submissions of the run included.
+        checkpoint: folder of the last checkpoint; ``raypipe.load_state_dict`` reads it.
+        path: the run's folder: plan, config, metrics, events, timeline.
+        stopped: why the run ended before its last step; empty when it did not.
+        error: None; a run that fails raises instead.
+    """
+
+    metrics: dict[str, Any]
+    records: tuple[StepRecord, ...] = field(repr=False)
+    checkpoint: str
+    path: str
+    stopped: str = ""
+    error: Exception | None = None
+
+    @property
+    def metrics_dataframe(self) -> Any:
+        """A pandas DataFrame with one row per step."""
+        return _dataframe(self.records)
+
+
+class Picture:
+    """An SVG that a notebook shows; ``save`` writes it to a file."""
+
+    def __init__(self, svg: str) -> None:
+        self.svg = svg
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def save(self, path: str) -> None:
+        """Write the picture; any browser opens it."""
+        Path(path).write_text(self.svg)
+
+
+class Line(Protocol):
+    """How a handle reaches its run: over Ray, or within this process."""
+
+    def news(self, since: int, wait_s: float) -> News: ...
+
+    def stop(self, reason: str) -> None: ...
+
+    def checkpoint(self) -> None: ...
+
+    def predicted(self) -> Timeline | None: ...
+
+    def hang_up(self) -> None: ...
+
+
+class RunHandle:
+    """A run that was started with ``trainer.start`` or found with ``raypipe.attach``.
+
+    Args:
+        line: to the run.
+        ended: called once when the run is over or the handle is closed.
+    """
+
+    def __init__(self, name: str, line: Line, ended: Callable[[], None] = lambda: None) -> None:
+        self.name = name
+        self._line = line
+        self._ended: Callable[[], None] | None = ended
+        self._records: list[StepRecord] = []
+        self._news: News | None = None
+        self._fetching = threading.RLock()
+
+    @property
+    def path(self) -> str:
+        """The run's folder."""
+        return self.status().path
+
+    def status(self) -> RunStatus:
+        """Where the run stands now; prints as one line."""
+        return self._fetch(0.0).status
+
+    def metrics(self) -> Any:
+        """A pandas DataFrame with one row per step so far."""
+        self._fetch(0.0)
+        return _dataframe(tuple(self._records))
+
+    def timeline(self) -> Timeline | None:
+        """The predicted timeline of one step; the measured one lies in the run's folder at the end."""
+        return self._line.predicted()
+
+    def plot(self) -> Picture:
+        """Loss over steps as a picture."""
+        status = self._fetch(0.0).status
+        return Picture(curve_svg([(r.step + 1, r.loss) for r in self._records], f"{status}", "step", "loss"))
+
+    def checkpoint(self, timeout_s: float = 600.0) -> str:
+        """Save a checkpoint after one of the next steps and wait until it is complete; its folder.
+
+        Raises:
+            CheckpointError: the run ended before, or it could not be written in time.
+        """
+        before = self._fetch(0.0).status
+        self._line.checkpoint()
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            news = self._fetch(POLL_S)
+            if news.status.checkpoint != before.checkpoint:
+                return news.status.checkpoint
+            if news.ended:
+                break
+        raise CheckpointError(
+            f"Run {self.name!r} is {self._fetch(0.0).status.state} and wrote no new checkpoint within {timeout_s:g} s; "
+            "events.jsonl in its folder says why."
+        )
+
+    def stop(self, reason: str = "stop() was called") -> None:
+        """Ask the run to end after the step that is running, with a checkpoint; ``wait`` tells when it has."""
+        if not self._fetch(0.0).ended:
+            self.request_stop(reason)
+
+    def request_stop(self, reason: str) -> None:
+        """``stop`` without a look at the run first: safe while another thread waits for it."""
+        self._line.stop(reason)
+
+    @property
+    def last_status(self) -> RunStatus | None:
+        """What was last heard of the run, without asking."""
+        return self._news.status if self._news else None
+
+    def wait(self, timeout_s: float | None = None, on_news: Callable[[News], None] = lambda news: None) -> Result:
+        """Wait for the end of the run.
+
+        Args:
+            timeout_s: None waits for ever.
+            on_news: called with what is new, a few times per second.
+
+        Raises:
+            TimeoutError: the run goes on.
+            RaypipeError: the root cause of its failure.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while not (news := self._fetch(POLL_S)).ended:
+                on_news(news)
+                if deadline_s is not None and time.monotonic() > deadline_s:
+                    raise TimeoutError(f"Run {self.name!r} goes on: {news.status}")
+            on_news(news)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        if news.outcome is None:
+            raise news.error or StageError(f"Run {self.name!r} ended without a word.")
+        return _result(news.status, news.outcome, tuple(self._records))
+
+    def close(self) -> None:
+        """Let go of the run; the process that started it (not detached) ends it."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self._line.hang_up()
+            ended()
+
+    def _fetch(self, wait_s: float) -> News:
+        """What is new since the last call; the last word once the run is over."""
+        with self._fetching:
+            if self._news is not None and self._news.ended:
+                return self._news._replace(records=[])
+            self._news = self._line.news(len(self._records), wait_s)
+            self._records += self._news.records
+            return self._news
+
+
+def attach(name: str) -> RunHandle:
+    """A handle to a run that is on the cluster: a notebook that comes later, another process.
+
+    Raises:
+        ConfigError: there is no such run; says which there are.
+    """
+    from raypipe.runtime.driver.client import find_run
+
+    return RunHandle(name, find_run(name))
+
+
+def _result(status: RunStatus, outcome: Outcome, records: tuple[StepRecord, ...]) -> Result:
+    metrics: dict[str, Any] = {}
+    if records:
+        metrics = {name: getattr(records[-1], name) for name in StepRecord.__slots__}
+    if outcome.eval_loss is not None:
+        metrics["eval_loss"] = outcome.eval_loss
+    return Result(metrics, records, outcome.checkpoint, status.path, outcome.stopped)
+
+
+def _dataframe(records: tuple[StepRecord, ...]) -> Any:
+    import pandas
+
+    return pandas.DataFrame([{name: getattr(r, name) for name in StepRecord.__slots__} for r in records])

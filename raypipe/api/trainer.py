@@ -1,0 +1,397 @@
+"""PipelineTrainer: what a person calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
+from raypipe.api.handle import Result, RunHandle
+from raypipe.api.init_from import InitialWeights
+from raypipe.api.launch import local_fleet, policy_of, refuse_replicas, schedules_of, stage_setups
+from raypipe.api.listing import DEFAULT_STORAGE
+from raypipe.api.signals import stopping_on_signals
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.config.ray import check_ray_settings
+from raypipe.engine.profile import measure_stages, measure_steps
+from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.storage import Place
+from raypipe.errors import ConfigError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.plan import Plan
+from raypipe.ir.profile import Profile
+from raypipe.ir.timeline import Timeline
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.segments import num_steps_of
+from raypipe.planner.simulate.serial import Costs, simulate
+from raypipe.planner.tune import step_of
+from raypipe.prepare.arguments import check_arguments, check_travel, in_one_paragraph
+from raypipe.prepare.blueprint import Job, prepare, profile
+from raypipe.prepare.controller import retune_setup
+from raypipe.prepare.identity import settings_of
+from raypipe.prepare.resume import free_name, kept_microbatches
+from raypipe.progress import RunProgress
+from raypipe.runfile.write import describe
+from raypipe.runtime.run.resuming import refuse_another_run
+from raypipe.runtime.run.spec import RunSpec
+from raypipe.runtime.run.threads import ThreadLine
+
+__all__ = ["PipelineTrainer"]
+
+
+class PipelineTrainer:
+    """Trains a model as a pipeline of Ray actors.
+
+        trainer = raypipe.PipelineTrainer(
+            model, loss_fn=torch.nn.functional.cross_entropy,
+            optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4), train_data="data/train",
+            pipeline=raypipe.PipelineConfig(num_stages=2, minibatch_size=64, num_microbatches=8))
+        print(trainer.plan())
+        result = trainer.fit(num_steps=500)
+
+    Args:
+        model: nn.Module, or a function without arguments that builds one. It is read, never changed.
+        loss_fn: (output, target) -> scalar; None where the model returns its own loss.
+        optimizer: ([(name, parameter), ...]) -> torch optimizer; every stage makes one for its own parameters.
+        lr_scheduler: (optimizer) -> scheduler; it steps once per optimizer step.
+        train_data, eval_data: Parquet or Arrow path, pyarrow.dataset, or a torch map-style Dataset. A sample is a
+            tuple (input, ..., target) with a loss_fn, otherwise columns that become the model's arguments. A Dataset
+            may draw random numbers: torch's, numpy's and Python's global generators are seeded by (seed, epoch, row)
+            around each item, under one lock of the process. Items that still come differently each time are refused.
+        pipeline: see PipelineConfig.
+        scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages, resources_per_worker
+            what each takes of the cluster.
+        run_config: ray.train.RunConfig; name and storage_path say where the run's folder is, ``~/ray_results`` and the
+            time where nothing is said, checkpoint_config what is kept. Any other field that says something is refused.
+        resume: what happens where that folder has a run: None goes on if it is the same run and refuses, naming every
+            difference, if it is not; True goes on with what may change (options of the optimizer, scheduler, clipping,
+            schedule); False begins anew in ``<name>-2``, ``<name>-3`` and so on.
+        init_from: weights that a new run begins with: the name of another run, the path of a run or of one of its
+            checkpoints, or of a .pt or .safetensors file with a state_dict. A run that goes on keeps its own.
+
+    Raises:
+        ConfigError: an argument is missing, of the wrong kind, or a field of Ray's that would have no effect.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Callable[[], torch.nn.Module],
+        *,
+        optimizer: MakeOptimizer,
+        train_data: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        lr_scheduler: MakeScheduler | None = None,
+        eval_data: Any = None,
+        pipeline: PipelineConfig | None = None,
+        scaling_config: Any = None,
+        run_config: Any = None,
+        resume: bool | None = None,
+        init_from: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_arguments(model, loss_fn, optimizer, lr_scheduler, train_data, pipeline)
+        check_ray_settings(scaling_config, run_config, evaluates=eval_data is not None)
+        self._pipeline = pipeline or PipelineConfig()
+        self._scaling = scaling_config
+        self._run = run_config
+        self._resume = resume
+        self._weights = None if init_from is None else InitialWeights(model, init_from, self._storage())
+        self._arguments = (self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data)
+        if resume not in (None, True, False) or (resume and getattr(run_config, "name", None) is None):
+            raise ConfigError(
+                f"resume={resume!r} is not possible: give None, False, or True together with the name of the run that "
+                'is to go on, as in run_config=RunConfig(name="lm").'
+            )
+        self._job: Job | None = None
+        self._checked: Job | None = None
+        self._forward: Job | None = None
+        self._begun: Place | None = None  # the folder of the run that was started last
+        self._predicted: Timeline | None = None
+        self._predicted_step_s = 0.0
+        self.config_yaml: Callable[[str], str] | None = None
+        """What the config.yaml of a run of this name says; None for a description of the arguments."""
+
+    def plan(self, *, cluster: Cluster | None = None, profiled: Profile | None = None, explain: bool = False) -> Plan:
+        """Capture the model and plan the run; starts no actor. ``print(trainer.plan())`` shows four lines.
+
+        Args:
+            cluster: plan for these devices and links instead of scaling_config's workers; what ``fit`` runs is
+                the plan without it.
+            profiled: seconds measured before, by ``profile``; None measures here where the plan needs them.
+            explain: printed, the plan shows all of it (``Plan.explain``): tables, every reason, what was not chosen.
+
+        Raises:
+            RaypipeError: one paragraph that says what to change.
+        """
+        self._check_travel()
+        if cluster is None and profiled is None:
+            made = self._prepared().plan
+        else:
+            made = prepare(*self._arguments, self._pipeline, self._num_workers(), cluster, profiled).plan
+        return dataclasses.replace(made, explained=explain)
+
+    def profile(self) -> Profile:
+        """Seconds and bytes of every operation, and seconds by micro-batch size, measured here.
+
+        Raises:
+            RaypipeError: one paragraph that says what to change.
+        """
+        model, loss_fn, _, _, train_data, _ = self._arguments
+        return profile(model, loss_fn, train_data, self._pipeline, self._num_workers())
+
+    @in_one_paragraph()
+    def simulate(self) -> Timeline:
+        """One predicted step: the plan with stage times measured here on one micro-batch, and free links."""
+        if self._predicted is None:
+            job = self._prepared()
+            seconds = measure_stages(job.programs, job.tensors, job.example)
+            step_s = measure_steps(job.programs, job.tensors, job.make_optimizer)
+            costs = Costs(forward_s=seconds.forward_s, backward_s=seconds.backward_s, step_s=step_s)
+            step = job.schedule(job.plan.num_microbatches)
+            self._predicted = simulate(step, costs)
+            self._predicted_step_s, _ = step_of(step if job.flow is None else lower(job.plan.schedule), costs)
+        return self._predicted
+
+    def fit(
+        self,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+        *,
+        local: bool = False,
+        progress: bool = True,
+    ) -> Result:
+        """Train to the end; a run of this name that was stopped or failed goes on from its newest checkpoint.
+
+        Ctrl-C and SIGTERM stop it after the step that is running, with a checkpoint.
+
+        Args:
+            num_steps, num_epochs: how long, steps of earlier submissions included; exactly one of them.
+            local: run the same plan in threads of this process, without Ray.
+            progress: show the plan's notes, the run's folder and a live line on standard error.
+
+        Raises:
+            RaypipeError: the root cause of a failure; nothing is left running.
+        """
+        watch = RunProgress(self._prepared().plan.notes) if progress else None
+        self.simulate()  # until here a signal does what it does to any program
+        with stopping_on_signals() as stop:
+            handle = self._start(num_steps, num_epochs, local=local, detached=False, connected_to_ray=stop.install)
+            stop.watch(handle)
+            return handle.wait(on_news=watch or (lambda news: None))
+
+    def start(
+        self,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
+        *,
+        local: bool = False,
+        detached: bool = False,
+    ) -> RunHandle:
+        """Like ``fit``, without waiting for the end.
+
+        Args:
+            num_steps, num_epochs, local: as in ``fit``.
+            detached: the run outlives this process, on the cluster that RAY_ADDRESS names; ``raypipe.attach(name)``
+                finds it again. Otherwise it ends with this process and leaves nothing behind.
+
+        Raises:
+            ConfigError: detached without a cluster that would outlive this process, or the name is taken.
+        """
+        return self._start(num_steps, num_epochs, local=local, detached=detached)
+
+    def evaluate(
+        self, checkpoint: str | os.PathLike[str] | None = None, data: Any = None, *, local: bool = False
+    ) -> dict[str, Any]:
+        """The loss of a checkpoint over some data, weighed as in ``fit``'s evaluation; nothing is trained or written.
+
+        Args:
+            checkpoint: what init_from takes; None is the newest checkpoint of this trainer's run, and the weights that
+                a run would begin with before there is one.
+            data: as eval_data; None for eval_data itself.
+            local: in threads of this process, without Ray.
+
+        Returns:
+            eval_loss, samples, and checkpoint: where the weights came from, "" for those that a run would begin with.
+
+        Raises:
+            RaypipeError: one paragraph that says what to change.
+        """
+        if data is None and self._arguments[5] is None:
+            raise ConfigError("evaluate() has no data: give data=..., or eval_data to the trainer.")
+        job = self._forward_job() if data is None else evaluating(self._forward_job(), data)
+        job, source = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
+        with self._stages(job, data, local=local) as stages:
+            loss = evaluation(job, stages)
+        return {"eval_loss": loss, "samples": job.sources["eval"].num_samples, "checkpoint": source}
+
+    def predict(self, data: Any, checkpoint: str | os.PathLike[str] | None = None, *, local: bool = False) -> Any:
+        """What the model returns for these rows in evaluation mode, in their order: one output, tensors of all rows.
+
+        Args:
+            data: as train_data; the target may be left out.
+            checkpoint, local: as in ``evaluate``.
+
+        Raises:
+            RaypipeError: one paragraph that says what to change; the model returns its own loss, for one.
+        """
+        job = predicting(self._forward_job(), data)
+        job, _ = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
+        with self._stages(job, data, local=local) as stages:
+            return predictions(job, stages)
+
+    def _forward_job(self) -> Job:
+        """With evaluation's mode, whether there is eval_data or not; checked as for training."""
+        if self._arguments[5] is not None:
+            job = self._prepared()
+        else:
+            train_data = self._arguments[4]
+            job = self._forward or prepare(*self._arguments[:5], train_data, self._continued(), self._num_workers())
+            self._forward = job
+        self._check(job)
+        return job
+
+    def _own_run(self) -> Place | None:
+        """The folder of the run that was started last, or that would go on."""
+        name = getattr(self._run, "name", None)
+        return self._begun or (self._storage() / name if name and self._resume is not False else None)
+
+    def _stages(self, job: Job, data: Any, *, local: bool) -> contextlib.AbstractContextManager[Stages]:
+        refuse_replicas(job.plan)
+        if local:
+            return threads()
+        self._check_travel()
+        check_travel({"data": data})
+        return actors(job.num_workers, self._resources(), lambda found: self._setups(found, self._storage()))
+
+    def _check_travel(self) -> None:
+        """Of all but the model, of which stages are sent what was captured."""
+        names = ("model", "loss_fn", "optimizer", "lr_scheduler", "train_data", "eval_data")
+        given = dict(zip(names, self._arguments, strict=True)) | {"loss_reduction": self._pipeline.loss_reduction}
+        check_travel({name: value for name, value in given.items() if name != "model"})
+
+    def _prepared(self) -> Job:
+        if self._job is None:
+            job = prepare(*self._arguments, self._continued(), self._num_workers())
+            if self._weights is not None:
+                note = self._weights.note(getattr(self._run, "name", None), self._resume)
+                job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, notes=(*job.plan.notes, note)))
+            self._job = job
+        return self._job
+
+    def _continued(self) -> PipelineConfig:
+        """A run that goes on keeps its micro-batches, which a profile taken today might choose differently."""
+        name = getattr(self._run, "name", None)
+        if name is None or self._resume is False or self._pipeline.num_microbatches != "auto":
+            return self._pipeline
+        kept = kept_microbatches(self._storage() / name, self._pipeline.minibatch_size)
+        return self._pipeline if kept is None else dataclasses.replace(self._pipeline, num_microbatches=kept)
+
+    def _storage(self) -> Place:
+        storage = getattr(self._run, "storage_path", None) or DEFAULT_STORAGE
+        return Place.of(storage, getattr(self._run, "storage_filesystem", None))
+
+    def _num_workers(self) -> int | None:
+        return getattr(self._scaling, "num_workers", None)
+
+    def _num_steps(self, job: Job, num_steps: int | None, num_epochs: int | None) -> int:
+        if (num_steps is None) == (num_epochs is None):
+            raise ConfigError("fit() takes exactly one of num_steps and num_epochs, as in fit(num_steps=500).")
+        name, given = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ConfigError(f"{name}={given!r} is not possible: give an integer of at least 1.")
+        if num_epochs is None:
+            return given
+        return num_steps_of(given, job.sources["train"].num_samples, job.plan.minibatch_size)
+
+    def _start(
+        self,
+        num_steps: int | None,
+        num_epochs: int | None,
+        *,
+        local: bool,
+        detached: bool,
+        connected_to_ray: Callable[[], None] = lambda: None,
+    ) -> RunHandle:
+        job = self._prepared()
+        refuse_replicas(job.plan)
+        spec = self._spec(job, self._num_steps(job, num_steps, num_epochs), local=local)
+        self._begun = spec.place
+        if local:
+            if detached:
+                raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
+            self._check(job)
+            return RunHandle(spec.name, ThreadLine(spec, partial(local_fleet, job, spec.place)))
+        return self._start_on_ray(job, spec, detached, connected_to_ray)
+
+    def _start_on_ray(self, job: Job, spec: RunSpec, detached: bool, connected_to_ray: Callable[[], None]) -> RunHandle:
+        from raypipe.runtime.driver.client import connected, start_run
+
+        self._check_travel()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connected(job.num_workers, self._resources(), detached=detached))
+            connected_to_ray()  # which takes signals for itself
+            check = partial(self._check, job)
+            setups = self._setups(job, spec.place)
+            line = start_run(spec, setups, job.tensors, self._resources(), check, detached=detached)
+            return RunHandle(spec.name, line, stack.pop_all().close)
+        raise AssertionError("unreachable: an ExitStack swallows nothing")
+
+    def _check(self, job: Job) -> None:
+        """The model against its stages, once for every plan."""
+        if self._checked is not job:
+            job.check()
+            self._checked = job
+
+    def _spec(self, job: Job, num_steps: int, *, local: bool) -> RunSpec:
+        plan = job.plan
+        name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        if self._resume is False:
+            name = free_name(self._storage(), name)
+        settings = settings_of(job, self._pipeline, self._arguments[1], self._weights.digest if self._weights else "")
+        refuse_another_run(self._storage() / name, name, settings, num_steps, self._resume)
+        num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
+        predicted = self.simulate()
+        return RunSpec(
+            name=name,
+            place=self._storage() / name,
+            plan_json=plan.to_json(),
+            config_yaml=self.config_yaml(name) if self.config_yaml else self._described(name, num_steps),
+            settings=settings,
+            resume=self._resume,
+            schedules=schedules_of(job, num_samples, num_steps),
+            num_samples=num_samples,
+            minibatch_size=plan.minibatch_size,
+            microbatch_size=plan.microbatch_size,
+            num_steps=num_steps,
+            seed=job.settings.seed,
+            predicted=predicted,
+            # In threads of one process no step begins before the last one's end.
+            predicted_step_s=predicted.makespan_s if local and job.flow is None else self._predicted_step_s,
+            aliases=job.aliases,
+            sums_losses=job.settings.loss_reduction == "sum",
+            flow=job.flow,
+            # Threads of one process have no links to measure.
+            retune=None if local else retune_setup(self._pipeline, job),
+            first_trainable=job.programs[0].first_trainable,
+            checkpoints=policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
+        )
+
+    def _described(self, name: str, num_steps: int) -> str:
+        names = ("model", "loss_fn", "optimizer", "lr_scheduler", "train_data", "eval_data")
+        given = dict(zip(names, self._arguments, strict=True))
+        if self._weights is not None:
+            given |= {"model": self._weights.model, "init_from": self._weights.source}
+        return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)
+
+    def _setups(self, job: Job, place: Place) -> list[Any]:
+        return stage_setups(job, place, self._pipeline)
+
+    def _resources(self) -> Mapping[str, float]:
+        return {"CPU": 1, **(getattr(self._scaling, "resources_per_worker", None) or {})}

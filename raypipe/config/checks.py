@@ -1,0 +1,219 @@
+"""What fields of a configuration mean to each other: values that are possible alone and at odds together.
+
+Fields are looked at in the order in which the configuration lists them; the first that is at odds is named, with the
+other one, the numbers, and what to change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from raypipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raypipe.config.pipeline import Auto, PipelineConfig
+
+__all__ = ["TURNED", "check_together"]
+
+CHUNKED = ("interleaved", "zb-v")
+"""Schedules that put several stages on each worker, and that nobody turns."""
+ASYNCHRONOUS = ("pipedream", "2bw")
+"""Schedules that do not run empty before an update."""
+STILL = (*ASYNCHRONOUS, *CHUNKED)
+"""All schedules under which nothing is turned, codecs neither."""
+TURNED = ("auto", "kfkb", "slack", "zb-h1")
+"""Schedules that the controller turns, where group_size and slack are left to it."""
+
+
+def check_together(config: PipelineConfig) -> None:
+    """Refuse fields that are at odds.
+
+    Raises:
+        ConfigError: names both fields, their values and the cure.
+    """
+    _check_microbatches(config.minibatch_size, config.num_microbatches)
+    _check_split_points(config.partitioner, config.num_stages)
+    stages = config.num_stages if isinstance(config.partitioner, str) else len(config.partitioner) + 1
+    _check_per_stage("num_replicas", config.num_replicas, stages)
+    _check_per_stage("recompute", config.recompute, stages)
+    _check_link_ports(config.link_ports, config.transport)
+    _check_group_size(config.group_size, config.schedule, config.num_microbatches)
+    _check_slack(config.slack, config.schedule, config.num_stages)
+    _check_weights(config)
+    _check_skipping(config)
+    _check_chunked(config)
+    _check_codecs(config)
+    _check_retuning(config)
+    _check_patience(config)
+
+
+def _check_microbatches(minibatch_size: int | Auto, num_microbatches: int | Auto) -> None:
+    if minibatch_size == "auto" or num_microbatches == "auto":
+        return
+    if num_microbatches > minibatch_size:
+        raise ConfigError(
+            f"num_microbatches={num_microbatches} is more than minibatch_size={minibatch_size} samples: "
+            f"a micro-batch needs at least one. Set num_microbatches to {minibatch_size} or less."
+        )
+    microbatch_size = math.ceil(minibatch_size / num_microbatches)
+    count = math.ceil(minibatch_size / microbatch_size)
+    if count != num_microbatches:
+        raise ConfigError(
+            f"minibatch_size={minibatch_size} does not divide into num_microbatches={num_microbatches} of equal size "
+            f"with a smaller last one: {microbatch_size} samples each make {count}. Set num_microbatches={count}, "
+            f"or minibatch_size={microbatch_size * num_microbatches}."
+        )
+
+
+def _check_split_points(partitioner: str | Sequence[str], num_stages: int | Auto) -> None:
+    if isinstance(partitioner, str):
+        return
+    twice = sorted({name for name in partitioner if list(partitioner).count(name) > 1})
+    if twice:
+        raise ConfigError(f"partitioner names {twice[0]!r} twice: a module begins one stage only.")
+    if num_stages != "auto" and num_stages != len(partitioner) + 1:
+        raise ConfigError(
+            f"partitioner={partitioner!r} makes {len(partitioner) + 1} stages, but num_stages={num_stages}. "
+            f"Leave num_stages out, or name {num_stages - 1} modules."
+        )
+
+
+def _check_per_stage(name: str, value: object, num_stages: int | Auto) -> None:
+    if isinstance(value, tuple) and num_stages != len(value):
+        raise ConfigError(
+            f"{name}={value!r} speaks of {len(value)} stages, but num_stages={num_stages!r}. "
+            f"Give one item per stage, or a single value for all; a list needs num_stages={len(value)} beside it."
+        )
+
+
+def _check_link_ports(link_ports: tuple[int, int] | Auto, transport: str) -> None:
+    if link_ports != "auto" and transport not in ("auto", "tcp"):
+        raise ConfigError(
+            f"link_ports={link_ports!r} means nothing to transport={transport!r}: only 'tcp' links listen on these "
+            "ports. Set transport='tcp', or leave link_ports out."
+        )
+
+
+def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: int | Auto) -> None:
+    if group_size == "auto":
+        return
+    if schedule != "kfkb":
+        raise ConfigError(
+            f"group_size={group_size} means nothing to schedule={schedule!r}: only 'kfkb' groups micro-batches. "
+            "Set schedule='kfkb', or leave group_size out."
+        )
+    if num_microbatches != "auto" and group_size > num_microbatches:
+        raise ConfigError(
+            f"group_size={group_size} is more than num_microbatches={num_microbatches}. "
+            f"Set group_size to {num_microbatches} or less."
+        )
+
+
+def _check_slack(slack: int | Sequence[int] | Auto, schedule: str, num_stages: int | Auto) -> None:
+    if slack != "auto" and schedule not in ("slack", "zb-h1", "pipedream", "2bw"):
+        raise ConfigError(
+            f"slack={slack!r} means nothing to schedule={schedule!r}. Set schedule='slack', 'zb-h1', 'pipedream' or "
+            "'2bw', or leave slack out."
+        )
+    if isinstance(slack, tuple) and num_stages not in ("auto", len(slack) + 1):
+        raise ConfigError(
+            f"slack={slack!r} speaks of {len(slack)} hops, but num_stages={num_stages} has {num_stages - 1}. "  # type: ignore[operator]
+            "Give one number per hop, or a single one for all."
+        )
+
+
+def _check_weights(config: PipelineConfig) -> None:
+    """Weight versions belong to asynchronous schedules, and 2bw leaves nothing open."""
+    schedule = config.schedule
+    fixed = {"weight_versions": 1, "vertical_sync": False}
+    meaning = "runs empty before every update and has one weight version"
+    if schedule == "2bw":
+        fixed = {"weight_versions": 2, "vertical_sync": True}
+        meaning = "updates once per mini-batch and has two weight versions, the same on every stage"
+    elif schedule == "pipedream":
+        return
+    for name in ("weight_versions", "update_interval", "vertical_sync"):
+        value = getattr(config, name)
+        if value != "auto" and (name not in fixed or value != fixed[name]):
+            raise ConfigError(
+                f"{name}={value!r} means nothing to schedule={schedule!r}, which {meaning}. Set schedule='pipedream', "
+                f"or leave {name} out."
+            )
+
+
+def _check_skipping(config: PipelineConfig) -> None:
+    """Stages of an asynchronous schedule update without knowing each other's norms."""
+    if config.on_nonfinite == "skip" and config.schedule in ASYNCHRONOUS:
+        raise ConfigError(
+            f"on_nonfinite='skip' is not possible with schedule={config.schedule!r}: its stages update without waiting "
+            "for each other, so that some have taken a step before another one finds that it is not finite. Take a "
+            "synchronous schedule, such as '1f1b', or leave on_nonfinite out for 'stop'."
+        )
+
+
+def _check_chunked(config: PipelineConfig) -> None:
+    """Several stages per worker: two of them in a V, none replicated."""
+    if config.schedule not in CHUNKED:
+        return
+    if config.partitioner == "hierarchical":
+        raise ConfigError(
+            f"partitioner='hierarchical' means nothing to schedule={config.schedule!r}, which shares each worker "
+            "between stages instead of each stage between workers. Set partitioner='auto' or schedule='1f1b'."
+        )
+    stages = config.num_stages if isinstance(config.partitioner, str) else len(config.partitioner) + 1
+    if config.schedule == "zb-v" and stages != "auto" and stages % 2:
+        what = f"num_stages={stages}" if config.num_stages != "auto" else f"partitioner={config.partitioner!r}"
+        raise ConfigError(
+            f"{what} makes {stages} stages, but schedule='zb-v' puts two on every worker. Make them {stages + 1}, or "
+            "take schedule='interleaved'."
+        )
+
+
+def _turned(config: PipelineConfig) -> tuple[str, ...]:
+    """Fields by which the controller has something to turn; see raypipe.prepare.controller."""
+    if config.schedule in STILL or config.retune_interval_steps == 0:
+        return ()
+    kinds = config.schedule in TURNED and config.group_size == "auto" == config.slack
+    found = ["schedule"] if kinds else []
+    found += [name for name in ("codec_forward", "codec_backward") if getattr(config, name) == "auto"]
+    return tuple(found + ["retune_microbatches"] * config.retune_microbatches)
+
+
+def _still(config: PipelineConfig) -> str:
+    """The field, with its value, under which nothing is turned."""
+    name = "schedule" if config.schedule in STILL else "retune_interval_steps"
+    return f"{name}={getattr(config, name)!r}"
+
+
+def _check_codecs(config: PipelineConfig) -> None:
+    """A codec that waits to be turned needs somebody who turns it."""
+    for name in ("codec_forward", "codec_backward"):
+        if getattr(config, name) == "auto" and not _turned(config):
+            raise ConfigError(
+                f"{name}='auto' means nothing with {_still(config)}, under which nothing is turned while the "
+                f"run trains. Name a codec, such as {name}='bf16', or leave {name} out for 'none'."
+            )
+
+
+def _check_retuning(config: PipelineConfig) -> None:
+    """The controller turns nothing of a schedule that never runs empty or shares workers, nor with an interval of 0."""
+    if config.retune_microbatches and not _turned(config):
+        raise ConfigError(
+            f"retune_microbatches=True means nothing with {_still(config)}, under which nothing is "
+            "turned while the run trains. Leave one of them out."
+        )
+
+
+def _check_patience(config: PipelineConfig) -> None:
+    """Patience of a controller that has nothing to turn; an interval of 0 is what it does then."""
+    for name in ("retune_interval_steps", "link_drift_threshold", "min_gain"):
+        value = getattr(config, name)
+        if value not in ("auto", 0) and not _turned(config):
+            still = config.schedule in STILL or config.retune_interval_steps == 0
+            with_what = _still(config) if still else f"schedule={config.schedule!r} as it is given"
+            raise ConfigError(
+                f"{name}={value!r} means nothing with {with_what}: nothing is turned while the run trains. Leave "
+                f"{name} out, or leave something to the controller (schedule='auto', a codec 'auto')."
+            )

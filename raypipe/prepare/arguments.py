@@ -1,0 +1,110 @@
+"""What a trainer's arguments must be, looked at when they are given: nothing is called or read for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.optimizer_trial import PLATEAU
+from raypipe.engine.shipping import unshippable
+from raypipe.engine.user_lines import quoted, short
+from raypipe.errors import ConfigError, PlanError, RaypipeError
+
+__all__ = ["check_arguments", "check_travel", "in_one_paragraph"]
+
+
+def check_arguments(
+    model: Any, loss_fn: Any, optimizer: Any, lr_scheduler: Any, train_data: Any, pipeline: Any
+) -> None:
+    """Refuse what cannot be right, whatever the data.
+
+    Raises:
+        ConfigError: names the argument and says what to write.
+    """
+    if not callable(model):
+        raise ConfigError(
+            f"model is {_what(model)}; give an nn.Module, or a function without arguments that builds one."
+        )
+    if isinstance(loss_fn, type):
+        where = "torch.nn." if loss_fn.__module__.startswith("torch.nn") else ""
+        made = f"{where}{loss_fn.__name__}()"
+        raise ConfigError(
+            f"loss_fn is the class {loss_fn.__name__}, and calling it makes a loss instead of computing one. Add the "
+            f"brackets: loss_fn={made}."
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {_what(loss_fn)}; give a function (output, target) -> scalar tensor.")
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise ConfigError(
+            "optimizer must be a function of named parameters, because every stage makes its own: "
+            "optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)."
+        )
+    if isinstance(lr_scheduler, ReduceLROnPlateau) or lr_scheduler is ReduceLROnPlateau:
+        raise ConfigError(PLATEAU.replace("makes", "is", 1))
+    if lr_scheduler is not None and (isinstance(lr_scheduler, LRScheduler) or not callable(lr_scheduler)):
+        raise ConfigError(
+            f"lr_scheduler is {_what(lr_scheduler)}, but every stage makes one for its own optimizer. Give a function "
+            "of the optimizer: lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1000)."
+        )
+    if train_data is None:
+        raise ConfigError("train_data is None; give the path of Parquet or Arrow files, or a torch map-style Dataset.")
+    if not isinstance(pipeline, PipelineConfig | None):
+        raise ConfigError(f"pipeline is {_what(pipeline)}; give raypipe.PipelineConfig(num_stages=2, ...).")
+
+
+def check_travel(arguments: Mapping[str, Any]) -> None:
+    """Refuse what Ray's actors could not be sent, before there are any.
+
+    Raises:
+        ConfigError: names the argument, what it holds, and where.
+    """
+    for name, value in arguments.items():
+        what = unshippable(name, value)
+        if what is not None and not _travels_all_the_same(value):
+            raise ConfigError(
+                f"{what} Stages are processes of their own: define {name} at module level, and let it make such things "
+                "where it is called."
+            )
+
+
+def _travels_all_the_same(value: Any) -> bool:
+    """Ask Ray's own pickler where Ray is loaded: a type may have been taught to it."""
+    ray = sys.modules.get("ray")
+    try:
+        return ray is not None and bool(ray.cloudpickle.dumps(value))
+    except Exception:  # noqa: BLE001  (whatever a type raises)
+        return False
+
+
+@contextmanager
+def in_one_paragraph() -> Iterator[None]:
+    """Inside, what nobody has foreseen becomes an error of ours too; RAYPIPE_DEBUG=1 keeps where it came from.
+
+    Raises:
+        PlanError: with the user's line on the way to it.
+    """
+    try:
+        yield
+    except RaypipeError:
+        raise
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        cause = error if os.environ.get("RAYPIPE_DEBUG") == "1" else None
+        raise PlanError(
+            f"The run could not be planned{quoted(error)}: {short(error)} Look there first; if it is raypipe's "
+            "mistake, RAYPIPE_DEBUG=1 shows the traceback to report."
+        ) from cause
+
+
+def _what(value: Any) -> str:
+    """A value in few words."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value).__name__
+    return f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"

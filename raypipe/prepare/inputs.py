@@ -1,0 +1,193 @@
+"""The user's arguments, looked at: data opened, model captured, and what was asked for as the planner wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.capture import Capture, capture
+from raypipe.engine.data import Source, open_data
+from raypipe.engine.rehearsal import NUM_ROWS, refuse_lazy, refuse_sparse, rehearse, rehearse_evaluation
+from raypipe.engine.remembered import Memory, read_memory
+from raypipe.engine.user_lines import quoted, short
+from raypipe.errors import ConfigError, DataError, RaypipeError
+from raypipe.ir.cluster import Cluster
+from raypipe.planner.tune import Request, microbatches
+
+__all__ = ["Opened", "check_columns", "example_of", "needs_profile", "open_arguments", "wants_curve"]
+
+CURVE_SAMPLES = 8
+"""How seconds grow with the micro-batch shows in sizes of up to this many samples..."""
+MOST_SAMPLES, MOST_BYTES = 256, 16 << 20
+"""... and, where that takes next to nothing, in sizes of up to this many, of up to so many bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The user's arguments, looked at: what a plan and a profile begin with.
+
+    Attributes:
+        example: one micro-batch by column.
+        larger: more samples by column, where larger micro-batches are of interest; else empty.
+        memory: what model and loss remembered when they came, which every call here changes and training begins with.
+    """
+
+    model: torch.nn.Module
+    sources: Mapping[str, Source]
+    request: Request
+    with_loss_fn: bool
+    captured: Capture
+    example: Mapping[Any, torch.Tensor]
+    larger: Mapping[Any, torch.Tensor]
+    memory: Memory
+
+
+def open_arguments(
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    train_data: Any,
+    eval_data: Any,
+    pipeline: PipelineConfig,
+    num_workers: int | None,
+) -> Opened:
+    """Open the data, build the model and capture it.
+
+    Raises:
+        RaypipeError: one paragraph that says what to change.
+    """
+    built = _built(model)
+    refuse_lazy(built)
+    refuse_sparse(built)
+    memory = read_memory(built, loss_fn)
+    sources = {"train": open_data(train_data, seed=pipeline.seed)}
+    if eval_data is not None:
+        sources["eval"] = open_data(eval_data, seed=pipeline.seed, shuffle=False)
+    request = _request(pipeline, num_workers, sources["train"].num_samples)
+    minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
+    curve = wants_curve(pipeline) and needs_profile(pipeline, None)
+    if curve:
+        size = max(size, min(minibatch, CURVE_SAMPLES))
+    columns, example = _read(sources["train"], loss_fn is not None, size)
+    captured = capture(built, example, columns, loss_fn, evaluates=eval_data is not None)
+    rehearse(built, captured, _by_name(columns, example))
+    if eval_data is not None:
+        check_columns(columns, sources["eval"])
+        count = min(NUM_ROWS, sources["eval"].num_samples)
+        rows = _by_name(columns, sources["eval"].read(0, 0, count, columns))
+        rehearse_evaluation(built, captured, rows)
+    larger: Mapping[Any, torch.Tensor] = {}
+    if curve:
+        bytes_each = sum(x[:1].nbytes for x in _by_name(columns, example).values() if x.dim())
+        most = min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, bytes_each))
+        if most > size:
+            larger = example_of(sources["train"], loss_fn is not None, most)
+    return Opened(built, sources, request, loss_fn is not None, captured, _by_name(columns, example), larger, memory)
+
+
+def _built(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    if isinstance(model, torch.nn.Module):
+        return model
+    try:
+        built = model()
+    except RaypipeError:
+        raise
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        raise ConfigError(
+            f"model cannot be built{quoted(error)}: {short(error)} Give an nn.Module, or a function without arguments "
+            "that builds one."
+        ) from None
+    if not isinstance(built, torch.nn.Module):
+        raise ConfigError(f"model={type(built).__name__} is no nn.Module; give one, or a function that builds one.")
+    return built
+
+
+def check_columns(columns: tuple[Any, ...], source: Source, name: str = "eval_data") -> None:
+    """Refuse eval_data that lacks a column of train_data, before the first evaluation is due.
+
+    Args:
+        name: of the argument that brought the data.
+
+    Raises:
+        DataError: names the column.
+    """
+    numbered = all(isinstance(name, int) for name in columns)
+    there = tuple(range(len(source.columns))) if numbered else source.columns
+    missing = [name for name in columns if name not in there]
+    if missing:
+        raise DataError(
+            f"{name} has no column {missing[0]!r}, but train_data has; it has {', '.join(map(repr, there))}. "
+            "Give it the columns of train_data, in the same order."
+        )
+
+
+def example_of(source: Source, with_loss_fn: bool, samples: int) -> dict[Any, torch.Tensor]:
+    """The first samples by column, at least two of them.
+
+    Raises:
+        DataError: there is no target for the loss_fn.
+    """
+    return _by_name(*_read(source, with_loss_fn, samples))
+
+
+def wants_curve(pipeline: PipelineConfig) -> bool:
+    """Whether it matters how seconds grow with the micro-batch."""
+    return pipeline.num_microbatches == "auto" or pipeline.retune_microbatches
+
+
+def needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
+    """Whether anything is left open that seconds or bytes decide; equal parameters never ask for seconds."""
+    if cluster is not None or pipeline.memory_limit_bytes != "auto" or pipeline.retune_microbatches:
+        return True
+    if pipeline.partitioner == "parameters":
+        return False
+    return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
+
+
+def _by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
+    return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
+
+
+def _given(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int) -> Request:
+    split_points = () if isinstance(pipeline.partitioner, str) else tuple(pipeline.partitioner)
+    return Request(
+        num_stages=_given(pipeline.num_stages),
+        num_workers=num_workers,
+        split_points=split_points,
+        minibatch_size=_given(pipeline.minibatch_size),
+        num_microbatches=_given(pipeline.num_microbatches),
+        num_samples=num_samples,
+        schedule=pipeline.schedule,
+        group_size=_given(pipeline.group_size),
+        slack=_given(pipeline.slack),
+        partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
+        memory_limit_bytes=_given(pipeline.memory_limit_bytes),
+        weight_versions=_given(pipeline.weight_versions),
+        update_interval=_given(pipeline.update_interval),
+        vertical_sync=_given(pipeline.vertical_sync) or False,
+        clips=pipeline.max_grad_norm is not None,
+        skips=pipeline.on_nonfinite == "skip",
+    )
+
+
+def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:
+    """Columns in order and one micro-batch of at least two samples, as a tuple or as a dict."""
+    numbered = all(isinstance(name, int) for name in source.columns)
+    if with_loss_fn:
+        columns: tuple[Any, ...] = tuple(range(len(source.columns)))
+        if len(columns) < 2:
+            raise DataError(
+                f"With a loss_fn a sample is (input, ..., target), but the data has {len(columns)} column. Add the "
+                "target as the last column, or leave loss_fn out where the model returns its own loss."
+            )
+    else:
+        columns = tuple(range(len(source.columns))) if numbered else tuple(source.columns)
+    count = min(max(2, microbatch_size), source.num_samples)
+    return columns, source.read(0, 0, count, columns)

@@ -1,0 +1,302 @@
+"""loss_reduction="auto": what a loss averages over, read off its graph and tried on real rows.
+
+    graph of the loss       counts labels other than -100, samples, or adds up
+    a few real rows         weighted losses of micro-batches == loss of all of them?
+    neither way fits        refused, with the numbers
+
+A loss_fn is traced by itself on the model's outputs; a model that returns its own loss has been traced already.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.capture import Capture, TracedModel
+from raypipe.engine.capture.guards import own_loss
+from raypipe.engine.capture.loss_terms import LossTerms, loss_terms
+from raypipe.engine.capture.trace import trace
+from raypipe.engine.local import one_thread
+from raypipe.engine.loss_check import NUM_ROWS, Grouping, group_losses, misfit, weights_of
+from raypipe.engine.loss_counts import LossCounts
+from raypipe.engine.microbatch import Reduction
+from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.rehearsal import scalar
+from raypipe.engine.remembered import read_memory
+from raypipe.errors import CaptureError, ConfigError
+
+__all__ = ["FoundReduction", "find_reduction"]
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+Columns = Mapping[Any, torch.Tensor]
+
+_NO_TERMS = LossTerms(None, False)
+
+
+class FoundReduction(NamedTuple):
+    """What weighs the micro-batches' losses, and a note for the plan; empty where it goes without saying."""
+
+    reduction: Reduction
+    note: str = ""
+
+
+def find_reduction(
+    model: torch.nn.Module,
+    loss_fn: LossFn | None,
+    captured: Capture,
+    rows: Columns,
+    pipeline: PipelineConfig,
+) -> FoundReduction:
+    """The reduction that is asked for, or the one that "auto" stands for.
+
+    Args:
+        rows: a few samples by column, as the model reads them.
+
+    Raises:
+        ConfigError: no weights of micro-batches make the loss of a mini-batch.
+    """
+    asked = pipeline.loss_reduction
+    if captured.terms is not None and captured.terms.parts:
+        if asked in ("auto", "valid_tokens"):
+            return _weighed_by_part(captured, rows, pipeline)
+        raise ConfigError(
+            f"loss_reduction={asked!r} is one weight for a loss whose terms average over different things "
+            f"({captured.terms.counts.words}). Leave it out: 'auto' weighs each term."  # type: ignore[union-attr]
+        )
+    if asked == "valid_tokens" and captured.terms is not None:
+        # The model may shift its labels; what counts are those that its loss sees.
+        return FoundReduction(captured.terms.counts or asked)
+    rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
+    trial = _Trial(model, loss_fn, pipeline.seed)
+    if asked == "mean" and pipeline.num_microbatches != 1 and not any(p.is_meta for p in model.parameters()):
+        _refuse_sum(trial.losses(rows))
+    if asked != "auto":
+        return FoundReduction(asked)
+    traced = captured.terms if loss_fn is None else _terms_of_loss_fn(loss_fn, trial.outputs(rows), rows)
+    known = traced or _NO_TERMS
+    found: list[Reduction] = [known.counts] if known.counts else []
+    found += ["sum", "mean"] if known.sums else ["mean", "sum"]
+    if traced is None and len(rows) > 1 and not list(rows.values())[-1].is_floating_point():
+        found.append("valid_tokens")
+    note = _note(known.counts) if known.counts else ""
+    if pipeline.num_microbatches == 1 or any(p.is_meta for p in model.parameters()):
+        return FoundReduction(found[0], note)
+    tried = trial.losses(rows)
+    if tried is None:
+        return FoundReduction(found[0], note)
+    whole, groupings = tried
+    target = list(rows)[-1] if loss_fn is not None else None
+    for reduction in found:
+        if all(misfit(whole, g, weights_of(reduction, g, target)) is None for g in groupings):
+            return FoundReduction(reduction, note if reduction is known.counts else "")
+    if known.counts is not None:
+        for grouping in groupings:  # says so where terms average over different numbers of items
+            known.counts.of_minibatch(grouping.parts, grouping.sizes)
+    what = known.counts.words if known.counts else str(found[0])
+    raise ConfigError(_refusal(whole, [(g, weights_of(found[0], g, target)) for g in groupings], what))
+
+
+def _refuse_sum(tried: tuple[float, list[Grouping]] | None) -> None:
+    """A loss that adds up over samples, weighed by samples, would be smaller the more micro-batches there are.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    if tried is None:
+        return
+    whole, groupings = tried
+
+    def fits(reduction: str) -> bool:
+        return all(misfit(whole, g, weights_of(reduction, g, None)) is None for g in groupings)
+
+    if fits("sum") and not fits("mean"):
+        sizes, losses = groupings[0].sizes, groupings[0].losses
+        raise ConfigError(
+            f"loss_reduction='mean' is for a loss that averages over samples, but this one adds up: over {sum(sizes)} "
+            f"rows it is {whole:.5g}, over {' and '.join(map(str, sizes))} of them "
+            f"{' and '.join(f'{loss:.5g}' for loss in losses)}. The gradient would shrink with the number of "
+            "micro-batches. Set loss_reduction='sum', leave it out, or let the loss average (reduction='mean')."
+        )
+
+
+def _note(counts: LossCounts) -> str:
+    return f"it averages over {counts.words}, and micro-batches weigh by how many they have"
+
+
+def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig) -> FoundReduction:
+    """A model whose last stage returns the terms of its loss one by one, each tried with its own weights."""
+    terms = captured.terms
+    assert terms is not None
+    assert terms.counts is not None
+    counts = terms.counts
+    rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
+    found = FoundReduction(
+        counts, f"its terms average over {counts.words}, and micro-batches weigh in each by how many they have"
+    )
+    assert isinstance(captured.model, TracedModel)
+    changes = captured.model.train.changing_buffers or captured.model.train.traced.num_draws
+    if pipeline.num_microbatches == 1 or (captured.model.eval is None and changes):
+        return found
+    trains, evals = captured.model.functions((), ())
+    (function,) = evals or trains
+    tensors = {**captured.parameters, **captured.buffers}
+
+    def parts_of(part: Columns) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad(), one_thread():
+            return function(
+                [tensors[site.parameter].detach() for site in function.sites],
+                [tensors[name].detach().clone() for name in function.buffers],
+                (),
+                [part[name].clone() for name in function.columns],
+                RandomKey(pipeline.seed, 0, 0),
+            )
+
+    if any(tensor.is_meta for tensor in tensors.values()):
+        return found
+    for at, term in enumerate(counts.parts):
+        whole, groupings = group_losses(rows, lambda part, at=at: float(parts_of(part)[at]))  # type: ignore[misc]
+        weighed = []
+        for grouping in groupings:
+            items = counts.by_term(grouping.parts, grouping.sizes)[term]
+            weighed.append((grouping, [n / sum(items) for n in items] if any(items) else None))
+        if any(misfit(whole, grouping, weights) is not None for grouping, weights in weighed):
+            raise ConfigError(_refusal(whole, weighed, counts.words, f"term {at + 1} of "))
+    return found
+
+
+class _LossModule(torch.nn.Module):
+    """A loss_fn as a model of its outputs' tensors and the target, so that it can be traced."""
+
+    def __init__(self, loss_fn: LossFn, spec: pytree.TreeSpec, fixed: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.loss_fn, self.spec, self.fixed = loss_fn, spec, fixed
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        *given, target = tensors
+        leaves: list[Any] = list(given)
+        for position, value in self.fixed.items():
+            leaves.insert(position, value)
+        return self.loss_fn(pytree.tree_unflatten(leaves, self.spec), target)
+
+
+def _terms_of_loss_fn(loss_fn: LossFn, output: Any, rows: Columns) -> LossTerms | None:
+    """None where the loss cannot be traced."""
+    if output is None:
+        return None
+    leaves, spec = pytree.tree_flatten(output)
+    fixed = {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    module = _LossModule(loss_fn, spec, fixed)
+    names = [*(f"output {i}" for i in range(len(tensors))), list(rows)[-1]]
+    example = (*tensors, list(rows.values())[-1])
+    try:
+        traced = trace(module, example, {}, names, returns_loss=False, training=False, one_length=True)
+    except CaptureError:
+        return None
+    data = {list(traced.columns)[-1]}
+    terms = loss_terms(traced, data, {**dict(module.named_parameters()), **dict(module.named_buffers())})
+    return terms.summed() if terms.parts else terms  # the user's function runs as it is, and returns the sum
+
+
+class _Trial:
+    """The user's model and loss as one function of rows, in evaluation mode; nothing of either is changed."""
+
+    def __init__(self, model: torch.nn.Module, loss_fn: LossFn | None, seed: int) -> None:
+        self._model, self._loss_fn, self._seed = model, loss_fn, seed
+        self._draws = False
+
+    def outputs(self, rows: Columns) -> Any:
+        """Of the model, in its own structure; None where it cannot run like this."""
+        try:
+            with _evaluating(self._model), self._forgetting():
+                return self._run(rows)
+        except Exception:  # noqa: BLE001  (whatever it is, training says it better)
+            return None
+
+    def losses(self, rows: Columns) -> tuple[float, list[Grouping]] | None:
+        """Of all rows and of micro-batches of them; None where the model cannot run like this.
+
+        Raises:
+            CaptureError: the loss is no scalar.
+        """
+        try:
+            with _evaluating(self._model):
+                found = group_losses(rows, self._loss)
+        except CaptureError:
+            raise
+        except Exception:  # noqa: BLE001  (as above)
+            return None
+        return None if self._draws else found  # other rows would draw other numbers
+
+    def _run(self, rows: Columns) -> Any:
+        values = {name: column.clone() for name, column in rows.items()}
+        with KeyedRandomness(RandomKey(self._seed, 0, 0)) as mode:
+            if self._loss_fn is not None:
+                output = self._model(*list(values.values())[:-1])
+            elif all(isinstance(name, int) for name in values):
+                output = self._model(*values.values())
+            else:
+                output = self._model(**values)
+        self._draws = self._draws or mode.index > 0
+        return output
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """What model and loss remember of a call is put back, so that every call here is the first one."""
+        memory = read_memory(self._model, self._loss_fn)
+        try:
+            yield
+        finally:
+            memory.restore()
+
+    def _loss(self, rows: Columns) -> float:
+        with self._forgetting():
+            return contextvars.copy_context().run(self._first_loss, rows)
+
+    def _first_loss(self, rows: Columns) -> float:
+        output = self._run(rows)
+        if self._loss_fn is None:
+            return float(own_loss(self._model, output))
+        return float(scalar(self._loss_fn(output, list(rows.values())[-1]), len(next(iter(rows.values())))))
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients, on one thread; mode and buffers are put back."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.eval()
+    try:
+        with torch.no_grad(), one_thread(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a loss over one row
+            yield
+    finally:
+        for name, module in model.named_modules():
+            module.training = modes[name]
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+
+
+def _refusal(whole: float, weighed: Sequence[tuple[Grouping, list[float] | None]], what: str, term: str = "") -> str:
+    """The first grouping that does not fit, in numbers."""
+    grouping, total = next(
+        (grouping, total) for grouping, weights in weighed if (total := misfit(whole, grouping, weights)) is not None
+    )
+    sizes, losses = " and ".join(map(str, grouping.sizes)), " and ".join(f"{loss:.5g}" for loss in grouping.losses)
+    how = {"sum": "added up", "mean": "weighed by samples"}.get(what, f"weighed by {what}")
+    return (
+        f"loss_reduction='auto': no weights of micro-batches make {term}the loss of a mini-batch. Over "
+        f"{sum(grouping.sizes)} rows it is {whole:.5g}; over micro-batches of {sizes} rows it is {losses}, {how} "
+        f"{total:.5g}. Such a loss compares the rows of a batch with each other, or averages in a way that cannot be "
+        "counted from the data. Set num_microbatches=1 to keep it exact, or say what micro-batches shall mean: "
+        "loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that counts the items of "
+        "a target."
+    )

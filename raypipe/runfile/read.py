@@ -1,0 +1,286 @@
+"""A run as a YAML file: what may stand in it, what the command line changes, and where a mistake is.
+
+    model: {target: "text_lm:GPT", args: {width: 128}}        called with args
+    loss_fn: {target: "text_lm:loss_fn"}                      used as it is, or with args bound
+    optimizer: {target: "torch.optim:AdamW", args: {lr: 3e-4}}
+    train_data: data/stdlib/train.parquet                     a path, or a target
+    pipeline: {num_stages: 2, schedule: 1f1b}                 the fields of PipelineConfig
+    scaling_config: {num_workers: 2}                          those of ray.train.ScalingConfig
+    run_config: {name: lm, storage_path: runs}                those of ray.train.RunConfig
+    num_steps: 500                                            or num_epochs
+    resume: true                                              or false; see PipelineTrainer
+    init_from: pretrained                                     a run's name, or a path of weights
+
+Relative paths of data and storage_path count from the working directory, and are made absolute here, because
+Ray's workers may have another one. This file imports neither torch nor Ray; raypipe.api.from_file makes the trainer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.errors import ConfigError
+from raypipe.runfile.yaml_text import Path as KeyPath
+from raypipe.runfile.yaml_text import dump, parse, parse_value
+
+__all__ = [
+    "RunFile", "absolute_path", "as_begun", "is_target", "name_or_path", "read_runfile", "refuse",
+    "refuse_unknown", "to_yaml", "unnamed_parts", "with_name",
+]  # fmt: skip
+
+_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")
+_LENGTHS = ("num_steps", "num_epochs")
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """The settings of a run, checked as far as that goes without importing anything that they name.
+
+    Attributes:
+        name: of the file, for messages.
+        values: the file's settings with all overrides.
+        origins: where each key was set, by its path: "line 7" or "--set".
+    """
+
+    name: str
+    values: Mapping[str, Any]
+    origins: Mapping[KeyPath, str]
+
+    @property
+    def length(self) -> dict[str, int]:
+        """num_steps or num_epochs, as fit() and start() take it.
+
+        Raises:
+            ConfigError: neither is there.
+        """
+        found = {key: self.values[key] for key in _LENGTHS if key in self.values}
+        if not found:
+            raise ConfigError(f"{self.name} does not say how long to train: add num_steps or num_epochs.")
+        return found
+
+
+def read_runfile(path: str | Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Read a YAML file and check it.
+
+    Args:
+        overrides: "pipeline.schedule=kfkb" and the like; values are YAML. They win over the file, and num_steps
+            and num_epochs replace one another.
+
+    Raises:
+        ConfigError: names file, line and key, and the nearest right name where a key is unknown.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Give the path of a run's YAML file.") from error
+    values, lines = parse(text, str(path))
+    origins = {key: f"line {line}" for key, line in lines.items()}
+    for override in overrides:
+        _override(values, origins, override)
+    run = RunFile(str(path), {key: value for key, value in values.items() if value is not None}, origins)
+    _check(run)
+    return RunFile(run.name, _absolute(run.values), origins)
+
+
+def to_yaml(run: RunFile) -> str:
+    """The effective settings as a file that ``read_runfile`` takes for the same ones."""
+    return dump(run.values)
+
+
+def as_begun(run: RunFile, name: str) -> RunFile:
+    """The settings of the run that was begun from this file, under the name that it was given.
+
+    ``resume`` is left out: it answered a question that was asked once.
+    """
+    values = {key: value for key, value in run.values.items() if key != "resume"}
+    return RunFile(run.name, {**values, "run_config": {**values.get("run_config", {}), "name": name}}, run.origins)
+
+
+def with_name(run: RunFile, name: str) -> RunFile:
+    """The same run, under this name where it has none."""
+    settings = {"name": name, **{k: v for k, v in run.values.get("run_config", {}).items() if v is not None}}
+    return RunFile(run.name, {**run.values, "run_config": settings}, run.origins)
+
+
+def unnamed_parts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(key, words) of what the program that wrote the file could not name; see raypipe.runfile.write."""
+    pipeline = values.get("pipeline")
+    inner = pipeline.items() if isinstance(pipeline, dict) else ()
+    found = [*values.items(), *((f"pipeline.{key}", value) for key, value in inner)]
+    return [(key, str(value["unnamed"])) for key, value in found if isinstance(value, dict) and "unnamed" in value]
+
+
+def is_target(value: object) -> bool:
+    """Whether a value stands for a Python object: ``{target: "package.module:callable", args: {...}}``."""
+    return isinstance(value, dict) and "target" in value
+
+
+def refuse(run: RunFile, path: KeyPath, complaint: str) -> NoReturn:
+    """Raise a ConfigError that begins with the file, the line and the key.
+
+    The line is that of the innermost key on the path that the file has.
+    """
+    places = (run.origins.get(path[:end]) for end in range(len(path), 0, -1))
+    place = next((f", {found}" for found in places if found), "")
+    raise ConfigError(f"{run.name}{place}: {'.'.join(map(str, path))}: {complaint}")
+
+
+def refuse_unknown(run: RunFile, path: KeyPath, given: Iterable[Any], known: Sequence[str]) -> None:
+    """Raise for the first key under ``path`` that is not known.
+
+    Raises:
+        ConfigError: with the nearest known key, or all of them.
+    """
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else f"possible are {', '.join(known) or 'none'}."
+            refuse(run, (*path, str(key)), f"unknown; {hint}")
+
+
+def _override(values: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    path = tuple(dotted.strip().split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"--set {override!r} is not of the form key.key=value, as in --set pipeline.schedule=kfkb.")
+    inner = values
+    for depth, key in enumerate(path[:-1], 1):
+        below = inner.get(key)
+        if below is None:
+            below = inner[key] = {}
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(path[:depth])} is {below!r} and has no keys to set.")
+        inner = below
+    inner[path[-1]] = parse_value(text)
+    if path[0] in _LENGTHS and len(path) == 1:
+        for other in _LENGTHS:
+            if other != path[0]:
+                values.pop(other, None)
+    origins[path] = "--set"
+
+
+def _check(run: RunFile) -> None:
+    refuse_unknown(run, (), run.values, tuple(_CHECKS))
+    unnamed = unnamed_parts(run.values)
+    if unnamed:
+        parts = "; ".join(f"{key} was {words}" for key, words in unnamed)
+        raise ConfigError(
+            f"{run.name} cannot train yet, for the program that began the run had parts that no file can name: {parts}"
+            '. Write {target: "package.module:function"} for each of them.'
+        )
+    for key, value in run.values.items():
+        _CHECKS[key](run, (key,), value)
+    missing = [key for key in ("model", "optimizer", "train_data") if key not in run.values]
+    if missing:
+        raise ConfigError(f"{run.name} has no {missing[0]}: add {_EXAMPLES[missing[0]]}.")
+    if set(_LENGTHS) <= set(run.values):
+        refuse(run, ("num_epochs",), "num_steps is there too; keep one of them.")
+
+
+_EXAMPLES = {
+    "model": 'model: {target: "package.module:Model", args: {...}}',
+    "optimizer": 'optimizer: {target: "torch.optim:AdamW", args: {lr: 3e-4}}',
+    "train_data": 'train_data: path/to/data.parquet, or train_data: {target: "package.module:dataset"}',
+}
+
+
+def _check_target(run: RunFile, path: KeyPath, value: Any) -> None:
+    if not isinstance(value, dict):
+        refuse(run, path, f'{value!r} is not of the form {{target: "package.module:callable", args: {{...}}}}.')
+    refuse_unknown(run, path, value, ("target", "args"))
+    target, args = value.get("target"), value.get("args")
+    if not isinstance(target, str) or not _TARGET.match(target):
+        refuse(run, (*path, "target"), f"{target!r} is not of the form package.module:callable.")
+    if args is not None:
+        _check_mapping(run, (*path, "args"), args)
+
+
+def _check_data(run: RunFile, path: KeyPath, value: Any) -> None:
+    if not isinstance(value, str):
+        _check_target(run, path, value)
+
+
+def _check_mapping(run: RunFile, path: KeyPath, value: Any) -> None:
+    if not isinstance(value, dict):
+        refuse(run, path, f"{value!r} is no mapping of names to values.")
+    for key in value:
+        if not isinstance(key, str):
+            refuse(run, (*path, str(key)), f"the name {key!r} is no string; put it in quotes.")
+
+
+def _check_count(run: RunFile, path: KeyPath, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        refuse(run, path, f"{value!r} is not possible; give an integer of at least 1.")
+
+
+def _check_pipeline(run: RunFile, path: KeyPath, value: Any) -> None:
+    _check_mapping(run, path, value)
+    refuse_unknown(run, path, value, [field.name for field in fields(PipelineConfig)])
+    settings = dict(value)
+    if is_target(settings.get("loss_reduction")):
+        _check_target(run, (*path, "loss_reduction"), settings["loss_reduction"])
+        settings["loss_reduction"] = len  # stands in: the right function is imported when the trainer is made
+    try:
+        PipelineConfig(**settings)
+    except ConfigError as error:
+        # PipelineConfig begins with the field it complains of: group_size=5 is more than ...
+        field = str(error).partition("=")[0].split(" ")[0]
+        if field not in settings:
+            refuse(run, path, str(error))
+        refuse(run, (*path, field), str(error))
+
+
+def _check_flag(run: RunFile, path: KeyPath, value: Any) -> None:
+    if not isinstance(value, bool):
+        refuse(run, path, f"{value!r} is not possible; give true or false, or leave it out.")
+
+
+def _check_text(run: RunFile, path: KeyPath, value: Any) -> None:
+    if not isinstance(value, str) or not value:
+        refuse(run, path, f"{value!r} is not possible; give the name of a run, or a path.")
+
+
+_CHECKS: Mapping[str, Callable[[RunFile, KeyPath, Any], None]] = {
+    "model": _check_target,
+    "loss_fn": _check_target,
+    "optimizer": _check_target,
+    "lr_scheduler": _check_target,
+    "train_data": _check_data,
+    "eval_data": _check_data,
+    "pipeline": _check_pipeline,
+    "scaling_config": _check_mapping,
+    "run_config": _check_mapping,
+    "num_steps": _check_count,
+    "num_epochs": _check_count,
+    "resume": _check_flag,
+    "init_from": _check_text,
+}
+
+
+def _absolute(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(values)
+    for key in ("train_data", "eval_data"):
+        if isinstance(found.get(key), str):
+            found[key] = absolute_path(found[key])
+    if isinstance(found.get("init_from"), str):
+        found["init_from"] = name_or_path(found["init_from"])
+    storage = found.get("run_config", {}).get("storage_path")
+    if isinstance(storage, str):
+        found["run_config"] = {**found["run_config"], "storage_path": absolute_path(storage)}
+    return found
+
+
+def name_or_path(text: str) -> str:
+    """The name of a run as it is, a path from the root on."""
+    return absolute_path(text) if "/" in text or Path(text).exists() else text
+
+
+def absolute_path(text: str) -> str:
+    """A local path from the root on; URIs as they are."""
+    return text if "://" in text else str(Path(text).expanduser().absolute())

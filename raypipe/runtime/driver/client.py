@@ -1,0 +1,213 @@
+"""The trainer's side of a run on Ray: connect or start, hand over, and a line to the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+
+from raypipe.errors import ConfigError, StageError
+from raypipe.ir.timeline import Timeline
+from raypipe.runtime.driver.driver import DriverActor, driver_name
+from raypipe.runtime.run.journal import News
+from raypipe.runtime.run.spec import RunSpec
+from raypipe.runtime.workers.packing import pack
+from raypipe.runtime.workers.places import release_orphans
+from raypipe.runtime.workers.worker import StageSetup
+
+__all__ = ["NAMESPACE", "RayLine", "connected", "find_run", "start_run"]
+
+NAMESPACE = "raypipe"
+CONTROL_TIMEOUT_S = 30.0
+
+# Standard error stays free for the progress line; Ray writes its logs into its session folder.
+_QUIET: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR", "log_to_driver": False}
+
+
+@contextlib.contextmanager
+def connected(num_workers: int, resources: Mapping[str, float], *, detached: bool = False) -> Iterator[None]:
+    """Inside, Ray runs: the caller's connection, the cluster that RAY_ADDRESS names, or one of our own.
+
+    A detached run needs one that outlives this process, so none of our own.
+
+    Raises:
+        ConfigError: there is none.
+    Our own has as many logical CPUs as there are workers (the driver takes none), or what they ask for, and ends
+    with the context.
+    Ray protects it with a token, as it does for every cluster that it starts in a process.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**_QUIET)
+    elif detached:
+        raise ConfigError(
+            "detached=True needs a cluster that outlives this process, and RAY_ADDRESS names none. Start one with "
+            "`ray start --head` and set RAY_ADDRESS=auto, or leave detached out."
+        )
+    else:
+        # Ray's workers are otherwise so nice that every daemon of its own goes before a stage.
+        ray.init(
+            address="local",
+            num_cpus=max(num_workers, math.ceil(num_workers * resources.get("CPU", 1))),
+            resources={name: n * num_workers for name, n in resources.items() if name not in ("CPU", "GPU")},
+            include_dashboard=False,
+            _system_config={"worker_niceness": 0},
+            **_QUIET,
+        )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+class RayLine:
+    """A line to the driver actor of one run.
+
+    Args:
+        owner: this process started the run and ends the driver with ``hang_up``; others only listen.
+        call: the owner's reference to the driver's long call.
+    """
+
+    def __init__(self, driver: Any, name: str, *, owner: bool, call: Any = None) -> None:
+        self._driver: Any = driver
+        self._call: Any = call
+        self._name = name
+        self._owner = owner
+
+    def news(self, since: int, wait_s: float) -> News:
+        """See Journal.
+
+        Raises:
+            StageError: the driver is gone.
+        """
+        try:
+            news: News = ray.get(self._driver.news.remote(since, wait_s), timeout=wait_s + CONTROL_TIMEOUT_S)
+            if not news.ended:
+                self.check()
+            return news
+        except RayActorError as error:
+            if isinstance(error, ActorDiedError):
+                release_orphans(driver_name(self._name))
+            raise StageError(
+                f"The driver of run {self._name!r} is gone, and its stages with it: {str(error).splitlines()[0]} "
+                "Start the run again under the same name; it goes on from its newest checkpoint."
+            ) from None
+
+    def check(self) -> None:
+        """Raise what kept the driver from running at all: a function of the user's that it cannot import, say."""
+        if self._call is not None and ray.wait([self._call], timeout=0)[0]:
+            call, self._call = self._call, None
+            try:
+                ray.get(call)
+            except RayTaskError as error:
+                raise StageError(f"The driver of run {self._name!r} could not begin: {error}") from None
+
+    def stop(self, reason: str) -> None:
+        self._ask(self._driver.stop.remote(reason))
+
+    def checkpoint(self) -> None:
+        self._ask(self._driver.checkpoint.remote())
+
+    def predicted(self) -> Timeline | None:
+        return self._ask(self._driver.predicted.remote())
+
+    def hang_up(self) -> None:
+        """Let go of the driver; its owner ends it, and with it whatever of the run is left."""
+        if self._owner and self._driver is not None:
+            with contextlib.suppress(RayError):
+                ray.kill(self._driver, no_restart=True)
+                release_orphans(driver_name(self._name))
+        self._driver = self._call = None
+
+    def _ask(self, ref: Any) -> Any:
+        try:
+            return ray.get(ref, timeout=CONTROL_TIMEOUT_S)
+        except RayActorError as error:
+            raise StageError(f"The driver of run {self._name!r} is gone: {str(error).splitlines()[0]}") from None
+
+
+def start_run(
+    spec: RunSpec,
+    setups: Sequence[StageSetup],
+    tensors: Mapping[str, Any],
+    resources: Mapping[str, float],
+    check: Callable[[], None],
+    *,
+    detached: bool,
+) -> RayLine:
+    """Start the driver, which starts the stages. A detached one is returned when it needs nothing more from here.
+
+    Args:
+        tensors: the user's parameters and buffers by name; each worker gets its own through the object store.
+        resources: of one worker.
+        check: whether the run may begin; works while the stages start. A detached run is checked before that.
+
+    Raises:
+        ConfigError: a run of this name is on the cluster.
+        RaypipeError: from the check; nothing is left running.
+    """
+    if detached:
+        check()
+    options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
+    if detached:
+        options["lifetime"] = "detached"
+    try:
+        driver = DriverActor.options(**options).remote(spec.name, str(spec.place), detached)
+    except ValueError as error:
+        raise ConfigError(
+            f"A run named {spec.name!r} is on this cluster ({error}). Choose another RunConfig(name=...), follow it "
+            f"with raypipe.attach({spec.name!r}), or wait for it."
+        ) from error
+    release_orphans(driver_name(spec.name))  # of a driver that died while nobody looked
+    states = [ray.put(pack(tensors, setup.tensors)) for setup in setups]
+    # States travel inside a list, so that Ray passes the references on and not the tensors.
+    try:
+        call = driver.run.remote(spec, setups, states, dict(resources))
+    except TypeError as error:  # raypipe.prepare.arguments looks for it before, and may have looked past something
+        ray.kill(driver, no_restart=True)
+        raise ConfigError(
+            f"Something of the run cannot be sent to Ray's actors: {str(error).splitlines()[-1]} Define model, "
+            "loss_fn, optimizer and data at module level, without locks, open files or connections in them."
+        ) from None
+    line = RayLine(driver, spec.name, owner=not detached, call=call)
+    if not detached:
+        try:
+            check()
+        except BaseException:
+            line.hang_up()
+            raise
+    driver.go_on.remote()
+    while detached and not ray.get(driver.wait_started.remote(1.0)):
+        line.check()
+    return line
+
+
+def find_run(name: str) -> RayLine:
+    """A line to a run that is on the cluster; connects to the one that RAY_ADDRESS names where nobody has.
+
+    Raises:
+        ConfigError: no cluster, or no run of this name on it; says which there are.
+    """
+    if not ray.is_initialized():
+        try:
+            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **_QUIET)
+        except ConnectionError as error:
+            raise ConfigError(f"No Ray cluster to look for the run {name!r} on: {error} Set RAY_ADDRESS.") from None
+    try:
+        driver = ray.get_actor(driver_name(name), namespace=NAMESPACE)
+    except ValueError:
+        prefix = driver_name("")
+        named = ray.util.list_named_actors(all_namespaces=True)
+        runs = sorted(a["name"][len(prefix) :] for a in named if a["name"].startswith(prefix))
+        raise ConfigError(
+            f"No run named {name!r} is on this cluster. Running: {', '.join(runs) or 'none'}. How a finished run ended "
+            "is in events.jsonl of its folder."
+        ) from None
+    return RayLine(driver, name, owner=False)

@@ -1,0 +1,177 @@
+"""DriverActor: owns the stages of one run and feeds them orders. No tensor ever passes through it.
+
+    trainer --run(spec, setups, states)--> DriverActor --orders--> StageActors
+            --news(since) --------------->     |       <--reports---
+            --stop(), checkpoint() ------>     |
+            <-- records, status, outcome -     |        (3 KB per step of 4 stages and 16 micro-batches)
+
+The controller of the schedule works in here too, see runtime/run/retuner.py.
+
+It is named ``raypipe/<run>``. The stages belong to it and die with it; it belongs to whoever started it, or to
+nobody when it is detached.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from raypipe.engine.rundir import RunFolder
+from raypipe.ir.report import StepRecord, StepReport
+from raypipe.ir.timeline import Timeline
+from raypipe.planner.control import Decision
+from raypipe.runtime.driver.publish import Publisher
+from raypipe.runtime.run.journal import Journal, News
+from raypipe.runtime.run.lease import Lease
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.spec import Outcome, RunSpec
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.worker import StageSetup
+
+__all__ = ["DriverActor", "driver_name"]
+
+LINGER_S = 60.0
+"""How long a detached driver answers after its run has ended."""
+
+
+def driver_name(run: str) -> str:
+    """The name under which Ray knows the driver of a run."""
+    return f"raypipe/{run}"
+
+
+class _DriverActor:
+    def __init__(self, run: str, path: str, detached: bool) -> None:
+        self._journal = Journal(run, path)
+        self._requests = Requests()
+        self._detached = detached
+        self._predicted: Timeline | None = None
+
+    def run(
+        self, spec: RunSpec, setups: Sequence[StageSetup], states: list[Any], resources: Mapping[str, float]
+    ) -> None:
+        """The whole run in one call; ``news`` tells how it goes and how it ended, and no stage is left after it.
+
+        Args:
+            states: references to the workers' packed tensors, which only they resolve.
+        """
+        self._predicted = spec.predicted
+        try:
+            with Lease.take(spec.place, spec.name, self._journal.begins) as lease:
+                outcome = self._train(spec, setups, states, resources, lease)
+            self._journal.end(outcome, None)
+        except Exception as error:  # noqa: BLE001  (told to everybody who asks)
+            self._journal.end(None, error)
+        if self._detached:
+            me = ray.get_runtime_context().current_actor
+            threading.Thread(target=_leave, args=(me,), daemon=True).start()
+
+    def _train(
+        self,
+        spec: RunSpec,
+        setups: Sequence[StageSetup],
+        states: list[Any],
+        resources: Mapping[str, float],
+        lease: Lease,
+    ) -> Outcome:
+        count = len(setups[0].programs)
+        stages = "1 stage" if count == 1 else f"{count} stages"
+        self._journal.begins(f"waiting for the places and processes of {stages}")
+        fleet = Fleet(len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name))
+        journal = _Published(self._journal, Publisher(spec.name, count, setups[0].placement), spec)
+        for note in fleet.notes:
+            RunFolder(spec.place).event("warning", note)
+        try:
+            self._journal.begins(
+                f"sending {stages} their parameters and opening the links between them",
+                stages=tuple(map(_public, fleet.members)),
+                num_steps=spec.num_steps,
+            )
+            fleet.configure(setups, states)
+            states.clear()  # the stages have them now
+            # What was imported lives as long as this process. Full collections took 40 % of its processor time
+            # (perf, two stages), on hosts where that may be a stage's.
+            gc.collect()
+            gc.freeze()
+            while not self._requests.wait_checked(1.0):
+                self._journal.begins("waiting for the check of the model, which runs where the run was started")
+            self._journal.begins()
+            return run_loop(fleet, spec, journal, self._requests, lease=lease)
+        finally:
+            fleet.stop()
+
+    @ray.method(concurrency_group="control")
+    def news(self, since: int, wait_s: float) -> News:
+        """Records number ``since`` and later, and where the run stands; see Journal."""
+        return self._journal.news(since, wait_s)
+
+    @ray.method(concurrency_group="control")
+    def wait_started(self, wait_s: float) -> bool:
+        """Whether the stages have what they need from the caller, so that it may leave."""
+        return self._journal.wait_started(wait_s)
+
+    @ray.method(concurrency_group="control")
+    def go_on(self) -> None:
+        """The model has been checked, so training may begin; without this word it waits."""
+        self._requests.checked()
+
+    @ray.method(concurrency_group="control")
+    def stop(self, reason: str) -> None:
+        """End after the segment that is running, with a checkpoint."""
+        self._journal.stopping(reason)
+        self._requests.stop(reason)
+
+    @ray.method(concurrency_group="control")
+    def checkpoint(self) -> None:
+        """Save a checkpoint soon; the status tells when it is there."""
+        self._requests.checkpoint()
+
+    @ray.method(concurrency_group="control")
+    def predicted(self) -> Timeline | None:
+        """The simulated timeline of one step."""
+        return self._predicted
+
+
+class _Published:
+    """A journal whose steps Prometheus sees too.
+
+    Args:
+        spec: of the run, for what is known before its first step.
+    """
+
+    def __init__(self, journal: Journal, publisher: Publisher, spec: RunSpec) -> None:
+        self._journal = journal
+        self._publisher = publisher
+        publisher.event("predicted_step_seconds", spec.predicted_step_s)
+        if spec.retune is not None:
+            publisher.event("group_size", spec.retune.choice.group_size)
+        self.resumed, self.tell = journal.resumed, journal.tell
+
+    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
+        self._journal.step(record, reports)
+        self._publisher.step(record, reports)
+
+    def decided(self, decision: Decision) -> None:
+        self._journal.decided(decision)
+        if decision.choice is not None:
+            self._publisher.event("retunes")
+            self._publisher.event("group_size", decision.choice.group_size)
+
+
+def _public(member: Mapping[str, Any]) -> dict[str, Any]:
+    """What people are told of a stage; the address of its links may hold a handle, which would keep it alive."""
+    return {name: value for name, value in member.items() if name != "address"}
+
+
+def _leave(me: Any) -> None:
+    """A detached driver belongs to nobody, so it ends itself."""
+    time.sleep(LINGER_S)
+    ray.kill(me, no_restart=True)
+
+
+DriverActor = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"control": 8})(_DriverActor)

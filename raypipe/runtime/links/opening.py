@@ -1,0 +1,135 @@
+"""Transports: the ways in which a worker can be joined to its peers, and the switch between them.
+
+    "tcp"           connections of our own; Unix sockets on one machine       runtime/links/tcp.py
+    "object_store"  objects in Ray's store, announced by actor calls          runtime/links/object_store.py
+    "collective"    gloo groups of two                                        runtime/links/collective.py
+
+A worker shows its peers one Endpoint for as long as it lives, and opens its channels through it for each generation of
+the plan. "auto" is "tcp"; docs/design/0007-transports.md says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raypipe.engine.channel import Channel
+from raypipe.errors import ConfigError
+from raypipe.runtime.links.tcp import SocketListener, open_channels
+
+__all__ = ["TRANSPORTS", "Endpoint", "Opening", "make_endpoint"]
+
+Ports = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What one worker needs to know to open its links in one generation of a plan.
+
+    Attributes:
+        me: number of this worker in the plan.
+        addresses: of the peers' endpoints, by worker.
+        generation: of the plan.
+        run_id: equal on all workers of a run, and of no other run.
+        capacity: most tensors per message, by peer; both ends must say the same.
+        timeout_s: deadline for all links together.
+        names: of the channels, by peer, for messages to people.
+        secret: known to the workers of this run only; for transports that prove who connects.
+    """
+
+    me: int
+    addresses: Mapping[int, Any]
+    generation: int
+    run_id: str
+    capacity: Mapping[int, int]
+    timeout_s: float
+    names: Mapping[int, str]
+    secret: bytes = b""
+
+
+class Endpoint(Protocol):
+    """What a worker shows its peers, for as many generations as it lives."""
+
+    @property
+    def address(self) -> Any:
+        """A plain value that may travel to the peers through Ray."""
+
+    def open(self, opening: Opening) -> Mapping[int, Channel]:
+        """Open the links to all peers, by peer; each of them does the same.
+
+        Raises:
+            LinkError: a peer did not open in time, died, has another plan, or is in a newer generation; no link is
+                left open.
+        """
+
+    def close(self) -> None:
+        """Take no more peers. Open channels have owners, who close them."""
+
+
+class SocketEndpoint:
+    """The endpoint of "tcp"."""
+
+    def __init__(self, host: str, ports: Ports | None) -> None:
+        self._listener = SocketListener(host, ports=ports)
+
+    @property
+    def address(self) -> Any:
+        return self._listener.address
+
+    def open(self, opening: Opening) -> Mapping[int, Channel]:
+        return open_channels(
+            self._listener,
+            opening.me,
+            opening.addresses,
+            opening.generation,
+            opening.run_id,
+            opening.capacity,
+            opening.timeout_s,
+            opening.names,
+            secret=opening.secret,
+        )
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _object_store(host: str, ports: Ports | None) -> Endpoint:
+    from raypipe.runtime.links.object_store import ObjectStoreEndpoint
+
+    return ObjectStoreEndpoint()
+
+
+def _collective(host: str, ports: Ports | None) -> Endpoint:
+    from raypipe.runtime.links.collective import CollectiveEndpoint
+
+    if ports is not None:
+        raise ConfigError(
+            f"link_ports={ports!r} cannot be kept by transport='collective': gloo chooses its ports itself. "
+            "Leave link_ports out, or take transport='tcp'."
+        )
+    return CollectiveEndpoint(host)
+
+
+TRANSPORTS: Mapping[str, Callable[[str, Ports | None], Endpoint]] = {
+    "tcp": SocketEndpoint,
+    "object_store": _object_store,
+    "collective": _collective,
+}
+
+
+def make_endpoint(transport: str, host: str, ports: Ports | None = None) -> Endpoint:
+    """The endpoint of this process's worker.
+
+    Args:
+        transport: a name in TRANSPORTS, or "auto".
+        host: address of this node that the peers reach.
+        ports: lowest and highest port that the links may use; None leaves it to the system. The object store uses none.
+
+    Raises:
+        ConfigError: there is no such transport, or it cannot keep to ``ports``.
+    """
+    name = "tcp" if transport == "auto" else transport
+    if name not in TRANSPORTS:
+        raise ConfigError(f"transport={transport!r} is not one of {', '.join(map(repr, ('auto', *TRANSPORTS)))}.")
+    return TRANSPORTS[name](host, ports)

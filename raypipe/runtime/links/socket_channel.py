@@ -1,0 +1,201 @@
+"""SocketChannel: one worker's end of a link over TCP or a Unix socket, with one connection per direction.
+
+    send() --> [orders] --> sending thread ==out==>             peer's receiving thread --> inbox --> recv()
+                                    ^-------out-------  abort notice
+    recv() <-- inbox <-- receiving thread  <==in===             peer's sending thread
+                                    -------in-------->  abort notice
+
+A connection carries frames one way. The way back is empty but for one thing: the reason of an
+abort, which there does not queue behind megabytes of activations. Whoever finds the link broken looks there.
+
+Sockets stay blocking and are woken by shutdown(2), which works from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from raypipe.engine import frame
+from raypipe.engine.codec.host import one_core
+from raypipe.errors import LinkAbortedError, LinkError
+from raypipe.runtime.links.landing import Landing, Memory
+from raypipe.runtime.links.queued_channel import QueuedChannel
+
+__all__ = ["SocketChannel"]
+
+LANDING_BYTES = 1 << 20
+"""Largest message that is given memory ahead of its arrival."""
+
+REASON_BYTES = 1024
+_LEFT = "\0"  # marks the reason of a peer that left in good order: what it sent before may still be taken
+_BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux and macOS
+
+
+class SocketChannel(QueuedChannel):
+    """See the Channel protocol. ``open_channels`` makes both connections and hands them over.
+
+    Args:
+        name: for messages to people.
+        generation: of the plan; older messages are dropped, a newer one is an error.
+        max_tensors: most tensors that a message of this channel has; equal on both ends.
+        outgoing, incoming: connected blocking sockets, which the channel owns from now on.
+
+    Attributes:
+        kinds: "tcp" or "unix", of the way out and the way in.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        generation: int,
+        max_tensors: int,
+        outgoing: socket.socket,
+        incoming: socket.socket,
+    ) -> None:
+        super().__init__(name, generation, max_tensors)
+        self._out, self._in = outgoing, incoming
+        self.kinds = (_kind(outgoing), _kind(incoming))
+        self._landing: Landing | None = None  # these two are the receiving thread's
+        self._memory = Memory()
+        self._receiver = threading.Thread(target=self._receive_loop, name=f"raypipe-recv {name}", daemon=True)
+        self.start()
+        self._receiver.start()
+
+    # The sending thread.
+
+    def transmit(self, message: frame.Frame) -> None:
+        with _as_broken():
+            _send_all(self._out, deque((memoryview(message.header), *message.buffers)))
+
+    def goodbye(self, reason: str | None) -> None:
+        """The connection ends after the messages, and the peer that finds its end looks for a notice."""
+        if reason is not None:
+            self._notify(_LEFT + reason)
+        with _as_broken():
+            self._out.shutdown(socket.SHUT_WR)
+
+    def broke(self, cause: ConnectionError) -> None:
+        """The peer aborted, or takes no more messages: what it still sends belongs to the receiving thread."""
+        reason = self._abort_notice()
+        if reason is not None:
+            self.fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason.removeprefix(_LEFT)}"))
+        else:
+            super().broke(cause)
+
+    # Any thread.
+
+    def interrupt(self, reason: str | None) -> None:
+        if reason is not None:
+            self._notify(reason)
+        for sock in (self._out, self._in):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        self._receiver.join()
+        for sock in (self._out, self._in):
+            sock.close()
+
+    def _notify(self, reason: str) -> None:
+        """Leave the reason on the way back, where the peer looks when its connection ends."""
+        with contextlib.suppress(OSError):
+            self._in.send(reason.encode()[:REASON_BYTES] or b" ", socket.MSG_DONTWAIT)
+
+    def _abort_notice(self) -> str | None:
+        try:
+            notice = self._out.recv(REASON_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except OSError:
+            return None
+        return notice.decode(errors="replace") if notice else None
+
+    # The receiving thread.
+
+    def _receive_loop(self) -> None:
+        one_core()
+        header = bytearray(frame.header_bytes(self.max_tensors))
+        try:
+            while self._receive(header):
+                pass
+        except LinkError as error:
+            self.fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
+            return
+        except (RuntimeError, MemoryError) as error:  # no memory for what was announced
+            self.fail(LinkError(f"{self.name}: receiving failed: {error!r}"), tell_peer=repr(error))
+            return
+        except OSError as error:
+            ending = f"the link broke: {error}."
+        else:
+            ending = "the peer closed the link or died."
+        reason = self._abort_notice()
+        if reason is not None:
+            told = LinkAbortedError(f"{self.name}: aborted by the peer: {reason.removeprefix(_LEFT)}")
+            self.fail(told, keep=reason.startswith(_LEFT))
+        else:
+            self.lost(LinkError(f"{self.name}: {ending}"))
+
+    def _receive(self, header: bytearray) -> bool:
+        """Take one message off the connection; False at its end."""
+        if not _receive_exactly(self._in, memoryview(header)):
+            return False
+        head = frame.parse(header, generation=self.generation, max_tensors=self.max_tensors)
+        landing, self._landing = self._landing, None
+        if landing is None or landing.records != head.records:
+            landing = Landing.prepare(head, self._memory)
+        if head.payload_bytes and not _receive_exactly(self._in, landing.memory):
+            raise ConnectionError(f"it ended inside {head.action}")
+        if head.generation == self.generation:
+            arrived_at_s = time.time()
+            self.inbox.deliver(head, landing.landed(head, self._memory), arrived_at_s)
+        if head.payload_bytes <= LANDING_BYTES:
+            # The next message is likely of the same shape: make room for it now, while nobody waits.
+            self._landing = Landing.prepare(head, self._memory)
+        return True
+
+
+def _kind(sock: socket.socket) -> str:
+    return "unix" if sock.family == getattr(socket, "AF_UNIX", None) else "tcp"
+
+
+@contextlib.contextmanager
+def _as_broken() -> Iterator[None]:
+    """Whatever the system says of a socket, the link broke."""
+    try:
+        yield
+    except ConnectionError:
+        raise
+    except OSError as error:
+        raise ConnectionError(str(error)) from error
+
+
+def _send_all(sock: socket.socket, buffers: deque[memoryview]) -> None:
+    """Write all of ``buffers``; shutdown(2) from another thread ends it with an OSError."""
+    while buffers:
+        sent_bytes = sock.sendmsg(itertools.islice(buffers, _BUFFERS_PER_CALL))
+        while buffers and sent_bytes >= buffers[0].nbytes:
+            sent_bytes -= buffers.popleft().nbytes
+        if sent_bytes:
+            buffers[0] = buffers[0][sent_bytes:]
+
+
+def _receive_exactly(sock: socket.socket, target: memoryview) -> bool:
+    """Fill ``target``; False if the connection ended before its first byte.
+
+    Raises:
+        ConnectionError: it ended later.
+    """
+    start = 0
+    while start < target.nbytes:
+        # One call, and so one wait for the interpreter lock, for a whole message.
+        got_bytes = sock.recv_into(target[start:], 0, socket.MSG_WAITALL)
+        if got_bytes == 0:
+            if start == 0:
+                return False
+            raise ConnectionError(f"it ended after {start} of {target.nbytes} bytes")
+        start += got_bytes
+    return True

@@ -1,0 +1,287 @@
+"""Opening the links of one worker: who connects to whom, and how both ends make sure of it.
+
+Every direction has a connection of its own, opened by its sender to the receiver's listener, over the Unix
+socket when both are on one machine and over TCP otherwise:
+
+    sender                             receiver
+      | connect --------------------------> |   (the kernel accepts; nobody has to be ready)
+      | <-- handshake (handshake.py) -----> |   a stranger is closed and forgotten
+      | messages =========================> |
+
+The listener outlives generations. A greeting of an older generation, of another run or of no run at
+all is closed without disturbing anybody; whoever was closed and is alive tries again until its own
+deadline, so workers may enter a generation in any order. A proven greeting of a *newer* generation says
+that this opening is obsolete and ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+
+from raypipe.errors import LinkError
+from raypipe.runtime.links.addresses import Address, check_reachable, same_machine
+from raypipe.runtime.links.congestion import choose_congestion_control
+from raypipe.runtime.links.handshake import Answer, Conversation, Hello, answer, call, run_digest
+from raypipe.runtime.links.listener import SocketListener, enlarge_buffers
+from raypipe.runtime.links.socket_channel import SocketChannel
+
+__all__ = ["Address", "SocketChannel", "SocketListener", "open_channels"]
+
+RETRY_S = 0.02
+
+GUEST_S = 5.0
+"""Time that somebody who connected has to prove itself."""
+
+GUESTS = 64
+"""Connections, besides those of peers, that may be in the middle of proving themselves; the oldest has to go."""
+
+_PENDING = (0, errno.EINPROGRESS, errno.EINTR)
+
+
+def open_channels(
+    listener: SocketListener,
+    me: int,
+    peers: Mapping[int, Address | tuple[str, int]],
+    generation: int,
+    run_id: str | bytes,
+    max_tensors: int | Mapping[int, int],
+    timeout_s: float,
+    names: Mapping[int, str] | None = None,
+    *,
+    secret: bytes = b"",
+) -> dict[int, SocketChannel]:
+    """Open the links of worker ``me`` to all its peers; each of them does the same.
+
+    Args:
+        listener: of this worker; stays open.
+        me: number of this worker in the plan.
+        peers: ``SocketListener.address`` of each peer, by worker number. Host and port do too, for TCP alone.
+        generation: of the plan.
+        run_id: equal on all workers of a run, and of no other run.
+        max_tensors: most tensors per message, for all peers or by peer; both ends must say the same.
+        timeout_s: deadline for all links together.
+        names: of the channels, by peer.
+        secret: known to the workers of this run only, 16 random bytes or more; both ends of every connection
+            prove that they know it. Messages themselves are neither encrypted nor authenticated.
+
+    Raises:
+        LinkError: a peer could not be reached in time, is gone, has a newer generation or another plan, or an
+            address that reaches no other machine; no connection is left open.
+    """
+    places = {peer: Address(*address) for peer, address in peers.items()}
+    check_reachable(me, listener.address, places)
+    limits = max_tensors if isinstance(max_tensors, Mapping) else dict.fromkeys(peers, max_tensors)
+    hellos = {peer: Hello(run_digest(run_id), generation, me, peer, limits[peer]) for peer in peers}
+    opening = _Opening(listener, places, hellos, secret, timeout_s)
+    try:
+        opening.run()
+        return {
+            peer: SocketChannel(
+                (names or {}).get(peer, f"worker {me} <-> worker {peer}"),
+                generation,
+                limits[peer],
+                _ready(opening.outgoing.pop(peer)),
+                _ready(opening.incoming.pop(peer)),
+            )
+            for peer in peers
+        }
+    finally:
+        opening.close()
+
+
+class _Talk:
+    """A connection in the middle of its handshake; ``peer`` is None while we do not know who called."""
+
+    def __init__(self, sock: socket.socket, steps: Conversation, peer: int | None, until_s: float) -> None:
+        self.sock, self.steps, self.peer, self.until_s = sock, steps, peer, until_s
+        self.begun, self.heard, self.wanted_bytes = False, b"", 0
+
+    def step(self) -> Answer | None:
+        """Say what is next; the answer once the conversation is over.
+
+        Raises:
+            OSError: the connection broke, or does not even take the few bytes of a handshake.
+        """
+        heard = self.heard
+        while True:
+            try:
+                turn = self.steps.send(heard) if self.begun else next(self.steps)
+            except StopIteration as end:
+                return end.value
+            self.begun = True
+            if turn.say and self.sock.send(turn.say) != len(turn.say):
+                raise BlockingIOError
+            if turn.wanted_bytes:
+                self.heard, self.wanted_bytes = b"", turn.wanted_bytes
+                return None
+            heard = b""
+
+    def hear(self) -> Answer | None:
+        """Read what there is, and answer it when it is whole.
+
+        Raises:
+            OSError: the connection ended or broke.
+        """
+        with contextlib.suppress(BlockingIOError):
+            part = self.sock.recv(self.wanted_bytes - len(self.heard))
+            if not part:
+                raise ConnectionError
+            self.heard += part
+        return self.step() if len(self.heard) == self.wanted_bytes else None
+
+
+class _Opening:
+    """The state of one ``open_channels``: one thread, one selector, nothing that a stranger can hold up."""
+
+    def __init__(
+        self,
+        listener: SocketListener,
+        peers: Mapping[int, Address],
+        hellos: Mapping[int, Hello],
+        secret: bytes,
+        timeout_s: float,
+    ) -> None:
+        self.peers, self.hellos, self.secret, self.timeout_s = peers, hellos, secret, timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
+        self.outgoing: dict[int, socket.socket] = {}
+        self.incoming: dict[int, socket.socket] = {}
+        self.calls: dict[int, _Talk] = {}  # by peer
+        self.guests: dict[_Talk, None] = {}  # oldest first
+        self.unproven: set[int] = set()  # peers in whose name somebody called who does not know the secret
+        self.unix = {peer for peer, at in peers.items() if at.unix and same_machine(at, listener.address)}
+        self.retry_at_s = dict.fromkeys(peers, 0.0)
+        self.selector = selectors.DefaultSelector()
+        for sock in listener.sockets:
+            self.selector.register(sock, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        while len(self.outgoing) < len(self.peers) or len(self.incoming) < len(self.peers):
+            now_s = time.monotonic()
+            if now_s >= self.deadline_s:
+                self._raise_late()
+            for guest in [guest for guest in self.guests if now_s >= guest.until_s]:
+                self._drop(guest)
+            for peer, at_s in list(self.retry_at_s.items()):
+                if now_s >= at_s:
+                    self._connect(peer)
+            next_s = min([self.deadline_s, *self.retry_at_s.values(), *(guest.until_s for guest in self.guests)])
+            for key, _ in self.selector.select(max(next_s - time.monotonic(), 0.0)):
+                if key.data is None:
+                    self._accept(key.fileobj)  # type: ignore[arg-type]
+                elif key.data in self.guests or self.calls.get(key.data.peer) is key.data:  # else dropped just now
+                    self._go_on(key.data, connecting=bool(key.events & selectors.EVENT_WRITE))
+
+    def close(self) -> None:
+        self.selector.close()
+        talks = (*self.calls.values(), *self.guests)
+        for sock in (*(talk.sock for talk in talks), *self.outgoing.values(), *self.incoming.values()):
+            sock.close()
+
+    def _connect(self, peer: int) -> None:
+        """Begin to connect; what becomes of it, the selector tells."""
+        del self.retry_at_s[peer]
+        at, over_unix = self.peers[peer], peer in self.unix
+        family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
+        sock = socket.socket(socket.AF_UNIX if over_unix else family)
+        sock.setblocking(False)
+        enlarge_buffers(sock)
+        self.calls[peer] = talk = _Talk(sock, call(self.hellos[peer], self.secret), peer, self.deadline_s)
+        choose_congestion_control(sock)
+        try:
+            code = sock.connect_ex(at.unix_path() if over_unix else (at.host, at.port))
+        except OSError as error:  # a name that has no address
+            code = error.errno or errno.EADDRNOTAVAIL
+        if code in _PENDING:
+            self.selector.register(sock, selectors.EVENT_WRITE, talk)
+        else:
+            self._cannot_connect(talk, code)
+
+    def _cannot_connect(self, talk: _Talk, code: int) -> None:
+        peer = talk.peer
+        assert peer is not None
+        self._drop(talk)
+        if peer in self.unix:
+            self.unix.remove(peer)
+            self.retry_at_s[peer] = 0.0
+            return
+        at = self.peers[peer]
+        raise LinkError(
+            f"worker {self.hellos[peer].sender} cannot connect to worker {peer} at {at.host}:{at.port}: "
+            f"{os.strerror(code)}. It died, or a firewall is between them."
+        )
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = listener.accept()
+            sock.setblocking(False)
+            guest = _Talk(sock, answer(self.hellos, self.secret), None, time.monotonic() + GUEST_S)
+            guest.step()
+            self.guests[guest] = None
+            self.selector.register(sock, selectors.EVENT_READ, guest)
+            if len(self.guests) > GUESTS + len(self.peers):
+                self._drop(next(iter(self.guests)))
+
+    def _go_on(self, talk: _Talk, *, connecting: bool) -> None:
+        try:
+            if connecting:
+                if code := talk.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    self._cannot_connect(talk, code)
+                    return
+                self.selector.modify(talk.sock, selectors.EVENT_READ, talk)
+                done = talk.step()
+            else:
+                done = talk.hear()
+        except OSError:  # the peer is in another generation still, or gone, which the next connect will tell
+            done = Answer(None, False)
+        if done is None:
+            return
+        if done.proven and done.sender is not None:
+            self._keep(talk, done.sender)
+            return
+        if done.sender is not None:
+            self.unproven.add(done.sender)
+        self._drop(talk)
+        if talk.peer is not None:
+            self.retry_at_s[talk.peer] = time.monotonic() + RETRY_S
+
+    def _keep(self, talk: _Talk, peer: int) -> None:
+        self._forget(talk)
+        kept = self.incoming if talk.peer is None else self.outgoing
+        if peer in kept:  # it tried again, so the first connection is dead
+            kept.pop(peer).close()
+        kept[peer] = talk.sock
+
+    def _drop(self, talk: _Talk) -> None:
+        self._forget(talk)
+        talk.sock.close()
+
+    def _forget(self, talk: _Talk) -> None:
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(talk.sock)
+        if talk.peer is None:
+            del self.guests[talk]
+        else:
+            del self.calls[talk.peer]
+
+    def _raise_late(self) -> None:
+        silent = sorted(set(self.peers) - self.incoming.keys())
+        deaf = sorted(set(self.peers) - self.outgoing.keys())
+        liars = sorted(self.unproven - (self.incoming.keys() & self.outgoing.keys()))
+        raise LinkError(
+            f"links not open after {self.timeout_s:g} s: no connection from workers {silent}, "
+            f"no welcome from workers {deaf}. They hang, are cut off, or belong to another run or generation."
+            + (f" Somebody called itself workers {liars} without knowing this run's secret." if liars else "")
+        )
+
+
+def _ready(sock: socket.socket) -> socket.socket:
+    sock.settimeout(None)
+    if sock.family != getattr(socket, "AF_UNIX", None):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock

@@ -1,0 +1,139 @@
+"""The driver's side of checkpoints: when one is due, completing it while training goes on, and where to begin again.
+
+    loop     order 99 (save_to=step_0000100) ... order 100 ... order 101
+    stages            snapshot, write in the background
+    here                        wait for all entries, write the manifest, delete surplus ones
+
+A checkpoint that cannot be written is told and does not end the run; only the last one does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, files_folder, prune
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError
+from raypipe.runtime.run.lease import Lease
+
+__all__ = ["CheckpointPolicy", "Checkpoints"]
+
+AUTO_INTERVAL_S = 600.0
+"""Without an interval in steps a run saves this often: what a crash may cost, against a copy of the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """When checkpoints are saved, and which are kept.
+
+    Attributes:
+        interval_steps: steps between two; None goes by the clock.
+        num_to_keep, score_attribute, score_order: as in ray.train.CheckpointConfig.
+    """
+
+    interval_steps: int | None = None
+    num_to_keep: int | None = None
+    score_attribute: str | None = None
+    score_order: Literal["max", "min"] = "max"
+
+
+class _Writes(Protocol):
+    def entries(self, folder: str) -> list[dict[str, Any]]: ...
+
+
+class Checkpoints:
+    """Checkpoints of one run.
+
+    Args:
+        place: the run's folder.
+        fleet: whose stages write.
+        manifest: makes the manifest of a step from the stages' entries and the metrics of that step.
+        tell: (decision, reason, numbers) notes an event.
+        lease: without which no checkpoint counts; None where nobody else can know of the folder.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        fleet: _Writes,
+        policy: CheckpointPolicy,
+        manifest: Callable[[int, list[dict[str, Any]], Mapping[str, float]], Manifest],
+        tell: Callable[..., None],
+        lease: Lease | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._place = place
+        self._fleet = fleet
+        self._policy = policy
+        self._manifest = manifest
+        self._tell = tell
+        self._lease = lease
+        self._clock = clock
+        self._begun_s = clock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="raypipe-checkpoint")
+        self._pending: dict[int, Future[None]] = {}
+        self.latest = ""
+
+    def due(self, step: int) -> bool:
+        """Whether to save after ``step`` steps."""
+        return self.due_at(step) or self.overdue
+
+    def due_at(self, step: int) -> bool:
+        """Whether the interval, where it is in steps, ends with ``step``: known ahead."""
+        return self._policy.interval_steps is not None and step % self._policy.interval_steps == 0
+
+    @property
+    def overdue(self) -> bool:
+        """Whether the interval, where it goes by the clock, is over."""
+        return self._policy.interval_steps is None and self._clock() - self._begun_s >= AUTO_INTERVAL_S
+
+    def begin(self, step: int) -> str:
+        """Note that the state after ``step`` steps is being saved; the folder for the order."""
+        self._begun_s = self._clock()
+        return self._files(step)
+
+    def complete(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Wait in the background for all stages, then make the checkpoint count."""
+        self._pending[step] = self._pool.submit(self._complete, step, dict(metrics))
+
+    def finish(self, step: int) -> None:
+        """Wait for every checkpoint, of which that of ``step`` must be good.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._pool.shutdown(wait=True)
+        for done, future in self._pending.items():
+            error = future.exception()
+            if error is not None and done == step:
+                raise error
+
+    def close(self) -> None:
+        """Drop what has not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _files(self, step: int) -> str:
+        below = files_folder(self._lease.held.generation) if self._lease is not None else ""
+        return f"{checkpoint_name(step)}/{below}" if below else checkpoint_name(step)
+
+    def _complete(self, step: int, metrics: Mapping[str, float]) -> None:
+        begin_s = self._clock()
+        folder = checkpoint_name(step)
+        try:
+            manifest = self._manifest(step, self._fleet.entries(self._files(step)), metrics)
+            with contextlib.nullcontext() if self._lease is None else self._lease.completing():
+                commit(self._place, folder, manifest)
+            self.latest = str(self._place / folder)
+            self._tell("checkpoint", f"{step} steps", step=step, seconds=round(self._clock() - begin_s, 3))
+            for name in prune(
+                self._place, self._policy.num_to_keep, self._policy.score_attribute, self._policy.score_order
+            ):
+                self._tell("delete checkpoint", f"num_to_keep is {self._policy.num_to_keep}", name=name)
+        except CheckpointError as error:
+            self._tell("checkpoint failed", str(error), step=step)
+            raise

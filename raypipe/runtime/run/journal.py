@@ -1,0 +1,127 @@
+"""Journal: what one run tells everybody who watches it, from its first step to how it ended.
+
+The loop writes, any number of watchers read from where they stand. The driver actor has one and answers for it
+over Ray; a run in threads of this process is watched directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from raypipe.errors import RaypipeError, StageError
+from raypipe.ir.report import StepRecord, StepReport
+from raypipe.planner.control import Decision
+from raypipe.runtime.run.spec import Outcome
+from raypipe.runtime.run.status import RunStatus
+
+__all__ = ["Journal", "News"]
+
+GATHER_S = 0.25
+
+
+class News(NamedTuple):
+    """What is new: records, where the run stands, and how it ended (one of the last two) once it has."""
+
+    records: list[StepRecord]
+    status: RunStatus
+    outcome: Outcome | None
+    error: BaseException | None
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome is not None or self.error is not None
+
+
+class Journal:
+    """Written by the thread of the run, read by others.
+
+    Args:
+        name, path: of the run and its folder.
+    """
+
+    def __init__(self, name: str, path: str) -> None:
+        self._changed = threading.Condition()
+        self._records: list[StepRecord] = []
+        self._status = RunStatus(name=name, path=path, state="starting")
+        self._outcome: Outcome | None = None
+        self._error: BaseException | None = None
+
+    def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str) -> None:
+        """The run goes on after ``step`` steps, of which these are the records."""
+        with self._changed:
+            self._records.extend(records)
+            self._status = dataclasses.replace(self._status, step=step, first_step=step, checkpoint=checkpoint)
+            self._changed.notify_all()
+
+    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
+        """One more step; ``reports`` are those of its stages."""
+        with self._changed:
+            self._records.append(record)
+            self._status = self._status.after(record)
+            self._changed.notify_all()
+
+    def decided(self, decision: Decision) -> None:
+        """The controller has said something; what it turned counts."""
+        if decision.choice is not None:
+            with self._changed:
+                self._status = dataclasses.replace(self._status, retunes=self._status.retunes + 1)
+
+    def begins(self, doing: str = "", **changes: Any) -> None:
+        """What it does before its first step, "" once the stages are ready. A wish to stop is not covered up."""
+        with self._changed:
+            if self._status.state == "starting":
+                changes |= {"state": "starting" if doing else "running", "message": doing}
+            self._status = dataclasses.replace(self._status, **changes)
+            self._changed.notify_all()
+
+    def tell(self, **changes: Any) -> None:
+        """Change fields of the status."""
+        with self._changed:
+            self._status = dataclasses.replace(self._status, **changes)
+            self._changed.notify_all()
+
+    def stopping(self, reason: str) -> None:
+        """Somebody asked the run to stop."""
+        with self._changed:
+            if self._outcome is None and self._error is None:
+                self._status = dataclasses.replace(self._status, state="stopping", message=reason)
+
+    def end(self, outcome: Outcome | None, error: BaseException | None) -> None:
+        """The run is over. An error that is not raypipe's own is told with its name."""
+        changes: dict[str, Any]
+        if outcome is not None:
+            state = "stopped" if outcome.stopped else "finished"
+            changes = {"state": state, "message": outcome.stopped, "step": outcome.step}
+            changes["checkpoint"] = outcome.checkpoint or self._status.checkpoint
+        else:
+            if isinstance(error, Exception) and not isinstance(error, RaypipeError):
+                error = StageError(f"The run {self._status.name!r} failed: {type(error).__name__}: {error}")
+            changes = {"state": "failed", "message": str(error)}
+        with self._changed:
+            self._outcome, self._error = outcome, error
+            self._status = dataclasses.replace(self._status, **changes)
+            self._changed.notify_all()
+
+    def news(self, since: int, wait_s: float) -> News:
+        """Records number ``since`` and later; waits up to ``wait_s`` for the first of them, or for the end.
+
+        What comes shortly after the first is told with it: an answer per step would cost a driver of quick steps more
+        than the steps do. With ``wait_s`` 0 the answer is what is known now.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._records) > since or self._over, timeout=wait_s):
+                return News([], self._status, None, None)
+            self._changed.wait_for(lambda: self._over, timeout=min(wait_s, GATHER_S))
+            return News(self._records[since:], self._status, self._outcome, self._error)
+
+    def wait_started(self, wait_s: float) -> bool:
+        """Whether the stages have all that they need from whoever started the run."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._status.state != "starting", timeout=wait_s)
+
+    @property
+    def _over(self) -> bool:
+        return self._outcome is not None or self._error is not None

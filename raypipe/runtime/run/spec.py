@@ -1,0 +1,117 @@
+"""What a run is to the loop that trains it: its spec, its stages, who watches it, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from raypipe.engine.checkpoint import FreshOptions
+from raypipe.engine.storage import Place
+from raypipe.ir.order import Order
+from raypipe.ir.report import StepRecord, StepReport
+from raypipe.ir.schedule import Schedule
+from raypipe.ir.segment import RowsKey
+from raypipe.ir.timeline import Span, Timeline
+from raypipe.planner.control import Decision, Setup
+from raypipe.planner.segments import Flow
+from raypipe.runtime.run.checkpoints import CheckpointPolicy
+from raypipe.runtime.run.same_run import Settings
+
+__all__ = ["AnyFleet", "Outcome", "RunSpec", "Watcher"]
+
+
+class Watcher(Protocol):
+    """Who is told how a run goes; see runtime.journal.Journal."""
+
+    def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str) -> None: ...
+
+    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None: ...
+
+    def tell(self, **changes: Any) -> None: ...
+
+    def decided(self, decision: Decision) -> None: ...
+
+
+class AnyFleet(Protocol):
+    """Stages that carry out orders: actors or threads."""
+
+    def run(
+        self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
+    ) -> Iterator[list[list[StepReport]]]: ...
+
+    def halt(self) -> None: ...
+
+    def spans(self) -> Sequence[Span]: ...
+
+    def save(self, folder: str) -> None: ...
+
+    def entries(self, folder: str) -> list[dict[str, Any]]: ...
+
+    def restore(self, folder: str, fresh: FreshOptions) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What the loop needs to know; small, and without a tensor.
+
+    Attributes:
+        name: of the run.
+        place: the run's folder.
+        plan_json: saved as plan.json.
+        config_yaml: saved as config.yaml.
+        settings: what the run is, saved as settings.json.
+        resume: None goes on where the folder's run is the same, True takes over what may change, False begins anew.
+        schedules: lowered rows.
+        flow: of an asynchronous schedule; None runs empty after every step.
+        retune: what the controller may turn; None where it is to turn nothing.
+        first_trainable: lowest stage with a backward.
+        num_samples: of "train" and perhaps "eval".
+        num_steps: of the whole run, those of earlier submissions included.
+        seed: of randomness and of the data's order.
+        predicted: the simulated timeline of one step, for the trace.
+        predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state.
+        aliases: further names of shared tensors -> the names that they are stored under.
+        sums_losses: loss_reduction is "sum".
+        checkpoints: when to save, what to keep.
+    """
+
+    name: str
+    place: Place
+    plan_json: str
+    config_yaml: str
+    settings: Settings
+    schedules: Mapping[RowsKey, Schedule]
+    num_samples: Mapping[str, int]
+    minibatch_size: int
+    microbatch_size: int
+    num_steps: int
+    seed: int
+    predicted: Timeline
+    predicted_step_s: float
+    aliases: Mapping[str, str]
+    sums_losses: bool
+    checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    flow: Flow | None = None
+    retune: Setup | None = None
+    first_trainable: int = 0
+    resume: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        eval_loss: on eval_data after the last step, None without, or when the run was stopped.
+        checkpoint: the last one, empty when a run was stopped before its first step.
+        step: optimizer steps done.
+        stopped: why the run ended early; empty when it did not.
+    """
+
+    eval_loss: float | None
+    checkpoint: str
+    step: int
+    stopped: str = ""

@@ -1,0 +1,62 @@
+"""A run in threads of this process: the same loop and the same journal, without Ray."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from raypipe.ir.timeline import Timeline
+from raypipe.runtime.run.journal import Journal, News
+from raypipe.runtime.run.lease import Lease
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.spec import AnyFleet, RunSpec
+
+__all__ = ["ThreadLine"]
+
+
+class ThreadLine:
+    """Runs ``spec`` in a thread, and answers for it.
+
+    Args:
+        make_fleet: called in that thread; the fleet is stopped there too.
+    """
+
+    def __init__(self, spec: RunSpec, make_fleet: Callable[[], AnyFleet]) -> None:
+        self._spec = spec
+        self._make_fleet = make_fleet
+        self._journal = Journal(spec.name, str(spec.place))
+        self._requests = Requests()
+        self._thread = threading.Thread(target=self._run, name=f"raypipe {spec.name}", daemon=True)
+        self._thread.start()
+
+    def news(self, since: int, wait_s: float) -> News:
+        return self._journal.news(since, wait_s)
+
+    def stop(self, reason: str) -> None:
+        self._journal.stopping(reason)
+        self._requests.stop(reason)
+
+    def checkpoint(self) -> None:
+        self._requests.checkpoint()
+
+    def predicted(self) -> Timeline | None:
+        return self._spec.predicted
+
+    def hang_up(self) -> None:
+        """End the run, if it goes on, and wait for its thread."""
+        self._requests.stop("its handle was closed")
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with Lease.take(self._spec.place, self._spec.name, self._journal.begins) as lease:
+                fleet = self._make_fleet()
+                try:
+                    self._journal.begins(num_steps=self._spec.num_steps)
+                    outcome = run_loop(fleet, self._spec, self._journal, self._requests, lease=lease)
+                finally:
+                    fleet.stop()
+            self._journal.end(outcome, None)
+        except BaseException as error:  # noqa: BLE001  (raised again by whoever waits)
+            self._journal.end(None, error)

@@ -1,0 +1,331 @@
+"""StageActor: the stages of one worker, in one process. It runs whole segments in one long call; a thread stays free.
+
+driver --configure(setup, generation)--> listen, connect, build state
+       --run(segment) ----------------->  rows of actions, micro-batches over the links
+       <------------- step reports -----
+       --abort(reason) ---------------->  (control group: answers while a segment runs)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import platform
+import shutil
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from raypipe.engine.checkpoint import FreshOptions, load_stage, take_snapshot
+from raypipe.engine.data import Source
+from raypipe.engine.executor import Executor
+from raypipe.engine.shard_writer import ShardWriter
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.stage_work import StageWork
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
+from raypipe.engine.storage import Place
+from raypipe.engine.team import Team
+from raypipe.errors import LinkError, RaypipeError, StageError
+from raypipe.ir.order import Order
+from raypipe.ir.report import StepReport
+from raypipe.ir.schedule import Row
+from raypipe.ir.segment import RowsKey
+from raypipe.ir.timeline import Span
+from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor
+from raypipe.runtime.links.opening import Endpoint, Opening, make_endpoint
+from raypipe.runtime.workers.allocator import keep_freed_memory
+from raypipe.runtime.workers.order_gate import OrderGate
+from raypipe.runtime.workers.packing import PackedTensor, unpack
+
+__all__ = ["StageActor", "StageSetup"]
+
+REPORTS_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageSetup:
+    """What makes an idle actor a worker of the pipeline.
+
+    Attributes:
+        programs: of all stages.
+        worker: its number in the pipeline.
+        persistent: names of tensors that belong to a checkpoint.
+        place: the run's folder, where checkpoints go.
+        run_id: known to the stages of this run only; links check it.
+        open_timeout_s: deadline for opening all links.
+        transport: how boundary tensors travel; the fleet is started with it.
+        secret: known to the stages of this run only; links of "tcp" prove that they know it.
+        link_ports: lowest and highest port that links may use; the fleet is started with it.
+        placement: worker that holds each stage; empty for one worker each.
+    """
+
+    programs: Sequence[StageProgram]
+    worker: int
+    make_optimizer: MakeOptimizer
+    make_scheduler: MakeScheduler | None
+    sources: Mapping[str, Source]
+    settings: Settings
+    persistent: frozenset[str]
+    place: Place
+    run_id: str
+    open_timeout_s: float
+    transport: str = "tcp"
+    secret: bytes = b""
+    link_ports: tuple[int, int] | None = None
+    placement: tuple[int, ...] = ()
+
+    @property
+    def team(self) -> Team:
+        """Who holds which stage, from this worker's side."""
+        return Team(self.placement or tuple(range(len(self.programs))), self.worker)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the parameters and buffers that the worker's stages hold."""
+        held = (self.programs[stage] for stage in self.team.stages)
+        return tuple(dict.fromkeys(name for program in held for name in (*program.parameters, *program.buffers)))
+
+
+class _StageActor(LinkedActor):
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        self._endpoint: Endpoint | None = None
+        self._setup: StageSetup | None = None
+        self._states: list[StageState] = []
+        self._held: list[tuple[str, ...]] = []  # names of the tensors of each
+        self._executor: Executor | None = None
+        self._rows: dict[RowsKey, tuple[Row, bool]] = {}
+        self._spans: tuple[Span, ...] = ()
+        self._inflow = OrderGate()
+        self._writers: list[ShardWriter] = []
+        self._done: list[list[list[StepReport]]] = []
+        self._run = self._over = -1  # numbers of the run that began last, and that ended last
+        self._generation = -1
+        self._grown = threading.Condition()
+
+    @ray.method(concurrency_group="control")
+    def listen(self, transport: str = "tcp", ports: tuple[int, int] | None = None) -> dict[str, Any]:
+        """Be there for the peers; who and where this actor is.
+
+        Args:
+            transport: how its links travel, as long as it lives.
+            ports: lowest and highest port that they may use.
+        """
+        if self._endpoint is None:
+            self._endpoint = make_endpoint(transport, ray.util.get_node_ip_address(), ports)
+        return {
+            "address": self._endpoint.address,
+            "host": platform.node(),
+            "process": os.getpid(),
+            "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
+            "versions": {"raypipe": _version(), "torch": torch.__version__, "ray": ray.__version__},
+        }
+
+    def configure(
+        self, setup: StageSetup, addresses: Sequence[Any], generation: int,
+        packed: Mapping[str, PackedTensor] | None,
+    ) -> None:  # fmt: skip
+        """Become a worker, or the same one with new links; the state stays when ``packed`` is None.
+
+        Args:
+            addresses: of the endpoints of all stages.
+            generation: of the plan; messages of other generations are dropped.
+            packed: initial parameters and buffers of its stages.
+        """
+        assert self._endpoint is not None, "listen() comes first"
+        self._close_links()
+        team, programs = setup.team, setup.programs
+        held = [(*programs[stage].parameters, *programs[stage].buffers) for stage in team.stages]
+        if packed is not None:
+            self._states = [_initial(setup, programs[stage], packed) for stage in team.stages]
+            self._held = held
+        if held != self._held:
+            raise StageError(
+                f"Worker {team.worker} does not hold the parameters of {team.name_of(team.worker)} as they are cut "
+                "now; configure it with its initial state first."
+            )
+        peers = team.neighbours(programs)
+        opening = Opening(
+            me=team.worker,
+            addresses={peer: addresses[peer] for peer in peers},
+            generation=generation,
+            run_id=setup.run_id,
+            capacity={peer: team.message_capacity(programs, peer) for peer in peers},
+            timeout_s=setup.open_timeout_s,
+            names={peer: f"{team.name_of(team.worker)} <-> {team.name_of(peer)}" for peer in peers},
+            secret=setup.secret,
+        )
+        channels = self._endpoint.open(opening)
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+        self._setup, self._rows, self._inflow, self._generation = setup, {}, OrderGate(), generation
+        self._executor = Executor(programs, team, self._states, channels, setup.sources, setup.settings)
+        # What exists now lives as long as the run: no collection need look at it again.
+        gc.collect()
+        gc.freeze()
+
+    @ray.method(concurrency_group="orders")
+    def set_row(self, key: RowsKey, row: Row, alone: bool) -> None:
+        """Learn a row of actions, and whether norms are taken alone there; segments refer to it by key."""
+        self._rows[key] = row, alone
+
+    @ray.method(concurrency_group="orders")
+    def submit(self, run: int, order: Order | None) -> None:
+        """Queue a segment for ``work(run)`` and read its data meanwhile; None ends it after those before."""
+        if order is not None and self._executor is not None:
+            self._executor.prepare(order.segment, training=order.training)
+        self._inflow.put(run, order)
+
+    @ray.method(concurrency_group="control")
+    def halt(self, run: int) -> int:
+        """Begin no further segment of ``work(run)`` until ``finish_after``; how many have begun."""
+        return self._inflow.halt(run)
+
+    @ray.method(concurrency_group="control")
+    def finish_after(self, run: int, count: int) -> None:
+        """End ``work(run)`` after so many segments: no fewer than have begun on any stage."""
+        self._inflow.finish_after(run, count)
+
+    def work(self, run: int) -> None:
+        """Carry out orders until None. Spans stay here until ``spans()`` asks for them.
+
+        Args:
+            run: number of this call, by which ``reports`` tells it from the one before.
+        """
+        assert self._executor is not None, "configure() comes first"
+        executor = self._executor
+        with self._grown:
+            self._run, self._done = run, []
+        try:
+            while (order := self._inflow.next(run)) is not None:
+                row, alone = self._rows[order.rows]
+                if order.training:
+                    executor.use_codecs(order.codecs)
+                reports = executor.run(
+                    order.segment,
+                    row,
+                    training=order.training,
+                    alone=alone,
+                    keep_spans=order.keep_spans,
+                    measure=order.measure,
+                )
+                if order.keep_spans:
+                    self._spans = tuple(span for of_stage in reports for report in of_stage for span in report.spans)
+                    reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
+                if order.save_to:
+                    self.save(order.save_to)
+                with self._grown:
+                    self._done.append(reports)
+                    self._grown.notify_all()
+        except RaypipeError as error:
+            # The neighbours must not wait for what will never come, but they may finish the steps before.
+            executor.leave(f"{executor.team.name_of(executor.team.worker)} failed")
+            raise type(error)(_with_traceback(error)) from None
+        finally:
+            with self._grown:
+                self._over = run
+                self._grown.notify_all()
+
+    @ray.method(concurrency_group="control")
+    def reports(self, run: int, since: int, wait_s: float = REPORTS_WAIT_S) -> list[list[list[StepReport]]]:
+        """Of the segments number ``since`` and later of ``work(run)``, by stage; waits a while for the first."""
+        with self._grown:
+            # A question about a run that is over is answered at once: waiting ones would fill the control group.
+            self._grown.wait_for(
+                lambda: self._over >= run or (self._run == run and len(self._done) > since), timeout=wait_s
+            )
+            return self._done[since:] if self._run == run else []
+
+    @ray.method(concurrency_group="control")
+    def abort(self, generation: int, reason: str) -> None:
+        """End every wait of the running segment, unless this stage belongs to another generation by now."""
+        if self._executor is not None and generation == self._generation:
+            self._executor.abort(reason)
+
+    @ray.method(concurrency_group="control")
+    def spans(self) -> tuple[Span, ...]:
+        """Actions of the last segment that was run with keep_spans."""
+        return self._spans
+
+    @ray.method(concurrency_group="control")
+    def entries(self, folder: str, wait_s: float = REPORTS_WAIT_S) -> list[dict[str, Any]] | None:
+        """What the manifest of checkpoint ``folder`` says of each stage here; None while one is being written."""
+        writers = self._shards()
+        if not all(writer.wait(folder, wait_s) for writer in writers):
+            return None
+        return [entry for writer in writers if (entry := writer.entry(folder, 0.0)) is not None]
+
+    def save(self, folder: str) -> None:
+        """Take a snapshot now, between two runs; ``entry`` tells when it is written."""
+        for writer in self._shards():
+            writer.begin(folder)
+
+    def restore(self, folder: str, fresh: FreshOptions) -> None:
+        """Go back to the state of a checkpoint, written at any number of stages, but for these options."""
+        assert self._setup is not None
+        for work in self._works():
+            load_stage(self._setup.place / folder, work.program, work.state, self._setup.persistent, fresh)
+
+    def _works(self) -> list[StageWork]:
+        assert self._executor is not None, "configure() comes first"
+        return list(self._executor.works.values())
+
+    def _shards(self) -> list[ShardWriter]:
+        setup = self._setup
+        assert setup is not None
+        if not self._writers:
+            self._writers = [
+                ShardWriter(setup.place, partial(take_snapshot, work.program, work.state, setup.persistent))
+                for work in self._works()
+            ]
+        return self._writers
+
+    def close(self) -> None:
+        """Close links and endpoint."""
+        self._close_links()
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None
+
+    def _close_links(self) -> None:
+        if self._executor is None:
+            return
+        for channel in self._executor.channels.values():
+            with contextlib.suppress(LinkError):
+                channel.close()
+        self._executor = None
+
+
+def _initial(setup: StageSetup, program: StageProgram, packed: Mapping[str, PackedTensor]) -> StageState:
+    """Of one stage; mates that share a parameter get a copy each."""
+    own = {name: packed[name] for name in (*program.parameters, *program.buffers)}
+    return StageState(program, unpack(own), setup.make_optimizer, setup.make_scheduler)
+
+
+def _version() -> str:
+    from raypipe import __version__
+
+    return __version__
+
+
+def _with_traceback(error: RaypipeError) -> str:
+    """The sentence, and below it the traceback through the user's code where there is one."""
+    if error.__cause__ is None:
+        return str(error)
+    return f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}"
+
+
+StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"control": 4, "orders": 1, **LINK_GROUPS})(
+    _StageActor
+)
+"""The actor class. It is never restarted by Ray: an empty stage of an unknown generation helps nobody."""
