@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from raypipe.ir.plan_table import human_bytes, human_rate, human_s
 
 if TYPE_CHECKING:
-    from raypipe.ir.plan import Plan, Stage
+    from raypipe.ir.plan_facts import PlanFacts, Stage
     from raypipe.ir.prediction import Prediction
 
 __all__ = ["summary"]
@@ -22,7 +22,7 @@ FEW = 4
 """Stages or workers up to which each is named."""
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: PlanFacts) -> str:
     """Stages, step, memory and why, a line each, and a line for every note."""
     found = plan.prediction
     lines = [
@@ -34,7 +34,7 @@ def summary(plan: Plan) -> str:
     return "\n".join(lines + [f"note:    {note}" for note in plan.notes])
 
 
-def _stages(plan: Plan) -> str:
+def _stages(plan: PlanFacts) -> str:
     stages, placement = plan.partition.stages, plan.schedule.wiring.placement
     words = dict(plan.reasons)
     workers = 1 + max(placement)
@@ -61,7 +61,7 @@ def _ends(stage: Stage) -> str:
     return stage.first_node if stage.first_node == stage.last_node else f"{stage.first_node} to {stage.last_node}"
 
 
-def _parts(plan: Plan) -> str:
+def _parts(plan: PlanFacts) -> str:
     count, size = plan.num_microbatches, plan.microbatch_size
     if count == 1:
         return f"{plan.minibatch_size} samples at once"
@@ -69,7 +69,7 @@ def _parts(plan: Plan) -> str:
     return f"{plan.minibatch_size} samples in {count} micro-batches of {at_most}{size}"
 
 
-def _step(plan: Plan, found: Prediction) -> str:
+def _step(plan: PlanFacts, found: Prediction) -> str:
     idle = f", workers idle {found.bubble_fraction:.0%} of it" if plan.partition.num_stages > 1 else ""
     links = f", links {found.links}" if found.hops else ""
     return (
@@ -78,11 +78,11 @@ def _step(plan: Plan, found: Prediction) -> str:
     )
 
 
-def _step_without_seconds(plan: Plan) -> str:
+def _step_without_seconds(plan: PlanFacts) -> str:
     return f"{_parts(plan)}; how long it takes is not known, for nothing was timed"
 
 
-def _memory(plan: Plan, found: Prediction) -> str:
+def _memory(plan: PlanFacts, found: Prediction) -> str:
     """By worker, which holds one stage or several; what counts is the fullest of those that share a stage."""
     placement = plan.schedule.wiring.placement
     held: dict[int, int] = {}
@@ -115,7 +115,7 @@ def _worker(found: Prediction, stage: int, worker: int) -> str:
     return f"worker {worker}" if not devices or devices[0] == f"worker{worker}" else devices[0]
 
 
-def _memory_without_bytes(plan: Plan) -> str:
+def _memory_without_bytes(plan: PlanFacts) -> str:
     most = max(plan.partition.stages, key=lambda stage: stage.param_bytes)
     return (
         f"parameters take at most {human_bytes(most.param_bytes)}, on stage {most.index}; what else is needed was not "
@@ -123,7 +123,7 @@ def _memory_without_bytes(plan: Plan) -> str:
     )
 
 
-def _why(plan: Plan) -> str:
+def _why(plan: PlanFacts) -> str:
     """What the step takes its time from, and the choice that mattered most; of each the part before a semicolon."""
     words = dict(plan.reasons)
     found = plan.prediction

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raypipe.ir.plan import Plan
+    from raypipe.ir.plan_facts import PlanFacts
     from raypipe.ir.prediction import Prediction
 
 __all__ = ["human_bytes", "human_rate", "human_s", "smallest_bubble", "table"]
@@ -28,7 +28,7 @@ _REFUSED = {
 _ACTION = re.compile(r"\d+([FBIW])(\d+)")
 
 
-def table(plan: Plan, peaks: Sequence[int]) -> str:
+def table(plan: PlanFacts, peaks: Sequence[int]) -> str:
     """The plan as a table.
 
     Args:
@@ -137,7 +137,7 @@ def _moment(action: str) -> str:
     return f"{action} ({what[found[1]]} of micro-batch {found[2]})"
 
 
-def _bubble(plan: Plan, workers: int) -> str:
+def _bubble(plan: PlanFacts, workers: int) -> str:
     """What no costs could beat; nothing of a V with parted backwards, whose halves fill it as far as they last."""
     if not plan.weights.synchronous:
         return "; workers wait only where the pipeline is emptied"

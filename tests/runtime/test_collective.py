@@ -24,7 +24,8 @@ from raypipe.engine import frame
 from raypipe.errors import ConfigError, LinkError
 from raypipe.runtime.links import collective
 from raypipe.runtime.links.collective import CollectiveEndpoint
-from raypipe.runtime.links.opening import Opening, make_endpoint
+from raypipe.runtime.links.endpoint import Opening
+from raypipe.runtime.links.opening import make_endpoint
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f
 from tests.runtime.links import HOST, close, together
 

@@ -17,9 +17,9 @@ import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from raypipe.errors import LinkAbortedError, LinkError
+from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor, ObjectStoreEndpoint
 from raypipe.runtime.links.object_store_channel import Letter, Link
-from raypipe.runtime.links.opening import Opening
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Pair, b, f
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]

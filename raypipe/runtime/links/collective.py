@@ -33,8 +33,8 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from raypipe.errors import LinkError
 from raypipe.runtime.links.collective_channel import NOTICE, CollectiveChannel, Group, notice_of
 from raypipe.runtime.links.congestion import choose_congestion_control
+from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.handshake import run_digest
-from raypipe.runtime.links.opening import Opening
 
 __all__ = ["CollectiveEndpoint"]
 

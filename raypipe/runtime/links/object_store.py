@@ -21,9 +21,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from raypipe.errors import LinkAbortedError, LinkError
+from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.handshake import run_digest
 from raypipe.runtime.links.object_store_channel import Letter, Link, ObjectStoreChannel, first_line
-from raypipe.runtime.links.opening import Opening
 
 __all__ = ["LINK_GROUPS", "LinkedActor", "ObjectStoreEndpoint"]
 

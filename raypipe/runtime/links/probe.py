@@ -24,7 +24,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.engine.channel import Channel
 from raypipe.errors import LinkError
 from raypipe.ir.action import Action, Op
-from raypipe.runtime.links.opening import Endpoint, Opening, make_endpoint
+from raypipe.runtime.links.endpoint import Endpoint, Opening
+from raypipe.runtime.links.opening import make_endpoint
 
 __all__ = ["LinkProbe", "probe_links"]
 

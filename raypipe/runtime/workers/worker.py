@@ -39,8 +39,9 @@ from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
+from raypipe.runtime.links.endpoint import Endpoint, Opening
 from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor
-from raypipe.runtime.links.opening import Endpoint, Opening, make_endpoint
+from raypipe.runtime.links.opening import make_endpoint
 from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.order_gate import OrderGate
 from raypipe.runtime.workers.packing import PackedTensor, unpack

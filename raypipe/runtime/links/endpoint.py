@@ -1,0 +1,55 @@
+"""An endpoint: what a worker shows its peers, and what it must know to open its links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raypipe.engine.channel import Channel
+
+__all__ = ["Endpoint", "Opening"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What one worker needs to know to open its links in one generation of a plan.
+
+    Attributes:
+        me: number of this worker in the plan.
+        addresses: of the peers' endpoints, by worker.
+        generation: of the plan.
+        run_id: equal on all workers of a run, and of no other run.
+        capacity: most tensors per message, by peer; both ends must say the same.
+        timeout_s: deadline for all links together.
+        names: of the channels, by peer, for messages to people.
+        secret: known to the workers of this run only; for transports that prove who connects.
+    """
+
+    me: int
+    addresses: Mapping[int, Any]
+    generation: int
+    run_id: str
+    capacity: Mapping[int, int]
+    timeout_s: float
+    names: Mapping[int, str]
+    secret: bytes = b""
+
+
+class Endpoint(Protocol):
+    """What a worker shows its peers, for as many generations as it lives."""
+
+    @property
+    def address(self) -> Any:
+        """A plain value that may travel to the peers through Ray."""
+
+    def open(self, opening: Opening) -> Mapping[int, Channel]:
+        """Open the links to all peers, by peer; each of them does the same.
+
+        Raises:
+            LinkError: a peer did not open in time, died, has another plan, or is in a newer generation; no link is
+                left open.
+        """
+
+    def close(self) -> None:
+        """Take no more peers. Open channels have owners, who close them."""
