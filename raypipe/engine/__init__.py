@@ -1,0 +1,17 @@
+"""One stage, in one process, with torch and without Ray.
+
+    capture/     the user's model   -->  a graph, and one generated function per stage
+    profiling/   the graph          -->  seconds and bytes of every operation
+                                             |
+                                             v   planner/
+    executor.py     carries out a row of a schedule, action by action
+      stage_work.py     forwards, backwards, messages
+      update.py         norms and the optimizer's step
+      weight_ring.py    versions of the weights
+      feed.py           the data of this stage
+      channel.py        messages to other stages: frame.py, codec/
+    shard_writer.py, checkpoint/    files that any number of stages can read
+
+``local.py`` runs the same plan with all stages in threads of one process: the reference of every test. ``verify.py``,
+``rehearsal.py`` and ``optimizer_trial.py`` try before a run what would fail in it.
+"""

@@ -1,0 +1,8 @@
+"""The process that owns a run on Ray.
+
+    trainer  --client.py-->  DriverActor (driver.py)  -->  loop (runtime/run), fleet (runtime/workers)
+                                  |
+                              publish.py   metrics for Prometheus
+
+No tensor passes through the driver.
+"""

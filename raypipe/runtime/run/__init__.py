@@ -1,0 +1,13 @@
+"""A run without Ray: one loop, whoever carries out the stages' work.
+
+    requests.py  begin, stop, save  --+
+                                      v
+    resuming.py  where to begin -->  loop.py  -->  orders for the stages, a segment at a time
+                                      |  ^
+                     retuner.py  <----+  +---- reports
+                     checkpoints.py
+                     journal.py     what everybody who watches is told
+
+``lease.py`` and ``holder.py`` see to it that one process trains a run at a time, ``same_run.py`` that a name is never
+another run in silence, ``threads.py`` carries the loop out in threads of this process.
+"""
