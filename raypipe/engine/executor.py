@@ -242,7 +242,7 @@ def _joined(
     So a stage that writes to its input in place spoils nothing of the one before, and strides arrive as anywhere else.
     """
     found: dict[int, dict[int, Channel]] = {
-        stage: {s: channels[team.placement[s]] for s in team.beside(stage) if s not in team.mates(stage)}
+        stage: {s: channels[team.home_of(s)] for s in team.beside(stage) if s not in team.mates(stage)}
         for stage in team.stages
     }
     for stage in team.stages:

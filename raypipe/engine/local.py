@@ -29,7 +29,7 @@ from raypipe.engine.team import Team
 from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
-from raypipe.ir.schedule import Schedule
+from raypipe.ir.schedule import Schedule, single_homes
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
 
@@ -66,7 +66,7 @@ class LocalFleet:
         self._halted = False
         self._spans: list[Span] = []
         everybody = tuple(placement or range(len(programs)))
-        teams = [Team(everybody, worker) for worker in range(max(everybody) + 1)]
+        teams = [Team(single_homes(everybody), worker) for worker in range(max(everybody) + 1)]
         channels: list[dict[int, InMemoryChannel]] = [{} for _ in teams]
         for one, team in enumerate(teams):
             for other in team.neighbours(programs):

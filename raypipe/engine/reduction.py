@@ -70,7 +70,7 @@ class Reduction:
         for stage in sorted(self._own):
             for peers in self._team.sharing(self._programs, stage).values():
                 for peer in sorted(peers - found.keys()):
-                    tensors = self._receive(self._team.placement[peer], Action(peer, Op.REDUCE_GRAD, microbatch))
+                    tensors = self._receive(self._team.home_of(peer), Action(peer, Op.REDUCE_GRAD, microbatch))
                     found[peer] = self._programs[peer].shared_sites(self._own, tensors)
         within = {
             stage: self._programs[stage].shared_sites(self._own, sink.exported(self._own))

@@ -1,6 +1,6 @@
 """Who holds which stage, as one worker sees it, and whom it therefore exchanges messages with.
 
-placement (0, 1, 1, 0)      worker 0 holds stages 0 and 3, worker 1 holds 1 and 2, which are mates
+homes (0) (1) (1) (0)      worker 0 holds stages 0 and 3, worker 1 holds 1 and 2, which are mates
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypipe.engine.stage import StageProgram
+from raypipe.ir.schedule import Homes
 
 __all__ = ["Team"]
 
@@ -18,16 +19,16 @@ class Team:
     """The workers of a pipeline, from the side of one of them.
 
     Attributes:
-        placement: worker that holds each stage, by stage.
+        homes: workers that hold each stage, by stage: ``Wiring.homes``.
         worker: this one.
     """
 
-    placement: tuple[int, ...]
+    homes: Homes
     worker: int
 
     @property
     def num_workers(self) -> int:
-        return max(self.placement) + 1
+        return 1 + max(worker for workers in self.homes for worker in workers)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -36,25 +37,30 @@ class Team:
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
         """In their order."""
-        return tuple(stage for stage, home in enumerate(self.placement) if home == worker)
+        return tuple(stage for stage, workers in enumerate(self.homes) if worker in workers)
 
     def first_stage(self, worker: int) -> int:
         """By which messages of the worker as a whole are known."""
-        return self.placement.index(worker)
+        return self.stages_of(worker)[0]
+
+    def home_of(self, stage: int) -> int:
+        """The worker that messages to a stage go to."""
+        (worker,) = self.homes[stage]
+        return worker
 
     def beside(self, stage: int) -> tuple[int, ...]:
         """Stages before and behind it."""
-        return tuple(s for s in (stage - 1, stage + 1) if 0 <= s < len(self.placement))
+        return tuple(s for s in (stage - 1, stage + 1) if 0 <= s < len(self.homes))
 
     def mates(self, stage: int) -> frozenset[int]:
         """Those of ``beside`` that the same worker holds."""
-        return frozenset(s for s in self.beside(stage) if self.placement[s] == self.placement[stage])
+        return frozenset(s for s in self.beside(stage) if self.home_of(s) == self.home_of(stage))
 
     def sharing(self, programs: Sequence[StageProgram], stage: int) -> dict[int, frozenset[int]]:
         """By other worker, its stages that hold a parameter of this one."""
-        home = self.placement[stage]
+        home = self.home_of(stage)
         holders = {h for stages in programs[stage].shared_with.values() for h in stages}
-        workers = sorted({self.placement[h] for h in holders} - {home})
+        workers = sorted({self.home_of(h) for h in holders} - {home})
         return {worker: frozenset(holders & set(self.stages_of(worker))) for worker in workers}
 
     def neighbours(self, programs: Sequence[StageProgram]) -> set[int]:
@@ -64,7 +70,7 @@ class Team:
         """
         found = {w for w in (self.worker - 1, self.worker + 1) if 0 <= w < self.num_workers}
         for stage in self.stages:
-            found |= {self.placement[s] for s in self.beside(stage)} | self.sharing(programs, stage).keys()
+            found |= {self.home_of(s) for s in self.beside(stage)} | self.sharing(programs, stage).keys()
         return found - {self.worker}
 
     def message_capacity(self, programs: Sequence[StageProgram], peer: int) -> int:

@@ -12,7 +12,7 @@ from raypipe.ir.plan_facts import Partition, PlanFacts, Stage
 from raypipe.ir.plan_summary import summary
 from raypipe.ir.plan_table import human_bytes, table
 from raypipe.ir.prediction import Prediction
-from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
+from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action, single_homes
 from raypipe.ir.weights import VersionRule, WeightPolicy
 
 __all__ = ["Partition", "Plan", "Stage", "human_bytes", "peak_in_flight"]
@@ -41,7 +41,7 @@ class Plan(PlanFacts):
                     "prologue": parts["prologue"],
                     "epilogue": parts["epilogue"],
                     "stride": self.schedule.stride,
-                    "wiring": asdict(self.schedule.wiring),
+                    "wiring": _wiring_fields(self.schedule.wiring),
                 },
                 "partition": asdict(self.partition),
                 "notes": list(self.notes),
@@ -93,8 +93,16 @@ def _partition(found: Mapping[str, Any]) -> Partition:
     return Partition(**{**found, "stages": tuple(stages), "order": tuple(found["order"])})
 
 
+def _wiring_fields(wiring: Wiring) -> dict[str, Any]:
+    """For JSON, where a stage is named with its one worker."""
+    fields = asdict(wiring)
+    del fields["homes"], fields["lanes"]
+    return {"placement": wiring.placement, **fields}
+
+
 def _schedule(found: Mapping[str, Any]) -> Schedule:
-    wiring = Wiring(**{**found["wiring"], "placement": tuple(found["wiring"]["placement"])})
+    fields = dict(found["wiring"])
+    wiring = Wiring(single_homes(fields.pop("placement")), **fields)
     body, prologue, epilogue = (
         tuple(tuple(parse_action(word) for word in row.split()) for row in found[name])
         for name in ("rows", "prologue", "epilogue")

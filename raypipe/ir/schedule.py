@@ -7,44 +7,90 @@ For REDUCE_GRAD, REDUCE_NORM and STEP the number is the *last* micro-batch of th
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from raypipe.errors import ScheduleError
 from raypipe.ir.action import COMPUTE, Action, Op, parse_action
 from raypipe.ir.packed import OP_CODE, PackedRow
 
-__all__ = ["COMPUTE", "Action", "Op", "Row", "Schedule", "Wiring", "dependencies", "parse_action"]
+__all__ = [
+    "COMPUTE", "Action", "Homes", "Op", "Row", "Schedule", "Wiring", "dependencies", "parse_action", "single_homes",
+]  # fmt: skip
 
 
 Row = Sequence[Action]
 """A tuple of actions, or the same as arrays: ``raypipe.ir.packed.PackedRow``."""
+
+Homes = tuple[tuple[int, ...], ...]
+"""By stage, the workers that hold it: its replicas, in their order."""
+
+
+def single_homes(placement: Iterable[int]) -> Homes:
+    """One worker for each stage: that of ``placement``, by stage."""
+    return tuple((worker,) for worker in placement)
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
     """What decides who waits for whom, apart from the order of the rows.
 
+    A micro-batch belongs to a lane, and a lane to one replica of every stage, so that gradients which are summed up
+    by lane come out the same however many replicas there are.
+
     Attributes:
-        placement: worker that holds each stage, by stage index.
+        homes: workers that hold each stage, by stage index; one each in this release.
         split_backward: the schedule uses I and W instead of B.
         update_interval: micro-batches per optimizer step (M for a synchronous schedule).
         first_trainable: lowest stage with a trainable parameter; the ones below have no backward.
         norm_per_stage: REDUCE_NORM takes the norm of its own stage and waits for no other.
+        lanes: into how many micro-batches are dealt out in turn; 1 in this release.
+
+    Raises:
+        ScheduleError: a stage has several workers, or there are several lanes.
     """
 
-    placement: tuple[int, ...]
+    homes: Homes
     update_interval: int
     split_backward: bool = False
     first_trainable: int = 0
     norm_per_stage: bool = False
+    lanes: int = 1
+
+    def __post_init__(self) -> None:
+        for stage, workers in enumerate(self.homes):
+            if len(workers) != 1:
+                raise ScheduleError(
+                    f"Stage {stage} is placed on {len(workers)} workers, {', '.join(map(str, workers)) or 'none'}, but "
+                    "this release runs one worker per stage: give it one."
+                )
+        if self.lanes != 1:
+            raise ScheduleError(f"lanes={self.lanes}: this release deals micro-batches out into one lane; leave it 1.")
 
     @property
     def num_stages(self) -> int:
-        return len(self.placement)
+        return len(self.homes)
 
-    def crosses(self, stage: int) -> bool:
-        """Whether stage and stage + 1 sit on different workers, so that a link joins them."""
-        return stage + 1 < self.num_stages and self.placement[stage] != self.placement[stage + 1]
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of each stage, while each has one."""
+        return tuple(worker for (worker,) in self.homes)
+
+    @property
+    def by_lane(self) -> tuple[tuple[int, ...], ...]:
+        """``worker_of`` as a table: by stage, the worker of each lane."""
+        return tuple(tuple(self.worker_of(s, lane) for lane in range(self.lanes)) for s in range(self.num_stages))
+
+    def worker_of(self, stage: int, microbatch: int) -> int:
+        """Who runs the stage for this micro-batch."""
+        workers = self.homes[stage]
+        return workers[microbatch % self.lanes % len(workers)]
+
+    def crosses(self, stage: int, microbatch: int) -> bool:
+        """Whether stage and stage + 1 sit on different workers for it, so that a link joins them."""
+        return stage + 1 < self.num_stages and self.worker_of(stage, microbatch) != self.worker_of(
+            stage + 1, microbatch
+        )
 
 
 def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
@@ -66,7 +112,7 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
         case Op.F:
             if stage == 0:
                 return ()
-            crossing = wiring.crosses(stage - 1)
+            crossing = wiring.crosses(stage - 1, microbatch)
             return (Action(stage, Op.RECV_F, microbatch) if crossing else Action(stage - 1, Op.F, microbatch),)
         case Op.RECV_F:
             return (Action(stage - 1, Op.SEND_F, microbatch),)
@@ -76,7 +122,7 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
             own = Action(stage, Op.F, microbatch)
             if stage + 1 == wiring.num_stages:
                 return (own,)
-            if wiring.crosses(stage):
+            if wiring.crosses(stage, microbatch):
                 return (own, Action(stage, Op.RECV_B, microbatch))
             return (own, Action(stage + 1, backward, microbatch))
         case Op.RECV_B:

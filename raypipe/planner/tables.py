@@ -265,24 +265,25 @@ class _Slots:
 
 
 def _check_places(program: Program) -> None:
-    placement = np.asarray(program.wiring.placement)
-    if program.num_workers <= placement.max():
+    workers = np.asarray(program.wiring.by_lane)
+    if program.num_workers <= workers.max():
         raise ScheduleError(
-            f"The placement names worker {placement.max()}, but there are {program.num_workers} rows: "
+            f"The placement names worker {workers.max()}, but there are {program.num_workers} rows: "
             "give every worker a row."
         )
-    unknown = np.flatnonzero((program.stage < 0) | (program.stage >= len(placement)))
+    unknown = np.flatnonzero((program.stage < 0) | (program.stage >= len(workers)))
     if len(unknown):
         raise ScheduleError(
             f"{program.where(unknown[0])} names a stage that does not exist: "
-            f"the placement lists stages 0 to {len(placement) - 1}."
+            f"the placement lists stages 0 to {len(workers) - 1}."
         )
-    strangers = np.flatnonzero(placement[program.stage] != program.worker)
+    home = workers[program.stage, program.microbatch % program.wiring.lanes]
+    strangers = np.flatnonzero(home != program.worker)
     if len(strangers):
-        stage = program.stage[strangers[0]]
+        stage, right = program.stage[strangers[0]], home[strangers[0]]
         raise ScheduleError(
             f"{program.where(strangers[0])} is on the wrong worker: stage {stage} is placed on worker "
-            f"{placement[stage]}; move it to row {placement[stage]}."
+            f"{right}; move it to row {right}."
         )
 
 

@@ -36,9 +36,9 @@ def _lowered(row: Row, wiring: Wiring) -> Row:
         stage, op, microbatch = action
         out += [a for a in dependencies(action, wiring) if a.op in (Op.RECV_F, Op.RECV_B)]
         out.append(action)
-        if op is Op.F and wiring.crosses(stage):
+        if op is Op.F and wiring.crosses(stage, microbatch):
             out.append(Action(stage, Op.SEND_F, microbatch))
-        if op is backward and stage > wiring.first_trainable and wiring.crosses(stage - 1):
+        if op is backward and stage > wiring.first_trainable and wiring.crosses(stage - 1, microbatch):
             out.append(Action(stage, Op.SEND_B, microbatch))
         trained = Op.W if wiring.split_backward else Op.B
         if op is (trained if stage >= wiring.first_trainable else Op.F):
@@ -76,7 +76,7 @@ def any_order(wiring: Wiring, num_microbatches: int, choose: Callable[[int], int
     ]
     done: set[Action] = set()
     rows: list[list[Action]] = [[] for _ in range(max(wiring.placement) + 1)]
-    together = Wiring((0,) * wiring.num_stages, 1, wiring.split_backward, wiring.first_trainable)
+    together = Wiring(((0,),) * wiring.num_stages, 1, wiring.split_backward, wiring.first_trainable)
     while waiting:
         ready = [action for action in waiting if all(d in done for d in dependencies(action, together))]
         action = ready[choose(len(ready))]

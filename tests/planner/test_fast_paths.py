@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.packed import PackedRow
-from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
+from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action, single_homes
 from raypipe.ir.spans import PackedSpans
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.interleaved import interleaved
@@ -35,7 +35,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     used = sorted(set(placement))
     interval, updates = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     wiring = Wiring(
-        tuple(used.index(worker) for worker in placement),
+        single_homes(used.index(worker) for worker in placement),
         update_interval=interval,
         split_backward=draw(st.booleans()),
         first_trainable=draw(st.integers(0, len(placement) - 1)),

@@ -51,10 +51,10 @@ def test_any_placement_runs_each_forward_once_and_in_order(homes, microbatches):
         for place, action in enumerate(row):
             stage, op, microbatch = action
             if op is Op.RECV_F:
-                assert schedule.wiring.crosses(stage - 1)
+                assert schedule.wiring.crosses(stage - 1, microbatch)
                 assert row[place + 1] == Action(stage, Op.F, microbatch)
             if op is Op.SEND_F:
-                assert schedule.wiring.crosses(stage)
+                assert schedule.wiring.crosses(stage, microbatch)
                 assert row[place - 1] == Action(stage, Op.F, microbatch)
     stages = len(placement)
     busiest = max(placement.count(worker) for worker in set(placement))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action
+from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action, single_homes
 from raypipe.planner.schedule import make_schedule
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import expected_sends, lower
@@ -30,7 +30,7 @@ def pipedream(stages, interval=1):
     pairs = [[(s, warmups[s] + j, j) for j in range(interval)] for s in range(stages)]
     return Schedule(
         "async",
-        Wiring(tuple(range(stages)), update_interval=interval),
+        Wiring(single_homes(range(stages)), update_interval=interval),
         body=tuple(row(" ".join(f"{s}F{f} {s}B{b}" for s, f, b in pair)) for pair in pairs),
         stride=interval,
         prologue=tuple(row(" ".join(f"{s}F{m}" for m in range(w))) for s, w in enumerate(warmups)),
@@ -69,7 +69,7 @@ def test_stages_of_one_worker_exchange_no_messages_and_step_together():
 def test_split_backward_sends_after_the_input_half_and_steps_after_the_weight_half():
     schedule = Schedule(
         "split",
-        Wiring((0, 1), update_interval=1, split_backward=True),
+        Wiring(((0,), (1,)), update_interval=1, split_backward=True),
         body=(row("0F0 0I0 0W0"), row("1F0 1I0 1W0")),
         stride=1,
     )
@@ -80,7 +80,9 @@ def test_split_backward_sends_after_the_input_half_and_steps_after_the_weight_ha
 
 
 def test_several_updates_in_one_body():
-    schedule = Schedule("twice", Wiring((0,), update_interval=2), (row("0F0 0B0 0F1 0B1 0F2 0F3 0B3 0B2"),), stride=4)
+    schedule = Schedule(
+        "twice", Wiring(((0,),), update_interval=2), (row("0F0 0B0 0F1 0B1 0F2 0F3 0B3 0B2"),), stride=4
+    )
     assert text(a for a in lower(schedule).body[0] if a.op is Op.STEP or a.op is Op.B) == (
         "0B0 0B1 0STEP1 0B3 0B2 0STEP3"
     )
@@ -103,7 +105,7 @@ def test_update_that_spans_prologue_and_body():
     """The epilogue goes on where the last repetition of the body stopped."""
     schedule = Schedule(
         "spanning",
-        Wiring((0,), update_interval=2),
+        Wiring(((0,),), update_interval=2),
         prologue=(row("0F0 0B0"),),
         body=(row("0F1 0B1 0F2 0B2"),),
         stride=2,
@@ -122,13 +124,13 @@ def test_lowering_twice_is_refused():
 
 
 def test_body_that_forgets_a_backward_is_refused():
-    schedule = Schedule("short", Wiring((0,), update_interval=2), (row("0F0 0F1 0B0"),), stride=2)
+    schedule = Schedule("short", Wiring(((0,),), update_interval=2), (row("0F0 0F1 0B0"),), stride=2)
     with pytest.raises(ScheduleError, match=r"stage 0 has finished 1 of the 2 .* 0STEP1"):
         lower(schedule)
 
 
 def test_stride_must_fit_the_update_interval():
-    schedule = Schedule("odd", Wiring((0,), update_interval=2), (row("0F0 0B0 0F1 0B1 0F2 0B2"),), stride=3)
+    schedule = Schedule("odd", Wiring(((0,),), update_interval=2), (row("0F0 0B0 0F1 0B1 0F2 0B2"),), stride=3)
     with pytest.raises(ScheduleError, match="advances by 3 micro-batches, the optimizer steps every 2"):
         lower(schedule)
 

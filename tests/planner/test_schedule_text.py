@@ -37,7 +37,7 @@ def test_round_trip(kind, workers, microbatches, data):
 
 def test_split_backward_and_idle_slots_are_read():
     schedule = from_csv("0F0,,,0I0,0W0\r\n,1F0,1I0,1W0\r\n")
-    assert schedule.wiring == Wiring((0, 1), update_interval=1, split_backward=True)
+    assert schedule.wiring == Wiring(((0,), (1,)), update_interval=1, split_backward=True)
     assert schedule.body[0] == (Action(0, Op.F, 0), Action(0, Op.I, 0), Action(0, Op.W, 0))
 
 
@@ -48,7 +48,7 @@ def test_several_updates_per_file():
 
 
 def test_idle_worker_keeps_its_line():
-    schedule = Schedule("spare", Wiring((1,), update_interval=1), ((), one_f_one_b(1, 1).body[0]), stride=1)
+    schedule = Schedule("spare", Wiring(((1,),), update_interval=1), ((), one_f_one_b(1, 1).body[0]), stride=1)
     assert from_csv(to_csv(schedule), "spare") == schedule
 
 

@@ -59,8 +59,21 @@ def test_unknown_stage():
 
 
 def test_placement_without_row():
-    wiring = replace(GOOD.wiring, placement=(0, 2))
+    wiring = replace(GOOD.wiring, homes=((0,), (2,)))
     refused(replace(GOOD, wiring=wiring), "names worker 2", "there are 2 rows")
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"homes": ((0,), (1, 2))}, "Stage 1 is placed on 2 workers, 1, 2"),
+        ({"homes": ((0,), ())}, "Stage 1 is placed on 0 workers, none"),
+        ({"lanes": 2}, "lanes=2"),
+    ],
+)
+def test_replicas_and_lanes_are_refused(other, words):
+    with pytest.raises(ScheduleError, match=words):
+        replace(GOOD.wiring, **other)
 
 
 def test_duplicate():
@@ -97,7 +110,7 @@ def test_send_that_nobody_receives():
 
 
 def test_whole_backward_in_a_split_schedule():
-    wiring = Wiring((0,), update_interval=1, split_backward=True)
+    wiring = Wiring(((0,),), update_interval=1, split_backward=True)
     body = (row("0F0 0B0 0I0 0W0 0REDUCE_GRAD0 0REDUCE_NORM0 0STEP0"),)
     refused(
         Schedule("mixed", wiring, body, stride=1), "0B0 (worker 0, position 1 of its row) leads to no optimizer step"
@@ -122,7 +135,7 @@ def test_step_without_its_norm():
 def test_step_off_the_grid_of_updates():
     body = (row("0F0 0F1 0B0 0B1 0F2 0B2 0REDUCE_GRAD2 0REDUCE_NORM2 0STEP2"),)
     refused(
-        Schedule("off", Wiring((0,), update_interval=2), body, stride=3),
+        Schedule("off", Wiring(((0,),), update_interval=2), body, stride=3),
         "0STEP2 (worker 0, position 8 of its row) ends no update",
         "the last ones are 1, 3",
     )
@@ -146,7 +159,7 @@ def test_backward_before_its_forward():
 
 
 def test_updates_out_of_order():
-    wiring = Wiring((0,), update_interval=1)
+    wiring = Wiring(((0,),), update_interval=1)
     cells = "0F0 0B0 0REDUCE_GRAD0 0REDUCE_NORM0 0F1 0B1 0REDUCE_GRAD1 0REDUCE_NORM1 0STEP1 0STEP0"
     schedule = Schedule("late", wiring, (row(cells),), stride=2)
     refused(schedule, "0STEP1 (worker 0, position 8 of its row) comes before 0STEP0 (worker 0, position 9")
@@ -183,7 +196,7 @@ def test_norm_before_the_other_stages_of_the_worker_is_refused():
 def test_receives_in_another_order_than_the_sends_are_fine():
     """Stage 1 runs its micro-batches in the other order; the early message is put aside."""
     body = (row("0F0 0F1 0B1 0B0"), row("1F1 1F0 1B1 1B0"))
-    validate(lower(Schedule("crossed", Wiring((0, 1), update_interval=2), body, stride=2)))
+    validate(lower(Schedule("crossed", Wiring(((0,), (1,)), update_interval=2), body, stride=2)))
 
 
 kinds = st.sampled_from(

@@ -76,7 +76,7 @@ def test_slowest_stage_sets_the_pace():
 def test_split_backward_lets_the_weights_wait():
     rows = ("0F0 0I0 0W0", "1F0 1I0 1W0")
     body = tuple(tuple(map(parse_action, line.split())) for line in rows)
-    schedule = lower(Schedule("split", Wiring((0, 1), 1, split_backward=True), body, stride=1))
+    schedule = lower(Schedule("split", Wiring(((0,), (1,)), 1, split_backward=True), body, stride=1))
     halves = simulate(schedule, Costs.uniform(2, 1.0, 2.0))
     assert times(halves)["0I0"] == (3.0, 4.0)
     assert halves.makespan_s == 5.0
@@ -140,7 +140,7 @@ def test_times_respect_the_one_rule(kind, workers, microbatches, data):
 @settings(max_examples=60, deadline=None)
 def test_the_rule_looks_at_distances_only(stage, op, microbatch, split):
     """What the integer tables rely on."""
-    wiring = Wiring((0, 1, 1, 2), update_interval=3, split_backward=split, first_trainable=1)
+    wiring = Wiring(((0,), (1,), (1,), (2,)), update_interval=3, split_backward=split, first_trainable=1)
     at_zero = dependencies(Action(stage, op, 0), wiring)
     assert dependencies(Action(stage, op, microbatch), wiring) == tuple(a.shifted(microbatch) for a in at_zero)
 
@@ -154,7 +154,10 @@ def test_blocks_cover_every_node_once():
 def test_malformed_schedule_is_refused_rather_than_simulated():
     lowered = lower(
         Schedule(
-            "stuck", Wiring((0, 1), 1), tuple(tuple(map(parse_action, r)) for r in (["0F0", "0B0"], ["1B0", "1F0"])), 1
+            "stuck",
+            Wiring(((0,), (1,)), 1),
+            tuple(tuple(map(parse_action, r)) for r in (["0F0", "0B0"], ["1B0", "1F0"])),
+            1,
         )
     )
     with pytest.raises(ScheduleError, match="1B0"):

@@ -30,7 +30,7 @@ from itertools import accumulate
 import numpy as np
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Op, Row, Schedule, Wiring
+from raypipe.ir.schedule import Op, Row, Schedule, Wiring, single_homes
 from raypipe.ir.segment import Phase
 from raypipe.planner.schedule.sync import check_counts
 from raypipe.planner.tables import OP_CODE, pack
@@ -93,7 +93,7 @@ def continuous(
     return Schedule(
         kind,
         Wiring(
-            tuple(stages),
+            single_homes(stages),
             update_interval=interval,
             first_trainable=first_trainable,
             norm_per_stage=norm_per_stage,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Action, Op, Schedule, Wiring
+from raypipe.ir.schedule import Action, Op, Schedule, Wiring, single_homes
 from raypipe.planner.schedule.interleaved import in_rounds
 
 __all__ = ["forward_only"]
@@ -38,7 +38,7 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
             f"An evaluation of {num_microbatches} micro-batches on {len(placement)} stages does nothing: "
             "it needs at least one of each."
         )
-    wiring = Wiring(tuple(placement), update_interval=num_microbatches)
+    wiring = Wiring(single_homes(placement), update_interval=num_microbatches)
     rows = tuple(tuple(_with_messages(row, wiring)) for row in _orders(wiring, num_microbatches))
     return Schedule("forward", wiring, rows, stride=num_microbatches)
 
@@ -49,15 +49,17 @@ def _orders(wiring: Wiring, num_microbatches: int) -> list[list[Action]]:
     A message is under way for one slot. If links were free here, forwards would follow on each other's heels, and any
     latency would delay every round.
     """
-    placement = wiring.placement
-    homes = [[s for s, worker in enumerate(placement) if worker == w] for w in range(1 + max(placement))]
-    round_of = [number for number, part in enumerate(in_rounds(num_microbatches, 2 * len(homes))) for _ in part]
-    orders: list[list[Action]] = [[] for _ in homes]
-    done = [0] * len(placement)
+    placement, num_stages = wiring.placement, wiring.num_stages
+    held = [[s for s, worker in enumerate(placement) if worker == w] for w in range(1 + max(placement))]
+    round_of = [number for number, part in enumerate(in_rounds(num_microbatches, 2 * len(held))) for _ in part]
+    orders: list[list[Action]] = [[] for _ in held]
+    done = [0] * num_stages
     before = done
     while done[-1] < num_microbatches:
-        there = [num_microbatches] + [(before if wiring.crosses(s) else done)[s] for s in range(len(placement) - 1)]
-        ready = ([s for s in stages if done[s] < there[s]] for stages in homes)
+        there = [num_microbatches] + [
+            (before if wiring.crosses(s, done[s + 1]) else done)[s] for s in range(num_stages - 1)
+        ]
+        ready = ([s for s in stages if done[s] < there[s]] for stages in held)
         turns = [min(stages, key=lambda s: (round_of[done[s]], s)) for stages in ready if stages]
         before = done.copy()
         for stage in turns:
@@ -70,9 +72,9 @@ def _with_messages(row: Sequence[Action], wiring: Wiring) -> list[Action]:
     found = []
     for action in row:
         stage, _, microbatch = action
-        if stage and wiring.crosses(stage - 1):
+        if stage and wiring.crosses(stage - 1, microbatch):
             found.append(Action(stage, Op.RECV_F, microbatch))
         found.append(action)
-        if wiring.crosses(stage):
+        if wiring.crosses(stage, microbatch):
             found.append(Action(stage, Op.SEND_F, microbatch))
     return found

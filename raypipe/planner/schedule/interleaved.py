@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Op, Schedule, Wiring
+from raypipe.ir.schedule import Op, Schedule, Wiring, single_homes
 from raypipe.planner.schedule.sync import check_counts, take_turns
 from raypipe.planner.tables import OP_CODE, pack
 
@@ -55,8 +55,8 @@ def interleaved(num_workers: int, num_microbatches: int, chunks: int, first_trai
             row[at, 0], row[at, 1], row[at, 2] = order[:, 0] * num_workers + worker, OP_CODE[op], order[:, 1]
         row = row[(row[:, 1] == OP_CODE[Op.F]) | (row[:, 0] >= first_trainable)]
         rows.append(pack(*row.T))
-    placement = tuple(stage % num_workers for stage in range(num_stages))
-    wiring = Wiring(placement, update_interval=num_microbatches, first_trainable=first_trainable)
+    homes = single_homes(stage % num_workers for stage in range(num_stages))
+    wiring = Wiring(homes, update_interval=num_microbatches, first_trainable=first_trainable)
     return Schedule(f"interleaved(v={chunks})", wiring, tuple(rows), stride=num_microbatches)
 
 

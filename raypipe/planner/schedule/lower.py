@@ -99,12 +99,12 @@ def expected_sends(schedule: Schedule, sender: int, receiver: int, repeats: int 
         sender, receiver: workers.
         repeats: repetitions of the body.
     """
-    placement = schedule.wiring.placement
     step = {Op.SEND_F: 1, Op.SEND_B: -1}
     return tuple(
         action
         for action in schedule.row(sender, repeats)
-        if action.op in step and placement[action.stage + step[action.op]] == receiver
+        if action.op in step
+        and schedule.wiring.worker_of(action.stage + step[action.op], action.microbatch) == receiver
     )
 
 
@@ -205,8 +205,8 @@ def _finishing_op(wiring: Wiring, stage: int) -> Op:
 def _close(wiring: Wiring, stage: int, update: int, progress: Progress) -> list[Action]:
     """A stage has finished an update; if it is the last of its worker, the worker steps."""
     last = (update + 1) * wiring.update_interval - 1
-    home = wiring.placement[stage]
-    mates = [s for s, worker in enumerate(wiring.placement) if worker == home]
+    home = wiring.worker_of(stage, last)
+    mates = [s for s in range(wiring.num_stages) if wiring.worker_of(s, last) == home]
     actions = [Action(stage, Op.REDUCE_GRAD, last)]
     if all(progress[s, update] == wiring.update_interval for s in mates):
         actions += [Action(s, op, last) for op in (Op.REDUCE_NORM, Op.STEP) for s in mates]

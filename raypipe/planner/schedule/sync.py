@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Op, Row, Schedule, Wiring
+from raypipe.ir.schedule import Op, Row, Schedule, Wiring, single_homes
 from raypipe.planner.tables import OP_CODE, pack
 
 __all__ = ["check_counts", "gpipe", "k_f_k_b", "one_f_one_b", "slack", "slack_by_hop", "take_turns"]
@@ -166,7 +166,7 @@ def _schedule(
 ) -> Schedule:
     sizes = np.array([len(group) for group in groups])
     rows = tuple(_row(s, sizes, warmup, s >= first_trainable) for s, warmup in enumerate(warmups))
-    wiring = Wiring(tuple(range(len(rows))), update_interval=num_microbatches, first_trainable=first_trainable)
+    wiring = Wiring(single_homes(range(len(rows))), update_interval=num_microbatches, first_trainable=first_trainable)
     return Schedule(kind, wiring, rows, stride=num_microbatches)
 
 

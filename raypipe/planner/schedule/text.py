@@ -7,7 +7,7 @@ idle slots. The picture has one line per worker and one column per slot of time.
 from __future__ import annotations
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import COMPUTE, Action, Op, Schedule, Wiring, parse_action
+from raypipe.ir.schedule import COMPUTE, Action, Op, Schedule, Wiring, parse_action, single_homes
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, simulate
@@ -60,7 +60,7 @@ def from_csv(text: str, kind: str = "csv", update_interval: int | None = None) -
     num_microbatches = 1 + max(action.microbatch for _, action in actions)
     backward = [action for _, action in actions if action.op is not Op.F]
     wiring = Wiring(
-        tuple(home[stage] for stage in range(num_stages)),
+        single_homes(home[stage] for stage in range(num_stages)),
         update_interval=update_interval or num_microbatches,
         split_backward=any(action.op is not Op.B for action in backward),
         first_trainable=min((action.stage for action in backward), default=0),

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from raypipe.ir.schedule import Op, Row, Schedule, Wiring
+from raypipe.ir.schedule import Op, Row, Schedule, Wiring, single_homes
 from raypipe.planner.schedule.sync import check_counts, slack_by_hop, take_turns
 from raypipe.planner.tables import OP_CODE, pack
 
@@ -71,7 +71,7 @@ def zb_h1(
     )
     shown = (slack,) if isinstance(slack, int) else by_hop
     wiring = Wiring(
-        tuple(range(num_stages)),
+        single_homes(range(num_stages)),
         num_microbatches,
         split_backward=True,
         first_trainable=first_trainable,

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Op, Schedule, Wiring
+from raypipe.ir.schedule import Op, Schedule, Wiring, single_homes
 from raypipe.planner.schedule.sync import check_counts
 from raypipe.planner.tables import OP_CODE, pack
 
@@ -77,7 +77,9 @@ def zb_v(num_stages: int, num_microbatches: int, first_trainable: int = 0) -> Sc
             if turn is not None:
                 *_, stage, op = turn
                 row.append((stage, OP_CODE[op], progress.take(stage, op)))
-    wiring = Wiring((*way, *reversed(way)), num_microbatches, split_backward=True, first_trainable=first_trainable)
+    wiring = Wiring(
+        single_homes((*way, *reversed(way))), num_microbatches, split_backward=True, first_trainable=first_trainable
+    )
     return Schedule("zb-v", wiring, tuple(pack(*np.array(row).T) for row in rows), stride=num_microbatches)
 
 

@@ -60,7 +60,7 @@ def _of_workers(
     slowest = max(range(len(busy_s)), key=busy_s.__getitem__)
     held = " and ".join(str(s) for s, worker in enumerate(wiring.placement) if worker == slowest)
     text = f"worker {slowest} (stages {held}) computes longest, {human_s(busy_s[slowest])} per micro-batch"
-    crossing = [hop for hop in range(len(hops)) if wiring.crosses(hop)]
+    crossing = [hop for hop in range(len(hops)) if wiring.crosses(hop, 0)]
     if not crossing:
         return text
     widest = max(crossing, key=lambda hop: hops[hop].occupancy_s + hops[hop].latency_s)

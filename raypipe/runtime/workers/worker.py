@@ -36,7 +36,7 @@ from raypipe.engine.team import Team
 from raypipe.errors import LinkError, RaypipeError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
-from raypipe.ir.schedule import Row
+from raypipe.ir.schedule import Row, single_homes
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
 from raypipe.runtime.links.endpoint import Endpoint, Opening
@@ -86,7 +86,7 @@ class StageSetup:
     @property
     def team(self) -> Team:
         """Who holds which stage, from this worker's side."""
-        return Team(self.placement or tuple(range(len(self.programs))), self.worker)
+        return Team(single_homes(self.placement or range(len(self.programs))), self.worker)
 
     @property
     def tensors(self) -> tuple[str, ...]:
