@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import raypipe
 from raypipe.planner.control import Room
 from raypipe.planner.schedule import make_schedule
-from raypipe.prepare.blueprint import Job
+from raypipe.prepare.job import Job
 
 __all__ = ["Ran", "run_sleeping"]
 

@@ -28,8 +28,8 @@ from raypipe.errors import ConfigError, DataError
 from raypipe.ir.report import mean_loss
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
-from raypipe.prepare.blueprint import Job
 from raypipe.prepare.inputs import check_columns
+from raypipe.prepare.job import Job
 from raypipe.runtime.run.forwards import ListOutputs, Outputs, evaluation_orders, forwards, with_outputs
 from raypipe.runtime.run.spec import AnyFleet
 

@@ -15,7 +15,7 @@ from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.segments import train_segments
-from raypipe.prepare.blueprint import Job
+from raypipe.prepare.job import Job
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 
 __all__ = ["local_fleet", "policy_of", "refuse_replicas", "schedules_of", "stage_setups"]

@@ -34,9 +34,10 @@ from raypipe.planner.segments import num_steps_of
 from raypipe.planner.simulate.serial import Costs, simulate
 from raypipe.planner.tune import step_of
 from raypipe.prepare.arguments import check_arguments, check_travel, in_one_paragraph
-from raypipe.prepare.blueprint import Job, prepare, profile
+from raypipe.prepare.blueprint import prepare, profile
 from raypipe.prepare.controller import retune_setup
 from raypipe.prepare.identity import settings_of
+from raypipe.prepare.job import Job
 from raypipe.prepare.resume import free_name, kept_microbatches
 from raypipe.progress import RunProgress
 from raypipe.runfile.write import describe

@@ -1,9 +1,10 @@
 """What a person may choose, frozen and checked once.
 
-    PipelineConfig(...)   pipeline.py   every field: its type, range, default, and whether this release runs it
-           |
-           v
-       checks.py          fields that are possible alone and at odds together
+    fields.py             every field: what it means, its type and its default
+        |
+    checks.py             fields that are possible alone and at odds together
+        |
+    PipelineConfig(...)   pipeline.py   what each field may hold, and whether this release runs it
 
     Ray Train's ScalingConfig, RunConfig and CheckpointConfig   ray.py   fields that have an effect; others are refused
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from raypipe.config.fields import Auto, PipelineFields
 from raypipe.errors import ConfigError
-
-if TYPE_CHECKING:
-    from raypipe.config.pipeline import Auto, PipelineConfig
 
 __all__ = ["TURNED", "check_together"]
 
@@ -27,7 +24,7 @@ TURNED = ("auto", "kfkb", "slack", "zb-h1")
 """Schedules that the controller turns, where group_size and slack are left to it."""
 
 
-def check_together(config: PipelineConfig) -> None:
+def check_together(config: PipelineFields) -> None:
     """Refuse fields that are at odds.
 
     Raises:
@@ -124,7 +121,7 @@ def _check_slack(slack: int | Sequence[int] | Auto, schedule: str, num_stages: i
         )
 
 
-def _check_weights(config: PipelineConfig) -> None:
+def _check_weights(config: PipelineFields) -> None:
     """Weight versions belong to asynchronous schedules, and 2bw leaves nothing open."""
     schedule = config.schedule
     fixed = {"weight_versions": 1, "vertical_sync": False}
@@ -143,7 +140,7 @@ def _check_weights(config: PipelineConfig) -> None:
             )
 
 
-def _check_skipping(config: PipelineConfig) -> None:
+def _check_skipping(config: PipelineFields) -> None:
     """Stages of an asynchronous schedule update without knowing each other's norms."""
     if config.on_nonfinite == "skip" and config.schedule in ASYNCHRONOUS:
         raise ConfigError(
@@ -153,7 +150,7 @@ def _check_skipping(config: PipelineConfig) -> None:
         )
 
 
-def _check_chunked(config: PipelineConfig) -> None:
+def _check_chunked(config: PipelineFields) -> None:
     """Several stages per worker: two of them in a V, none replicated."""
     if config.schedule not in CHUNKED:
         return
@@ -171,7 +168,7 @@ def _check_chunked(config: PipelineConfig) -> None:
         )
 
 
-def _turned(config: PipelineConfig) -> tuple[str, ...]:
+def _turned(config: PipelineFields) -> tuple[str, ...]:
     """Fields by which the controller has something to turn; see raypipe.prepare.controller."""
     if config.schedule in STILL or config.retune_interval_steps == 0:
         return ()
@@ -181,13 +178,13 @@ def _turned(config: PipelineConfig) -> tuple[str, ...]:
     return tuple(found + ["retune_microbatches"] * config.retune_microbatches)
 
 
-def _still(config: PipelineConfig) -> str:
+def _still(config: PipelineFields) -> str:
     """The field, with its value, under which nothing is turned."""
     name = "schedule" if config.schedule in STILL else "retune_interval_steps"
     return f"{name}={getattr(config, name)!r}"
 
 
-def _check_codecs(config: PipelineConfig) -> None:
+def _check_codecs(config: PipelineFields) -> None:
     """A codec that waits to be turned needs somebody who turns it."""
     for name in ("codec_forward", "codec_backward"):
         if getattr(config, name) == "auto" and not _turned(config):
@@ -197,7 +194,7 @@ def _check_codecs(config: PipelineConfig) -> None:
             )
 
 
-def _check_retuning(config: PipelineConfig) -> None:
+def _check_retuning(config: PipelineFields) -> None:
     """The controller turns nothing of a schedule that never runs empty or shares workers, nor with an interval of 0."""
     if config.retune_microbatches and not _turned(config):
         raise ConfigError(
@@ -206,7 +203,7 @@ def _check_retuning(config: PipelineConfig) -> None:
         )
 
 
-def _check_patience(config: PipelineConfig) -> None:
+def _check_patience(config: PipelineFields) -> None:
     """Patience of a controller that has nothing to turn; an interval of 0 is what it does then."""
     for name in ("retune_interval_steps", "link_drift_threshold", "min_gain"):
         value = getattr(config, name)

@@ -12,7 +12,7 @@
       profile.py           seconds and bytes of every operation, from the cache or measured
           |
           v
-     blueprint.py          plan, stage programs, one trial of every optimizer
+     blueprint.py          plan, stage programs, one trial of every optimizer  -->  job.py: ready to start
           |
           v
      controller.py         what a run may change later

@@ -7,7 +7,7 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.codec.cost import codec_cost
 from raypipe.planner.control import Choice, Codec, Setup
 from raypipe.planner.tune import CHUNKED, settled_schedule
-from raypipe.prepare.blueprint import Job
+from raypipe.prepare.job import Job
 
 __all__ = ["retune_setup"]
 

@@ -30,7 +30,7 @@ from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.runtime.run.same_run import Settings
 
 if TYPE_CHECKING:
-    from raypipe.prepare.blueprint import Job
+    from raypipe.prepare.job import Job
 
 __all__ = ["model_labels", "name_of", "optimizer_labels", "settings_of", "source_labels"]
 

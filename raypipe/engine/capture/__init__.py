@@ -38,7 +38,8 @@ from raypipe.engine.capture.sequential import (
     sequential_graph,
     sequential_stages,
 )
-from raypipe.engine.capture.trace import Traced, trace
+from raypipe.engine.capture.trace import trace
+from raypipe.engine.capture.traced import Traced
 from raypipe.engine.capture.view import model_graph
 from raypipe.engine.stage import StageFunction, StageProgram
 from raypipe.errors import CaptureError

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from raypipe.engine.capture.inplace import mutated_args, storage_roots
-from raypipe.engine.capture.trace import Traced
+from raypipe.engine.capture.traced import Traced
 from raypipe.engine.randomness import dropout, keyed_call
 
 __all__ = ["SYM_SIZE", "Analysis", "analyse", "column_with", "dim_with", "is_open", "nbytes"]

@@ -7,59 +7,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
-from raypipe.engine.capture.lengths import is_tokens
 from raypipe.engine.capture.regions import body_of, fold, in_levels, refuse_draws
+from raypipe.engine.capture.traced import Traced
 from raypipe.engine.randomness import dropout, keyed_call, num_draws
 from raypipe.engine.region import Body, Choice
 from raypipe.errors import CaptureError
 
-__all__ = ["Traced", "copy_nodes", "flatten"]
+__all__ = ["copy_nodes", "flatten"]
 
 aten = torch.ops.aten
 
 _DROPPED = ("aten._assert", "aten.sym_constrain_range", "aten._assert_tensor_metadata")
-
-
-@dataclass(slots=True)
-class Traced:
-    """A whole model in one mode.
-
-    Attributes:
-        graph: flat fx graph; its output is the flat list of the model's outputs.
-        parameters, buffers: placeholder -> name in the user's model (canonical for shared parameters).
-        constants: placeholder -> tensor that the model closed over.
-        columns: placeholder -> name of the data column.
-        key: placeholder of the random key.
-        num_draws: random operations in the graph.
-        out_spec: structure of the model's output.
-        pinned: nodes that change in place something with another live alias: no cut may part the nodes of
-            one such group (first and last node of it).
-    """
-
-    graph: fx.Graph
-    parameters: dict[fx.Node, str]
-    buffers: dict[fx.Node, str]
-    constants: dict[fx.Node, torch.Tensor]
-    columns: dict[fx.Node, str]
-    key: fx.Node
-    num_draws: int
-    out_spec: pytree.TreeSpec
-    pinned: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
-
-    @property
-    def one_length(self) -> bool:
-        """Whether a column of token ids must be as long as the example's."""
-        shapes = [value.shape for value in (node.meta["val"] for node in self.columns) if is_tokens(value)]
-        return any(isinstance(shape[1], int) for shape in shapes)
 
 
 def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str]) -> Traced:

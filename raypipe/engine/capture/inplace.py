@@ -12,7 +12,7 @@ from torch import fx
 from raypipe.errors import CaptureError
 
 if TYPE_CHECKING:
-    from raypipe.engine.capture.flatten import Traced
+    from raypipe.engine.capture.traced import Traced
 
 __all__ = ["functional_twin", "mutated_args", "storage_roots", "work_out_of_place"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from raypipe.engine.capture.trace import Traced
+from raypipe.engine.capture.traced import Traced
 from raypipe.engine.loss_counts import LossCounts, count_labels
 from raypipe.engine.randomness import bind_arguments
 from raypipe.engine.stage import GraphFunction

@@ -17,17 +17,18 @@ import torch
 
 from raypipe.engine.capture.explain import untraceable
 from raypipe.engine.capture.fixed_sizes import FixedSizes, watched_sizes
-from raypipe.engine.capture.flatten import Traced, flatten
+from raypipe.engine.capture.flatten import flatten
 from raypipe.engine.capture.guards import loss_only, nothing_lost
 from raypipe.engine.capture.hidden_state import watched_forward
 from raypipe.engine.capture.lengths import asks_for_length, is_tokens
 from raypipe.engine.capture.regions import lost_body
 from raypipe.engine.capture.surroundings import surroundings_kept
+from raypipe.engine.capture.traced import Traced
 from raypipe.engine.cumulative import cumulative_norms
 from raypipe.engine.recompute import traced_checkpoints
 from raypipe.errors import CaptureError
 
-__all__ = ["Traced", "trace"]
+__all__ = ["trace"]
 
 
 def trace(

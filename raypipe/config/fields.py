@@ -1,0 +1,114 @@
+"""Every choice that a person can make about a pipeline: names, types and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["Auto", "PipelineFields"]
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineFields:
+    """How a model is cut, scheduled and joined; ``"auto"`` leaves the choice to the planner.
+
+    Attributes:
+        num_stages: stages of the pipeline; "auto" takes as many of scaling_config's workers as are worth
+            it, two where nothing was said. Schedules "interleaved" and "zb-v" put num_stages / num_workers on each
+            worker, two with "auto" and always in "zb-v".
+        num_replicas: workers per stage; a list gives one number per stage.
+        minibatch_size: samples per optimizer step.
+        num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller. "auto"
+            follows from the profile, or is 4 per stage with partitioner "parameters".
+        loss_reduction: how the loss averages, so that micro-batches can be weighed to make the loss of the mini-batch:
+            "mean" over samples (micro-batch i weighs b_i / B), "sum", "valid_tokens" (targets other than -100), or a
+            function (target) -> number of items. "auto" finds out when the run is planned: ignore_index, class weights
+            and shifted labels from the graph of the loss, tried on real rows; what no weights make right is refused.
+            Evaluation weighs mini-batches in the same way, and adds up sums.
+        partitioner: "prefix_sum" cuts the profiled operations in their own order, "antichain" in any
+            order that the model allows, "hierarchical" with replicas (to plan with, not to run yet);
+            "auto" takes the first two. "parameters" profiles nothing and gives every stage about the
+            same parameter bytes; a list of module names starts a new stage at each of them.
+        schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for, kFkB or,
+            where the halves of the backwards that the run measures say so, "zb-h1", turned by the controller while the
+            run trains. "zb-h1" parts backwards and puts off what only the weights need: shorter steps for more
+            memory behind the first stage; where max_grad_norm is None and no parameter is tied, its steps overlap.
+            "interleaved" and "zb-v" (which parts backwards too) give every worker several stages, so that the
+            pipeline fills in smaller pieces: shorter steps for more messages. The controller leaves them as they are.
+        group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
+            controller turns it.
+        slack: r of slack: forwards that each stage starts earlier than the next, 1 being 1F1B; a list gives one
+            number per hop. Asynchronous schedules take it too: more micro-batches under way hide slower links,
+            and in "pipedream" cost weight versions and make gradients later.
+        weight_versions: most weight versions that a stage keeps, in asynchronous schedules ("pipedream" and
+            "2bw", which do not run empty between mini-batches). "pipedream" with a number updates as often as
+            that many versions allow.
+        update_interval: micro-batches per update of the weights, in "pipedream"; 1 unless weight_versions
+            says otherwise. An update averages the loss over its own samples.
+        vertical_sync: a micro-batch uses the same weight version on every stage, in "pipedream".
+        transport: how boundary tensors travel.
+        link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each
+            worker on a host takes one of its own. "auto" leaves the choice to the system.
+        codec_forward, codec_backward: what boundary tensors and their gradients travel as; anything but "none"
+            is lossy, see raypipe.engine.codec for how much. "auto" lets the controller compress a link, "bf16" or
+            "int8" forward and "bf16" back, while that makes steps shorter by more than min_gain.
+        memory_limit_bytes: per worker, of everything that a stage holds; a plan that needs more is
+            refused. "auto" keeps to what the devices of a described cluster offer.
+        recompute: run forwards again instead of keeping activations; a list gives one word per stage.
+        precision: of the computation.
+        max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before
+            every step; None leaves it. Where updates come more often than once per num_stages micro-batches, each
+            stage clips its own to this times the root of its share of the parameters.
+        retune_interval_steps, link_drift_threshold, min_gain: patience of the controller, which turns k, the slack
+            and codecs where these are "auto": most steps between looks (20; 0 never changes anything), relative change
+            of a link that is looked at sooner (0.25), relative gain in step time worth a change (0.03).
+        retune_microbatches: the controller may change the number of micro-batches too, to another divisor of the
+            mini-batch. Then sums are taken in another order and dropout draws other numbers, so that a run depends on
+            its links; batch normalisation sees other batches.
+        checkpoint_interval_steps: steps between two checkpoints; "auto" saves every ten minutes. A run
+            saves at its end and when it is stopped in any case.
+        seed: keys all randomness, together with step and micro-batch.
+        on_nonfinite: what happens where the loss or the gradient norm of a mini-batch is not finite: "stop" ends the
+            run, "skip" leaves the step out on all stages. Parameters, optimizer and scheduler stay as they are, buffers
+            (batch statistics) keep what the forwards wrote, as in plain PyTorch, and metrics and events say so; ten in
+            a row end the run. Stages wait for each other's norms before every step, as they do with max_grad_norm.
+        verify: "first_step" runs two micro-batches through the model itself and through its stages before training
+            begins, while the actors start, and refuses the run where loss, gradients or buffers differ. That needs
+            about twice the memory of the model in this process. "off" trains what was captured, unseen.
+
+    Raises:
+        ConfigError: a field is unknown, ill-typed, out of range, at odds with another one, or has a
+            value that this release does not run; the message names field, value and what is allowed.
+    """
+
+    num_stages: int | Auto = "auto"
+    num_replicas: int | Sequence[int] | Auto = "auto"
+    minibatch_size: int | Auto = "auto"
+    num_microbatches: int | Auto = "auto"
+    loss_reduction: str | Callable[[Any], float] = "auto"
+    partitioner: str | Sequence[str] = "auto"
+    schedule: str = "auto"
+    group_size: int | Auto = "auto"
+    slack: int | Sequence[int] | Auto = "auto"
+    weight_versions: int | Auto = "auto"
+    update_interval: int | Auto = "auto"
+    vertical_sync: bool | Auto = "auto"
+    transport: str = "auto"
+    link_ports: tuple[int, int] | Auto = "auto"
+    codec_forward: str = "none"
+    codec_backward: str = "none"
+    memory_limit_bytes: int | Auto = "auto"
+    recompute: str | Sequence[str] = "auto"
+    precision: str = "fp32"
+    max_grad_norm: float | None = None
+    retune_interval_steps: int | Auto = "auto"
+    link_drift_threshold: float | Auto = "auto"
+    min_gain: float | Auto = "auto"
+    retune_microbatches: bool = False
+    checkpoint_interval_steps: int | Auto = "auto"
+    seed: int = 0
+    on_nonfinite: str = "stop"
+    verify: str = "first_step"
