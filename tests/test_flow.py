@@ -1,0 +1,46 @@
+"""docs/flow.md names files and what is in them; all of these exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+HOP = re.compile(r"`([a-z_/]+\.py)(?:::([\w.]+))?`")
+
+
+def hops(text: str) -> list[tuple[str, str]]:
+    """(file below raypipe/, name in it or "") of every hop."""
+    return [(file, name) for file, name in HOP.findall(text) if not file.startswith("tests/")]
+
+
+def defines(source: str, name: str) -> bool:
+    """Whether a module defines the class, function or method of this dotted name."""
+    body: list[ast.stmt] = ast.parse(source).body
+    for part in name.split("."):
+        found = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
+        if not found:
+            return False
+        body = found[0].body
+    return True
+
+
+def test_every_hop_exists() -> None:
+    found = hops((ROOT / "docs" / "flow.md").read_text("utf-8"))
+    assert len(found) > 40
+    missing = []
+    for file, name in found:
+        path = ROOT / "raypipe" / file
+        if not path.is_file() or (name and not defines(path.read_text("utf-8"), name)):
+            missing.append(f"{file}::{name}")
+    assert missing == []
+
+
+def test_a_hop_that_is_gone_is_found() -> None:
+    assert hops("`api/trainer.py::PipelineTrainer.fit`, `engine/local.py`, `tests/test_flow.py`") == [
+        ("api/trainer.py", "PipelineTrainer.fit"),
+        ("engine/local.py", ""),
+    ]
+    source = "class A:\n    def b(self): ...\ndef c(): ..."
+    assert [defines(source, name) for name in ("A", "A.b", "c", "A.c", "b")] == [True, True, True, False, False]
