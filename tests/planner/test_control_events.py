@@ -94,6 +94,38 @@ def test_a_switch_that_does_not_pay_is_undone_and_not_tried_again_soon():
     assert sum(choice.lossy for choice in choices) < 45
 
 
+def test_a_change_ends_the_quiet_after_switches_that_did_not_pay():
+    """Three switches to a codec that saved nothing; then the link is slow in another way, and the codec pays."""
+    setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
+    vain = pipeline_of({0: (0, 0.025)}, codecs={"bf16": 1.0})
+    paying = pipeline_of({0: (0, 0.06)}, codecs={"bf16": 2.0})
+    controller, decisions, choices = Controller(setup), [], []
+    changed = None
+    for step in range(120):
+        done = (vain if changed is None or step < changed else paying).step(step, controller.wanted)
+        decisions += controller.handle(done)
+        choices.append(done.choice)
+        if changed is None and sum(d.verdict is Verdict.UNDO for d in decisions) == 3:
+            changed = step + 10
+    assert changed is not None
+    last = [d for d in decisions if d.verdict is Verdict.UNDO][-1]
+    assert last.step < changed < last.step + 40  # in the middle of the quiet
+    answered = next(step for step in range(changed, 120) if choices[step].lossy)
+    assert answered <= changed + 4
+    assert choices[-1].codec(0, True) == "bf16"
+
+
+def test_the_quiet_after_a_switch_that_did_not_pay_has_a_limit():
+    pipeline = pipeline_of({0: (0, 0.025)}, codecs={"bf16": 1.0})
+    setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
+    _, _, decisions = run_controlled(pipeline, setup, 600)
+    undone = [d.step for d in decisions if d.verdict is Verdict.UNDO]
+    gaps = [b - a for a, b in pairwise(undone)]
+    assert gaps == sorted(gaps)
+    assert 5 * 2**4 <= gaps[-1] <= 5 * 2**4 + 20
+    assert gaps.count(gaps[-1]) >= 3
+
+
 def test_a_codec_goes_when_the_link_is_free_again():
     pipeline = pipeline_of({5: (0, 0.04), 40: (0, 0.0)}, codecs={"bf16": 2.0})
     setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))

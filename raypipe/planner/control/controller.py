@@ -44,6 +44,11 @@ MEMORY_INTERVALS = 8
 """Usual intervals for which it counts what whole messages took, while they are compressed. A change of the link that
 compressed ones show ends it at once; one that they cannot show, because they pass a token bucket anyway, is looked for
 by going without the codec that seldom."""
+MOST_DOUBLINGS = 4
+"""Of the quiet time after switches that did not pay: a change that shows nowhere is looked for at least that often."""
+OWN_CHANGE = 6
+"""Steps after a switch was taken back in which a change of links is taken for its own: orders are up to three steps
+ahead, and a change shows in two."""
 FREE_LOOKS = 8
 """Looks in a row that news may cause and that change nothing; every further one has to wait twice as long as the last,
 up to the usual interval. On a link that is never the same the controller would search after every step."""
@@ -59,6 +64,7 @@ class _State:
         waiting: looks in a row that found something better.
         looked: step of the last look, or of the verdict on a switch; None where the next step is looked at anyway.
         quiet_until: step before which no switch is asked for.
+        undone_at: step of the last one taken back; far before the run where there was none.
         undone: switches taken back since the last one that paid, going without codecs left out.
         held_bytes: by stage, the most that any choice so far was expected to hold.
         left: what the last switch left, and when; empty where that paid, unless it only went without codecs.
@@ -80,6 +86,7 @@ class _State:
     looked: int | None = None
     quiet_until: int = 0
     undone: int = 0
+    undone_at: int = -OWN_CHANGE
     held_bytes: list[int] = field(default_factory=list)
     left: tuple[Choice, int] | None = None
     vain: int = 0
@@ -140,6 +147,9 @@ class Controller:
         elif news is News.CHANGED and state.trial is None:  # after a switch of our own a link looks changed by itself
             state.whole_s = [0.0 if hop_name(p // 2) in who else s for p, s in enumerate(state.whole_s)]
         if news is News.CHANGED:  # which this step and the one before it have shown
+            # What did not pay before the change may pay after it, unless our own way back is what has changed.
+            if event.step >= state.undone_at + OWN_CHANGE:
+                state.quiet_until = event.step
             state.seconds = [pair for pair in state.seconds if pair[0] >= event.step - 1]
             found.append(Decision(event.step, Verdict.DRIFT, sentence(f"{who} changed for good."), {"who": who}))
         if state.trial is not None:
@@ -155,6 +165,7 @@ class Controller:
             state.seconds, state.trial, state.left, state.looked = [], None, None, None
             state.whole_s = []
             state.steps = state.waiting = state.quiet_until = state.rest_until = 0
+            state.undone_at = -OWN_CHANGE
         state.step = step
 
     def _due(self, event: StepDone, news: News) -> bool:
@@ -162,8 +173,7 @@ class Controller:
         if state.steps <= SETTLE:
             return False
         if event.step < state.quiet_until:
-            # After one switch too many a change is a reason again; after several only time is.
-            return news is News.CHANGED and state.undone <= 1
+            return False
         if state.waiting or state.looked is None:
             return True
         if news is not News.STEADY and event.step >= state.rest_until:
@@ -194,8 +204,8 @@ class Controller:
                 state.undone, state.left, state.looked = 0, None, None
             return [Decision(event.step, Verdict.PAID, sentence(f"{text}."), numbers)]
         state.undone += 1
-        quiet = self.setup.retune_interval_steps * 2**state.undone
-        state.quiet_until, state.wanted, state.seconds = event.step + quiet, trial.before, []
+        quiet = self._be_quiet(event.step)
+        state.wanted, state.seconds = trial.before, []
         self._remember(event, trial.before)
         reason = f"{sentence(text)}. It did not pay: back, and no switch for {quiet} steps."
         return [Decision(event.step, Verdict.UNDO, reason, numbers, trial.before)]
@@ -270,7 +280,14 @@ class Controller:
         state, interval = self._state, self.setup.retune_interval_steps
         if step - since <= 2 * interval:
             state.undone += 1
-            state.quiet_until = step + interval * 2**state.undone
+            self._be_quiet(step)
+
+    def _be_quiet(self, step: int) -> int:
+        """Ask for no switch for so many steps, twice as many after each that did not pay, up to a limit."""
+        state = self._state
+        quiet = self.setup.retune_interval_steps * 2 ** min(state.undone, MOST_DOUBLINGS)
+        state.undone_at, state.quiet_until = step, step + quiet
+        return quiet
 
     def _rest(self, step: int, news: News) -> None:
         """After a look that changed nothing."""
@@ -357,6 +374,6 @@ class Controller:
 
 
 _PLAIN = (
-    "seconds", "steps", "waiting", "looked", "quiet_until", "undone", "held_bytes", "vain", "rest_until", "count",
-    "step", "whole_s", "whole_until",
+    "seconds", "steps", "waiting", "looked", "quiet_until", "undone", "undone_at", "held_bytes", "vain", "rest_until",
+    "count", "step", "whole_s", "whole_until",
 )  # fmt: skip
