@@ -30,6 +30,7 @@ from torch.utils.data import TensorDataset
 import raypipe
 from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
 from raypipe.runtime.driver.client import connected
+from raypipe.runtime.run.blueprint import assemble
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.requests import Requests
@@ -103,14 +104,16 @@ def run(shape: tuple[int, int], turns: int) -> Ran:
             run_config=SimpleNamespace(name="run", storage_path=folder),
         )
         job = trainer._prepared()
-        spec = trainer._spec(job, steps, local=False)
+        recipe = trainer._recipe(job, steps, local=False)
+        spec, assembled = recipe[0].spec, assemble(*recipe)
         fleet = Fleet(num_stages, needs)
         try:
             processes = [member["process"] for member in fleet.members]
-            setups = trainer._setups(job, spec.place)
-            fleet.configure(setups, [ray.put(pack(job.tensors, setup.tensors)) for setup in setups])
+            setup = assembled.setup
+            states = [ray.put(pack(job.tensors, setup.tensors(worker))) for worker in range(setup.num_workers)]
+            fleet.configure(assembled.run, setup, states)
             made = lambda setup, state: Retuner(setup, state, Script(setup))  # noqa: E731
-            run_loop(fleet, spec, Journal(spec.name, str(spec.place)), Requests(), made)
+            run_loop(fleet, spec, assembled.plan, Journal(spec.name, str(spec.place)), Requests(), made)
             same = all(Path(f"/proc/{process}").exists() for process in processes)
         finally:
             fleet.stop()

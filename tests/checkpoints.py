@@ -16,11 +16,13 @@ from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, make_ma
 from raypipe.engine.data import open_data
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.norms import norm_of
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
 from raypipe.engine.storage import Place
 from raypipe.ir.order import Order
 from raypipe.ir.report import merge_reports
+from raypipe.ir.schedule import single_homes
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import Position, train_segments
@@ -49,7 +51,11 @@ class Training:
         source = open_data(case(name).data(shape.samples), seed=self.config.seed)
         settings = Settings(self.config.seed, self.config.loss_reduction, norm, 30.0)
         tensors = {**self.made.parameters, **self.made.buffers}
-        self.fleet = LocalFleet(self.programs, tensors, optimizer, scheduler, {"train": source}, settings)
+        self.fleet = LocalFleet(
+            RunSetup(optimizer, scheduler, {"train": source}, settings),
+            GenerationSetup(self.programs, single_homes(range(len(self.programs)))),
+            tensors,
+        )
         self.at = Position()
         self.losses: list[float | None] = []
         self.norms: list[float | None] = []

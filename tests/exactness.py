@@ -17,6 +17,7 @@ from raypipe.engine.data import open_data
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.norms import norm_of
 from raypipe.engine.randomness import RandomKey
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.ir.order import Order
@@ -212,8 +213,8 @@ def train_stages(
         validate(lowered)
         return lowered
 
-    placement = build_schedule(request, len(stages), 1, 0).wiring.placement
-    fleet = LocalFleet(stages, tensors, recorder, None, {"train": source}, settings, placement=placement)
+    homes = build_schedule(request, len(stages), 1, 0).wiring.homes
+    fleet = LocalFleet(RunSetup(recorder, None, {"train": source}, settings), GenerationSetup(stages, homes), tensors)
     try:
         orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
         reports = [[r[0] for r in of_stages] for of_stages in fleet.run(orders, rows)]

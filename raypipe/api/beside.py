@@ -19,10 +19,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from raypipe.api.init_from import matched, read_weights
+from raypipe.api.launch import generation_setup, local_fleet
 from raypipe.engine.checkpoint import find_checkpoint, load_state_dict, newest_step
 from raypipe.engine.codec import Codecs
 from raypipe.engine.data import Source, open_data
-from raypipe.engine.local import LocalFleet
+from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError, DataError
 from raypipe.ir.report import mean_loss
@@ -57,25 +58,23 @@ def threads() -> Iterator[Stages]:
 
 
 @contextmanager
-def actors(num_workers: int, resources: Mapping[str, float], setups: Callable[[Job], list[Any]]) -> Iterator[Stages]:
+def actors(num_workers: int, resources: Mapping[str, float], run: Callable[[Job], RunSetup]) -> Iterator[Stages]:
     """Stages as Ray actors that this process owns, on the cluster that ``fit`` would take.
 
     Args:
         resources: of one worker.
-        setups: (job) -> what makes each worker one of the pipeline.
+        run: (job) -> what its workers know of the run.
     """
     from raypipe.runtime.driver.client import connected
     from raypipe.runtime.workers.actor_outputs import ActorOutputs
 
     with connected(num_workers, resources):
-        yield Stages(lambda job: _as_actors(job, setups(job), resources), ActorOutputs)
+        yield Stages(lambda job: _as_actors(job, run(job), resources), ActorOutputs)
 
 
 @contextmanager
 def _in_threads(job: Job) -> Iterator[AnyFleet]:
-    fleet = LocalFleet(
-        job.programs, job.tensors, job.make_optimizer, None, job.sources, job.settings, placement=job.placement
-    )
+    fleet = local_fleet(dataclasses.replace(job, make_scheduler=None), None)
     try:
         yield fleet
     finally:
@@ -83,15 +82,17 @@ def _in_threads(job: Job) -> Iterator[AnyFleet]:
 
 
 @contextmanager
-def _as_actors(job: Job, setups: Sequence[Any], resources: Mapping[str, float]) -> Iterator[AnyFleet]:
+def _as_actors(job: Job, run: RunSetup, resources: Mapping[str, float]) -> Iterator[AnyFleet]:
     import ray
 
     from raypipe.runtime.workers.fleet import Fleet
     from raypipe.runtime.workers.packing import pack
 
-    fleet = Fleet(len(setups), resources, setups[0].transport, setups[0].link_ports)
+    setup = generation_setup(job)
+    fleet = Fleet(setup.num_workers, resources, run.transport, run.link_ports)
     try:
-        fleet.configure(setups, [ray.put(pack(job.tensors, setup.tensors)) for setup in setups])
+        states = [ray.put(pack(job.tensors, setup.tensors(worker))) for worker in range(setup.num_workers)]
+        fleet.configure(run, setup, states)
         yield fleet
     finally:
         fleet.stop()
@@ -170,8 +171,8 @@ def predicting(job: Job, data: Any) -> Job:
             f"predict() was given data of {len(source.columns)} columns, but the model reads {count}. Give the columns "
             "of train_data in the same order; the target may be left out."
         )
-    settings = dataclasses.replace(job.settings, loss_reduction="mean", codecs=Codecs())
-    return dataclasses.replace(job, sources={**job.sources, "eval": source}, settings=settings)
+    settings = dataclasses.replace(job.settings, loss_reduction="mean")
+    return dataclasses.replace(job, sources={**job.sources, "eval": source}, settings=settings, codecs=Codecs())
 
 
 def predictions(job: Job, stages: Stages) -> Any:

@@ -2,83 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.storage import Place
 from raypipe.errors import PlanError
 from raypipe.ir.plan import Plan
-from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import RowsKey
-from raypipe.planner.segments import train_segments
 from raypipe.prepare.job import Job
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 
-__all__ = ["local_fleet", "policy_of", "refuse_replicas", "schedules_of", "stage_setups"]
-
-OPEN_TIMEOUT_S = 60.0
+__all__ = ["generation_setup", "local_fleet", "policy_of", "refuse_replicas", "run_setup"]
 
 
-def local_fleet(job: Job, place: Place) -> LocalFleet:
+def local_fleet(job: Job, place: Place | None) -> LocalFleet:
     """All stages in threads of this process."""
-    return LocalFleet(
-        job.programs,
-        job.tensors,
-        job.make_optimizer,
-        job.make_scheduler,
-        job.sources,
-        job.settings,
-        job.persistent,
-        place,
-        job.placement,
+    return LocalFleet(run_setup(job, place), generation_setup(job), job.tensors)
+
+
+def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = None) -> RunSetup:
+    """What its workers know of the run, whatever the plan is.
+
+    Args:
+        pipeline: where they have links between processes; None for threads.
+    """
+    setup = RunSetup(job.make_optimizer, job.make_scheduler, job.sources, job.settings, job.persistent, place)
+    if pipeline is None:
+        return setup
+    return dataclasses.replace(
+        setup,
+        run_id=uuid.uuid4().hex,
+        secret=secrets.token_bytes(32),
+        transport=pipeline.transport,
+        link_ports=None if pipeline.link_ports == "auto" else pipeline.link_ports,
     )
 
 
-def schedules_of(job: Job, num_samples: Mapping[str, int], num_steps: int) -> dict[RowsKey, Schedule]:
-    """Rows for every number of micro-batches that the run will meet: the usual one and short last mini-batches."""
+def generation_setup(job: Job) -> GenerationSetup:
+    """What its plan makes of the workers."""
     plan = job.plan
-    lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size)}
-    if "eval" in num_samples:
-        lengths["eval"] = num_samples["eval"]
-    found: dict[RowsKey, None] = {}
-    for mode, samples in lengths.items():
-        per_epoch = min(samples, num_samples.get(mode, 0))
-        for segment, _ in train_segments(per_epoch, plan.minibatch_size, plan.microbatch_size, 1):
-            found[segment.rows(training=mode == "train")] = None
-        rest = num_samples.get(mode, 0) % plan.minibatch_size
-        if rest:
-            found[RowsKey(-(-rest // plan.microbatch_size), training=mode == "train")] = None
-    return {key: job.rows(key) for key in found} | job.flowing_rows()
-
-
-def stage_setups(job: Job, place: Place, pipeline: PipelineConfig) -> list[Any]:
-    """What makes each worker's actor a part of the pipeline."""
-    from raypipe.runtime.workers.worker import StageSetup
-
-    run_id, secret = uuid.uuid4().hex, secrets.token_bytes(32)
-    return [
-        StageSetup(
-            programs=job.programs,
-            worker=worker,
-            make_optimizer=job.make_optimizer,
-            make_scheduler=job.make_scheduler,
-            sources=job.sources,
-            settings=job.settings,
-            persistent=job.persistent,
-            place=place,
-            run_id=run_id,
-            open_timeout_s=OPEN_TIMEOUT_S,
-            transport=pipeline.transport,
-            secret=secret,
-            link_ports=None if pipeline.link_ports == "auto" else pipeline.link_ports,
-            placement=job.placement,
-        )
-        for worker in range(job.num_workers)
-    ]
+    return GenerationSetup(job.programs, plan.schedule.wiring.homes, plan.weights, job.codecs, plan.generation)
 
 
 def refuse_replicas(plan: Plan) -> None:

@@ -16,11 +16,12 @@ import torch
 from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
 from raypipe.api.handle import Result, RunHandle
 from raypipe.api.init_from import InitialWeights
-from raypipe.api.launch import local_fleet, policy_of, refuse_replicas, schedules_of, stage_setups
+from raypipe.api.launch import policy_of, refuse_replicas, run_setup
 from raypipe.api.listing import DEFAULT_STORAGE
 from raypipe.api.signals import stopping_on_signals
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import check_ray_settings
+from raypipe.engine.local import LocalFleet
 from raypipe.engine.profile import measure_stages, measure_steps
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
@@ -34,13 +35,14 @@ from raypipe.planner.segments import num_steps_of
 from raypipe.planner.simulate.serial import Costs, simulate
 from raypipe.planner.tune import step_of
 from raypipe.prepare.arguments import check_arguments, check_travel, in_one_paragraph
-from raypipe.prepare.blueprint import prepare, profile
-from raypipe.prepare.controller import retune_setup
 from raypipe.prepare.identity import settings_of
 from raypipe.prepare.job import Job
+from raypipe.prepare.planning import prepare, profile
 from raypipe.prepare.resume import free_name, kept_microbatches
 from raypipe.progress import RunProgress
 from raypipe.runfile.write import describe
+from raypipe.runtime.run.blueprint import Blueprint
+from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.resuming import refuse_another_run
 from raypipe.runtime.run.spec import RunSpec
 from raypipe.runtime.run.threads import ThreadLine
@@ -269,7 +271,9 @@ class PipelineTrainer:
             return threads()
         self._check_travel()
         check_travel({"data": data})
-        return actors(job.num_workers, self._resources(), lambda found: self._setups(found, self._storage()))
+        return actors(
+            job.num_workers, self._resources(), lambda found: run_setup(found, self._storage(), self._pipeline)
+        )
 
     def _check_travel(self) -> None:
         """Of all but the model, of which stages are sent what was captured."""
@@ -322,16 +326,19 @@ class PipelineTrainer:
     ) -> RunHandle:
         job = self._prepared()
         refuse_replicas(job.plan)
-        spec = self._spec(job, self._num_steps(job, num_steps, num_epochs), local=local)
+        recipe = self._recipe(job, self._num_steps(job, num_steps, num_epochs), local=local)
+        spec = recipe[0].spec
         self._begun = spec.place
         if local:
             if detached:
                 raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
             self._check(job)
-            return RunHandle(spec.name, ThreadLine(spec, partial(local_fleet, job, spec.place)))
-        return self._start_on_ray(job, spec, detached, connected_to_ray)
+            return RunHandle(spec.name, ThreadLine(*recipe, lambda made: LocalFleet(made.run, made.setup, job.tensors)))
+        return self._start_on_ray(job, recipe, detached, connected_to_ray)
 
-    def _start_on_ray(self, job: Job, spec: RunSpec, detached: bool, connected_to_ray: Callable[[], None]) -> RunHandle:
+    def _start_on_ray(
+        self, job: Job, recipe: tuple[Blueprint, Planned], detached: bool, connected_to_ray: Callable[[], None]
+    ) -> RunHandle:
         from raypipe.runtime.driver.client import connected, start_run
 
         self._check_travel()
@@ -339,9 +346,8 @@ class PipelineTrainer:
             stack.enter_context(connected(job.num_workers, self._resources(), detached=detached))
             connected_to_ray()  # which takes signals for itself
             check = partial(self._check, job)
-            setups = self._setups(job, spec.place)
-            line = start_run(spec, setups, job.tensors, self._resources(), check, detached=detached)
-            return RunHandle(spec.name, line, stack.pop_all().close)
+            line = start_run(*recipe, job.tensors, self._resources(), check, detached=detached)
+            return RunHandle(recipe[0].spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
     def _check(self, job: Job) -> None:
@@ -350,7 +356,16 @@ class PipelineTrainer:
             job.check()
             self._checked = job
 
-    def _spec(self, job: Job, num_steps: int, *, local: bool) -> RunSpec:
+    def _recipe(self, job: Job, num_steps: int, *, local: bool) -> tuple[Blueprint, Planned]:
+        """What becomes a run wherever it is assembled."""
+        spec, predicted = self._spec(job, num_steps), self.simulate()
+        # In threads of one process no step begins before the last one's end.
+        step_s = predicted.makespan_s if local and job.flow is None else self._predicted_step_s
+        setup = run_setup(job, spec.place, None if local else self._pipeline)
+        blueprint = Blueprint(job.graph, job.request, self._pipeline, setup, spec, turns=not local)
+        return blueprint, job.planned(predicted, step_s)
+
+    def _spec(self, job: Job, num_steps: int) -> RunSpec:
         plan = job.plan
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         if self._resume is False:
@@ -358,29 +373,19 @@ class PipelineTrainer:
         settings = settings_of(job, self._pipeline, self._arguments[1], self._weights.digest if self._weights else "")
         refuse_another_run(self._storage() / name, name, settings, num_steps, self._resume)
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
-        predicted = self.simulate()
         return RunSpec(
             name=name,
             place=self._storage() / name,
-            plan_json=plan.to_json(),
             config_yaml=self.config_yaml(name) if self.config_yaml else self._described(name, num_steps),
             settings=settings,
             resume=self._resume,
-            schedules=schedules_of(job, num_samples, num_steps),
             num_samples=num_samples,
             minibatch_size=plan.minibatch_size,
             microbatch_size=plan.microbatch_size,
             num_steps=num_steps,
             seed=job.settings.seed,
-            predicted=predicted,
-            # In threads of one process no step begins before the last one's end.
-            predicted_step_s=predicted.makespan_s if local and job.flow is None else self._predicted_step_s,
             aliases=job.aliases,
             sums_losses=job.settings.loss_reduction == "sum",
-            flow=job.flow,
-            # Threads of one process have no links to measure.
-            retune=None if local else retune_setup(self._pipeline, job),
-            first_trainable=job.programs[0].first_trainable,
             checkpoints=policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
         )
 
@@ -390,9 +395,6 @@ class PipelineTrainer:
         if self._weights is not None:
             given |= {"model": self._weights.model, "init_from": self._weights.source}
         return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)
-
-    def _setups(self, job: Job, place: Place) -> list[Any]:
-        return stage_setups(job, place, self._pipeline)
 
     def _resources(self) -> Mapping[str, float]:
         return {"CPU": 1, **(getattr(self._scaling, "resources_per_worker", None) or {})}

@@ -17,13 +17,13 @@ import torch
 
 from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec
-from raypipe.engine.data import Source
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.norms import norms_told
 from raypipe.engine.reduction import Reduction
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
-from raypipe.engine.state import Settings, StageState
+from raypipe.engine.state import StageState
 from raypipe.engine.team import Team
 from raypipe.engine.update import Update
 from raypipe.errors import LinkError, RaypipeError, StageError
@@ -39,32 +39,31 @@ class Executor:
     """Runs segments on one worker.
 
     Args:
-        programs: of all stages.
-        team: who holds them, from this worker's side.
+        worker: this one.
         states: of this worker's stages, in their order.
         channels: to every worker of ``team.neighbours(programs)``.
-        sources: "train" and, for evaluation, "eval".
     """
 
     def __init__(
         self,
-        programs: Sequence[StageProgram],
-        team: Team,
+        run: RunSetup,
+        setup: GenerationSetup,
+        worker: int,
         states: Sequence[StageState],
         channels: Mapping[int, Channel],
-        sources: Mapping[str, Source],
-        settings: Settings,
     ) -> None:
-        self.team = team
+        programs, settings = setup.programs, run.settings
+        team = self.team = setup.team(worker)
+        self._codecs = setup.codecs
         self.channels = channels
         self.settings = settings
         joined = _joined(programs, team, channels)
         self.works = {
-            stage: StageWork(programs, stage, team.worker, state, joined[stage], team.mates(stage), sources, settings)
+            stage: StageWork(run, setup, stage, worker, state, joined[stage])
             for stage, state in zip(team.stages, states, strict=True)
         }
         self._updates = {
-            stage: Update(work.program, work.state, work.sink, work.ring, settings)
+            stage: Update(work.program, work.state, work.sink, work.ring, settings, setup.weights)
             for stage, work in self.works.items()
         }
         sinks = {stage: work.sink for stage, work in self.works.items()}
@@ -100,8 +99,8 @@ class Executor:
         assert len(self.works) == 1 or not (forward or backward), "a link that several hops share has one codec"
         for stage, work in self.works.items():
             # What goes ahead crosses the hop behind this stage, what goes back the one before it.
-            ahead = Codec(forward[stage]) if forward and not work.last else self.settings.codecs.forward
-            back = Codec(backward[stage - 1]) if backward and stage else self.settings.codecs.backward
+            ahead = Codec(forward[stage]) if forward and not work.last else self._codecs.forward
+            back = Codec(backward[stage - 1]) if backward and stage else self._codecs.backward
             work.use_codecs(ahead, back)
             for channel in self.channels.values():
                 channel.use(ahead, back)

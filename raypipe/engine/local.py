@@ -8,7 +8,7 @@ sums over many threads round differently.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, Queue
@@ -17,19 +17,16 @@ from typing import Any
 import torch
 
 from raypipe.engine.checkpoint import FreshOptions, load_stage, take_snapshot
-from raypipe.engine.data import Source
 from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
-from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
-from raypipe.engine.storage import Place
-from raypipe.engine.team import Team
+from raypipe.engine.state import StageState
 from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
-from raypipe.ir.schedule import Schedule, single_homes
+from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
 
@@ -43,30 +40,14 @@ class LocalFleet:
 
     Args:
         tensors: initial parameters and buffers by canonical name; they are copied.
-        persistent: names that belong to a checkpoint.
-        place: the run's folder, where checkpoints go; None for a run that saves nothing.
-        placement: worker that holds each stage; None for one worker each.
     """
 
-    def __init__(
-        self,
-        programs: Sequence[StageProgram],
-        tensors: Mapping[str, torch.Tensor],
-        make_optimizer: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
-        sources: Mapping[str, Source],
-        settings: Settings,
-        persistent: frozenset[str] = frozenset(),
-        place: Place | None = None,
-        placement: Sequence[int] | None = None,
-    ) -> None:
-        self.programs = programs
-        self._place = place
-        self._persistent = persistent
+    def __init__(self, run: RunSetup, setup: GenerationSetup, tensors: Mapping[str, torch.Tensor]) -> None:
+        programs, place, persistent = setup.programs, run.place, run.persistent
+        self._setup = run
         self._halted = False
         self._spans: list[Span] = []
-        everybody = tuple(placement or range(len(programs)))
-        teams = [Team(single_homes(everybody), worker) for worker in range(max(everybody) + 1)]
+        teams = [setup.team(worker) for worker in range(setup.num_workers)]
         channels: list[dict[int, InMemoryChannel]] = [{} for _ in teams]
         for one, team in enumerate(teams):
             for other in team.neighbours(programs):
@@ -80,8 +61,8 @@ class LocalFleet:
             states = []
             for program in (programs[stage] for stage in team.stages):
                 own = {name: tensors[name].detach().clone() for name in (*program.parameters, *program.buffers)}
-                states.append(StageState(program, own, make_optimizer, make_scheduler))
-            self.executors.append(Executor(programs, team, states, channels[worker], sources, settings))
+                states.append(StageState(program, own, run.make_optimizer, run.make_scheduler))
+            self.executors.append(Executor(run, setup, worker, states, channels[worker]))
         self._writers = [
             ShardWriter(place, partial(take_snapshot, work.program, work.state, persistent))
             for work in self._works
@@ -142,9 +123,10 @@ class LocalFleet:
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
         """Go back to the state of checkpoint ``folder`` on every stage, but for these options of the optimizer."""
-        assert self._place is not None
+        run = self._setup
+        assert run.place is not None
         for work in self._works:
-            load_stage(self._place / folder, work.program, work.state, self._persistent, fresh)
+            load_stage(run.place / folder, work.program, work.state, run.persistent, fresh)
 
     def stop(self) -> None:
         """Close the channels; safe to call twice."""

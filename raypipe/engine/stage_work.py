@@ -14,12 +14,11 @@ import torch
 from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import NONE, Codec, Codecs
 from raypipe.engine.codec.choice import message_bytes
-from raypipe.engine.data import Source
 from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.randomness import RandomKey
-from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import Settings, StageState
+from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.engine.state import StageState
 from raypipe.engine.under_way import UnderWay
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError, StageError
@@ -43,37 +42,35 @@ class StageWork:
         programs: of all stages; this one is ``programs[stage]``.
         worker: that holds it.
         channels: by stage, to the ones beside it.
-        mates: those of them that the same worker holds: no link is crossed, and rows have no messages to them.
-        sources: "train" and, for evaluation, "eval".
     """
 
     def __init__(
         self,
-        programs: Sequence[StageProgram],
+        run: RunSetup,
+        setup: GenerationSetup,
         stage: int,
         worker: int,
         state: StageState,
         channels: Mapping[int, Channel],
-        mates: frozenset[int],
-        sources: Mapping[str, Source],
-        settings: Settings,
     ) -> None:
+        programs, settings, weights = setup.programs, run.settings, setup.weights
         self.program = programs[stage]
         self.stage, self.worker = stage, worker
         self.last = stage == len(programs) - 1
         self.state = state
         self.settings = settings
-        self._channels, self._mates = channels, mates
-        self._codecs = settings.codecs
+        self._channels = channels
+        # Those that the same worker holds: no link is crossed, and rows have no messages to them.
+        self._mates = setup.team(worker).mates(stage)
+        self._codecs = setup.codecs
         self.sink = GradientSink(self.program, state.parameters)
-        weights = settings.weights
         self.ring = WeightRing(
             self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
         )
         self._under_way = UnderWay(self.sink, self.ring, answers=stage > self.program.first_trainable)
         self._modes = self.program.modes
         self.feed = Feed(
-            sources,
+            run.sources,
             {mode: function.columns for mode, function in self._modes.items()},
             self.program.targets,
             weighs=self.last,

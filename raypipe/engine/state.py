@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.codec import Codecs
 from raypipe.engine.stage import StageProgram
-from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
 
 __all__ = ["MakeOptimizer", "MakeScheduler", "Settings", "StageState", "owned_tensors"]
 
@@ -27,8 +25,6 @@ class Settings:
         loss_reduction: see PipelineConfig.
         max_grad_norm: clip the norm of the whole model's gradient to this, None never clips.
         timeout_s: longest wait for one message.
-        weights: versions of the weights, and whose norm is clipped.
-        codecs: of the messages between stages.
         on_nonfinite: "stop" or "skip"; see PipelineConfig.
     """
 
@@ -36,8 +32,6 @@ class Settings:
     loss_reduction: Any
     max_grad_norm: float | None
     timeout_s: float
-    weights: WeightPolicy = SYNCHRONOUS
-    codecs: Codecs = Codecs()  # noqa: RUF009  (immutable)
     on_nonfinite: str = "stop"
 
 

@@ -16,6 +16,7 @@ from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
+from raypipe.ir.weights import WeightPolicy
 
 __all__ = ["MOST_SKIPPED", "Update"]
 
@@ -27,18 +28,20 @@ class Update:
     """What ends an update on one stage; ``reduction`` has what stages do together.
 
     Args:
-        settings: the norm to clip to, whose norm that is, and whether a step that is not finite is left out.
+        settings: the norm to clip to, and whether a step that is not finite is left out.
+        weights: whose norm that is.
     """
 
     def __init__(
-        self, program: StageProgram, state: StageState, sink: GradientSink, ring: WeightRing, settings: Settings
-    ) -> None:
+        self, program: StageProgram, state: StageState, sink: GradientSink, ring: WeightRing, settings: Settings,
+        weights: WeightPolicy,
+    ) -> None:  # fmt: skip
         self._program = program
         self._state = state
         self._sink = sink
         self._ring = ring
         self._limit = settings.max_grad_norm
-        shares = settings.weights.shares
+        shares = weights.shares
         self._share = shares[program.index] if shares else 1.0
         self._put_off = 0  # updates since the last one that was made
         self._waits = False  # whether this one is put off

@@ -12,10 +12,7 @@
       profile.py           seconds and bytes of every operation, from the cache or measured
           |
           v
-     blueprint.py          plan, stage programs, one trial of every optimizer  -->  job.py: ready to start
-          |
-          v
-     controller.py         what a run may change later
+     planning.py           plan, stage programs, one trial of every optimizer  -->  job.py: ready to start
 
 ``arguments.py`` refuses what can be refused at once, ``identity.py`` says what a run is for settings.json,
 ``resume.py`` what an earlier run of the same name left, ``stage_words.py`` names stages in the user's words.

@@ -23,7 +23,7 @@ from raypipe.engine.profiling import matters, measure_crowd, num_processors, pro
 from raypipe.engine.profiling.crowd import _factor, _size, neighbours
 from raypipe.ir.profile import Profile
 from raypipe.planner.tune import Request
-from raypipe.prepare.blueprint import _workers
+from raypipe.prepare.planning import _workers
 from raypipe.prepare.profile import crowd_of, crowded_notes
 from tests.models import CASES
 

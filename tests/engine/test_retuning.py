@@ -17,11 +17,12 @@ from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.stage_work import PARTED_EVERY, PARTED_FIRST
 from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
-from raypipe.prepare.controller import retune_setup
+from raypipe.runtime.run.blueprint import assemble
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.retuner import Retuner
+from raypipe.runtime.run.retuning import retune_setup
 from raypipe.testing import reference
 from tests.engine.test_resume import adamw, cosine
 from tests.exactness import same_bits
@@ -96,13 +97,11 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train in threads with a retuner, which ``fit(local=True)`` leaves out; the rows of metrics.parquet."""
     job = found._prepared()
-    spec = found._spec(job, num_steps, local=make_retuner is None)
-    fleet = LocalFleet(
-        job.programs, job.tensors, job.make_optimizer, job.make_scheduler, job.sources, job.settings, job.persistent,
-        spec.place,
-    )  # fmt: skip
+    recipe = found._recipe(job, num_steps, local=make_retuner is None)
+    spec, made = recipe[0].spec, assemble(*recipe)
+    fleet = LocalFleet(made.run, made.setup, job.tensors)
     try:
-        run_loop(fleet, spec, Journal(spec.name, str(spec.place)), Requests(), make_retuner or Retuner)
+        run_loop(fleet, spec, made.plan, Journal(spec.name, str(spec.place)), Requests(), make_retuner or Retuner)
     finally:
         fleet.stop()
     rows: list[dict[str, Any]] = pq.read_table(Path(str(spec.place)) / "metrics.parquet").to_pylist()
@@ -279,7 +278,7 @@ def test_a_controller_that_fails_ends_nothing(tmp_path: Path) -> None:
 
 def test_a_state_of_another_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     job = trainer(tmp_path, "refused", "mlp")._prepared()
-    setup = retune_setup(PipelineConfig(), job)
+    setup = retune_setup(PipelineConfig(), job.request, job.planned(), job.programs[0].first_trainable)
     assert setup is not None
     retuner = Retuner(setup, '{"wanted": 1}')
     try:
@@ -307,7 +306,8 @@ def test_a_state_of_another_pipeline_is_refused_by_name(tmp_path: Path) -> None:
 def test_what_is_left_open_is_turned(given: dict[str, Any], mode: str | None, tmp_path: Path) -> None:
     patience = {} if mode else dict.fromkeys(PATIENCE, "auto")  # which is refused where nothing is turned
     found = trainer(tmp_path, "open", "mlp", **{**patience, **given})
-    setup = retune_setup(found._pipeline, found._prepared())
+    job = found._prepared()
+    setup = retune_setup(found._pipeline, job.request, job.planned(), job.programs[0].first_trainable)
     assert (None if setup is None else setup.mode) == mode
     if setup is not None and "retune_interval_steps" not in given:
         assert (setup.retune_interval_steps, setup.link_drift_threshold, setup.min_gain) == tuple(PATIENCE.values())

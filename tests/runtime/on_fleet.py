@@ -8,6 +8,7 @@ import ray
 
 from raypipe.api.handle import RunHandle
 from raypipe.api.trainer import PipelineTrainer
+from raypipe.runtime.run.blueprint import Assembled
 from raypipe.runtime.run.threads import ThreadLine
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import pack
@@ -31,12 +32,11 @@ class _Lent:
 def start_on(fleet: Fleet, trainer: PipelineTrainer, num_steps: int) -> RunHandle:
     """Like ``trainer.start(num_steps)``, without a process that starts."""
     job = trainer._prepared()
-    spec = trainer._spec(job, num_steps, local=False)
-    setups = trainer._setups(job, spec.place)
-    states = [ray.put(pack(job.tensors, setup.tensors)) for setup in setups]
+    recipe = trainer._recipe(job, num_steps, local=False)
 
-    def lent() -> Any:
-        fleet.configure(setups, states)
+    def lent(made: Assembled) -> Any:
+        states = [ray.put(pack(job.tensors, made.setup.tensors(worker))) for worker in range(made.setup.num_workers)]
+        fleet.configure(made.run, made.setup, states)
         return _Lent(fleet)
 
-    return RunHandle(spec.name, ThreadLine(spec, lent))
+    return RunHandle(recipe[0].spec.name, ThreadLine(*recipe, lent))

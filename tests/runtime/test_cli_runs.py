@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,10 @@ NOT_CALLABLE = 3
 class Net(torch.nn.Sequential):
     def __init__(self, width, depth=1):
         super().__init__(torch.nn.Linear(4, width), *[torch.nn.Linear(width, width) for _ in range(depth)])
+
+class Wide(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(4, 40_000), torch.nn.Linear(40_000, 4))
 
 def data(count):
     drawn = torch.Generator().manual_seed(1)
@@ -180,6 +185,34 @@ def test_a_detached_run_is_watched_stopped_and_exported(folder: Path, cluster: N
     assert exported.keys() == state.keys()
     assert all(same_bits(exported[key], state[key]) for key in state)
     # Its driver would answer for a minute more, and the session may end before that.
+    ray.kill(ray.get_actor(driver_name(name), namespace=NAMESPACE), no_restart=True)
+
+
+LEAVES = """\
+import os, signal, sys
+from raypipe.api.from_file import make_trainer
+from raypipe.runfile.read import read_runfile
+handle = make_trainer(read_runfile("run.yaml", sys.argv[1:])).start(6, detached=True)
+print(handle.status().state, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_detached_run_needs_nothing_of_a_client_that_is_killed_before_its_stages_are_there(
+    folder: Path, cluster: None
+) -> None:
+    """Its parameters lie in the object store, where things die with the process that put them there."""
+    name, module = folder.name, next(path.stem for path in folder.glob("task_*.py"))
+    wide = [f"model.target={module}:Wide", "model.args={}", "optimizer.args.lr=1e-5"]
+    client = subprocess.run(
+        [sys.executable, "-c", LEAVES, *wide], cwd=folder, capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
+    )  # fmt: skip
+    assert (client.returncode, client.stdout) == (-signal.SIGKILL, "starting\n"), client.stderr
+    trained = raypipe.attach(name).wait().records
+    settings = read_runfile("run.yaml", [*wide, "run_config.name=local"])
+    alone = make_trainer(settings).fit(6, local=True, progress=False).records
+    assert [record.loss for record in trained] == [record.loss for record in alone]
     ray.kill(ray.get_actor(driver_name(name), namespace=NAMESPACE), no_restart=True)
 
 

@@ -19,11 +19,11 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.api.launch import policy_of
+from raypipe.api.launch import generation_setup, policy_of, run_setup
 from raypipe.config.pipeline import _ALLOWED, SUPPORTED
 from raypipe.config.ray import READ
 from raypipe.errors import ConfigError, PlanError, RaypipeError
-from raypipe.prepare.controller import retune_setup
+from raypipe.runtime.run.retuning import retune_setup
 from tests import nets
 
 BASE: dict[str, Any] = {
@@ -44,15 +44,16 @@ def trainer(pipeline: PipelineConfig | None = None, **more: Any) -> PipelineTrai
 def told(made: PipelineTrainer) -> str:
     """All that differs between two runs, but for measured seconds."""
     job = made._prepared()
-    setups = made._setups(job, made._storage())
-    worker = [(f.name, getattr(setups[0], f.name)) for f in dataclasses.fields(setups[0]) if f.name not in RANDOM]
+    setups = run_setup(job, made._storage(), made._pipeline), generation_setup(job)
+    fields = [(setup, f.name) for setup in setups for f in dataclasses.fields(setup) if f.name not in RANDOM]
+    worker = [(name, getattr(setup, name)) for setup, name in fields]
     kept = [(name, value) for name, value in worker if name not in ("programs", "sources", "place")]
     source = vars(job.sources["train"])
     order = [source[name] for name in ("_seed", "_shuffle")]
     place = str(setups[0].place), getattr(made._run, "name", None)
     plan = dataclasses.replace(job.plan, notes=(), reasons=(), prediction=None)
     policy = policy_of(made._pipeline, getattr(made._run, "checkpoint_config", None))
-    turned = retune_setup(made._pipeline, job)
+    turned = retune_setup(made._pipeline, job.request, job.planned(), job.programs[0].first_trainable)
     if turned is not None:
         turned = dataclasses.replace(turned, microbatch_seconds=tuple(n for n, _ in turned.microbatch_seconds))  # type: ignore[arg-type]
     return repr((plan, kept, order, place, policy, turned, made._resources(), checks(job)))

@@ -25,19 +25,20 @@ from raypipe.engine.capture import capture
 from raypipe.engine.checkpoint import checkpoint_name, commit, load_state_dict, make_manifest
 from raypipe.engine.data import open_data
 from raypipe.engine.norms import norm_of
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.engine.storage import Place
 from raypipe.errors import LinkError, PlanError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport, merge_reports
+from raypipe.ir.schedule import single_homes
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import build_schedule, microbatches
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import pack
-from raypipe.runtime.workers.worker import StageSetup
 from tests.exactness import (
     SCHEDULES,
     SHAPES,
@@ -118,12 +119,10 @@ def configure(
     settings: Settings, place: Place = NOWHERE, placement: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     run_id, sources = uuid.uuid4().hex, {"train": open_data(data, seed=settings.seed)}
-    names = frozenset(tensors)
-    setups = [
-        StageSetup(stages, worker, optimizer, None, sources, settings, names, place, run_id, 30.0, placement=placement)
-        for worker in range(1 + max(placement, default=len(stages) - 1))
-    ]
-    fleet.configure(setups, [ray.put(pack(tensors, setup.tensors)) for setup in setups])
+    run = RunSetup(optimizer, None, sources, settings, frozenset(tensors), place, run_id, open_timeout_s=30.0)
+    setup = GenerationSetup(stages, single_homes(placement or range(len(stages))))
+    states = [ray.put(pack(tensors, setup.tensors(worker))) for worker in range(setup.num_workers)]
+    fleet.configure(run, setup, states)
 
 
 def saved_state(fleet: Fleet, folder: Path) -> dict[str, torch.Tensor]:
@@ -210,19 +209,14 @@ def test_what_a_worker_holds_is_not_taken_for_other_stages(fleet: Fleet) -> None
     data, settings = CASES["mlp"].data(40), Settings(0, "mean", None, LINK_S)
     configure(fleet, stages, tensors, sgd, data, settings, placement=(0, 1, 0, 1))
     sources, run_id = {"train": open_data(data, seed=0)}, uuid.uuid4().hex
-    setups = [
-        StageSetup(
-            stages, worker, sgd, None, sources, settings, frozenset(tensors), NOWHERE, run_id, 30.0,
-            placement=(0, 1, 1, 0),
-        )
-        for worker in range(2)
-    ]  # fmt: skip
+    run = RunSetup(sgd, None, sources, settings, frozenset(tensors), NOWHERE, run_id, open_timeout_s=30.0)
+    setup = GenerationSetup(stages, single_homes((0, 1, 1, 0)))
     # Both refuse; whose answer comes first is told.
     either = (
         r"Worker (0 does not hold the parameters of stages 0 and 3|1 does .* of stages 1 and 2) as they are cut now"
     )
     with pytest.raises(StageError, match=either):
-        fleet.configure(setups, [None, None])
+        fleet.configure(run, setup, [None, None])
 
 
 def test_one_of_several_stages_raises(fleet: Fleet) -> None:

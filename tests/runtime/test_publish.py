@@ -24,6 +24,7 @@ from tests.runtime.raylets import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
+HOMES = ((0,), (1,), (2,))
 RUN = "published run"
 NO_NORM = "no norm"
 PATIENCE_S = 180.0
@@ -47,7 +48,7 @@ class _Driver:
     """Publishes as the driver of a run does."""
 
     def __init__(self) -> None:
-        self.publisher = Publisher(RUN, 3)
+        self.publisher = Publisher(RUN, HOMES)
 
     def publish(self) -> float:
         """Seconds of processor time that one step of 0.1 s takes, on average over many."""
@@ -58,7 +59,7 @@ class _Driver:
         for step in range(500):
             publisher.step(record(step), reports(step, 20.0 + step / 10))
         seconds = (time.thread_time() - begin_s) / 500
-        Publisher(NO_NORM, 3).step(record(0, grad_norm=math.nan), [])
+        Publisher(NO_NORM, HOMES).step(record(0, grad_norm=math.nan), [])
         publisher.event("failures")
         publisher.event("failures", 2)
         publisher.event("retunes", 0)

@@ -285,7 +285,7 @@ class Controller:
     def _be_quiet(self, step: int) -> int:
         """Ask for no switch for so many steps, twice as many after each that did not pay, up to a limit."""
         state = self._state
-        quiet = self.setup.retune_interval_steps * 2 ** min(state.undone, MOST_DOUBLINGS)
+        quiet: int = self.setup.retune_interval_steps * 2 ** min(state.undone, MOST_DOUBLINGS)
         state.undone_at, state.quiet_until = step, step + quiet
         return quiet
 

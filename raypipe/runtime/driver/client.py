@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -14,11 +14,11 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.driver import DriverActor, driver_name
+from raypipe.runtime.run.blueprint import Blueprint, assemble
 from raypipe.runtime.run.journal import News
-from raypipe.runtime.run.spec import RunSpec
+from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.workers.packing import pack
 from raypipe.runtime.workers.places import release_orphans
-from raypipe.runtime.workers.worker import StageSetup
 
 __all__ = ["NAMESPACE", "RayLine", "connected", "find_run", "start_run"]
 
@@ -134,8 +134,8 @@ class RayLine:
 
 
 def start_run(
-    spec: RunSpec,
-    setups: Sequence[StageSetup],
+    blueprint: Blueprint,
+    planned: Planned,
     tensors: Mapping[str, Any],
     resources: Mapping[str, float],
     check: Callable[[], None],
@@ -153,6 +153,7 @@ def start_run(
         ConfigError: a run of this name is on the cluster.
         RaypipeError: from the check; nothing is left running.
     """
+    spec = blueprint.spec
     if detached:
         check()
     options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
@@ -166,10 +167,11 @@ def start_run(
             f"with raypipe.attach({spec.name!r}), or wait for it."
         ) from error
     release_orphans(driver_name(spec.name))  # of a driver that died while nobody looked
-    states = [ray.put(pack(tensors, setup.tensors)) for setup in setups]
+    setup = assemble(blueprint, planned).setup  # here for the names that each worker holds; the driver has its own
+    states = [ray.put(pack(tensors, setup.tensors(worker))) for worker in range(setup.num_workers)]
     # States travel inside a list, so that Ray passes the references on and not the tensors.
     try:
-        call = driver.run.remote(spec, setups, states, dict(resources))
+        call = driver.run.remote(blueprint, planned, states, dict(resources))
     except TypeError as error:  # raypipe.prepare.arguments looks for it before, and may have looked past something
         ray.kill(driver, no_restart=True)
         raise ConfigError(

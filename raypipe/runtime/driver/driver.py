@@ -1,6 +1,6 @@
 """DriverActor: owns the stages of one run and feeds them orders. No tensor ever passes through it.
 
-    trainer --run(spec, setups, states)--> DriverActor --orders--> StageActors
+    trainer --run(blueprint, plan) -----> DriverActor --orders--> StageActors
             --news(since) --------------->     |       <--reports---
             --stop(), checkpoint() ------>     |
             <-- records, status, outcome -     |        (3 KB per step of 4 stages and 16 micro-batches)
@@ -26,13 +26,14 @@ from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import Decision
 from raypipe.runtime.driver.publish import Publisher
+from raypipe.runtime.run.blueprint import Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.run.spec import Outcome, RunSpec
+from raypipe.runtime.run.spec import Outcome, PlanInForce
 from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.worker import StageSetup
 
 __all__ = ["DriverActor", "driver_name"]
 
@@ -50,40 +51,44 @@ class _DriverActor:
         self._journal = Journal(run, path)
         self._requests = Requests()
         self._detached = detached
+        self._independent = threading.Event()  # of whoever started the run
         self._predicted: Timeline | None = None
 
-    def run(
-        self, spec: RunSpec, setups: Sequence[StageSetup], states: list[Any], resources: Mapping[str, float]
-    ) -> None:
+    def run(self, blueprint: Blueprint, planned: Planned, states: list[Any], resources: Mapping[str, float]) -> None:
         """The whole run in one call; ``news`` tells how it goes and how it ended, and no stage is left after it.
 
         Args:
             states: references to the workers' packed tensors, which only they resolve.
         """
-        self._predicted = spec.predicted
+        self._predicted, spec = planned.predicted, blueprint.spec
         try:
+            if self._detached:
+                states[:] = _kept(states)
+            self._independent.set()
             with Lease.take(spec.place, spec.name, self._journal.begins) as lease:
-                outcome = self._train(spec, setups, states, resources, lease)
+                outcome = self._train(blueprint, planned, states, resources, lease)
             self._journal.end(outcome, None)
         except Exception as error:  # noqa: BLE001  (told to everybody who asks)
             self._journal.end(None, error)
+        self._independent.set()
         if self._detached:
             me = ray.get_runtime_context().current_actor
             threading.Thread(target=_leave, args=(me,), daemon=True).start()
 
     def _train(
         self,
-        spec: RunSpec,
-        setups: Sequence[StageSetup],
+        blueprint: Blueprint,
+        planned: Planned,
         states: list[Any],
         resources: Mapping[str, float],
         lease: Lease,
     ) -> Outcome:
-        count = len(setups[0].programs)
+        spec, (run, setup, plan) = blueprint.spec, assemble(blueprint, planned)
+        count = len(setup.programs)
         stages = "1 stage" if count == 1 else f"{count} stages"
         self._journal.begins(f"waiting for the places and processes of {stages}")
-        fleet = Fleet(len(setups), resources, setups[0].transport, setups[0].link_ports, owner=driver_name(spec.name))
-        journal = _Published(self._journal, Publisher(spec.name, count, setups[0].placement), spec)
+        fleet = Fleet(setup.num_workers, resources, run.transport, run.link_ports, owner=driver_name(spec.name))
+        journal = _Published(self._journal, Publisher(spec.name, setup.homes), plan)
         for note in fleet.notes:
             RunFolder(spec.place).event("warning", note)
         try:
@@ -92,7 +97,7 @@ class _DriverActor:
                 stages=tuple(map(_public, fleet.members)),
                 num_steps=spec.num_steps,
             )
-            fleet.configure(setups, states)
+            fleet.configure(run, setup, states)
             states.clear()  # the stages have them now
             # What was imported lives as long as this process. Full collections took 40 % of its processor time
             # (perf, two stages), on hosts where that may be a stage's.
@@ -101,7 +106,7 @@ class _DriverActor:
             while not self._requests.wait_checked(1.0):
                 self._journal.begins("waiting for the check of the model, which runs where the run was started")
             self._journal.begins()
-            return run_loop(fleet, spec, journal, self._requests, lease=lease)
+            return run_loop(fleet, spec, plan, journal, self._requests, lease=lease)
         finally:
             fleet.stop()
 
@@ -112,8 +117,8 @@ class _DriverActor:
 
     @ray.method(concurrency_group="control")
     def wait_started(self, wait_s: float) -> bool:
-        """Whether the stages have what they need from the caller, so that it may leave."""
-        return self._journal.wait_started(wait_s)
+        """Whether the run has what it needs from the caller, so that it may leave."""
+        return self._independent.wait(wait_s)
 
     @ray.method(concurrency_group="control")
     def go_on(self) -> None:
@@ -141,15 +146,15 @@ class _Published:
     """A journal whose steps Prometheus sees too.
 
     Args:
-        spec: of the run, for what is known before its first step.
+        plan: in force, for what is known before its first step.
     """
 
-    def __init__(self, journal: Journal, publisher: Publisher, spec: RunSpec) -> None:
+    def __init__(self, journal: Journal, publisher: Publisher, plan: PlanInForce) -> None:
         self._journal = journal
         self._publisher = publisher
-        publisher.event("predicted_step_seconds", spec.predicted_step_s)
-        if spec.retune is not None:
-            publisher.event("group_size", spec.retune.choice.group_size)
+        publisher.event("predicted_step_seconds", plan.predicted_step_s)
+        if plan.retune is not None:
+            publisher.event("group_size", plan.retune.choice.group_size)
         self.resumed, self.tell = journal.resumed, journal.tell
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
@@ -161,6 +166,22 @@ class _Published:
         if decision.choice is not None:
             self._publisher.event("retunes")
             self._publisher.event("group_size", decision.choice.group_size)
+
+
+@ray.remote(num_cpus=0)
+def _copy(packed: Any) -> Any:
+    """The same object once more, which belongs to whoever asked for it."""
+    return packed
+
+
+def _kept(states: list[Any]) -> list[Any]:
+    """Copies of the packed tensors in the object store that outlive the process that put them there.
+
+    An object dies with its owner. These are made by a task, so that no tensor passes through the driver.
+    """
+    copies = [_copy.remote(state) for state in states]
+    ray.wait(copies, num_returns=len(copies), fetch_local=False)
+    return copies
 
 
 def _public(member: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ray.util.metrics import Counter, Gauge, Histogram
 
 from raypipe.ir.report import StepRecord, StepReport
+from raypipe.ir.schedule import Homes
 from raypipe.metrics import METRICS, Kind, Metric, link_name, metric
 
 __all__ = ["DETAILS_EVERY_S", "Publisher"]
@@ -25,20 +26,18 @@ class Publisher:
 
     Args:
         run: value of the tag "run".
-        num_stages: of the first plan; ``resized`` tells of another number.
-        placement: worker that holds each stage; empty for one worker each.
+        homes: workers that hold each stage in the first plan; ``resized`` tells of another.
     """
 
-    def __init__(self, run: str, num_stages: int, placement: Sequence[int] = ()) -> None:
+    def __init__(self, run: str, homes: Homes) -> None:
         self._metrics = {found.name: _make(found) for found in METRICS}
         self._run = {"run": run}
         self._detailed_s = -math.inf
-        self.resized(num_stages, placement)
+        self.resized(homes)
 
-    def resized(self, num_stages: int, placement: Sequence[int] = ()) -> None:
-        """The pipeline has another number of stages from now on."""
-        stages = range(num_stages)
-        homes = placement or stages
+    def resized(self, homes: Homes) -> None:
+        """The pipeline has these stages from now on."""
+        stages = range(len(homes))
         self._stages = [{**self._run, "stage": str(stage)} for stage in stages]
         # By stage: the link to the next one and the link to the one before, as in StepReport.sent_bytes.
         self._links = [

@@ -1,5 +1,8 @@
 """A run without Ray: one loop, whoever carries out the stages' work.
 
+    blueprint.py  what no plan changes --+--> assemble: programs, setups, rows, the controller's configuration
+    planned.py    the plan               --+
+
     requests.py  begin, stop, save  --+
                                       v
     resuming.py  where to begin -->  loop.py  -->  orders for the stages, a segment at a time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -19,14 +20,17 @@ from raypipe.runtime.run.spec import AnyFleet
 __all__ = ["ListOutputs", "Outputs", "evaluation_orders", "forwards", "with_outputs"]
 
 
-def evaluation_orders(num_samples: int, minibatch_size: int, microbatch_size: int, first: int = 0) -> list[Order]:
+def evaluation_orders(
+    num_samples: int, minibatch_size: int, microbatch_size: int, first: int = 0, *, generation: int = 0
+) -> list[Order]:
     """All samples once, in order, forward only.
 
     Args:
         first: micro-batches that earlier evaluations of this run used.
+        generation: of the plan.
     """
     segments = evaluation_segments(num_samples, minibatch_size, microbatch_size, first)
-    return [Order(segment, training=False) for segment in segments]
+    return [Order(replace(segment, generation=generation), training=False) for segment in segments]
 
 
 def forwards(fleet: AnyFleet, orders: list[Order], schedule: Callable[[RowsKey], Schedule]) -> Iterator[Averages]:

@@ -117,11 +117,6 @@ class Journal:
             self._changed.wait_for(lambda: self._over, timeout=min(wait_s, GATHER_S))
             return News(self._records[since:], self._status, self._outcome, self._error)
 
-    def wait_started(self, wait_s: float) -> bool:
-        """Whether the stages have all that they need from whoever started the run."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._status.state != "starting", timeout=wait_s)
-
     @property
     def _over(self) -> bool:
         return self._outcome is not None or self._error is not None

@@ -38,7 +38,7 @@ from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.resuming import beginning
 from raypipe.runtime.run.retuner import Retuner, Setting, rows_of, step_done
-from raypipe.runtime.run.spec import AnyFleet, Outcome, RunSpec, Watcher
+from raypipe.runtime.run.spec import AnyFleet, Outcome, PlanInForce, RunSpec, Watcher
 
 __all__ = ["run_loop"]
 
@@ -50,6 +50,7 @@ METRICS_EVERY_S = 30.0
 def run_loop(
     fleet: AnyFleet,
     spec: RunSpec,
+    plan: PlanInForce,
     watcher: Watcher,
     requests: Requests,
     make_retuner: Callable[[Setup, str], Retuner] = Retuner,
@@ -59,13 +60,13 @@ def run_loop(
     """Begin where the newest checkpoint ends, train, evaluate, save. Metrics are written whatever happens.
 
     Args:
-        make_retuner: called with ``spec.retune`` and the state that an earlier submission left, where that is wanted.
+        make_retuner: called with ``plan.retune`` and the state that an earlier submission left, where that is wanted.
         lease: on the run's folder; None where nobody else can know of it.
 
     Raises:
         LeaseError: another process has taken the run over; nothing more is written then.
     """
-    loop = _Loop(fleet, spec, watcher, requests, make_retuner, lease)
+    loop = _Loop(fleet, spec, plan, watcher, requests, make_retuner, lease)
     try:
         outcome = loop.run()
     except BaseException as error:
@@ -105,6 +106,7 @@ class _Loop:
         self,
         fleet: AnyFleet,
         spec: RunSpec,
+        plan: PlanInForce,
         watcher: Watcher,
         requests: Requests,
         make_retuner: Callable[[Setup, str], Retuner],
@@ -112,9 +114,10 @@ class _Loop:
     ) -> None:
         self._lease = lease
         self.fleet, self.spec, self.watcher, self.requests = fleet, spec, watcher, requests
+        self.plan = plan
         self._make_retuner = make_retuner
         self._retuner: Retuner | None = None
-        self._schedules = dict(spec.schedules)
+        self._schedules = dict(plan.schedules)
         self.folder = RunFolder(spec.place)
         self.records: list[StepRecord] = []
         self.at = Position()
@@ -141,7 +144,7 @@ class _Loop:
         self._begin_retuning()
         began_at = self._saved = self._completed = self.at.step
         self._trace_step = min(spec.num_steps - 1, began_at + max(2, (spec.num_steps - began_at) // 2))
-        self.folder.write_plan(spec.plan_json)
+        self.folder.write_plan(self.plan.plan.to_json())
         self.folder.write_config(spec.config_yaml)
         self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps, **self._signature())
         requests.serve(self.fleet)
@@ -160,7 +163,7 @@ class _Loop:
         self.checkpoints.finish(self.at.step)
         if self.at.step > began_at:
             measured = Timeline(tuple(self.fleet.spans()), "measured", name=spec.name)
-            self.try_to(lambda: self.folder.write_timelines([spec.predicted, measured]))
+            self.try_to(lambda: self.folder.write_timelines([self.plan.predicted, measured]))
         self.end_retuning()
         stopped = requests.stop_reason if self.at.step < spec.num_steps else ""
         decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")
@@ -184,11 +187,11 @@ class _Loop:
     def _begin_retuning(self) -> None:
         """Where the controller of an earlier submission stood, with a run that has been trained before."""
         spec = self.spec
-        if spec.retune is None:
+        if self.plan.retune is None:
             return
         known = self.at.step and spec.place.exists(CONTROLLER)
         state = spec.place.read_bytes(CONTROLLER).decode(errors="replace") if known else ""
-        self._retuner = self._make_retuner(spec.retune, state)
+        self._retuner = self._make_retuner(self.plan.retune, state)
 
     def end_retuning(self) -> None:
         """End the controller, once; what it has decided is told, and what it knows stays in the run's folder."""
@@ -209,6 +212,7 @@ class _Loop:
         if not self._empty:  # stopped in the middle: what is under way is completed
             segment = draining_segment(self._flow(), self.spec.minibatch_size, self.spec.microbatch_size, self.at)
             after = self.at.after(segment, self.spec.num_samples["train"])
+            segment = replace(segment, generation=self.plan.plan.generation)
             self._ordered[segment.first_step] = _Ordered(segment, after)
             self._follow(self.fleet.run(iter([Order(segment)]), self._schedule, last=True))
 
@@ -252,8 +256,8 @@ class _Loop:
         decisions = retuner.decisions()
         for found in decisions:
             numbers = found.numbers
-            if found.choice is not None and self.spec.retune is not None:
-                numbers = {**numbers, "choice": self.spec.retune.name(found.choice)}
+            if found.choice is not None and self.plan.retune is not None:
+                numbers = {**numbers, "choice": self.plan.retune.name(found.choice)}
             self.try_to(partial(self.folder.event, found.verdict, found.reason, step=found.step, **numbers))
             self.watcher.decided(found)
         if any(found.choice is not None for found in decisions):
@@ -263,7 +267,8 @@ class _Loop:
 
     def _orders(self) -> Iterator[Order]:
         spec = self.spec
-        for segment, after, setting in self._segments():
+        for unnumbered, after, setting in self._segments():
+            segment = replace(unnumbered, generation=self.plan.plan.generation)
             self._asked = self._asked or self.requests.take_checkpoint()
             due = segment.phase.ends_empty and (
                 after.step == spec.num_steps or self.checkpoints.due(after.step) or self._asked
@@ -284,9 +289,9 @@ class _Loop:
     def _segments(self) -> Iterator[tuple[Segment, Position, Setting]]:
         """What comes next, the position after it, and what it runs with: the controller's word of that moment."""
         spec = self.spec
-        if spec.flow is not None:
+        if self.plan.flow is not None:
             flowing = flowing_segments(
-                spec.flow,
+                self.plan.flow,
                 spec.num_samples["train"],
                 spec.minibatch_size,
                 spec.microbatch_size,
@@ -306,8 +311,8 @@ class _Loop:
             yield segment if setting.variant is None else replace(segment, variant=setting.variant), at, setting
 
     def _flow(self) -> Flow:
-        assert self.spec.flow is not None, "only an asynchronous schedule ends with micro-batches under way"
-        return self.spec.flow
+        assert self.plan.flow is not None, "only an asynchronous schedule ends with micro-batches under way"
+        return self.plan.flow
 
     def _evaluates_after(self, step: int) -> bool:
         """Whether an evaluation belongs to the checkpoint of ``step``: at the end, and where it is the score."""
@@ -332,7 +337,10 @@ class _Loop:
         None when the run was stopped meanwhile.
         """
         spec = self.spec
-        orders = evaluation_orders(spec.num_samples["eval"], spec.minibatch_size, spec.microbatch_size, self._evaluated)
+        sizes = spec.minibatch_size, spec.microbatch_size
+        orders = evaluation_orders(
+            spec.num_samples["eval"], *sizes, self._evaluated, generation=self.plan.plan.generation
+        )
         self._evaluated += sum(len(order.segment.microbatch_samples) for order in orders)
         found = list(forwards(self.fleet, orders, self._schedule))
         if self.requests.stop_reason:
@@ -341,9 +349,9 @@ class _Loop:
 
     def _schedule(self, key: RowsKey) -> Schedule:
         if key not in self._schedules:
-            num_stages = next(iter(self.spec.schedules.values())).num_stages
-            overlap = self.spec.retune is not None and self.spec.retune.overlap
-            self._schedules[key] = rows_of(key, num_stages, self.spec.first_trainable, overlap=overlap)
+            num_stages = next(iter(self.plan.schedules.values())).num_stages
+            overlap = self.plan.retune is not None and self.plan.retune.overlap
+            self._schedules[key] = rows_of(key, num_stages, self.plan.first_trainable, overlap=overlap)
         return self._schedules[key]
 
     def _metrics(self, eval_loss: float | None) -> dict[str, float]:

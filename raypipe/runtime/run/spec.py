@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from raypipe.engine.checkpoint import FreshOptions
 from raypipe.engine.storage import Place
 from raypipe.ir.order import Order
+from raypipe.ir.plan import Plan
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
@@ -18,7 +19,7 @@ from raypipe.planner.segments import Flow
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 from raypipe.runtime.run.same_run import Settings
 
-__all__ = ["AnyFleet", "Outcome", "RunSpec", "Watcher"]
+__all__ = ["AnyFleet", "Outcome", "PlanInForce", "RunSpec", "Watcher"]
 
 
 class Watcher(Protocol):
@@ -55,24 +56,17 @@ class AnyFleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What the loop needs to know; small, and without a tensor.
+    """What the loop knows of a run, whatever the plan is; small, and without a tensor.
 
     Attributes:
         name: of the run.
         place: the run's folder.
-        plan_json: saved as plan.json.
         config_yaml: saved as config.yaml.
         settings: what the run is, saved as settings.json.
         resume: None goes on where the folder's run is the same, True takes over what may change, False begins anew.
-        schedules: lowered rows.
-        flow: of an asynchronous schedule; None runs empty after every step.
-        retune: what the controller may turn; None where it is to turn nothing.
-        first_trainable: lowest stage with a backward.
         num_samples: of "train" and perhaps "eval".
         num_steps: of the whole run, those of earlier submissions included.
         seed: of randomness and of the data's order.
-        predicted: the simulated timeline of one step, for the trace.
-        predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state.
         aliases: further names of shared tensors -> the names that they are stored under.
         sums_losses: loss_reduction is "sum".
         checkpoints: when to save, what to keep.
@@ -80,24 +74,40 @@ class RunSpec:
 
     name: str
     place: Place
-    plan_json: str
     config_yaml: str
     settings: Settings
-    schedules: Mapping[RowsKey, Schedule]
     num_samples: Mapping[str, int]
     minibatch_size: int
     microbatch_size: int
     num_steps: int
     seed: int
-    predicted: Timeline
-    predicted_step_s: float
     aliases: Mapping[str, str]
     sums_losses: bool
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    resume: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInForce:
+    """What the loop knows of the plan that the workers are configured for.
+
+    Attributes:
+        plan: saved as plan.json.
+        schedules: lowered rows.
+        predicted: the simulated timeline of one step, for the trace.
+        predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state.
+        flow: of an asynchronous schedule; None runs empty after every step.
+        retune: what the controller may turn; None where it is to turn nothing.
+        first_trainable: lowest stage with a backward.
+    """
+
+    plan: Plan
+    schedules: Mapping[RowsKey, Schedule]
+    predicted: Timeline
+    predicted_step_s: float
     flow: Flow | None = None
     retune: Setup | None = None
     first_trainable: int = 0
-    resume: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

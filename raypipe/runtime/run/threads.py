@@ -6,24 +6,27 @@ import threading
 from collections.abc import Callable
 
 from raypipe.ir.timeline import Timeline
+from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.run.spec import AnyFleet, RunSpec
+from raypipe.runtime.run.spec import AnyFleet
 
 __all__ = ["ThreadLine"]
 
 
 class ThreadLine:
-    """Runs ``spec`` in a thread, and answers for it.
+    """Carries out a plan in a thread, and answers for it.
 
     Args:
-        make_fleet: called in that thread; the fleet is stopped there too.
+        make_fleet: called in that thread with what was assembled; the fleet is stopped there too.
     """
 
-    def __init__(self, spec: RunSpec, make_fleet: Callable[[], AnyFleet]) -> None:
-        self._spec = spec
+    def __init__(self, blueprint: Blueprint, planned: Planned, make_fleet: Callable[[Assembled], AnyFleet]) -> None:
+        self._blueprint, self._planned = blueprint, planned
+        spec = self._spec = blueprint.spec
         self._make_fleet = make_fleet
         self._journal = Journal(spec.name, str(spec.place))
         self._requests = Requests()
@@ -41,7 +44,7 @@ class ThreadLine:
         self._requests.checkpoint()
 
     def predicted(self) -> Timeline | None:
-        return self._spec.predicted
+        return self._planned.predicted
 
     def hang_up(self) -> None:
         """End the run, if it goes on, and wait for its thread."""
@@ -51,10 +54,11 @@ class ThreadLine:
     def _run(self) -> None:
         try:
             with Lease.take(self._spec.place, self._spec.name, self._journal.begins) as lease:
-                fleet = self._make_fleet()
+                made = assemble(self._blueprint, self._planned)
+                fleet = self._make_fleet(made)
                 try:
                     self._journal.begins(num_steps=self._spec.num_steps)
-                    outcome = run_loop(fleet, self._spec, self._journal, self._requests, lease=lease)
+                    outcome = run_loop(fleet, self._spec, made.plan, self._journal, self._requests, lease=lease)
                 finally:
                     fleet.stop()
             self._journal.end(outcome, None)

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.engine.checkpoint import FreshOptions
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.errors import CheckpointError, ConfigError, PlanError, RaypipeError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.plan import human_bytes
@@ -23,7 +24,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, release, reserve
 from raypipe.runtime.workers.root_cause import root_cause
-from raypipe.runtime.workers.worker import StageActor, StageSetup
+from raypipe.runtime.workers.worker import StageActor
 
 __all__ = ["Fleet"]
 
@@ -86,7 +87,8 @@ class Fleet:
                 'CPU: ScalingConfig(resources_per_worker={"CPU": 0.1}).'
             )
         extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
-        self.generation = -1
+        self._links = -1  # times that links were opened
+        self._joined: RunSetup | None = None
         self.workers: list[Any] = []
         self._places = reserve(owner, num_workers, needs)
         self.actors: list[Any] = []
@@ -108,27 +110,32 @@ class Fleet:
             self.stop()
             raise
 
-    def configure(self, setups: Sequence[StageSetup], states: Sequence[Any]) -> None:
-        """Give the first workers their stages and open the links of a new generation; processes stay.
+    def configure(self, run: RunSetup, setup: GenerationSetup, states: Sequence[Any]) -> None:
+        """Give the first workers their stages and open links anew; processes stay.
 
         Args:
-            setups: one per worker, in order.
+            run: sent to each worker once, however often the run is planned anew.
+            setup: what the plan says; addresses are filled in here.
             states: references to each worker's packed tensors, or None for one that keeps what it has.
 
         Raises:
             RaypipeError: what went wrong on the first stage that failed.
         """
-        self.generation += 1
-        self.actors = self.workers[: len(setups)]
+        self._links += 1
+        count = setup.num_workers
+        self.actors = self.workers[:count]
         self._rows, self._halted = set(), False
-        team = setups[0].team
-        self._held = [team.stages_of(worker) for worker in range(len(setups))]
-        self._names = [team.name_of(worker).capitalize() for worker in range(len(setups))]
-        addresses = [member["address"] for member in self.members[: len(setups)]]
+        team = setup.team(0)
+        self._held = [team.stages_of(worker) for worker in range(count)]
+        self._names = [team.name_of(worker).capitalize() for worker in range(count)]
+        if run is not self._joined:
+            shared, self._joined = ray.put(run), run
+            self._all([w.join.remote(shared) for w in self.workers], PLACE_TIMEOUT_S, "joining the run")
+        addressed = ray.put(replace(setup, addresses=tuple(member["address"] for member in self.members[:count])))
         self._all(
             [
-                actor.configure.remote(setup, addresses, self.generation, state)
-                for actor, setup, state in zip(self.actors, setups, states, strict=True)
+                actor.configure.remote(worker, addressed, self._links, state)
+                for worker, (actor, state) in enumerate(zip(self.actors, states, strict=True))
             ],
             OPEN_TIMEOUT_S + PLACE_TIMEOUT_S,
             "configuring",
@@ -251,7 +258,7 @@ class Fleet:
         same step, or one later where steps overlap; only who has not ended by then is aborted.
         """
         ray.wait(list(flight.works), num_returns=len(flight.works), timeout=LEAVE_S)
-        aborts = [actor.abort.remote(self.generation, "another stage failed") for actor in self.actors]
+        aborts = [actor.abort.remote(self._links, "another stage failed") for actor in self.actors]
         ray.wait([*aborts, *flight.works], num_returns=len(aborts) + len(flight.works), timeout=GRACE_S)
         for worker, actor in enumerate(self.actors):
             with contextlib.suppress(RayError):

@@ -1,6 +1,6 @@
 """StageActor: the stages of one worker, in one process. It runs whole segments in one long call; a thread stays free.
 
-driver --configure(setup, generation)--> listen, connect, build state
+driver --join(run), configure(setup) --> listen, connect, build state
        --run(segment) ----------------->  rows of actions, micro-batches over the links
        <------------- step reports -----
        --abort(reason) ---------------->  (control group: answers while a segment runs)
@@ -15,8 +15,8 @@ import platform
 import shutil
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,16 @@ import ray
 import torch
 
 from raypipe.engine.checkpoint import FreshOptions, load_stage, take_snapshot
-from raypipe.engine.data import Source
 from raypipe.engine.executor import Executor
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
-from raypipe.engine.storage import Place
-from raypipe.engine.team import Team
+from raypipe.engine.state import StageState
 from raypipe.errors import LinkError, RaypipeError, StageError
 from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
-from raypipe.ir.schedule import Row, single_homes
+from raypipe.ir.schedule import Row
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
 from raypipe.runtime.links.endpoint import Endpoint, Opening
@@ -46,53 +44,9 @@ from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.order_gate import OrderGate
 from raypipe.runtime.workers.packing import PackedTensor, unpack
 
-__all__ = ["StageActor", "StageSetup"]
+__all__ = ["StageActor"]
 
 REPORTS_WAIT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class StageSetup:
-    """What makes an idle actor a worker of the pipeline.
-
-    Attributes:
-        programs: of all stages.
-        worker: its number in the pipeline.
-        persistent: names of tensors that belong to a checkpoint.
-        place: the run's folder, where checkpoints go.
-        run_id: known to the stages of this run only; links check it.
-        open_timeout_s: deadline for opening all links.
-        transport: how boundary tensors travel; the fleet is started with it.
-        secret: known to the stages of this run only; links of "tcp" prove that they know it.
-        link_ports: lowest and highest port that links may use; the fleet is started with it.
-        placement: worker that holds each stage; empty for one worker each.
-    """
-
-    programs: Sequence[StageProgram]
-    worker: int
-    make_optimizer: MakeOptimizer
-    make_scheduler: MakeScheduler | None
-    sources: Mapping[str, Source]
-    settings: Settings
-    persistent: frozenset[str]
-    place: Place
-    run_id: str
-    open_timeout_s: float
-    transport: str = "tcp"
-    secret: bytes = b""
-    link_ports: tuple[int, int] | None = None
-    placement: tuple[int, ...] = ()
-
-    @property
-    def team(self) -> Team:
-        """Who holds which stage, from this worker's side."""
-        return Team(single_homes(self.placement or range(len(self.programs))), self.worker)
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the parameters and buffers that the worker's stages hold."""
-        held = (self.programs[stage] for stage in self.team.stages)
-        return tuple(dict.fromkeys(name for program in held for name in (*program.parameters, *program.buffers)))
 
 
 class _StageActor(LinkedActor):
@@ -100,7 +54,7 @@ class _StageActor(LinkedActor):
         torch.set_num_threads(1)
         keep_freed_memory()
         self._endpoint: Endpoint | None = None
-        self._setup: StageSetup | None = None
+        self._setup: RunSetup | None = None
         self._states: list[StageState] = []
         self._held: list[tuple[str, ...]] = []  # names of the tensors of each
         self._executor: Executor | None = None
@@ -110,7 +64,7 @@ class _StageActor(LinkedActor):
         self._writers: list[ShardWriter] = []
         self._done: list[list[list[StepReport]]] = []
         self._run = self._over = -1  # numbers of the run that began last, and that ended last
-        self._generation = -1
+        self._generation = self._links = -1  # of the plan, and of its links
         self._grown = threading.Condition()
 
     @ray.method(concurrency_group="control")
@@ -131,23 +85,27 @@ class _StageActor(LinkedActor):
             "versions": {"raypipe": _version(), "torch": torch.__version__, "ray": ray.__version__},
         }
 
+    def join(self, run: RunSetup) -> None:
+        """Belong to a run; once for all its plans."""
+        self._setup = run
+
     def configure(
-        self, setup: StageSetup, addresses: Sequence[Any], generation: int,
-        packed: Mapping[str, PackedTensor] | None,
-    ) -> None:  # fmt: skip
-        """Become a worker, or the same one with new links; the state stays when ``packed`` is None.
+        self, worker: int, setup: GenerationSetup, links: int, packed: Mapping[str, PackedTensor] | None
+    ) -> None:
+        """Become a worker, or the same one with another plan; the state stays when ``packed`` is None.
 
         Args:
-            addresses: of the endpoints of all stages.
-            generation: of the plan; messages of other generations are dropped.
+            links: counts the times that links were opened; messages of others are dropped.
             packed: initial parameters and buffers of its stages.
         """
+        run, addresses = self._setup, setup.addresses
         assert self._endpoint is not None, "listen() comes first"
+        assert run is not None, "join() comes first"
         self._close_links()
-        team, programs = setup.team, setup.programs
+        team, programs = setup.team(worker), setup.programs
         held = [(*programs[stage].parameters, *programs[stage].buffers) for stage in team.stages]
         if packed is not None:
-            self._states = [_initial(setup, programs[stage], packed) for stage in team.stages]
+            self._states = [_initial(run, programs[stage], packed) for stage in team.stages]
             self._held = held
         if held != self._held:
             raise StageError(
@@ -158,19 +116,20 @@ class _StageActor(LinkedActor):
         opening = Opening(
             me=team.worker,
             addresses={peer: addresses[peer] for peer in peers},
-            generation=generation,
-            run_id=setup.run_id,
+            generation=links,
+            run_id=run.run_id,
             capacity={peer: team.message_capacity(programs, peer) for peer in peers},
-            timeout_s=setup.open_timeout_s,
+            timeout_s=run.open_timeout_s,
             names={peer: f"{team.name_of(team.worker)} <-> {team.name_of(peer)}" for peer in peers},
-            secret=setup.secret,
+            secret=run.secret,
         )
         channels = self._endpoint.open(opening)
         for writer in self._writers:
             writer.close()
         self._writers = []
-        self._setup, self._rows, self._inflow, self._generation = setup, {}, OrderGate(), generation
-        self._executor = Executor(programs, team, self._states, channels, setup.sources, setup.settings)
+        self._rows, self._inflow = {}, OrderGate()
+        self._generation, self._links = setup.generation, links
+        self._executor = Executor(run, setup, worker, self._states, channels)
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
         gc.freeze()
@@ -209,6 +168,10 @@ class _StageActor(LinkedActor):
             self._run, self._done = run, []
         try:
             while (order := self._inflow.next(run)) is not None:
+                if order.segment.generation != self._generation:
+                    raise StageError(
+                        f"A segment of plan {order.segment.generation} came to a worker of plan {self._generation}."
+                    )
                 row, alone = self._rows[order.rows]
                 if order.training:
                     executor.use_codecs(order.codecs)
@@ -248,9 +211,9 @@ class _StageActor(LinkedActor):
             return self._done[since:] if self._run == run else []
 
     @ray.method(concurrency_group="control")
-    def abort(self, generation: int, reason: str) -> None:
-        """End every wait of the running segment, unless this stage belongs to another generation by now."""
-        if self._executor is not None and generation == self._generation:
+    def abort(self, links: int, reason: str) -> None:
+        """End every wait of the running segment, unless this worker has other links by now."""
+        if self._executor is not None and links == self._links:
             self._executor.abort(reason)
 
     @ray.method(concurrency_group="control")
@@ -273,20 +236,23 @@ class _StageActor(LinkedActor):
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
         """Go back to the state of a checkpoint, written at any number of stages, but for these options."""
-        assert self._setup is not None
+        run = self._setup
+        assert run is not None
+        assert run.place is not None, "a run that saves nothing has nothing to go back to"
         for work in self._works():
-            load_stage(self._setup.place / folder, work.program, work.state, self._setup.persistent, fresh)
+            load_stage(run.place / folder, work.program, work.state, run.persistent, fresh)
 
     def _works(self) -> list[StageWork]:
         assert self._executor is not None, "configure() comes first"
         return list(self._executor.works.values())
 
     def _shards(self) -> list[ShardWriter]:
-        setup = self._setup
-        assert setup is not None
+        run = self._setup
+        assert run is not None
+        assert run.place is not None, "a run without a folder saves nothing"
         if not self._writers:
             self._writers = [
-                ShardWriter(setup.place, partial(take_snapshot, work.program, work.state, setup.persistent))
+                ShardWriter(run.place, partial(take_snapshot, work.program, work.state, run.persistent))
                 for work in self._works()
             ]
         return self._writers
@@ -307,10 +273,10 @@ class _StageActor(LinkedActor):
         self._executor = None
 
 
-def _initial(setup: StageSetup, program: StageProgram, packed: Mapping[str, PackedTensor]) -> StageState:
+def _initial(run: RunSetup, program: StageProgram, packed: Mapping[str, PackedTensor]) -> StageState:
     """Of one stage; mates that share a parameter get a copy each."""
     own = {name: packed[name] for name in (*program.parameters, *program.buffers)}
-    return StageState(program, unpack(own), setup.make_optimizer, setup.make_scheduler)
+    return StageState(program, unpack(own), run.make_optimizer, run.make_scheduler)
 
 
 def _version() -> str:

@@ -11,7 +11,6 @@ import torch
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.capture import Capture
-from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.optimizer_trial import try_optimizers
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
@@ -51,6 +50,7 @@ from raypipe.prepare.profile import (
     stale_notes,
 )
 from raypipe.prepare.stage_words import stage_words
+from raypipe.runtime.run.blueprint import codecs_of
 
 __all__ = ["prepare", "profile"]
 
@@ -144,10 +144,9 @@ def prepare(
             reduction,
             pipeline.max_grad_norm,
             MESSAGE_TIMEOUT_S,
-            plan.weights,
-            _codecs(pipeline),
             pipeline.on_nonfinite,
         ),
+        codecs=codecs_of(pipeline),
         make_optimizer=optimizer,
         make_scheduler=lr_scheduler,
         request=request,
@@ -227,11 +226,6 @@ def _least_microbatch(profiled: Profile) -> int:
     """The fewest samples that the model ran with; 1 where one size was tried only."""
     sizes = [size for size, _ in profiled.seconds_by_size]
     return min(sizes) if len(sizes) > 1 else 1
-
-
-def _codecs(pipeline: PipelineConfig) -> Codecs:
-    names = (pipeline.codec_forward, pipeline.codec_backward)
-    return Codecs(*(Codec("none" if name == "auto" else name) for name in names))
 
 
 def _with_shares(plan: Plan, captured: Capture, programs: tuple[StageProgram, ...]) -> Plan:

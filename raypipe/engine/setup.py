@@ -1,0 +1,86 @@
+"""What makes a process a worker: once what no plan changes, and with every plan what that plan says.
+
+RunSetup          optimizer, scheduler, data, settings, folder         once per process
+GenerationSetup   stages, who holds them, weight versions, codecs      with every plan; the state stays
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypipe.engine.codec import Codecs
+from raypipe.engine.data import Source
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
+from raypipe.engine.storage import Place
+from raypipe.engine.team import Team
+from raypipe.ir.schedule import Homes
+from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
+
+__all__ = ["GenerationSetup", "RunSetup"]
+
+OPEN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunSetup:
+    """What a worker knows of its run, whatever the plan is.
+
+    Attributes:
+        sources: "train" and, for evaluation, "eval".
+        persistent: names of tensors that belong to a checkpoint.
+        place: the run's folder, where checkpoints go; None for a run that saves nothing.
+        run_id: known to the workers of this run only; links check it.
+        secret: known to the workers of this run only; links of "tcp" prove that they know it.
+        transport: how boundary tensors travel.
+        link_ports: lowest and highest port that links may use.
+        open_timeout_s: deadline for opening all links.
+    """
+
+    make_optimizer: MakeOptimizer
+    make_scheduler: MakeScheduler | None
+    sources: Mapping[str, Source]
+    settings: Settings
+    persistent: frozenset[str] = frozenset()
+    place: Place | None = None
+    run_id: str = ""
+    secret: bytes = b""
+    transport: str = "tcp"
+    link_ports: tuple[int, int] | None = None
+    open_timeout_s: float = OPEN_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSetup:
+    """What a plan makes of the workers.
+
+    Attributes:
+        programs: of all stages.
+        homes: workers that hold each stage: ``Wiring.homes``.
+        weights: versions of the weights, and whose norm is clipped.
+        codecs: of the messages between stages, where the controller does not say otherwise.
+        generation: of the plan; a segment of another one is refused.
+        addresses: of the endpoints of all workers, once they are known.
+    """
+
+    programs: Sequence[StageProgram]
+    homes: Homes
+    weights: WeightPolicy = SYNCHRONOUS
+    codecs: Codecs = Codecs()  # noqa: RUF009  (immutable)
+    generation: int = 0
+    addresses: Sequence[Any] = ()
+
+    @property
+    def num_workers(self) -> int:
+        return self.team(0).num_workers
+
+    def team(self, worker: int) -> Team:
+        """Who holds which stage, from the side of one worker."""
+        return Team(self.homes, worker)
+
+    def tensors(self, worker: int) -> tuple[str, ...]:
+        """Names of the parameters and buffers that a worker's stages hold."""
+        held = (self.programs[stage] for stage in self.team(worker).stages)
+        return tuple(dict.fromkeys(name for program in held for name in (*program.parameters, *program.buffers)))

@@ -1,0 +1,29 @@
+"""A plan for whoever carries it out, with what its making knows besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raypipe.ir.plan import Plan
+from raypipe.ir.timeline import Timeline
+from raypipe.planner.control import Room
+
+__all__ = ["Planned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what its planner knows beside it.
+
+    Attributes:
+        rooms: memory that is left to the schedule, by stage.
+        microbatch_seconds: as in planner.control.Setup, where their number may change; else empty.
+        predicted: one simulated step; None where nobody asked.
+        predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state.
+    """
+
+    plan: Plan
+    rooms: tuple[Room, ...]
+    microbatch_seconds: tuple[tuple[int, float], ...] = ()
+    predicted: Timeline | None = None
+    predicted_step_s: float = 0.0
