@@ -169,7 +169,7 @@ def _check_chunked(config: PipelineFields) -> None:
 
 
 def _turned(config: PipelineFields) -> tuple[str, ...]:
-    """Fields by which the controller has something to turn; see raypipe.prepare.controller."""
+    """Fields by which the controller has something to turn; see raypipe.runtime.run.retuning."""
     if config.schedule in STILL or config.retune_interval_steps == 0:
         return ()
     kinds = config.schedule in TURNED and config.group_size == "auto" == config.slack
