@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from bench_common import machine_line
-from bench_simulate import WARM_UP_STEPS, Prediction, Settings, jittered, stage_times_s
+from simulate_predictions import WARM_UP_STEPS, Prediction, Settings, jittered, stage_times_s
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import bench_simulate
 import pytest
-from bench_simulate import JITTER, Phases, Prediction
+from bench_simulate import Phases
+from simulate_predictions import JITTER, Prediction, jittered, stage_times_s
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -37,14 +38,14 @@ def test_an_error_is_relative_to_what_was_measured() -> None:
 
 
 def test_stages_are_uneven_and_jitter_stays_in_its_bounds() -> None:
-    times = bench_simulate.stage_times_s(4, seed=1)
-    assert times == bench_simulate.stage_times_s(4, seed=1)
-    assert times != bench_simulate.stage_times_s(4, seed=2)
+    times = stage_times_s(4, seed=1)
+    assert times == stage_times_s(4, seed=1)
+    assert times != stage_times_s(4, seed=2)
     assert max(f for f, _ in times) > 1.1 * min(f for f, _ in times)
     assert all(1.5 * f <= b <= 2.5 * f for f, b in times)
-    assert bench_simulate.jittered(1.0, 0.0) == pytest.approx(1 - JITTER)
-    assert bench_simulate.jittered(1.0, 0.5) == pytest.approx(1.0)
-    assert bench_simulate.jittered(1.0, 1.0) == pytest.approx(1 + JITTER)
+    assert jittered(1.0, 0.0) == pytest.approx(1 - JITTER)
+    assert jittered(1.0, 0.5) == pytest.approx(1.0)
+    assert jittered(1.0, 1.0) == pytest.approx(1 + JITTER)
 
 
 def test_a_trial_in_a_child() -> None:
