@@ -145,28 +145,28 @@ def _at_least_s(problem: Problem, num_stages: int) -> float:
 
 
 def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> Decision:
-    """The best decision with so many stages. Slack costs memory, so that "auto" looks at 1F1B too where that counts."""
+    """The best decision with so many stages. Slack costs memory, so that "auto" looks at 1F1B too where that counts.
+
+    Of a described cluster zb-h1 is a candidate as well, as it is for the controller of a run. Nobody has measured here
+    what parting the backward costs; the run that does takes it back where that is too much.
+    """
     request = problem.request
     if request.schedule != "auto" or num_stages == 1:
         return attempt(problem, request, num_stages, quick=quick)
     slack = dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
     plain = dataclasses.replace(request, schedule="1f1b", slack=None)
+    parted = dataclasses.replace(request, schedule="zb-h1", slack=None)
     found, refusal = [], None
-    for candidate in (slack, plain) if problem.bounded else (slack,):
+    for candidate in (slack, *([plain] if problem.bounded else []), *([parted] if problem.described else [])):
         try:
             found.append(attempt(problem, candidate, num_stages, quick=quick))
         except PlanError as error:
             refusal = error  # of the thriftier one
-        if found and not _short_of_memory(found[0]):
-            break
     if not found:
         assert refusal is not None
         raise refusal
-    return min(found, key=lambda decision: decision.prediction.step_s)
-
-
-def _short_of_memory(found: Decision) -> bool:
-    return found.choice is not None and found.choice.decided_by == "memory"
+    best_s = min(decision.prediction.step_s for decision in found)
+    return next(decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN))
 
 
 def _refined(problem: Problem, found: Decision) -> Decision:

@@ -91,7 +91,9 @@ def _schedule(problem: Problem, best: Decision) -> str:
     if best.partition.num_stages == 1:
         return "1f1b, for a single stage waits for nobody"
     if settled.schedule == "1f1b":
-        return "1f1b, for memory is short and it holds the fewest micro-batches at once"
+        return "1f1b, the quickest within memory: it holds the fewest micro-batches at once"
+    if settled.schedule == "zb-h1":
+        return "zb-h1; gradients of parameters are computed where stages would wait, so that less of the step is idle"
     if not problem.described:
         return "slack 2; stages start one forward more ahead than in 1f1b, so that computing hides what links take"
     return f"slack {settled.slack}; stages start more forwards ahead than in 1f1b, so that computing hides these links"
