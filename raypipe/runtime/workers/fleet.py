@@ -88,7 +88,8 @@ class Fleet:
             )
         extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         self._links = -1  # times that links were opened
-        self._joined: RunSetup | None = None
+        self._run_setup: RunSetup | None = None
+        self._joined: list[Any] = []  # workers that have it
         self.workers: list[Any] = []
         self._places = reserve(owner, num_workers, needs)
         self.actors: list[Any] = []
@@ -114,7 +115,7 @@ class Fleet:
         """Give the first workers their stages and open links anew; processes stay.
 
         Args:
-            run: sent to each worker once, however often the run is planned anew.
+            run: sent to each worker when a plan first uses it, however often the run is planned anew.
             setup: what the plan says; addresses are filled in here.
             states: references to each worker's packed tensors, or None for one that keeps what it has.
 
@@ -128,9 +129,12 @@ class Fleet:
         team = setup.team(0)
         self._held = [team.stages_of(worker) for worker in range(count)]
         self._names = [team.name_of(worker).capitalize() for worker in range(count)]
-        if run is not self._joined:
-            shared, self._joined = ray.put(run), run
-            self._all([w.join.remote(shared) for w in self.workers], PLACE_TIMEOUT_S, "joining the run")
+        if run is not self._run_setup:
+            self._run_setup, self._joined = run, []
+        if new := [actor for actor in self.actors if not any(actor is known for known in self._joined)]:
+            shared = ray.put(run)
+            self._all([actor.join.remote(shared) for actor in new], PLACE_TIMEOUT_S, "joining the run")
+            self._joined += new
         addressed = ray.put(replace(setup, addresses=tuple(member["address"] for member in self.members[:count])))
         self._all(
             [
