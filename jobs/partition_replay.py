@@ -85,6 +85,8 @@ def planned(name: str, layers: Any, num_devices: int, num_microbatches: int, han
         num_microbatches=num_microbatches,
         num_samples=num_microbatches,
         partitioner="antichain",
+        schedule="slack",  # which the replayed run takes
+        slack=2,
     )
     decision = decide(request, Profile(layers, 1), Cluster.uniform(num_devices))
     stages = decision.prediction.stages

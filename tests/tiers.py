@@ -10,6 +10,7 @@ Exit status 0 when all is well, 1 when not.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -150,13 +151,18 @@ def _beside(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     ]
     print(f"$ nice {' '.join(command[:4])} ...", flush=True)
     with log.open("wb") as file:
-        return subprocess.Popen([*nice, "-m", *command], cwd=ROOT, stdout=file, stderr=file)
+        return subprocess.Popen([*nice, "-m", *command], cwd=ROOT, stdout=file, stderr=file, env=_environment())
 
 
 def _tool(*command: str) -> int:
     """Exit status of a tool of this environment."""
     print(f"$ {' '.join(command[:6])}{' ...' if len(command) > 6 else ''}", flush=True)
-    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False).returncode
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False, env=_environment()).returncode
+
+
+def _environment() -> dict[str, str]:
+    """This process's own, and a traceback from a process that crashes, also while it ends."""
+    return {**os.environ, "PYTHONFAULTHANDLER": "1"}
 
 
 def _counts(report: Path) -> tuple[int, int]:

@@ -6,6 +6,7 @@ One fleet of four processes becomes one pipeline after another; what must die is
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 import uuid
@@ -217,6 +218,19 @@ def test_what_a_worker_holds_is_not_taken_for_other_stages(fleet: Fleet) -> None
     )
     with pytest.raises(StageError, match=either):
         fleet.configure(run, setup, [None, None])
+
+
+def test_a_segment_of_another_plan_is_refused(fleet: Fleet) -> None:
+    shape = SHAPES["even"]
+    stages, tensors = faulty(2, 1, Fuse("F", 10**6))
+    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(shape.samples), Settings(0, "mean", None, LINK_S))
+    request = request_of(config_of(shape, 2, "1f1b"), shape.samples)
+    minibatch, size, _ = microbatches(request, 2)
+    segments = (segment for segment, _ in train_segments(shape.samples, minibatch, size, 1))
+    orders = (Order(replace(segment, generation=1)) for segment in segments)
+    schedule = lower(build_schedule(request, 2, math.ceil(minibatch / size), stages[0].first_trainable))
+    with pytest.raises(StageError, match=r"A segment of plan 1 came to a worker of plan 0\."):
+        list(fleet.run(orders, lambda key: schedule))
 
 
 def test_one_of_several_stages_raises(fleet: Fleet) -> None:
