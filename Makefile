@@ -31,7 +31,7 @@ test: install
 	$(RUN) tests/tiers.py $(TIERS) $(if $(MUST_RUN),--must-run)
 
 train: install
-	$(RUN) jobs/train_lm.py
+	$(RUN) jobs/train/lm.py
 
 clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from pipeline_nets import densenet121, gpt2, images, resnet50, sentences, vgg16
 from torch import nn
 from torch.nn import functional
 
+from jobs.lib.pipeline_nets import densenet121, gpt2, images, resnet50, sentences, vgg16
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.testing import reference
 from tests.exactness import Recorder

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import bench_asynchronous
 import pytest
 import torch
-from bench_asynchronous import MICROBATCHES, MINIBATCHES, Measured, Settings
+
+from jobs.bench.asynchronous import bench
+from jobs.bench.asynchronous.bench import MICROBATCHES, MINIBATCHES, Measured, Settings
 
 
 def test_an_epoch_counts_whole_and_the_first_one_not() -> None:
     epoch = [0.5, 0.2, *[0.1] * (MINIBATCHES - 3), 0.4]
-    found = bench_asynchronous.timed([9.0] * MINIBATCHES + epoch)
+    found = bench.timed([9.0] * MINIBATCHES + epoch)
     assert found.whole_s == [pytest.approx((0.5 + 0.2 + 0.4 + 0.1 * (MINIBATCHES - 3)) / MINIBATCHES)]
     assert found.steady_s == [0.1] * (MINIBATCHES - 3)
     for length in (MINIBATCHES, 2 * MINIBATCHES - 1):
         with pytest.raises(RuntimeError, match="whole epochs"):
-            bench_asynchronous.timed([1.0] * length)
+            bench.timed([1.0] * length)
 
 
 def test_efficiency_is_against_two_processors() -> None:
-    figures = bench_asynchronous.figures_of("2bw", Measured([1.0], [1.25], [0.625], [0.5], [], [0.01], [0.5]))
+    figures = bench.figures_of("2bw", Measured([1.0], [1.25], [0.625], [0.5], [], [0.01], [0.5]))
     assert figures == {
         "efficiency_2bw": pytest.approx(0.8),
         "c_2bw": pytest.approx(0.8),
@@ -33,18 +34,18 @@ def test_efficiency_is_against_two_processors() -> None:
 
 def test_a_handicap_is_two_sleeps_per_microbatch_and_one_time_to_fill() -> None:
     found = Measured([1.0], [1.0], [0.5], [0.5], [], [0.0], [0.5])
-    assert bench_asynchronous.handicap_predicted(found, 0.0) == pytest.approx(1.0)
+    assert bench.handicap_predicted(found, 0.0) == pytest.approx(1.0)
     more_s = 2 * 0.01 * (MICROBATCHES * MINIBATCHES + 1) / MINIBATCHES
-    assert bench_asynchronous.handicap_predicted(found, 0.01) == pytest.approx(1 / (2 * (0.5 + more_s)))
+    assert bench.handicap_predicted(found, 0.01) == pytest.approx(1 / (2 * (0.5 + more_s)))
 
 
 def test_the_halves_are_equal_and_a_handicap_changes_no_number() -> None:
-    plain, second = bench_asynchronous.model(4)
-    slowed, after = bench_asynchronous.model(4, handicap_s=1e-4)
+    plain, second = bench.model(4)
+    slowed, after = bench.model(4, handicap_s=1e-4)
     assert (int(second), int(after)) == (2, 3)
     sizes = [sum(p.numel() for p in half.parameters()) for half in (plain[:2], plain[2:])]
     assert sizes[0] == sizes[1]
-    x = bench_asynchronous.samples(8).tensors[0][:2]
+    x = bench.samples(8).tensors[0][:2]
     for net in (plain, slowed):
         net(x).sum().backward()
     assert torch.equal(plain(x), slowed(x))
@@ -56,12 +57,12 @@ def test_the_halves_are_equal_and_a_handicap_changes_no_number() -> None:
 @pytest.mark.slow
 def test_copies_time_every_minibatch_after_the_warm_up() -> None:
     settings = Settings(depth=2, context=4, epochs=2)
-    assert len(bench_asynchronous.copies_s(settings, 1, 2)) == 2 * MINIBATCHES
+    assert len(bench.copies_s(settings, 1, 2)) == 2 * MINIBATCHES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", [1, MICROBATCHES])
 def test_a_bare_pair_times_every_epoch_after_the_warm_up(updates: int) -> None:
-    found = bench_asynchronous.bare_s(Settings(depth=2, context=4, epochs=3), updates)
+    found = bench.bare_s(Settings(depth=2, context=4, epochs=3), updates)
     assert len(found) == 2
     assert all(seconds > 0 for seconds in found)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import bench_codec
 import pytest
+
+from jobs.bench.codec import bench
 
 
 def test_figures_of_a_small_tensor() -> None:
-    found = bench_codec.measure(bench_codec.on_host, 1 << 12, rounds=1)
-    figures = bench_codec.figures_of(found)
+    found = bench.measure(bench.on_host, 1 << 12, rounds=1)
+    figures = bench.figures_of(found)
     assert {name.split("_")[0] for name in figures} == {"gbytes", "ratio", "relative"}
     assert figures["ratio_bf16"] == figures["ratio_fp16"] == 2.0
     assert figures["ratio_int8"] == pytest.approx(4 / (1 + 4 / 128))
@@ -18,11 +19,11 @@ def test_figures_of_a_small_tensor() -> None:
     assert found["copy"]["ratio"] == 1.0
     assert found["copy"]["break_even_mbit"] == 0.0
     assert "fraction_of_copy_int8" not in figures
-    assert "int8_at_random" in bench_codec.shown("title", found)
+    assert "int8_at_random" in bench.shown("title", found)
 
 
 def test_both_ways_are_counted() -> None:
     """A figure can be computed again from its trials."""
-    row = bench_codec.measure(bench_codec.on_host, 1 << 12, rounds=1)["bf16"]
+    row = bench.measure(bench.on_host, 1 << 12, rounds=1)["bf16"]
     ((encode_s, decode_s),) = row["trials_s"]
     assert row["gbytes_per_second"] == pytest.approx(2 * (4 + 2) * (1 << 12) / (encode_s + decode_s) / 1e9)

@@ -11,40 +11,40 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bench_common
 import pytest
 
+from jobs.lib import common
 from tests import processes
 
-JOBS = Path(__file__).parents[2] / "jobs"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
     ("stages", "microbatches", "expected_s"), [(2, 8, 0.27), (4, 16, 0.57), (8, 32, 1.17), (1, 1, 0.03)]
 )
 def test_ideal_step(stages: int, microbatches: int, expected_s: float) -> None:
-    assert bench_common.ideal_seconds(stages, microbatches, 0.01, 0.02) == pytest.approx(expected_s)
+    assert common.ideal_seconds(stages, microbatches, 0.01, 0.02) == pytest.approx(expected_s)
 
 
 def test_medians_and_quantiles() -> None:
-    assert bench_common.median([5.0, 1.0, 3.0]) == 3.0
-    assert bench_common.median([4.0, 1.0, 2.0, 3.0]) == 2.5
+    assert common.median([5.0, 1.0, 3.0]) == 3.0
+    assert common.median([4.0, 1.0, 2.0, 3.0]) == 2.5
     values = [float(v) for v in range(10, 0, -1)]
-    assert [bench_common.quantile(values, share) for share in (0.0, 0.1, 0.5, 0.9, 0.91, 1.0)] == [1, 1, 5, 9, 10, 10]
-    assert bench_common.quantile([7.0], 0.9) == 7.0
+    assert [common.quantile(values, share) for share in (0.0, 0.1, 0.5, 0.9, 0.91, 1.0)] == [1, 1, 5, 9, 10, 10]
+    assert common.quantile([7.0], 0.9) == 7.0
 
 
 def test_the_last_line_is_json_and_refuses_what_is_no_number() -> None:
-    line = bench_common.final_line("bench_x", {"overhead": 1.0345678})
+    line = common.final_line("bench_x", {"overhead": 1.0345678})
     assert json.loads(line) == {"bench": "bench_x", "figures": {"overhead": 1.0346}}
     assert "\n" not in line
     with pytest.raises(ValueError, match="JSON"):
-        bench_common.final_line("bench_x", {"overhead": float("nan")})
+        common.final_line("bench_x", {"overhead": float("nan")})
 
 
 def test_the_file_holds_figures_raw_numbers_and_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "raw.json"
-    bench_common.finish("bench_x", {"a": 1.5}, {"steps_s": [0.1, 0.2]}, file)
+    common.finish("bench_x", {"a": 1.5}, {"steps_s": [0.1, 0.2]}, file)
     kept = json.loads(file.read_text())
     assert kept["figures"] == {"a": 1.5}
     assert kept["raw"] == {"steps_s": [0.1, 0.2]}
@@ -55,10 +55,10 @@ def test_the_file_holds_figures_raw_numbers_and_the_machine(tmp_path: Path, caps
 
 
 def test_arguments() -> None:
-    asked = bench_common.arguments("what it is", ["--quick", "--json", "x.json", "--handicap", "0.003"])
+    asked = common.arguments("what it is", ["--quick", "--json", "x.json", "--handicap", "0.003"])
     assert (asked.quick, asked.json, asked.handicap) == (True, Path("x.json"), 0.003)
     with pytest.raises(SystemExit):
-        bench_common.arguments(None, ["--handicap", "-1"])
+        common.arguments(None, ["--handicap", "-1"])
 
 
 def spans(*rows: tuple[str, float, float]) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def spans(*rows: tuple[str, float, float]) -> list[dict[str, Any]]:
 
 
 def test_gaps_of_a_step() -> None:
-    found = bench_common.stage_gaps(
+    found = common.stage_gaps(
         spans(
             ("0F8", 0.0, 1.0), ("0SEND_F8", 1.0, 1.5), ("0F9", 1.75, 2.75), ("0SEND_F9", 2.75, 3.0),
             ("0RECV_B8", 3.0, 5.0), ("0B8", 5.0, 7.0), ("0REDUCE_GRAD9", 7.0, 7.5), ("0STEP9", 7.5, 8.0),
@@ -83,40 +83,40 @@ def test_gaps_of_a_step() -> None:
     assert found[1].gaps == [0.0, 0.25]
     assert found[1].latencies == [0.625]  # the second one came early
     assert found[1].num_receives == 2
-    shown = bench_common.gap_table({"auto": [found], "torch": []}, 1.0, 2.0)
+    shown = common.gap_table({"auto": [found], "torch": []}, 1.0, 2.0)
     assert [line.split()[0] for line in shown.splitlines()[3:]] == ["auto", "auto"]
     with pytest.raises(ValueError, match="no action"):
-        bench_common.stage_gaps(spans(("later", 0.0, 1.0)))
+        common.stage_gaps(spans(("later", 0.0, 1.0)))
 
 
 def test_a_handicap_must_show_as_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_common.handicap_seen("here", 0.003, 1.05, 1.26, 0.2)
+    assert common.handicap_seen("here", 0.003, 1.05, 1.26, 0.2)
     assert "1.2500 predicted, 1.2600 measured: seen" in capsys.readouterr().out
-    assert not bench_common.handicap_seen("here", 0.003, 1.05, 1.06, 0.2)
+    assert not common.handicap_seen("here", 0.003, 1.05, 1.06, 0.2)
 
 
 def test_a_table_is_aligned() -> None:
-    lines = bench_common.table("title", ("name", "value"), [["a", 1.23456], ["long name", 2]]).splitlines()
+    lines = common.table("title", ("name", "value"), [["a", 1.23456], ["long name", 2]]).splitlines()
     assert lines == ["title", "name       value", "---------  -----", "a          1.235", "long name      2"]
 
 
 def test_a_lone_process_sleeps_at_least_as_long_as_asked() -> None:
-    forwards, backwards = bench_common.lone_sleeps_s((0.001, 0.002), 3)
+    forwards, backwards = common.lone_sleeps_s((0.001, 0.002), 3)
     assert len(forwards) == len(backwards) == 3
     assert min(forwards) >= 0.001
     assert min(backwards) >= 0.002
 
 
 def test_it_loads_neither_torch_nor_ray() -> None:
-    check = "import sys, bench_common; print(*sorted({'torch', 'ray', 'raypipe'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", check], cwd=JOBS, capture_output=True, text=True, timeout=240)
+    check = "import sys, jobs.lib.common; print(*sorted({'torch', 'ray', 'raypipe'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout.split()) == (0, [])
 
 
 POOL = """
 import multiprocessing, os, sys, time
 from concurrent.futures import ProcessPoolExecutor
-from bench_common import end_with_parent
+from jobs.lib.common import end_with_parent
 if __name__ == "__main__":
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
         print(pool.submit(os.getpid).result(), flush=True)

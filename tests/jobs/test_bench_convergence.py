@@ -7,12 +7,12 @@ import json
 import math
 from pathlib import Path
 
-import bench_convergence
-import convergence_tasks
 import pytest
 import torch
-from bench_convergence import Found
-from convergence_tasks import TASKS
+
+from jobs.bench.convergence import bench, tasks
+from jobs.bench.convergence.bench import Found
+from jobs.bench.convergence.tasks import TASKS
 
 
 def runs(*accuracies: float, loss: float = 1.0) -> list[Found]:
@@ -20,7 +20,7 @@ def runs(*accuracies: float, loss: float = 1.0) -> list[Found]:
 
 
 def test_figures_are_differences_seed_by_seed() -> None:
-    figures = bench_convergence.figures_of(
+    figures = bench.figures_of(
         {
             ("digits", "sgd", "flush"): runs(0.96, 0.98, loss=0.5),
             ("digits", "sgd", "2bw"): runs(0.95, 0.98, loss=0.75),
@@ -40,19 +40,19 @@ def test_figures_are_differences_seed_by_seed() -> None:
 
 def test_every_policy_of_old_weights_may_choose_its_own_rate(tmp_path: Path) -> None:
     """From runs that are known, so that none is run."""
-    settings = bench_convergence.Settings(2, ("digits",), ("flush", "2bw", "bf16"), ("sgd",))
+    settings = bench.Settings(2, ("digits",), ("flush", "2bw", "bf16"), ("sgd",))
     best = {"flush": 0.1, "2bw": 0.025, "bf16": 0.1}
     kept = tmp_path / "runs.jsonl"
     with kept.open("w") as file:
         for policy, rate, seed in itertools.product(
-            best, TASKS["digits"].learning_rates["sgd"], (*range(2), *bench_convergence.CHOOSING_SEEDS)
+            best, TASKS["digits"].learning_rates["sgd"], (*range(2), *bench.CHOOSING_SEEDS)
         ):
             if policy == "bf16" and (rate != 0.1 or seed > 1):
                 continue  # it computes with the newest weights: exact training chooses for it
             found = Found(abs(rate - best[policy]), rate, True, 1.0)
             file.write(json.dumps([[("digits", "sgd", policy), seed, rate, 1.0], found]) + "\n")
     lines = kept.read_text()
-    measured = bench_convergence.measure(settings, kept)
+    measured = bench.measure(settings, kept)
     assert kept.read_text() == lines
     accuracies = {name: {key[2]: [run.accuracy for run in found] for key, found in runs.items()}
                   for name, runs in (("same", measured.runs), ("own", measured.own))}  # fmt: skip
@@ -62,8 +62,8 @@ def test_every_policy_of_old_weights_may_choose_its_own_rate(tmp_path: Path) -> 
 
 def test_exact_training_must_arrive() -> None:
     found = {("digits", "sgd", "flush"): runs(0.94, 0.95), ("digits", "sgd", "pipedream"): runs(0.1)}
-    assert bench_convergence.shortfalls(found) == ["digits with sgd: accuracy 0.945, wanted 0.95"]
-    assert bench_convergence.shortfalls({("digits", "sgd", "flush"): runs(0.95, 0.96)}) == []
+    assert bench.shortfalls(found) == ["digits with sgd: accuracy 0.945, wanted 0.95"]
+    assert bench.shortfalls({("digits", "sgd", "flush"): runs(0.95, 0.96)}) == []
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -72,7 +72,7 @@ def test_models_are_cut_into_as_many_stages_as_there_are(name: str) -> None:
     model = task.build()
     children = [child for child, _ in model.named_children()]
     positions = [0, *(children.index(cut) for cut in task.cuts), len(children)]
-    assert len(task.cuts) == bench_convergence.STAGES - 1
+    assert len(task.cuts) == bench.STAGES - 1
     for start, stop in itertools.pairwise(positions):
         assert list(model[start:stop].parameters()), "a stage without weights has no versions"
 
@@ -83,9 +83,9 @@ def test_text_is_judged_between_knowing_nothing_and_bigrams() -> None:
     assert loss == pytest.approx(math.log(256), abs=0.7)
     assert 0 <= accuracy < 0.2
     assert task.arrived(math.log(256), 0.0) == 0.0
-    assert task.arrived(convergence_tasks._text()[2], 0.0) == pytest.approx(1.0)
+    assert task.arrived(tasks._text()[2], 0.0) == pytest.approx(1.0)
     tokens, targets = task.train().tensors
-    assert tokens.shape[1] == convergence_tasks.CONTEXT
+    assert tokens.shape[1] == tasks.CONTEXT
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
 
 
@@ -98,19 +98,19 @@ def test_no_digit_is_trained_on_and_held_out() -> None:
     assert task.evaluate(task.build())[0] == pytest.approx(math.log(10), abs=0.2)
 
 
-@pytest.mark.parametrize("policy", bench_convergence.POLICIES.values(), ids=list(bench_convergence.POLICIES))
-def test_an_epoch_has_the_same_updates_for_every_policy(policy: bench_convergence.Policy) -> None:
-    samples = bench_convergence.UPDATE_SAMPLES * bench_convergence.MICROBATCHES // policy.every
-    assert convergence_tasks.EPOCH_MULTIPLE % samples == 0
+@pytest.mark.parametrize("policy", bench.POLICIES.values(), ids=list(bench.POLICIES))
+def test_an_epoch_has_the_same_updates_for_every_policy(policy: bench.Policy) -> None:
+    samples = bench.UPDATE_SAMPLES * bench.MICROBATCHES // policy.every
+    assert tasks.EPOCH_MULTIPLE % samples == 0
     assert len(TASKS["text"].train()) % samples == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", bench_convergence.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", bench.OPTIMIZERS)
 def test_exact_training_of_a_few_updates_learns(optimizer: str) -> None:
     """The whole path: trainer, checkpoint, evaluation."""
     task = TASKS["text"]
     rate = task.learning_rates[optimizer][1]
-    found = bench_convergence.train(task, bench_convergence.POLICIES["flush"], optimizer, 0, rate, share=0.05)
+    found = bench.train(task, bench.POLICIES["flush"], optimizer, 0, rate, share=0.05)
     assert found.ended
     assert found.loss < math.log(256)

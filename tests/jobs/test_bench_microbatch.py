@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import bench_microbatch
-import microbatch_sweeps
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from microbatch_sweeps import Case, Key, divisors, make_case, numbers_of, range_ends, simulated_s, times_of
 
+from jobs.bench.microbatch import bench, sweeps
+from jobs.bench.microbatch.sweeps import Case, Key, divisors, make_case, numbers_of, range_ends, simulated_s, times_of
 from raypipe.planner.microbatch import choose_microbatches, fit_stage_time
 
 SIGMA_S = 0.01
@@ -57,7 +56,7 @@ def test_on_a_line_the_choice_is_the_best_and_the_range_keeps_its_word(
     minibatch: int, stages: int, overhead: float
 ) -> None:
     case = case_of(minibatch, stages, overhead)
-    figures = bench_microbatch.figures_of(case, simulated_steps(case))
+    figures = bench.figures_of(case, simulated_steps(case))
     assert 1 <= figures["chosen_vs_best"] <= 1.006
     assert 1 <= figures["half_chosen_vs_best"] <= 1.006
     whole = any(n == math.floor(n) for n in (case.low, case.high)) or math.ceil(case.low) <= math.floor(case.high)
@@ -68,8 +67,8 @@ def test_on_a_line_the_choice_is_the_best_and_the_range_keeps_its_word(
 
 def test_where_overhead_is_small_the_number_decides_and_not_the_mini_batch() -> None:
     large, small = case_of(64, 4, 0.01), case_of(64, 4, 20.0)
-    kept = bench_microbatch.figures_of(large._replace(chosen=16), simulated_steps(large))["throughput_kept"]
-    lost = bench_microbatch.figures_of(small._replace(chosen=16), simulated_steps(small))["throughput_kept"]
+    kept = bench.figures_of(large._replace(chosen=16), simulated_steps(large))["throughput_kept"]
+    lost = bench.figures_of(small._replace(chosen=16), simulated_steps(small))["throughput_kept"]
     assert kept == pytest.approx(1.0, abs=0.01)
     assert lost < 0.7
 
@@ -77,16 +76,16 @@ def test_where_overhead_is_small_the_number_decides_and_not_the_mini_batch() -> 
 def test_a_bad_choice_shows() -> None:
     case = case_of(64, 4, 2.0)
     steps = simulated_steps(case)
-    assert bench_microbatch.figures_of(case._replace(chosen=64), steps)["chosen_vs_best"] > 1.2
-    assert bench_microbatch.figures_of(case._replace(low=1.0), steps)["range_low"] > 1.2
+    assert bench.figures_of(case._replace(chosen=64), steps)["chosen_vs_best"] > 1.2
+    assert bench.figures_of(case._replace(low=1.0), steps)["range_low"] > 1.2
 
 
 def test_a_handicap_is_held_against_the_simulator() -> None:
     case = case_of(64, 4, 1.0)
     steps = simulated_steps(case, 0.02)
-    assert bench_microbatch.handicap_seen(case, steps, 0.02)
+    assert bench.handicap_seen(case, steps, 0.02)
     unmoved = {key: steps.get(key._replace(slowed=False), seconds) for key, seconds in steps.items()}
-    assert not bench_microbatch.handicap_seen(case, unmoved, 0.02)
+    assert not bench.handicap_seen(case, unmoved, 0.02)
 
 
 @given(st.floats(1.0, 16.0))
@@ -114,7 +113,7 @@ def test_every_divisor_and_every_end_is_run_once() -> None:
 
 
 def test_models_have_stages_enough_and_data_that_fits() -> None:
-    for model in microbatch_sweeps.MODELS.values():
+    for model in sweeps.MODELS.values():
         built = model.make()
         *inputs, target = model.data(3)[:]
         assert len(built) >= 4
@@ -134,4 +133,4 @@ def test_a_case_of_a_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert min(min(stage) for stages in case.stage_s.values() for stage in stages) > 0
     assert len(case.starts) == 1
     at_high = times_of(case, 8 / range_ends(case)[1])
-    assert max(map(sum, at_high)) >= 0.99 * microbatch_sweeps.AT_HIGH_END_S
+    assert max(map(sum, at_high)) >= 0.99 * sweeps.AT_HIGH_END_S

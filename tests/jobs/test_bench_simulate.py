@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bench_simulate
 import pytest
-from bench_simulate import Phases
-from simulate_predictions import JITTER, Prediction, jittered, stage_times_s
 
-JOBS = Path(__file__).parents[2] / "jobs"
+from jobs.bench.simulate import bench
+from jobs.bench.simulate.bench import Phases
+from jobs.bench.simulate.predictions import JITTER, Prediction, jittered, stage_times_s
+
+ROOT = Path(__file__).parents[2]
 
 
 def phases(make_s: float, timeline_s: float = 0.0) -> Phases:
@@ -19,7 +20,7 @@ def phases(make_s: float, timeline_s: float = 0.0) -> Phases:
 
 
 def test_a_figure_is_the_median_of_whole_trials() -> None:
-    figures = bench_simulate.speed_figures(
+    figures = bench.speed_figures(
         {(64, 4096): [phases(1.0, 9.0), phases(5.0, 7.0), phases(2.0, 8.0)], (2, 4): [phases(1.0)]}
     )
     assert figures["seconds_s64_m4096"] == 7.0
@@ -34,7 +35,7 @@ def test_an_error_is_relative_to_what_was_measured() -> None:
     low, high = Prediction("low", 1.0, [2.0, 1.5, 9.0]), Prediction("high", 3.0, [2.0])
     exact = Prediction("exact", 2.0, [2.0])
     assert (low.measured_s, low.error, high.error, exact.error) == (2.0, 0.5, 0.5, 0.0)
-    assert bench_simulate.errors([low, high, exact]) == 0.5
+    assert bench.errors([low, high, exact]) == 0.5
 
 
 def test_stages_are_uneven_and_jitter_stays_in_its_bounds() -> None:
@@ -51,10 +52,10 @@ def test_stages_are_uneven_and_jitter_stays_in_its_bounds() -> None:
 def test_a_trial_in_a_child() -> None:
     """As the benchmark starts it. 30 actions compute, 40 send and receive, 9 end the update."""
     check = (
-        "import bench_simulate as b, sys\n"
+        "from jobs.bench.simulate import bench as b\nimport sys\n"
         "if __name__ == '__main__':\n"
         "    p = b.Phases(*b.in_child(b._simulate, (3, 5), True))\n"
         "    print(p.actions, p.total_s > 0, p.timeline_s > 0, p.peak_bytes > 1e6, 'torch' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", check], cwd=JOBS, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["79", "True", "True", "True", "False"], done.stderr

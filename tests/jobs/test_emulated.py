@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import emulated
 import pytest
 import torch
-from emulated import Block, own_seconds, plan_of_step, run_in_turn
+
+from jobs.lib import emulated
+from jobs.lib.emulated import Block, own_seconds, plan_of_step, run_in_turn
 
 
 def test_plans_take_turns_after_the_warm_up() -> None:

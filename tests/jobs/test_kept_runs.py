@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from kept_runs import KeptRuns
+
+from jobs.bench.convergence.kept_runs import KeptRuns
 
 
 class Found(NamedTuple):

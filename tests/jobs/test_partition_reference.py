@@ -6,7 +6,8 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
-from partition_reference import closed_sets, least_bottleneck
+
+from jobs.bench.partition.reference import closed_sets, least_bottleneck
 
 PAIRS = list(itertools.combinations(range(5), 2))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import partition_replay
 import pytest
-from partition_replay import SLOWEST_S, bound, figures_of, handicaps_seen, planned, row_of
 
+from jobs.bench.partition import replay
+from jobs.bench.partition.replay import SLOWEST_S, bound, figures_of, handicaps_seen, planned, row_of
 from raypipe.ir.graph import ModelGraph, Node
 
 MICROBATCHES = 32
@@ -40,7 +40,7 @@ def test_a_slower_run_shows_in_every_figure() -> None:
     assert figures["replayed_speedup_net_2"] == pytest.approx(2 * 32 / 33 / 1.2)
     assert figures["replayed_of_bound_net_2"] == pytest.approx(1 / 1.2)
     assert figures["replayed_speedup_median_2"] == figures["replayed_speedup_net_2"]
-    assert len(row_of(found[0])) == len(partition_replay.COLUMNS)
+    assert len(row_of(found[0])) == len(replay.COLUMNS)
 
 
 def test_a_handicap_is_part_of_the_prediction() -> None:

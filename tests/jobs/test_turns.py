@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shaped import Rig
-from turns import Gated, in_turns, open_gate
+
+from jobs.lib.shaped import Rig
+from jobs.lib.turns import Gated, in_turns, open_gate
 
 WAIT_S = 10.0
 
@@ -58,7 +59,7 @@ class Lab:
 
 
 def test_runs_take_turns_and_the_middle_of_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turns.HANDOVER_S", 0.0)
+    monkeypatch.setattr("jobs.lib.turns.HANDOVER_S", 0.0)
     found = in_turns(Lab(), {"a": {}, "b": {}}, turns=3, steps=4)
     assert {name: run["turns"] for name, run in found.items()} == {name: [[1, 2], [5, 6], [9, 10]] for name in "ab"}
     shares = [run["cpu"] for run in found.values()]
@@ -67,7 +68,7 @@ def test_runs_take_turns_and_the_middle_of_each_counts(monkeypatch: pytest.Monke
 
 
 def test_a_run_that_ends_too_soon_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turns.HANDOVER_S", 0.0)
+    monkeypatch.setattr("jobs.lib.turns.HANDOVER_S", 0.0)
     pipelines: dict[str, dict[str, Any]] = {"a": {}, "b": {"dies": True}}
     with pytest.raises(RuntimeError, match="run1 stands at step 10 of 12"):
         in_turns(Lab(), pipelines, turns=4, steps=4)

@@ -8,11 +8,11 @@ import itertools
 import math
 from pathlib import Path
 
-import plan_llama
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.plan import llama
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
@@ -305,7 +305,7 @@ def test_a_long_chain_gets_a_cut_of_all_its_nodes(factor: int, workers: int) -> 
 def test_more_memory_never_makes_llama_slower() -> None:
     """On 8 hosts at 25 Gbit/s. Slack was taken where 1F1B was quicker, for memory was not what decided its size."""
     arguments = argparse.Namespace(minibatch=64, partitioner="auto", bytes=4, sequence=2048, gpus=8)
-    plans = [plan_llama.planned(memory_gb, 25.0, arguments) for memory_gb in (32, 36, 40, 80)]
+    plans = [llama.planned(memory_gb, 25.0, arguments) for memory_gb in (32, 36, 40, 80)]
     steps_s = [plan.prediction.step_s for plan in plans if plan.prediction]
     assert all(after <= before * 1.01 for before, after in itertools.pairwise(steps_s)), steps_s
     assert [plan.schedule.kind.partition("(")[0] for plan in plans] == ["1f1b", "1f1b", "1f1b", "zb-h1"]

@@ -32,7 +32,7 @@ from tests.runtime.raylets import Home
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-SAMPLE = ROOT / "jobs/configs/text_lm.yaml"
+SAMPLE = ROOT / "jobs/train/text_lm.yaml"
 SMALL = [
     "model.args.width=16", "model.args.depth=2", "model.args.context=16", "pipeline.minibatch_size=8",
     "pipeline.num_microbatches=2", "num_steps=3",
@@ -111,7 +111,7 @@ def test_the_sample_trains(tmp_path: Path) -> None:
     """Where no Ray runs: it starts one, which is gone afterwards."""
     known = set(processes.descendants(os.getpid()))
     overrides = [word for override in SMALL for word in ("--set", override)]
-    out = program(tmp_path, "train", SAMPLE, *overrides, PYTHONPATH=str(ROOT / "jobs"))
+    out = program(tmp_path, "train", SAMPLE, *overrides, PYTHONPATH=str(ROOT))
     assert processes.survivors(os.getpid(), known, 10.0) == {}
     assert out.startswith("stages:  2. Stage 0: ")
     assert "eval_loss" in out

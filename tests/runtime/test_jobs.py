@@ -1,4 +1,4 @@
-"""jobs/train_lm.py as people submit it: a head with token auth, ``ray job submit``, and what is left afterwards."""
+"""jobs/train/lm.py as people submit it: a head with token auth, ``ray job submit``, and what is left afterwards."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ NOTHING = {"actors": [], "groups": [], "busy_cpus": 0, "store_bytes": 0, "proces
 
 def train(folder: Path, steps: int) -> list[str]:
     where = ["--data", str(folder / "data"), "--corpus-bytes", "200000", "--storage", str(folder), "--name", "lm"]
-    return ["jobs/train_lm.py", *SMALL, *where, "--steps", str(steps), "--decay-steps", "4000"]
+    return ["jobs/train/lm.py", *SMALL, *where, "--steps", str(steps), "--decay-steps", "4000"]
 
 
 def test_a_job_whose_stage_raises_fails(jobs: Jobs, tmp_path: Path) -> None:

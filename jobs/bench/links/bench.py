@@ -1,0 +1,262 @@
+"""Our pipeline against torch's over a slow link: two namespaces, one stage on each, the same model and micro-batches.
+
+    auto     PipelineTrainer.fit on two raylets, schedule "auto": the controller measures the link and turns the slack
+    codec    the same with both codecs on "auto"
+    torch    torch.distributed.pipelining over gloo through the same wire: its seven schedules
+    plan     torch's own runtime with the schedule that "auto" ended with
+    zb-v     at the highest rate, ours with two stages on each worker: twice the messages, a smaller bubble
+
+Real compute: a GPT of eight blocks, 256 KiB per boundary message, M = 8, AdamW, one thread per process. At each rate
+ours and torch's take turns; the steps before the last ``counted`` ones warm up, and let the controller settle.
+With ``--emulated`` the blocks sleep instead, so that a stage takes 17.8 ms forward and 35.5 ms back per micro-batch;
+what a lone block takes besides its sleep everybody sleeps less. Such stages have processors of their own, which the
+runtimes' threads take nothing from. Figures end in ``_emulated`` then.
+
+The limit is the quickest lossless schedule on paper, with the stages' seconds as they were in our runs and the link's
+goodput as a flow of its own measures it: ``fraction_of_limit`` is that over our step. A stage's seconds per forward and
+backward are those of the traced step, times what all counted steps were busy over what the traced one was; where that
+step ran whole backwards, half of one counts as what could wait. Every step ends with the optimizer's, in torch's
+seconds and in ours: ``fraction_of_limit`` counts it, ``fraction_of_bare_limit`` takes it for nothing.
+``fraction_of_whole_limit`` leaves backwards whole, as the bound of this benchmark did before "auto" could part them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from typing import Any, NamedTuple
+
+import torch
+
+from jobs.bench.links import gpt
+from jobs.bench.links.torch_peer import SCHEDULES
+from jobs.lib import common
+from jobs.lib.common import machine, machine_line, median
+from jobs.lib.shaped import Rig, rig
+from raypipe.ir.schedule import Schedule
+from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.text import to_csv
+from raypipe.planner.simulate.serial import Costs
+from raypipe.planner.tune import step_of
+from tests.lab.flow import flow
+
+MESSAGE_BYTES = 4 * gpt.MICROBATCH_SIZE * gpt.CONTEXT * gpt.WIDTH
+MICROBATCHES = gpt.MICROBATCHES
+PORT = 29_511
+LIMIT_S = 400.0
+EMULATED_S = (0.0178, 0.0355)
+"""(F, B) of a stage and micro-batch, as the same GPT takes on a machine with quicker processors."""
+OPS = ("F", "B", "I", "W", "STEP")
+CODEC = {"codec_forward": "auto", "codec_backward": "auto"}
+OURS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "codec": CODEC,
+    "object_store": {"transport": "object_store"},
+    "1f1b": {"schedule": "1f1b"},
+    "zb-v": {"schedule": "zb-v", "num_stages": 4, "partitioner": ("3", "5", "7")},
+}
+
+
+class Settings(NamedTuple):
+    """How much is measured.
+
+    Attributes:
+        ours: in every round at every rate; ``once`` in the first round at ``once_at``, ``swift`` at ``swift_at``.
+    """
+
+    rates_mbit: tuple[int, ...] = (1000, 100, 50, 25)
+    steps: int = 32
+    counted: int = 14
+    torch_steps: int = 5
+    rounds: int = 2
+    ours: tuple[str, ...] = ("auto", "codec")
+    once: tuple[str, ...] = ("1f1b", "object_store")
+    once_at: int = 50
+    swift: tuple[str, ...] = ("zb-v",)
+    swift_at: int = 1000
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    half_s: tuple[float, ...] = ()
+
+
+QUICK = Settings((50,), 14, 4, 4, 1, ("auto",), (), schedules=("1F1B",))
+"""One rate, too short for the controller to settle: whether all of it works."""
+
+
+class Candidate(NamedTuple):
+    """All that one candidate did at one rate."""
+
+    step_s: list[float]
+    peak_bytes: list[int]
+    told: list[dict[str, Any]]
+
+
+def run_ours(lab: Rig, name: str, settings: Settings) -> dict[str, Any]:
+    """One run of ours."""
+    asked = json.dumps({"steps": settings.steps, "pipeline": OURS[name], "half_s": settings.half_s})
+    found: dict[str, Any] = lab.answer(lab.start(0, "bench/links/ours.py", asked), LIMIT_S)
+    return found
+
+
+def run_torch(lab: Rig, settings: Settings, plans: dict[str, str]) -> dict[str, Any]:
+    """All of torch's schedules and ``plans``: seconds of the steps behind the first two, and peaks, by name."""
+    wanted = {"steps": settings.torch_steps + 2, "schedules": settings.schedules, "plans": plans}
+    asked = json.dumps({**wanted, "half_s": settings.half_s})
+    meeting = f"10.79.0.1:{PORT}"
+    ranks = [
+        lab.start(rank, "bench/links/torch_peer.py", str(rank), meeting, f"to{1 - rank}", asked) for rank in range(2)
+    ]
+    answers = [lab.answer(rank, LIMIT_S) for rank in ranks]
+    found = {}
+    for name in answers[0]:
+        # A step ends when its last stage does, as in our records; all processes read the same clock.
+        ends_s = [max(at) for at in zip(*(answer[name]["ends_s"] for answer in answers), strict=True)]
+        seconds = [after - before for before, after in itertools.pairwise(ends_s)]
+        found[name] = {"seconds": seconds[1:], "peak_bytes": [answer[name]["peak_bytes"] for answer in answers]}
+        found[name]["losses"] = (
+            answers[-1][name]["losses"] if any(answers[-1][name]["losses"]) else answers[0][name]["losses"]
+        )
+    return found
+
+
+def schedule_named(text: str) -> Schedule:
+    """The schedule that a step's record names: "zb-h1 r=3", "kfkb k=2 + int8/bf16 on hop 0", ..."""
+    kind = text.split()[0]
+    number = re.search(r"[kr]=(\d+)", text)
+    group = int(number[1]) if number and kind == "kfkb" else None
+    slack = (int(number[1]),) if number and kind in ("slack", "zb-h1") else None
+    return make_schedule(kind, 2, MICROBATCHES, group_size=group, slack=slack)
+
+
+def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, parted: bool) -> float:
+    """The quickest lossless step on paper: 1F1B with any slack, kFkB with any k, GPipe; full duplex, no latency.
+
+    Args:
+        work: by operation, its seconds on every stage; STEP counts where it is there.
+        parted: zb-h1 with any slack too, whose steps overlap.
+    """
+    costs = Costs(
+        forward_s=work["F"],
+        backward_s=tuple(i + w for i, w in zip(work["I"], work["W"], strict=True)),
+        backward_input_s=work["I"],
+        backward_weight_s=work["W"],
+        forward_occupancy_s=(occupancy_s,),
+        backward_occupancy_s=(occupancy_s,),
+        step_s=work.get("STEP", ()),
+    )
+    candidates = [make_schedule("gpipe", 2, MICROBATCHES)]
+    for number in range(1, MICROBATCHES + 1):
+        candidates.append(make_schedule("slack", 2, MICROBATCHES, slack=(number,)))
+        candidates.append(make_schedule("kfkb", 2, MICROBATCHES, group_size=number))
+        if parted:
+            candidates.append(make_schedule("zb-h1", 2, MICROBATCHES, slack=(number,), overlap=True))
+    return min(step_of(lower(candidate), costs)[0] for candidate in candidates)
+
+
+def seconds_of(run: dict[str, Any], name: str, settings: Settings) -> list[float]:
+    """Of a run's passes of one kind ("0F"), as they were in its counted steps."""
+    usual = median(run["busy_s"][-settings.counted :]) / run["busy_s"][run["traced"]]
+    return [seconds * usual for seconds in run["stage_s"].get(name, ())]
+
+
+def work_of(runs: list[dict[str, Any]], settings: Settings) -> dict[str, tuple[float, ...]]:
+    """By operation (F, I, W, STEP), median seconds on every stage."""
+    found: dict[str, list[float]] = {"F": [], "I": [], "W": [], "STEP": []}
+    for stage in range(2):
+        by_op = {op: [s for run in runs for s in seconds_of(run, f"{stage}{op}", settings)] for op in OPS}
+        for op in ("F", "STEP"):
+            found[op].append(median(by_op[op]))
+        if by_op["W"]:
+            for op in "IW":
+                found[op].append(median(by_op[op]))
+        else:  # whole; nobody waits for those of the first stage
+            whole_s = median(by_op["B"])
+            found["W"].append(whole_s / 2 if stage else whole_s)
+            found["I"].append(whole_s - found["W"][-1])
+    return {op: tuple(seconds) for op, seconds in found.items()}
+
+
+def measure(lab: Rig, rate: int, settings: Settings) -> dict[str, Any]:
+    """All candidates at one rate: ours, torch's, ours again."""
+    lab.rate(rate)
+    with flow(lab.lab, 0, 1) as meter:
+        goodput = meter.mbit_per_s(1.0)
+    found: dict[str, Any] = {"goodput_mbit": goodput, "ours": {}, "torch": {}}
+    for turn in range(settings.rounds):
+        once = settings.once if turn == 0 and rate == settings.once_at else ()
+        swift = settings.swift if rate == settings.swift_at else ()
+        for name in settings.ours + once + swift:
+            run = run_ours(lab, name, settings)
+            found["ours"].setdefault(name, []).append(run)
+            step_s = median(run["seconds"][-settings.counted :])
+            last = run["schedules"][-1] or name
+            print(f"{rate} Mbit/s {name}: {step_s * 1e3:.0f} ms, {last}; {machine_line()}", flush=True)
+        plan = to_csv(schedule_named(found["ours"]["auto"][-1]["schedules"][-1]))
+        for name, row in run_torch(lab, settings, {"plan": plan}).items():
+            found["torch"].setdefault(name, []).append(row)
+            print(f"{rate} Mbit/s torch {name}: {median(row['seconds']) * 1e3:.0f} ms", flush=True)
+    return found
+
+
+def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[dict[str, float], list[list[Any]]]:
+    """vs_torch_1f1b_50mbit and its kin, and the rows of the table."""
+    ours = {
+        name: [s for run in runs for s in run["seconds"][-settings.counted :]] for name, runs in found["ours"].items()
+    }
+    torch_s = {name: [s for row in rows for s in row["seconds"]] for name, rows in found["torch"].items()}
+    middle = {name: median(seconds) for name, seconds in torch_s.items()}
+    best = min((name for name in middle if name != "plan"), key=middle.__getitem__)
+    work, occupancy_s = work_of(found["ours"]["auto"], settings), MESSAGE_BYTES * 8e-6 / found["goodput_mbit"]
+    bound_s, whole_s = (limit_s(work, occupancy_s, parted=parted) for parted in (True, False))
+    bare_s = limit_s({op: seconds for op, seconds in work.items() if op != "STEP"}, occupancy_s, parted=True)
+    figures: dict[str, float] = {}
+    for name, kind in (("auto", ""), ("codec", "_codec"), ("zb-v", "_zb_v")):
+        if name in ours:
+            step_s = median(ours[name])
+            figures[f"vs_torch_1f1b_{rate}mbit{kind}"] = middle["1F1B"] / step_s
+            figures[f"vs_torch_best_{rate}mbit{kind}"] = middle[best] / step_s
+            if name != "zb-v":  # the plan is that of "auto"
+                figures[f"vs_torch_runtime_our_plan_{rate}mbit{kind}"] = middle["plan"] / step_s
+    figures[f"fraction_of_limit_{rate}mbit"] = bound_s / median(ours["auto"])
+    figures[f"fraction_of_bare_limit_{rate}mbit"] = bare_s / median(ours["auto"])
+    figures[f"fraction_of_whole_limit_{rate}mbit"] = whole_s / median(ours["auto"])
+    rows: list[list[Any]] = [["limit", rate, bound_s * 1e3, middle["1F1B"] / bound_s, "", ""]]
+    rows.append(["without the optimizer", rate, bare_s * 1e3, middle["1F1B"] / bare_s, "", ""])
+    rows.append(["with whole backwards", rate, whole_s * 1e3, middle["1F1B"] / whole_s, "", ""])
+    for name, seconds in ours.items():
+        peak = max(max(run["peak_bytes"], default=0) for run in found["ours"][name]) / 2**20
+        last = found["ours"][name][-1]["schedules"][-1] or name
+        rows.append([f"ours {name}", rate, median(seconds) * 1e3, middle["1F1B"] / median(seconds), round(peak), last])
+    for name in torch_s:
+        peak = max(max(row["peak_bytes"]) for row in found["torch"][name]) / 2**20
+        rows.append([f"torch {name}", rate, middle[name] * 1e3, middle["1F1B"] / middle[name], round(peak), ""])
+    return figures, rows
+
+
+def main() -> int:
+    """Measure at every rate."""
+    asked = common.arguments(__doc__, switches={"--emulated": "stages sleep instead of computing"})
+    settings = QUICK if asked.quick else Settings()
+    if asked.emulated:
+        torch.set_num_threads(1)
+        settings = settings._replace(half_s=gpt.slept(EMULATED_S))
+        print(f"half of the blocks sleep {' and '.join(f'{s * 1e3:.1f}' for s in settings.half_s)} ms", flush=True)
+    raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
+    figures: dict[str, float] = {}
+    rows: list[list[Any]] = []
+    with rig() as lab:
+        for host in range(2):  # gloo takes the address of an interface
+            lab.lab.address(host, 1 - host, f"10.79.0.{host + 1}/24")
+        for rate in settings.rates_mbit:
+            raw[str(rate)] = found = measure(lab, rate, settings)
+            some, more = figures_of(rate, found, settings)
+            figures |= {f"{key}_emulated" if asked.emulated else key: value for key, value in some.items()}
+            rows += more
+    columns = ("candidate", "Mbit/s", "ms", "x torch 1F1B", "peak MiB", "at the end")
+    print("\n" + common.table(f"median steps; {machine_line()}", columns, rows))
+    if not all(math.isfinite(value) for value in figures.values()):
+        raise RuntimeError("a figure is no number")
+    common.finish("bench_links", figures, raw, asked.json)
+    return 0

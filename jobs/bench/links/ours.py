@@ -1,0 +1,89 @@
+"""One candidate of bench/links through PipelineTrainer.fit, inside the first namespace.
+
+python jobs/bench/links/ours.py '{"steps": 40, "pipeline": {...}}'
+
+It says how far it is, and at last seconds, schedules and peaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import ray
+from ray.train import RunConfig, ScalingConfig
+
+import raypipe
+from jobs.bench.links import gpt
+from jobs.lib.turns import Gated
+
+
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train ``steps`` steps; seconds, loss and schedule of each, and each stage's peak resident memory."""
+    head = os.environ["RAY_HEAD"]
+    ray.init(address=head, _node_ip_address=head.partition(":")[0], log_to_driver=False)
+    data: Any = gpt.samples(asked["steps"])
+    name = asked.get("name", "run")
+    if "gate" in asked:
+        data = Gated(data, asked["gate"], gpt.MICROBATCHES * gpt.MICROBATCH_SIZE)
+    with tempfile.TemporaryDirectory(prefix="bench-links-") as folder:
+        trainer = raypipe.PipelineTrainer(
+            gpt.chain(asked.get("half_s", ())),
+            loss_fn=gpt.loss_fn,
+            optimizer=gpt.optimizer_of,
+            train_data=data,
+            pipeline=raypipe.PipelineConfig(
+                minibatch_size=gpt.MICROBATCHES * gpt.MICROBATCH_SIZE,
+                num_microbatches=gpt.MICROBATCHES,
+                **{"num_stages": 2, "partitioner": ("5",), **asked["pipeline"]},
+            ),
+            scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": asked.get("cpu", 1)}),
+            run_config=RunConfig(name=name, storage_path=folder),
+        )
+        handle = trainer.start(num_steps=asked["steps"])
+        peaks: dict[int, int] = {}
+        watch = threading.Thread(target=_watch, args=(handle, peaks), daemon=True)
+        watch.start()
+        handle.wait(on_news=lambda news: print(f"step {news.status.step}", flush=True))
+        run = Path(folder) / name
+        rows = pq.read_table(run / "metrics.parquet").to_pylist()
+        spans = pq.read_table(run / "timeline" / "spans.parquet").to_pylist()
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    took: dict[str, list[float]] = {}
+    traced = 0
+    for span in spans:
+        name = span["action"].rstrip("0123456789")
+        if span["source"] == "measured" and name[1:] in ("F", "B", "I", "W", "STEP"):
+            traced = int(span["action"][len(name) :]) // gpt.MICROBATCHES
+            took.setdefault(name, []).append(span["end_s"] - span["start_s"])
+    return {
+        "seconds": [row["seconds"] for row in rows],
+        "schedules": [row["schedule"] for row in rows],
+        "losses": [row["loss"] for row in rows],
+        "busy_s": [row["seconds"] * (1 - row["bubble_fraction"]) for row in rows],
+        "stage_s": took,
+        "traced": traced,
+        "peak_bytes": list(peaks.values()),
+        "events": [event for event in events if event["decision"] not in ("keep", "start", "finish")],
+    }
+
+
+def _watch(handle: Any, peaks: dict[int, int]) -> None:
+    """The most that each stage's process has held, asked while it lives."""
+    while True:
+        for stage in handle.status().stages:
+            with contextlib.suppress(OSError, IndexError):  # it has ended, or is about to: then it says nothing more
+                peaks[stage["process"]] = gpt.peak_bytes(stage["process"])
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))), flush=True)

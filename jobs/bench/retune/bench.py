@@ -1,0 +1,158 @@
+"""What a retune costs: steps that run other rows than the step before, against the steps around them that do not.
+
+Stages that sleep 10 and 20 ms on Ray actors, over links that are free. A script in the controller's place asks for more
+slack every few steps; on a free link no amount of it beyond 2 makes a step longer or shorter, so what is left is the
+exchange. Every setting is new to the run: its rows are made, checked, sent and stored too. ``retune_ms_s*`` is the
+median, over all turned steps, of what each took more than the median of the steps just before and after it;
+``others_ms_s*`` is the same for steps that were not turned. ``same_processes`` is 1 when no stage changed its process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+import ray
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raypipe
+from jobs.lib import common
+from jobs.lib.common import machine, machine_line, median
+from jobs.lib.emulated import CPU_SHARE, Block, loss_of
+from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
+from raypipe.runtime.driver.client import connected
+from raypipe.runtime.run.blueprint import assemble
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.retuner import Retuner
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import pack
+
+TIMES_S = (0.010, 0.020)
+EVERY = 5
+"""Steps from one turn to the next."""
+
+
+class Settings(NamedTuple):
+    """How much is measured; a shape is (stages, micro-batches)."""
+
+    shapes: tuple[tuple[int, int], ...] = ((2, 16), (4, 16))
+    turns: int = 12
+    rounds: int = 3
+
+
+QUICK = Settings(((2, 8),), 4, 1)
+
+
+class Script:
+    """Asks for one more slack every few steps."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.wanted = setup.choice
+        self._hops = len(setup.rooms) - 1
+        self._slack = 2
+
+    def handle(self, event: StepDone) -> list[Decision]:
+        if event.step % EVERY:
+            return []
+        self._slack = self._slack + 1 if self._slack < self.wanted.num_microbatches else 3
+        self.wanted = Choice("slack", self.wanted.num_microbatches, slack=(self._slack,) * self._hops)
+        return [Decision(event.step, Verdict.SWITCH, "The benchmark turns.", {}, self.wanted)]
+
+    def to_json(self) -> str:
+        return "{}"
+
+
+class Ran(NamedTuple):
+    """Of one run: seconds of a step, and what turned steps and the others took more than their neighbours."""
+
+    step_s: float
+    turned_s: list[float]
+    others_s: list[float]
+    same_processes: bool
+
+
+def run(shape: tuple[int, int], turns: int) -> Ran:
+    """One run; its first steps, which warm up, are left out."""
+    num_stages, count = shape
+    steps = EVERY * (turns + 1)
+    blocks = [Block([TIMES_S], count, last=index == num_stages - 1) for index in range(num_stages)]
+    needs = {"CPU": CPU_SHARE}
+    with tempfile.TemporaryDirectory(prefix="bench-retune-") as folder, connected(num_stages, needs):
+        trainer = raypipe.PipelineTrainer(
+            nn.Sequential(*blocks),
+            loss_fn=loss_of,
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
+            train_data=TensorDataset(torch.ones(count * steps, 1), torch.ones(count * steps, 1)),
+            pipeline=raypipe.PipelineConfig(
+                num_stages=num_stages,
+                minibatch_size=count,
+                num_microbatches=count,
+                partitioner=tuple(str(index) for index in range(1, num_stages)),
+            ),
+            scaling_config=SimpleNamespace(num_workers=num_stages, resources_per_worker=needs),
+            run_config=SimpleNamespace(name="run", storage_path=folder),
+        )
+        job = trainer._prepared()
+        recipe = trainer._recipe(job, steps, local=False)
+        spec, assembled = recipe[0].spec, assemble(*recipe)
+        fleet = Fleet(num_stages, needs)
+        try:
+            processes = [member["process"] for member in fleet.members]
+            setup = assembled.setup
+            states = [ray.put(pack(job.tensors, setup.tensors(worker))) for worker in range(setup.num_workers)]
+            fleet.configure(assembled.run, setup, states)
+            made = lambda setup, state: Retuner(setup, state, Script(setup))  # noqa: E731
+            run_loop(fleet, spec, assembled.plan, Journal(spec.name, str(spec.place)), Requests(), made)
+            same = all(Path(f"/proc/{process}").exists() for process in processes)
+        finally:
+            fleet.stop()
+        rows = pq.read_table(Path(folder) / "run" / "metrics.parquet").to_pylist()
+    turned = [row["schedule"] != before["schedule"] for before, row in itertools.pairwise(rows)]
+    seconds = [row["seconds"] for row in rows[1:]]
+    excess_s: dict[bool, list[float]] = {True: [], False: []}
+    for place in range(EVERY, len(seconds) - 2):
+        beside = [at for at in range(place - 2, place + 3) if at != place and not turned[at]]
+        excess_s[turned[place]].append(seconds[place] - median(seconds[at] for at in beside))
+    turned_s, others_s = excess_s[True], excess_s[False]
+    if len(turned_s) < turns // 2:
+        raise RuntimeError(f"only {len(turned_s)} of {turns} turns were carried out: {json.dumps(rows[-1])}")
+    return Ran(median(seconds[EVERY:]), turned_s, others_s, same)
+
+
+def main() -> int:
+    """All shapes, in turn."""
+    asked = common.arguments(__doc__)
+    settings = QUICK if asked.quick else Settings()
+    raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
+    found: dict[tuple[int, int], list[Ran]] = {shape: [] for shape in settings.shapes}
+    for _ in range(settings.rounds):
+        for shape, runs in found.items():
+            runs.append(run(shape, settings.turns))
+            print(f"{shape}: a turn adds {median(runs[-1].turned_s) * 1e3:.1f} ms; {machine_line()}", flush=True)
+    figures: dict[str, float] = {}
+    rows: list[list[Any]] = []
+    for (num_stages, count), runs in found.items():
+        turned_ms, others_ms = (
+            [s * 1e3 for one in runs for s in getattr(one, name)] for name in ("turned_s", "others_s")
+        )
+        figures[f"retune_ms_s{num_stages}"] = median(turned_ms)
+        figures[f"others_ms_s{num_stages}"] = median(others_ms)
+        low, _, high = statistics.quantiles(turned_ms, n=4)
+        step_ms = median(one.step_s for one in runs) * 1e3
+        rows.append([num_stages, count, len(turned_ms), step_ms, median(turned_ms), median(others_ms), low, high])
+        raw[f"{num_stages}"] = [one._asdict() for one in runs]
+    figures["same_processes"] = float(all(one.same_processes for runs in found.values() for one in runs))
+    columns = ("stages", "micro-batches", "turns", "step, ms", "a turn adds, ms", "no turn", "lower quartile", "upper")
+    print("\n" + common.table(f"turned steps; {machine_line()}", columns, rows))
+    common.finish("bench_retune", figures, raw, asked.json)
+    return 0

@@ -1,0 +1,345 @@
+"""What our runtime costs: measured step / ideal step on emulated accelerators, and torch's own runtime beside it.
+
+A block sleeps 10 ms forward and 20 ms backward, as a process does that waits for its accelerator, and hands on
+256 KB per micro-batch. One block per stage, so an ideal step takes (M + S - 1)(f + b), where f and b are
+medians of one lone process that calls time.sleep, just before. The ratio to a lone process that runs those blocks
+one after the other in plain PyTorch (``_modules``), and to the nominal 30 ms (``_nominal``), stand beside it.
+
+    ours    PipelineTrainer.fit on Ray: run folder, metrics, progress line and optimizer step included
+    torch   torch.distributed.pipelining, 1F1B over gloo on the loopback, optimizer step included
+
+Below the ratios, one traced step of each of our runs says where the rest of its time went. With --handicap, our
+runs repeat with that much more sleep in every forward and backward: the ratio must move by what arithmetic predicts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing.connection
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from jobs.lib import common
+from jobs.lib.common import StageGaps, ideal_seconds, machine, machine_line, median
+
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+WIDTH = 65_536  # float32: 256 KB per sample, and a micro-batch is one sample
+WARM_UP_STEPS = 3
+LEARNING_RATE = 0.01
+TORCH_TIMEOUT_S = 120.0
+_ALL = ((2, 8), (4, 16), (8, 32))
+TRANSPORTS = ("collective", "object_store")
+"""Measured with the automatic schedule; every other candidate of ours goes over "tcp"."""
+
+
+class Settings(NamedTuple):
+    """How much is measured; a configuration is (stages, micro-batches)."""
+
+    configurations: tuple[tuple[int, int], ...] = _ALL
+    torch_configurations: tuple[tuple[int, int], ...] = _ALL
+    candidates: tuple[str, ...] = ("auto", "1f1b")
+    transport_configurations: tuple[tuple[int, int], ...] = _ALL[-1:]
+    num_steps: int = WARM_UP_STEPS + 20
+    rounds: int = 2
+
+
+QUICK = Settings(_ALL[:2], _ALL[:1], ("auto",), (), WARM_UP_STEPS + 6, rounds=1)
+"""Under a minute, for CI."""
+
+
+class _Accelerator(torch.autograd.Function):
+    """Sleeps as an accelerator would work, and hands on tensors as if it had filled them: the host does not.
+
+    The weight's gradient is one per micro-batch, which is how the candidates' arithmetic is compared.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Block) -> torch.Tensor:
+        ctx.block = block
+        time.sleep(block.forward_s)
+        return block.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
+        time.sleep(ctx.block.backward_s)
+        return ctx.block.of_x if ctx.needs_input_grad[0] else None, ctx.block.of_weight, None
+
+
+class Block(nn.Module):
+    """One stage's work: features in, ``width`` of them out."""
+
+    def __init__(self, width: int, handicap_s: float) -> None:
+        super().__init__()
+        self.width = width
+        self.forward_s, self.backward_s = FORWARD_S + handicap_s, BACKWARD_S + handicap_s
+        self.weight = nn.Parameter(torch.zeros(1))
+        # As if an accelerator had filled them: the same memory every time, which nobody changes.
+        self.of_weight, self.output, self.of_x = torch.ones(1), torch.zeros(1, width), torch.zeros(1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Accelerator.apply(x, self.weight, self)
+
+
+def blocks(num_stages: int, handicap_s: float = 0.0) -> list[Block]:
+    """One for each stage; wide between them, while data and output are a single feature."""
+    return [Block(1 if stage == num_stages - 1 else WIDTH, handicap_s) for stage in range(num_stages)]
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """One operation; its value does not matter, since a block's gradient is one per micro-batch."""
+    return output.sum()
+
+
+class Trial(NamedTuple):
+    """One run: seconds of the steps after the warm-up, the first weight at the end, one traced step by stage."""
+
+    step_s: list[float]
+    weight: float
+    gaps: dict[int, StageGaps]
+
+
+def run_ours(num_stages: int, num_microbatches: int, candidate: str, num_steps: int, handicap_s: float) -> Trial:
+    """One run through the public interface; a candidate is a schedule, or a transport with the automatic one."""
+    import ray.train
+
+    import raypipe
+
+    count = num_microbatches * num_steps
+    with tempfile.TemporaryDirectory(prefix="bench-runtime-") as folder:
+        result = raypipe.PipelineTrainer(
+            nn.Sequential(*blocks(num_stages, handicap_s)),
+            loss_fn=loss_of,
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=LEARNING_RATE),
+            train_data=TensorDataset(torch.ones(count, 1), torch.full((count, 1), 2.0)),
+            pipeline=raypipe.PipelineConfig(
+                num_stages=num_stages,
+                minibatch_size=num_microbatches,
+                num_microbatches=num_microbatches,
+                schedule="auto" if candidate in TRANSPORTS else candidate,
+                transport=candidate if candidate in TRANSPORTS else "tcp",
+            ),
+            # Stages that sleep share processors, so that a small cluster can run many of them.
+            scaling_config=ray.train.ScalingConfig(num_workers=num_stages, resources_per_worker={"CPU": 0.1}),
+            run_config=ray.train.RunConfig(name="bench", storage_path=folder),
+        ).fit(num_steps=num_steps)
+        weight = raypipe.load_state_dict(result.checkpoint)["0.weight"].item()
+        rows = pq.read_table(Path(result.path) / "timeline" / "spans.parquet").to_pylist()
+    gaps = common.stage_gaps(row for row in rows if row["source"] == "measured")
+    return Trial([r.seconds for r in result.records[WARM_UP_STEPS:]], weight, gaps)
+
+
+def run_torch(num_stages: int, num_microbatches: int, num_steps: int) -> Trial:
+    """One run of torch.distributed.pipelining, one process per stage."""
+    context = multiprocessing.get_context("spawn")
+    limit_s = TORCH_TIMEOUT_S + 10 * num_steps * ideal_seconds(num_stages, num_microbatches, FORWARD_S, BACKWARD_S)
+    deadline_s = time.monotonic() + limit_s
+    with tempfile.TemporaryDirectory(prefix="bench-runtime-") as folder:
+        work = (num_stages, num_microbatches, num_steps, folder)
+        stages = [context.Process(target=_torch_stage, args=(rank, *work)) for rank in range(num_stages)]
+        try:
+            for stage in stages:
+                stage.start()
+            while any(stage.exitcode is None for stage in stages) and not any(stage.exitcode for stage in stages):
+                multiprocessing.connection.wait([s.sentinel for s in stages if s.exitcode is None], timeout=1)
+                if time.monotonic() > deadline_s:
+                    raise RuntimeError(f"torch's stages did not end within {limit_s:.0f} s")
+            if any(stage.exitcode for stage in stages):
+                raise RuntimeError(f"torch's stages ended with {[stage.exitcode for stage in stages]}")
+            files = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_stages)]
+        finally:
+            for stage in stages:
+                if stage.pid is not None:
+                    stage.kill()
+                    stage.join(10)
+    # A step ends when its last stage does, as in our records; all processes read the same clock.
+    ends_s = [max(at) for at in zip(*(file["ends_s"] for file in files), strict=True)]
+    seconds = [after - before for before, after in itertools.pairwise(ends_s)]
+    return Trial(seconds[WARM_UP_STEPS - 1 :], files[0]["weight"], {})
+
+
+def _torch_stage(rank: int, num_stages: int, num_microbatches: int, num_steps: int, folder: str) -> None:
+    """One process. A file is the meeting place and gloo chooses its own ports, so none can be taken."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+    limit = timedelta(seconds=TORCH_TIMEOUT_S)
+    dist.init_process_group("gloo", f"file://{folder}/store", limit, num_stages, rank)
+    try:
+        block = blocks(num_stages)[rank]
+        optimizer = torch.optim.SGD(block.parameters(), lr=LEARNING_RATE)
+        stage = PipelineStage(block, rank, num_stages, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, num_microbatches, loss_of, scale_grads=False)
+        inputs = [torch.ones(num_microbatches, 1)] if rank == 0 else []
+        target = torch.full((num_microbatches, 1), 2.0)
+        ends_s: list[float] = []
+        losses: list[torch.Tensor] = []
+        for _ in range(num_steps):
+            losses.clear()
+            last: dict[str, Any] = {"target": target, "losses": losses} if rank == num_stages - 1 else {}
+            schedule.step(*inputs, **last, return_outputs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            ends_s.append(time.monotonic())
+        (Path(folder) / f"{rank}.json").write_text(json.dumps({"ends_s": ends_s, "weight": block.weight.item()}))
+        dist.barrier()  # nobody leaves while another one still talks to him
+    finally:
+        dist.destroy_process_group()
+
+
+def lone_blocks_s(num_stages: int, rounds: int = 10) -> tuple[list[float], list[float]]:
+    """Forward and backward of every block in a process of its own, in plain PyTorch, with nothing else running."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="bench-runtime-") as folder:
+        alone = context.Process(target=_lone, args=(num_stages, rounds, folder))
+        alone.start()
+        alone.join(TORCH_TIMEOUT_S)
+        if alone.exitcode != 0:
+            alone.kill()
+            alone.join(10)
+            raise RuntimeError(f"The lone process ended with {alone.exitcode}")
+        forward_s, backward_s = json.loads((Path(folder) / "lone.json").read_text())
+    return forward_s, backward_s
+
+
+def _lone(num_stages: int, rounds: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    chain = blocks(num_stages)
+    forward_s: list[float] = []
+    backward_s: list[float] = []
+    for turn in range(rounds + 1):
+        widths = [1, *(block.width for block in chain[:-1])]
+        for index, (block, width) in enumerate(zip(chain, widths, strict=True)):
+            x = torch.zeros(1, width, requires_grad=index > 0)
+            begin_s = time.perf_counter()
+            y = block(x)
+            if index == num_stages - 1:
+                y = loss_of(y, y)
+            middle_s = time.perf_counter()
+            torch.autograd.backward(y, torch.ones_like(y))
+            end_s = time.perf_counter()
+            if turn:  # the first one warms up
+                forward_s.append(middle_s - begin_s)
+                backward_s.append(end_s - middle_s)
+    (Path(folder) / "lone.json").write_text(json.dumps([forward_s, backward_s]))
+
+
+class Measured(NamedTuple):
+    """All trials of one configuration by candidate, and what a lone process took: the blocks, and bare sleeps."""
+
+    shape: tuple[int, int]
+    trials: dict[str, list[Trial]]
+    forward_s: list[float]
+    backward_s: list[float]
+    sleep_forward_s: list[float]
+    sleep_backward_s: list[float]
+
+    @property
+    def costs_s(self) -> tuple[float, float]:
+        """f and b."""
+        return median(self.forward_s), median(self.backward_s)
+
+    def step_s(self, candidate: str) -> float:
+        """Median over the steps of all trials."""
+        return median(s for trial in self.trials[candidate] for s in trial.step_s)
+
+    def ratio(self, candidate: str) -> float:
+        """Median step over the ideal one."""
+        return self.step_s(candidate) / ideal_seconds(*self.shape, *self.costs_s)
+
+    def sleep_ratio(self, candidate: str) -> float:
+        """Over the ideal of stages that only sleep."""
+        sleeps = median(self.sleep_forward_s), median(self.sleep_backward_s)
+        return self.step_s(candidate) / ideal_seconds(*self.shape, *sleeps)
+
+    def nominal_ratio(self, candidate: str) -> float:
+        return self.step_s(candidate) / ideal_seconds(*self.shape, FORWARD_S, BACKWARD_S)
+
+
+def measure(shape: tuple[int, int], settings: Settings, handicap_s: float) -> Measured:
+    """Candidates in turn, each after the lone process has slept again."""
+    measured = Measured(shape, {}, [], [], [], [])
+    candidates = [*settings.candidates[:1], *(["torch"] if shape in settings.torch_configurations else [])]
+    candidates += [*(["handicapped"] if handicap_s else []), *settings.candidates[1:]]
+    candidates += TRANSPORTS if shape in settings.transport_configurations else ()
+    for candidate in candidates * settings.rounds:
+        lone = (*lone_blocks_s(shape[0]), *common.lone_sleeps_s((FORWARD_S, BACKWARD_S), 20))
+        for kept, took in zip(measured[2:], lone, strict=True):
+            kept.extend(took)
+        begin_s = time.monotonic()
+        if candidate == "torch":
+            trial = run_torch(*shape, settings.num_steps)
+        elif candidate == "handicapped":
+            trial = run_ours(*shape, "auto", settings.num_steps, handicap_s)
+        else:
+            trial = run_ours(*shape, candidate, settings.num_steps, 0.0)
+        measured.trials.setdefault(candidate, []).append(trial)
+        print(f"S={shape[0]} M={shape[1]} {candidate}: median step {median(trial.step_s) * 1e3:.1f} ms", end=", ")
+        print(f"{time.monotonic() - begin_s:.0f} s in all; {machine_line()}", flush=True)
+        expected = -LEARNING_RATE * shape[1] * settings.num_steps
+        if abs(trial.weight - expected) > 1e-4 * abs(expected):
+            raise RuntimeError(f"{candidate} trained to {trial.weight}, every micro-batch of every step to {expected}")
+    return measured
+
+
+def figures_of(measured: Measured) -> dict[str, float]:
+    """overhead_s2_m8 and its kin."""
+    names = {"auto": "overhead", "torch": "torch_overhead", "handicapped": "handicapped_overhead"}
+    found = {}
+    for candidate in measured.trials:
+        name = "{}_s{}_m{}".format(names.get(candidate, f"overhead_{candidate}"), *measured.shape)
+        found[name] = measured.sleep_ratio(candidate)
+        found[f"{name}_modules"] = measured.ratio(candidate)
+        found[f"{name}_nominal"] = measured.nominal_ratio(candidate)
+    return found
+
+
+def raw_of(measured: Measured) -> dict[str, Any]:
+    """Everything that the figures are computed from."""
+    trials = {
+        candidate: [{**trial._asdict(), "gaps": {s: g._asdict() for s, g in trial.gaps.items()}} for trial in found]
+        for candidate, found in measured.trials.items()
+    }
+    alone = {name: getattr(measured, name) for name in Measured._fields[2:]}
+    return {"lone": alone, "trials": trials}
+
+
+def main() -> int:
+    """1 when a handicap did not show as predicted, else 0."""
+    asked = common.arguments(__doc__)
+    settings = QUICK if asked.quick else Settings()
+    torch.set_num_threads(1)
+    raw: dict[str, Any] = {"nominal_s": [FORWARD_S, BACKWARD_S], "handicap_s": asked.handicap, "before": machine()}
+    figures: dict[str, float] = {}
+    rows, seen = [], True
+    for shape in settings.configurations:
+        measured = measure(shape, settings, asked.handicap)
+        figures |= figures_of(measured)
+        raw["s{}_m{}".format(*shape)] = raw_of(measured)
+        for name in measured.trials:
+            ideal_ms = ideal_seconds(*shape, *measured.costs_s) * 1e3
+            ratios = (measured.ratio(name), measured.sleep_ratio(name), measured.nominal_ratio(name))
+            rows.append([name, *shape, ideal_ms, measured.step_s(name) * 1e3, *ratios])
+        gaps = {name: [trial.gaps for trial in trials if trial.gaps] for name, trials in measured.trials.items()}
+        print("\n" + common.gap_table(gaps, *measured.costs_s) + "\n")
+        if asked.handicap:
+            before, after = measured.ratio("auto"), measured.ratio("handicapped")
+            moves_by = 2 * asked.handicap / sum(measured.costs_s)
+            seen = common.handicap_seen(f"S, M = {shape}", asked.handicap, before, after, moves_by) and seen
+    columns = ("schedule", "S", "M", "ideal ms", "step ms", "ratio", "to sleeps", "to nominal")
+    print("\n" + common.table(f"measured / ideal; {machine_line()}", columns, rows))
+    common.finish("bench_runtime", figures, raw, asked.json)
+    return 0 if seen else 1

@@ -1,0 +1,121 @@
+"""One run of stages that sleep as accelerators work, over links that may be held: seconds and schedule by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raypipe
+from jobs.lib.emulated import CPU_SHARE, Block, loss_of
+from jobs.lib.held_links import LEARNING_RATE, Delay, Hold
+from raypipe.planner.control import Room
+from raypipe.planner.schedule import make_schedule
+from raypipe.prepare.job import Job
+
+__all__ = ["Ran", "run_sleeping"]
+
+
+class Ran(NamedTuple):
+    """What a run did.
+
+    Attributes:
+        seconds, schedules, peaks: by step; peaks are micro-batches in flight on the stage that held most.
+        events: lines of events.jsonl.
+        stage_s: median (F, B) of every stage in the traced step.
+    """
+
+    seconds: list[float]
+    schedules: list[str]
+    peaks: list[int]
+    events: list[dict[str, Any]]
+    stage_s: list[tuple[float, float]]
+
+
+def run_sleeping(
+    stages: list[tuple[float, float]],
+    num_microbatches: int,
+    num_steps: int,
+    delay: Delay,
+    *,
+    most_in_flight: int | None = None,
+    **pipeline: Any,
+) -> Ran:
+    """Train on Ray actors.
+
+    Args:
+        stages: (forward_s, backward_s).
+        most_in_flight: micro-batches that any stage may hold, which the controller keeps to; it begins with 1F1B.
+        pipeline: further fields of PipelineConfig.
+
+    Raises:
+        RuntimeError: a stage has not done every micro-batch of every step.
+    """
+    count = num_microbatches * num_steps
+    blocks = [Block([times], num_microbatches, last=index == len(stages) - 1) for index, times in enumerate(stages)]
+    with tempfile.TemporaryDirectory(prefix="sleeping-") as folder:
+        trainer = raypipe.PipelineTrainer(
+            nn.Sequential(*blocks),
+            loss_fn=loss_of,
+            optimizer=Hold(delay, num_microbatches),
+            train_data=TensorDataset(torch.ones(count, 1), torch.ones(count, 1)),
+            pipeline=raypipe.PipelineConfig(
+                num_stages=len(stages),
+                minibatch_size=num_microbatches,
+                num_microbatches=num_microbatches,
+                partitioner=tuple(str(index) for index in range(1, len(stages))),
+                transport="tcp",
+                **pipeline,
+            ),
+            scaling_config=SimpleNamespace(num_workers=len(stages), resources_per_worker={"CPU": CPU_SHARE}),
+            run_config=SimpleNamespace(name="run", storage_path=folder),
+        )
+        if most_in_flight is not None:
+            trainer._job = _bounded(trainer._prepared(), most_in_flight)
+        result = trainer.fit(num_steps=num_steps, progress=False)
+        rows = pq.read_table(Path(result.path) / "metrics.parquet").to_pylist()
+        spans = pq.read_table(Path(result.path) / "timeline" / "spans.parquet").to_pylist()
+        events = [json.loads(line) for line in (Path(result.path) / "events.jsonl").read_text().splitlines()]
+        weights = raypipe.load_state_dict(result.checkpoint)
+    for index in range(len(stages)):
+        if abs(weights[f"{index}.weight"].item() + LEARNING_RATE * count) > 1e-4 * LEARNING_RATE * count:
+            raise RuntimeError(
+                f"Stage {index} trained to {weights[f'{index}.weight'].item()}: not every micro-batch ran"
+            )
+    return Ran(
+        [row["seconds"] for row in rows],
+        [row["schedule"] for row in rows],
+        [row["peak_in_flight"] for row in rows],
+        events,
+        [_median_s(spans, index) for index in range(len(stages))],
+    )
+
+
+def _bounded(job: Job, most_in_flight: int) -> Job:
+    """A run that begins with 1F1B and may hold so many micro-batches.
+
+    Said in micro-batches, which is what a scenario is about; people say it in bytes.
+    """
+    plan = dataclasses.replace(job.plan, schedule=make_schedule("1f1b", job.num_stages, job.plan.num_microbatches))
+    rooms = (Room(most_in_flight=most_in_flight),) * job.num_stages
+    return dataclasses.replace(job, plan=plan, rooms=rooms, request=dataclasses.replace(job.request, schedule="1f1b"))
+
+
+def _median_s(spans: list[dict[str, Any]], stage: int) -> tuple[float, float]:
+    found = []
+    for op in "FB":
+        took = sorted(
+            span["end_s"] - span["start_s"]
+            for span in spans
+            if span["source"] == "measured" and span["action"].rstrip("0123456789") == f"{stage}{op}"
+        )
+        found.append(took[len(took) // 2])
+    return found[0], found[1]

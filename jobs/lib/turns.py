@@ -1,0 +1,153 @@
+"""Runs of ours that live at the same time and take turns, a few steps each: a machine that slows down by a third for a
+minute then does so for all of them.
+
+    gate of a   4        8                 12          a run begins step n once its gate says more than n
+    a           0 1 2 3  .........  4 5 6 7  ......    its samples come no sooner
+    b                    0 1 2 3             4 5 6 7
+
+The first step of a turn contains the wait for it. The last one has none behind it that could begin meanwhile, as steps
+of some schedules do. Neither is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+__all__ = ["Gated", "in_turns", "open_gate"]
+
+POLL_S = 0.05
+HANDOVER_S = 0.2
+"""Between two turns, for what the driver still has to do behind a step."""
+LIMIT_S = 120.0
+"""For one turn, or the start of a run."""
+RUN_LIMIT_S = 3600.0
+
+
+class Gated(Dataset[Any]):
+    """Samples of the first steps that a file allows; whoever reads one too many waits.
+
+    Args:
+        per_step: samples of a mini-batch, which are read in the order of the steps.
+    """
+
+    def __init__(self, samples: Any, gate: str, per_step: int) -> None:
+        self.samples, self.gate, self.per_step = samples, gate, per_step
+        self._read: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_read": 0}  # what was read before it came to a stage is no step
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._read is not None:
+            while _allowed(self.gate) <= self._read // self.per_step:
+                time.sleep(POLL_S)
+            self._read += 1
+        return self.samples[index]
+
+
+def open_gate(gate: Path, steps: int) -> None:
+    """Let a run do this many steps in all."""
+    new = gate.with_suffix(".new")
+    new.write_text(str(steps))
+    new.replace(gate)
+
+
+def _allowed(gate: str) -> int:
+    return int(Path(gate).read_text())
+
+
+class _Run:
+    """A run and how far it is; a thread reads what it says."""
+
+    def __init__(self, lab: Any, gate: Path, asked: dict[str, Any]) -> None:
+        self.gate, self.done = gate, 0
+        self.answer: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+        self._ended, self._news = False, threading.Condition()
+        self._lab, self._name = lab, asked["name"]
+        self._process = lab.start(0, "bench/links/ours.py", json.dumps({**asked, "gate": str(gate)}))
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def go_to(self, steps: int) -> None:
+        """Let it do so many steps in all, and wait until they are done.
+
+        Raises:
+            RuntimeError: the run failed, ended too soon or takes too long.
+        """
+        open_gate(self.gate, steps)
+        with self._news:
+            self._news.wait_for(lambda: self.done >= steps or self._ended, LIMIT_S)
+        if self.done < steps:
+            raise RuntimeError(f"{self._name} stands at step {self.done} of {steps}") from self._error
+        time.sleep(HANDOVER_S)
+
+    def end(self) -> dict[str, Any]:
+        """What it told last.
+
+        Raises:
+            RuntimeError: it failed behind its last step.
+        """
+        self._thread.join(LIMIT_S)
+        if self.answer is None:
+            raise RuntimeError(f"{self._name} did not end") from self._error
+        return self.answer
+
+    def _read(self) -> None:
+        try:
+            self.answer = self._lab.answer(self._process, RUN_LIMIT_S, self._line)
+        except BaseException as error:  # noqa: BLE001  (told to the thread that waits)
+            self._error = error
+        finally:
+            with self._news:
+                self._ended = True
+                self._news.notify_all()
+
+    def _line(self, line: str) -> None:
+        if line.startswith("step"):
+            with self._news:
+                self.done = int(line.split()[1])
+                self._news.notify_all()
+
+
+def in_turns(lab: Any, pipelines: Mapping[str, dict[str, Any]], turns: int, steps: int) -> dict[str, dict[str, Any]]:
+    """By name, what bench/links/ours.py tells of the run, and ``turns``: seconds of the counted steps of every turn.
+
+    Args:
+        lab: shaped.rig's, with one processor per host.
+        pipelines: what each run is configured with.
+        turns: of each run.
+        steps: of a turn, the first and the last of which are not counted.
+    """
+    total = turns * steps
+    with contextlib.ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="turns-")))
+        runs: dict[str, _Run] = {}
+        for place, (name, pipeline) in enumerate(pipelines.items()):
+            gate = folder / f"{place}.gate"
+            open_gate(gate, steps)
+            # More than half of what its host has left, so that the two stages come to two hosts.
+            asked = {"name": f"run{place}", "steps": total, "pipeline": pipeline, "cpu": round(0.52 * 0.48**place, 4)}
+            runs[name] = _Run(lab, gate, asked)
+            runs[name].go_to(steps)
+        for turn in range(1, turns):
+            for name in list(runs)[:: -1 if turn % 2 else 1]:
+                runs[name].go_to((turn + 1) * steps)
+        found: dict[str, dict[str, Any]] = {}
+        for name, run in runs.items():
+            answer = run.end()
+            blocks = [answer["seconds"][begin + 1 : begin + steps - 1] for begin in range(0, total, steps)]
+            found[name] = {**answer, "turns": blocks}
+    return found
