@@ -85,7 +85,7 @@ def planned(name: str, layers: Any, num_devices: int, num_microbatches: int, han
         num_microbatches=num_microbatches,
         num_samples=num_microbatches,
         partitioner="antichain",
-        schedule="slack",  # which the replayed run takes
+        schedule="slack",  # an emulated backward is one sleep, which no schedule can part
         slack=2,
     )
     decision = decide(request, Profile(layers, 1), Cluster.uniform(num_devices))
