@@ -25,12 +25,12 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Sleeper) -> torch.Tensor:
         ctx.block = block
-        time.sleep(jittered(block.forward_s, block.draw.random()))
+        time.sleep(jittered(block.forward_s, block.next_share()))
         return x + weight
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        time.sleep(jittered(ctx.block.backward_s, ctx.block.draw.random()))
+        time.sleep(jittered(ctx.block.backward_s, ctx.block.next_share()))
         return gradient, gradient.sum().reshape(1), None
 
 
@@ -40,11 +40,19 @@ class Sleeper(nn.Module):
     def __init__(self, forward_s: float, backward_s: float, seed: int) -> None:
         super().__init__()
         self.forward_s, self.backward_s = forward_s, backward_s
-        self.draw = random.Random(seed)
+        self.seed = seed
         self.weight = nn.Parameter(torch.zeros(1))
+        # A buffer, because a stage is a copy: what else a module remembers between its calls is refused.
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Sleep.apply(x, self.weight, self)
+
+    def next_share(self) -> float:
+        """From 0 to 1, another at every call."""
+        self.calls += 1
+        return random.Random(f"{self.seed} {int(self.calls)}").random()
 
 
 def first_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
