@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from jobs.lib.contention import LEVELS, delay_s
 from raypipe.engine import frame
 from raypipe.ir.schedule import Op
-from raypipe.planner.control import LEVELS, delay_s
 from raypipe.runtime.links.socket_channel import SocketChannel
 
 __all__ = ["Hold", "contended", "moving"]

@@ -1,6 +1,6 @@
 """kFkB and slack with the controller on contended links, against 1F1B: three named levels, four and eight stages.
 
-Stages sleep 10 and 20 ms, M = 32; messages are held as the level says (raypipe.planner.control.contention), the same
+Stages sleep 10 and 20 ms, M = 32; messages are held as the level says (jobs/lib/contention.py), the same
 ones for every candidate. The first steps, in which the controller makes up its mind, are left out of all of them.
 ``contention_<level>_s<S>`` is 1F1B's seconds over kFkB's, over all steps that are left.
 
@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 from jobs.lib import common
 from jobs.lib.common import machine, machine_line, median, quantile
+from jobs.lib.contention import LEVELS, delay_s
 from jobs.lib.held_links import contended
 from jobs.lib.sleeping import Ran, run_sleeping
-from raypipe.planner.control import LEVELS, UNKNOWN_IN_FLIGHT, Choice, delay_s
+from raypipe.planner.control import UNKNOWN_IN_FLIGHT, Choice
 from raypipe.planner.control.replay import Wire, compiled, step_s
 
 FORWARD_S, BACKWARD_S, COUNT = 0.010, 0.020, 32

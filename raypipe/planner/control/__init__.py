@@ -18,7 +18,6 @@ Left out: links that share one wire, the processor time that a codec takes from 
 from __future__ import annotations
 
 from raypipe.planner.control.choice import NO_CODEC, Choice, Codec, schedule_of
-from raypipe.planner.control.contention import LEVELS, Contention, delay_s
 from raypipe.planner.control.controller import Controller
 from raypipe.planner.control.events import Decision, StepDone, Verdict
 from raypipe.planner.control.links import LinkEstimator
@@ -28,12 +27,10 @@ from raypipe.planner.control.search import Found, Scored, Space, search
 from raypipe.planner.control.setup import Setup
 
 __all__ = [
-    "LEVELS",
     "NO_CODEC",
     "UNKNOWN_IN_FLIGHT",
     "Choice",
     "Codec",
-    "Contention",
     "Controller",
     "Decision",
     "Found",
@@ -45,7 +42,6 @@ __all__ = [
     "Space",
     "StepDone",
     "Verdict",
-    "delay_s",
     "fits",
     "predicted_s",
     "rooms_of",

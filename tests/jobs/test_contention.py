@@ -7,8 +7,8 @@ from statistics import mean, median
 
 import pytest
 
-from raypipe.planner.control import LEVELS, Choice, Room, Setup, Verdict, delay_s
-from raypipe.planner.control.contention import EPISODE_STEPS
+from jobs.lib.contention import EPISODE_STEPS, LEVELS, delay_s
+from raypipe.planner.control import Choice, Room, Setup, Verdict
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from tests.planner.control_lab import Pipeline, run_controlled
 
