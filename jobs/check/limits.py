@@ -152,7 +152,7 @@ def main() -> int:
     columns = ("limit of", "MiB", "most held by stage", "in flight", "schedules, the last two")
     print("\n" + common.table(f"memory under a limit; {machine_line()}", columns, rows))
     figures = {f"held_of_limit_{allows.replace(' ', '_')}": max(f["most"]) / f["limit"] for allows, f in raw.items()}
-    common.finish("check_limits", figures, raw, asked.json)
+    common.finish("check_limits", figures, raw, asked)
     return 0 if good else 1
 
 

@@ -20,7 +20,6 @@ the machine is never the same twice. What is measured, from within the user's op
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -32,7 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
-from jobs.lib.common import machine, machine_line, table
+from jobs.lib import common
+from jobs.lib.common import machine_line, table
 
 NETS = ("vgg16", "resnet50", "densenet121", "gpt2")
 STAGES = (2, 3)
@@ -42,6 +42,13 @@ WAYS = ("predicted", "measured")
 WARM = 2
 """Steps that are not counted: the first makes the optimizer's state."""
 LIMIT_S = 600.0
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--what": {"choices": ("all", "bits", "compete"), "default": "all"},
+    "--nets": {"nargs": "+", "choices": (*NETS, "gpt2_untied"), "default": list(NETS)},
+    "--stages": {"nargs": "+", "type": int, "default": list(STAGES), "metavar": "WORKERS"},
+    "--rounds": {"type": int, "default": 3},
+    "--profile": {"action": "store_true", "help": "ten vision nets, profiled; needs torchvision"},
+}
 TIMED = {"OMP_NUM_THREADS": "1"}
 TIGHT = {**TIMED, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
@@ -108,35 +115,33 @@ def rows_of(key: str, runs: list[dict[str, Any]], held: dict[str, Any]) -> list[
     return rows
 
 
+def figures_of(rows: list[list[Any]]) -> dict[str, float]:
+    """Measured over promised, by net, workers and stage."""
+    figures = {}
+    for key, stage, _, _, _, _, seconds, _, _, held in rows:
+        figures[f"seconds_of_plan_{key}_stage{stage}"] = seconds
+        if held:
+            figures[f"bytes_of_plan_{key}_stage{stage}"] = held
+    return figures
+
+
 def main() -> None:
     """Run, print, keep."""
-    asked = parse()
+    asked = common.arguments(__doc__, options=OPTIONS)
+    if asked.quick:
+        asked.nets, asked.stages, asked.rounds = ["gpt2"], [2], 1
     if asked.profile:
         from jobs.check.profile_totals import profile_totals
 
-        kept: dict[str, Any] = profile_totals(asked.rounds)
+        profile_totals(asked.rounds)
     elif asked.what == "all":
         kept = compare(asked.nets, asked.stages, asked.rounds)
+        asked.no_record |= (asked.nets, asked.stages) != (list(NETS), list(STAGES))
+        common.finish("check_plans", figures_of(kept["rows"]), kept["runs"], asked)
     else:
-        kept = {}
         for net in asked.nets:
             for count in asked.stages if asked.what == "bits" else (1,):
-                kept[f"{net}_{count}"] = found = run_one(asked.what, net, count)
-                print(f"{net}, {count}: {found['text']}; {machine_line()}", flush=True)
-    if asked.json:
-        asked.json.write_text(json.dumps({"machine": machine(), **kept}, indent=1), encoding="utf-8")
-
-
-def parse() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=("all", "bits", "compete"), default="all")
-    parser.add_argument("--nets", nargs="+", choices=(*NETS, "gpt2_untied"), default=list(NETS))
-    parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES), metavar="WORKERS")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--profile", action="store_true", help="ten vision nets, profiled; needs torchvision")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep everything that was measured")
-    return parser.parse_args()
+                print(f"{net}, {count}: {run_one(asked.what, net, count)['text']}; {machine_line()}", flush=True)
 
 
 if __name__ == "__main__":

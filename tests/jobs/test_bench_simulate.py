@@ -54,7 +54,7 @@ def test_a_trial_in_a_child() -> None:
     check = (
         "from jobs.bench.simulate import bench as b\nimport sys\n"
         "if __name__ == '__main__':\n"
-        "    p = b.Phases(*b.in_child(b._simulate, (3, 5), True))\n"
+        "    p = b.Phases(*b.in_child(b._simulate, (3, 5), True, limit_s=100))\n"
         "    print(p.actions, p.total_s > 0, p.timeline_s > 0, p.peak_bytes > 1e6, 'torch' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=120)

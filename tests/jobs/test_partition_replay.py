@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jobs.bench.partition import replay
-from jobs.bench.partition.replay import SLOWEST_S, bound, figures_of, handicaps_seen, planned, row_of
+from jobs.bench.partition.replay import SLOWEST_S, figures_of, handicaps_seen, planned, row_of
+from jobs.bench.partition.solving import bound
 from raypipe.ir.graph import ModelGraph, Node
 
 MICROBATCHES = 32

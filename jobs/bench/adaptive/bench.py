@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from jobs.bench.adaptive.history_plot import history_svg
 from jobs.lib import common
-from jobs.lib.common import machine, machine_line
+from jobs.lib.common import machine_line
 from jobs.lib.held_links import moving
 from jobs.lib.shaped import Rig, rig
 from jobs.lib.sleeping import Ran, run_sleeping
@@ -77,15 +77,21 @@ QUICK = Settings(1, 6, 4, 2, "b", 2)
 
 
 class Fixed(NamedTuple):
-    """Mean seconds of a step by round and phase."""
+    """A fixed plan: mean seconds of a step by round and phase, and the seconds of all steps by round."""
 
     name: str
     rounds: list[list[float]]
+    seconds: list[list[float]]
 
     @property
     def phase_s(self) -> list[float]:
         """By phase, of all rounds."""
         return [fmean(column) for column in zip(*self.rounds, strict=True)]
+
+    def add(self, seconds: list[float], settings: Settings) -> None:
+        """One more round."""
+        self.rounds.append(phase_means(seconds, settings))
+        self.seconds.append(seconds)
 
 
 def run_a(lab: Rig, pipeline: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def phase_means(seconds: list[float], settings: Settings) -> list[float]:
 
 def scenario_a(settings: Settings) -> tuple[dict[str, float], dict[str, Any], list[list[Any]]]:
     """Figures, raw numbers and rows of scenario a."""
-    fixed = {name: Fixed(name, []) for name in itertools.islice(A_FIXED, settings.fixed)}
+    fixed = {name: Fixed(name, [], []) for name in itertools.islice(A_FIXED, settings.fixed)}
     adaptive = []
     with rig() as lab:
         lab.rate(None)
@@ -134,8 +140,7 @@ def scenario_a(settings: Settings) -> tuple[dict[str, float], dict[str, Any], li
                     print(f"a adaptive: {sum(adaptive[-1]['seconds']):.1f} s; {machine_line()}", flush=True)
                     continue
                 one = fixed[name]
-                seconds = run_a(lab, A_FIXED[name], settings.fixed_steps)["seconds"]
-                one.rounds.append(phase_means(seconds, settings))
+                one.add(run_a(lab, A_FIXED[name], settings.fixed_steps)["seconds"], settings)
                 print(f"a {name}: {_in_ms(one.rounds[-1])}; {machine_line()}", flush=True)
     plans = list(fixed.values())
     figures = _judged("a", [ran["seconds"] for ran in adaptive], plans, settings)
@@ -168,18 +173,18 @@ def run_b(steps: int, **pipeline: Any) -> Ran:
 def scenario_b(settings: Settings) -> tuple[dict[str, float], dict[str, Any], list[list[Any]]]:
     """Figures, raw numbers and rows of scenario b."""
     slacks = fixed_plans_b()[: settings.fixed]
-    fixed = [Fixed(f"slack {','.join(map(str, slack))}", []) for slack in slacks]
-    frozen = Fixed("frozen", [])
+    fixed = [Fixed(f"slack {','.join(map(str, slack))}", [], []) for slack in slacks]
+    frozen = Fixed("frozen", [], [])
     adaptive = []
     for _ in range(settings.rounds):
         adaptive.append(run_b(settings.phase_steps, most_in_flight=B_HELD))
         print(f"b adaptive: {sum(adaptive[-1].seconds):.1f} s; {machine_line()}", flush=True)
         for one, slack in zip(fixed, slacks, strict=True):
             ran = run_b(settings.fixed_steps, schedule="slack", slack=slack)
-            one.rounds.append(phase_means(ran.seconds, settings))
+            one.add(ran.seconds, settings)
             print(f"b {one.name}: {_in_ms(one.rounds[-1])}; {machine_line()}", flush=True)
         still = run_b(settings.fixed_steps, most_in_flight=B_HELD, retune_interval_steps=0)
-        frozen.rounds.append(phase_means(still.seconds, settings))
+        frozen.add(still.seconds, settings)
     figures = _judged("b", [ran.seconds for ran in adaptive], fixed, settings)
     figures["b_frozen_vs_static_1f1b"] = sum(fixed[0].phase_s) / sum(frozen.phase_s)
     figures["frozen_fails"] = float(figures["b_frozen_vs_static_1f1b"] < B_MARK)
@@ -239,10 +244,11 @@ def _rows(name: str, runs: list[list[float]], fixed: list[Fixed], settings: Sett
 
 def main() -> int:
     """Both scenarios."""
-    asked = common.arguments(__doc__, folders={"--plot": "keep the histories there as pictures"})
+    plots = {"type": Path, "metavar": "FOLDER", "help": "keep the histories there as pictures"}
+    asked = common.arguments(__doc__, options={"--plot": plots})
     plot: Path | None = asked.plot
     settings = QUICK if asked.quick else Settings()
-    raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
+    raw: dict[str, Any] = {"settings": settings._asdict()}
     figures: dict[str, float] = {}
     rows: list[list[Any]] = []
     for name, run, phases in (("a", scenario_a, A_PHASES), ("b", scenario_b, B_PHASES)):
@@ -258,5 +264,5 @@ def main() -> int:
             picture = history_svg(f"bench_adaptive, scenario {name}", own["seconds"], own["schedules"], begins)
             (plot / f"adaptive_{name}.svg").write_text(picture)
     print("\n" + common.table(f"milliseconds per step; {machine_line()}", ("plan", "phase", "mean ms"), rows))
-    common.finish("bench_adaptive", figures, raw, asked.json)
+    common.finish("bench_adaptive", figures, raw, asked)
     return 0

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from jobs.lib.common import run_processes
+from jobs.lib.processes import run_processes
 
 __all__ = ["Half", "Mailbox", "pair_s"]
 

@@ -37,8 +37,9 @@ from torch.utils.data import TensorDataset
 import raypipe
 from jobs.bench.asynchronous.bare_pair import Half, pair_s
 from jobs.lib import common
-from jobs.lib.common import machine_line, median, run_processes
+from jobs.lib.common import machine_line, median
 from jobs.lib.later import Later
+from jobs.lib.processes import run_processes
 from jobs.train.lm import Block
 from raypipe.runtime.driver.client import connected
 
@@ -273,7 +274,7 @@ def measure(settings: Settings, handicap_s: float) -> dict[str, Measured]:
 
 def main() -> int:
     """1 when a handicap did not show as predicted, else 0."""
-    asked = common.arguments(__doc__)
+    asked = common.arguments(__doc__, handicap=True)
     settings = QUICK if asked.quick else Settings()
     torch.set_num_threads(1)
     with connected(2, {"CPU": 1}):
@@ -296,5 +297,5 @@ def main() -> int:
     )  # fmt: skip
     print("\n" + common.table(f"per mini-batch; {machine_line()}", columns, rows))
     raw = {schedule: found._asdict() for schedule, found in measured.items()}
-    common.finish("bench_asynchronous", figures, raw, asked.json)
+    common.finish("bench_asynchronous", figures, raw, asked)
     return 0 if seen else 1

@@ -178,8 +178,6 @@ def figures_of(found: dict[str, dict[str, Any]], suffix: str = "") -> dict[str, 
 
 def main() -> None:
     asked = common.arguments(__doc__)
-    if asked.handicap:
-        raise SystemExit("--handicap slows actions down, and this benchmark runs none: leave it out.")
     rounds = 5 if asked.quick else 25
     places = {"host": on_host} | ({"gpu": on_gpu} if has_gpu() else {})
     if "gpu" not in places:
@@ -193,4 +191,4 @@ def main() -> None:
             print(shown(f"{place}, {4 * elements >> 10} KiB of float32; {common.machine_line()}", found))
             if elements == OF_FIGURES:
                 figures |= figures_of(found, "_gpu" if place == "gpu" else "")
-    common.finish("codec", figures, raw, asked.json)
+    common.finish("codec", figures, raw, asked)

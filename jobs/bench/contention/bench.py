@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from jobs.lib import common
-from jobs.lib.common import machine, machine_line, median, quantile
+from jobs.lib.common import machine_line, median, quantile
 from jobs.lib.contention import LEVELS, delay_s
 from jobs.lib.held_links import contended
 from jobs.lib.sleeping import Ran, run_sleeping
@@ -112,7 +112,7 @@ def main() -> int:
     """Every level at every number of stages."""
     asked = common.arguments(__doc__)
     settings = QUICK if asked.quick else Settings()
-    raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
+    raw: dict[str, Any] = {"settings": settings._asdict()}
     figures: dict[str, float] = {}
     rows = []
     for num_stages in settings.stages:
@@ -141,5 +141,5 @@ def main() -> int:
         "held 1F1B / k / r",
     )
     print("\n" + common.table(f"contended links; {machine_line()}", columns, rows))
-    common.finish("bench_contention", figures, raw, asked.json)
+    common.finish("bench_contention", figures, raw, asked)
     return 0

@@ -51,7 +51,8 @@ import raypipe
 from jobs.bench.convergence.kept_runs import KeptRuns
 from jobs.bench.convergence.tasks import TASKS, Task
 from jobs.lib import common
-from jobs.lib.common import end_with_parent, machine_line
+from jobs.lib.common import machine_line
+from jobs.lib.processes import end_with_parent
 from raypipe.errors import StageError
 
 STAGES, MICROBATCHES, UPDATE_SAMPLES = 4, 4, 32
@@ -281,8 +282,6 @@ def _by_name(runs: Runs) -> dict[str, list[dict[str, Any]]]:
 def main() -> int:
     """1 when exact training did not arrive (not with --quick), else 0."""
     asked = common.arguments(__doc__)
-    if asked.handicap:
-        raise SystemExit("--handicap slows actions down, and this benchmark times none: leave it out.")
     if importlib.util.find_spec("sklearn") is None:
         raise SystemExit("The digits are scikit-learn's: pip install scikit-learn, which the extra 'bench' has.")
     settings = QUICK if asked.quick else Settings()
@@ -301,5 +300,5 @@ def main() -> int:
         "own": _by_name(measured.own),
         "rates": {" ".join(key): rate for key, rate in measured.rates.items()},
     }
-    common.finish("bench_convergence", figures_of(measured.runs) | own, raw, asked.json)
+    common.finish("bench_convergence", figures_of(measured.runs) | own, raw, asked)
     return 1 if short and not asked.quick else 0

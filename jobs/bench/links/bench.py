@@ -33,7 +33,7 @@ import torch
 from jobs.bench.links import gpt
 from jobs.bench.links.torch_peer import SCHEDULES
 from jobs.lib import common
-from jobs.lib.common import machine, machine_line, median
+from jobs.lib.common import machine_line, median
 from jobs.lib.shaped import Rig, rig
 from raypipe.ir.schedule import Schedule
 from raypipe.planner.schedule import make_schedule
@@ -237,13 +237,15 @@ def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[di
 
 def main() -> int:
     """Measure at every rate."""
-    asked = common.arguments(__doc__, switches={"--emulated": "stages sleep instead of computing"})
+    asked = common.arguments(
+        __doc__, options={"--emulated": {"action": "store_true", "help": "stages sleep instead of computing"}}
+    )
     settings = QUICK if asked.quick else Settings()
     if asked.emulated:
         torch.set_num_threads(1)
         settings = settings._replace(half_s=gpt.slept(EMULATED_S))
         print(f"half of the blocks sleep {' and '.join(f'{s * 1e3:.1f}' for s in settings.half_s)} ms", flush=True)
-    raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
+    raw: dict[str, Any] = {"settings": settings._asdict()}
     figures: dict[str, float] = {}
     rows: list[list[Any]] = []
     with rig() as lab:
@@ -258,5 +260,5 @@ def main() -> int:
     print("\n" + common.table(f"median steps; {machine_line()}", columns, rows))
     if not all(math.isfinite(value) for value in figures.values()):
         raise RuntimeError("a figure is no number")
-    common.finish("bench_links", figures, raw, asked.json)
+    common.finish("bench_links", figures, raw, asked, "emulated" if asked.emulated else "")
     return 0

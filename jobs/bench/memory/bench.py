@@ -35,7 +35,7 @@ from jobs.bench.memory.runs import (
     run,
     weight_bytes,
 )
-from jobs.bench.runtime.bench import blocks, loss_of
+from jobs.bench.runtime.accelerators import blocks, loss_of
 from jobs.lib import common
 from jobs.lib.common import machine_line, median
 
@@ -125,7 +125,7 @@ def measure(settings: Settings) -> tuple[dict[tuple[str, str], list[Watched]], l
 
 def main() -> int:
     """1 when a handicap did not show as predicted, else 0."""
-    asked = common.arguments(__doc__)
+    asked = common.arguments(__doc__, handicap=True)
     settings = QUICK if asked.quick else Settings()
     torch.set_num_threads(1)
     sizes = settings.sizes
@@ -165,5 +165,5 @@ def main() -> int:
         "emulated_step_s": trials,
         "sizes": sizes._asdict(),
     }
-    common.finish("bench_memory", figures, raw, asked.json)
+    common.finish("bench_memory", figures, raw, asked)
     return 0 if seen else 1

@@ -39,7 +39,7 @@ from jobs.bench.microbatch.sweeps import (
     times_of,
 )
 from jobs.lib import common
-from jobs.lib.common import machine, machine_line, median
+from jobs.lib.common import machine_line, median
 from jobs.lib.emulated import CPU_SHARE, run_in_turn
 
 Steps = Mapping[Key, Sequence[float]]
@@ -156,9 +156,8 @@ def curve_table(case: Case, steps: Steps, real: Mapping[int, Sequence[float]]) -
 
 def main() -> int:
     """1 when a handicap did not show as predicted, else 0."""
-    asked = common.arguments(__doc__)
+    asked = common.arguments(__doc__, handicap=True)
     settings = QUICK if asked.quick else Settings()
-    before = machine()
     torch.set_num_threads(1)
     figures: dict[str, float] = {}
     real: dict[str, dict[int, list[float]]] = {}
@@ -192,12 +191,11 @@ def main() -> int:
     figures["chosen_vs_best"] = max(figures[f"chosen_vs_best_{case.name}"] for case in cases)
     print("\n" + summary(cases, figures))
     raw: dict[str, Any] = {
-        "before": before,
         "cases": [case._asdict() for case in cases],
         "steps_s": {name: [[*key, seconds] for key, seconds in steps.items()] for name, steps in found.items()},
         "real_steps_s": real,
     }
-    common.finish("bench_microbatch", figures, raw, asked.json)
+    common.finish("bench_microbatch", figures, raw, asked)
     return 0 if seen else 1
 
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jobs.bench.partition.solving import bound
 from jobs.lib import common
 from jobs.lib.common import machine_line, median
 
-__all__ = ["COLUMNS", "Replay", "bound", "figures_of", "handicaps_seen", "replay", "row_of"]
+__all__ = ["COLUMNS", "Replay", "figures_of", "handicaps_seen", "replay", "row_of"]
 
 SLOWEST_S = 0.040
 COLUMNS = ("net, devices", "factor", "slowest", "predicted ms", "measured ms", "vs predicted", "speedup", "of bound")
@@ -53,15 +54,6 @@ class Replay(NamedTuple):
     @property
     def vs_predicted(self) -> float:
         return median(self.steps_s) / self.predicted_s
-
-
-def bound(busy_s: Sequence[float], num_devices: int, num_microbatches: int) -> float:
-    """min(n, total / largest) x M / (M + n - 1): the speedup where all stages take the shortest period there can be.
-
-    Stages of less than the period fill and drain sooner, so a plan with one large stage and small ones can exceed it.
-    """
-    share = num_microbatches / (num_microbatches + num_devices - 1)
-    return min(num_devices, sum(busy_s) / max(busy_s)) * share
 
 
 def planned(name: str, layers: Any, num_devices: int, num_microbatches: int, handicap_s: float = 0.0) -> Replay:

@@ -25,7 +25,7 @@ from torch.utils.data import TensorDataset
 
 import raypipe
 from jobs.lib import common
-from jobs.lib.common import machine, machine_line, median
+from jobs.lib.common import machine_line, median
 from jobs.lib.emulated import CPU_SHARE, Block, loss_of
 from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
 from raypipe.runtime.driver.client import connected
@@ -133,7 +133,7 @@ def main() -> int:
     """All shapes, in turn."""
     asked = common.arguments(__doc__)
     settings = QUICK if asked.quick else Settings()
-    raw: dict[str, Any] = {"before": machine(), "settings": settings._asdict()}
+    raw: dict[str, Any] = {"settings": settings._asdict()}
     found: dict[tuple[int, int], list[Ran]] = {shape: [] for shape in settings.shapes}
     for _ in range(settings.rounds):
         for shape, runs in found.items():
@@ -154,5 +154,5 @@ def main() -> int:
     figures["same_processes"] = float(all(one.same_processes for runs in found.values() for one in runs))
     columns = ("stages", "micro-batches", "turns", "step, ms", "a turn adds, ms", "no turn", "lower quartile", "upper")
     print("\n" + common.table(f"turned steps; {machine_line()}", columns, rows))
-    common.finish("bench_retune", figures, raw, asked.json)
+    common.finish("bench_retune", figures, raw, asked)
     return 0

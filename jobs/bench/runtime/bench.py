@@ -29,11 +29,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from jobs.bench.runtime.accelerators import BACKWARD_S, FORWARD_S, blocks, loss_of
+from jobs.bench.runtime.gaps import StageGaps, gap_table, stage_gaps
+from jobs.bench.runtime.ideal import ideal_seconds, lone_blocks_s, lone_sleeps_s
 from jobs.lib import common
-from jobs.lib.common import StageGaps, ideal_seconds, machine, machine_line, median
+from jobs.lib.common import machine_line, median
 
-FORWARD_S, BACKWARD_S = 0.010, 0.020
-WIDTH = 65_536  # float32: 256 KB per sample, and a micro-batch is one sample
 WARM_UP_STEPS = 3
 LEARNING_RATE = 0.01
 TORCH_TIMEOUT_S = 120.0
@@ -55,49 +56,6 @@ class Settings(NamedTuple):
 
 QUICK = Settings(_ALL[:2], _ALL[:1], ("auto",), (), WARM_UP_STEPS + 6, rounds=1)
 """Under a minute, for CI."""
-
-
-class _Accelerator(torch.autograd.Function):
-    """Sleeps as an accelerator would work, and hands on tensors as if it had filled them: the host does not.
-
-    The weight's gradient is one per micro-batch, which is how the candidates' arithmetic is compared.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, block: Block) -> torch.Tensor:
-        ctx.block = block
-        time.sleep(block.forward_s)
-        return block.output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, None]:
-        time.sleep(ctx.block.backward_s)
-        return ctx.block.of_x if ctx.needs_input_grad[0] else None, ctx.block.of_weight, None
-
-
-class Block(nn.Module):
-    """One stage's work: features in, ``width`` of them out."""
-
-    def __init__(self, width: int, handicap_s: float) -> None:
-        super().__init__()
-        self.width = width
-        self.forward_s, self.backward_s = FORWARD_S + handicap_s, BACKWARD_S + handicap_s
-        self.weight = nn.Parameter(torch.zeros(1))
-        # As if an accelerator had filled them: the same memory every time, which nobody changes.
-        self.of_weight, self.output, self.of_x = torch.ones(1), torch.zeros(1, width), torch.zeros(1, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Accelerator.apply(x, self.weight, self)
-
-
-def blocks(num_stages: int, handicap_s: float = 0.0) -> list[Block]:
-    """One for each stage; wide between them, while data and output are a single feature."""
-    return [Block(1 if stage == num_stages - 1 else WIDTH, handicap_s) for stage in range(num_stages)]
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """One operation; its value does not matter, since a block's gradient is one per micro-batch."""
-    return output.sum()
 
 
 class Trial(NamedTuple):
@@ -134,7 +92,7 @@ def run_ours(num_stages: int, num_microbatches: int, candidate: str, num_steps: 
         ).fit(num_steps=num_steps)
         weight = raypipe.load_state_dict(result.checkpoint)["0.weight"].item()
         rows = pq.read_table(Path(result.path) / "timeline" / "spans.parquet").to_pylist()
-    gaps = common.stage_gaps(row for row in rows if row["source"] == "measured")
+    gaps = stage_gaps(row for row in rows if row["source"] == "measured")
     return Trial([r.seconds for r in result.records[WARM_UP_STEPS:]], weight, gaps)
 
 
@@ -200,43 +158,6 @@ def _torch_stage(rank: int, num_stages: int, num_microbatches: int, num_steps: i
         dist.destroy_process_group()
 
 
-def lone_blocks_s(num_stages: int, rounds: int = 10) -> tuple[list[float], list[float]]:
-    """Forward and backward of every block in a process of its own, in plain PyTorch, with nothing else running."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="bench-runtime-") as folder:
-        alone = context.Process(target=_lone, args=(num_stages, rounds, folder))
-        alone.start()
-        alone.join(TORCH_TIMEOUT_S)
-        if alone.exitcode != 0:
-            alone.kill()
-            alone.join(10)
-            raise RuntimeError(f"The lone process ended with {alone.exitcode}")
-        forward_s, backward_s = json.loads((Path(folder) / "lone.json").read_text())
-    return forward_s, backward_s
-
-
-def _lone(num_stages: int, rounds: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    chain = blocks(num_stages)
-    forward_s: list[float] = []
-    backward_s: list[float] = []
-    for turn in range(rounds + 1):
-        widths = [1, *(block.width for block in chain[:-1])]
-        for index, (block, width) in enumerate(zip(chain, widths, strict=True)):
-            x = torch.zeros(1, width, requires_grad=index > 0)
-            begin_s = time.perf_counter()
-            y = block(x)
-            if index == num_stages - 1:
-                y = loss_of(y, y)
-            middle_s = time.perf_counter()
-            torch.autograd.backward(y, torch.ones_like(y))
-            end_s = time.perf_counter()
-            if turn:  # the first one warms up
-                forward_s.append(middle_s - begin_s)
-                backward_s.append(end_s - middle_s)
-    (Path(folder) / "lone.json").write_text(json.dumps([forward_s, backward_s]))
-
-
 class Measured(NamedTuple):
     """All trials of one configuration by candidate, and what a lone process took: the blocks, and bare sleeps."""
 
@@ -276,7 +197,7 @@ def measure(shape: tuple[int, int], settings: Settings, handicap_s: float) -> Me
     candidates += [*(["handicapped"] if handicap_s else []), *settings.candidates[1:]]
     candidates += TRANSPORTS if shape in settings.transport_configurations else ()
     for candidate in candidates * settings.rounds:
-        lone = (*lone_blocks_s(shape[0]), *common.lone_sleeps_s((FORWARD_S, BACKWARD_S), 20))
+        lone = (*lone_blocks_s(shape[0]), *lone_sleeps_s((FORWARD_S, BACKWARD_S), 20))
         for kept, took in zip(measured[2:], lone, strict=True):
             kept.extend(took)
         begin_s = time.monotonic()
@@ -319,10 +240,10 @@ def raw_of(measured: Measured) -> dict[str, Any]:
 
 def main() -> int:
     """1 when a handicap did not show as predicted, else 0."""
-    asked = common.arguments(__doc__)
+    asked = common.arguments(__doc__, handicap=True)
     settings = QUICK if asked.quick else Settings()
     torch.set_num_threads(1)
-    raw: dict[str, Any] = {"nominal_s": [FORWARD_S, BACKWARD_S], "handicap_s": asked.handicap, "before": machine()}
+    raw: dict[str, Any] = {"nominal_s": [FORWARD_S, BACKWARD_S], "handicap_s": asked.handicap}
     figures: dict[str, float] = {}
     rows, seen = [], True
     for shape in settings.configurations:
@@ -334,12 +255,12 @@ def main() -> int:
             ratios = (measured.ratio(name), measured.sleep_ratio(name), measured.nominal_ratio(name))
             rows.append([name, *shape, ideal_ms, measured.step_s(name) * 1e3, *ratios])
         gaps = {name: [trial.gaps for trial in trials if trial.gaps] for name, trials in measured.trials.items()}
-        print("\n" + common.gap_table(gaps, *measured.costs_s) + "\n")
+        print("\n" + gap_table(gaps, *measured.costs_s) + "\n")
         if asked.handicap:
             before, after = measured.ratio("auto"), measured.ratio("handicapped")
             moves_by = 2 * asked.handicap / sum(measured.costs_s)
             seen = common.handicap_seen(f"S, M = {shape}", asked.handicap, before, after, moves_by) and seen
     columns = ("schedule", "S", "M", "ideal ms", "step ms", "ratio", "to sleeps", "to nominal")
     print("\n" + common.table(f"measured / ideal; {machine_line()}", columns, rows))
-    common.finish("bench_runtime", figures, raw, asked.json)
+    common.finish("bench_runtime", figures, raw, asked)
     return 0 if seen else 1

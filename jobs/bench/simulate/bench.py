@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import random
 import resource
-import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jobs.bench.simulate.predictions import WARM_UP_STEPS, Prediction, Settings
 from jobs.lib import common
-from jobs.lib.common import machine, machine_line, median
+from jobs.lib.common import machine_line, median
+from jobs.lib.processes import in_child
 
 CHILD_TIMEOUT_S = 600.0
 
@@ -91,26 +90,12 @@ def _simulate(shape: tuple[int, int], timeline: bool, file: str) -> None:
     Path(file).write_text(json.dumps(phases))
 
 
-def in_child(work: Callable[..., None], *arguments: Any) -> Any:
-    """What ``work(*arguments, file)`` writes into its file, in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="bench-simulate-") as folder:
-        file = Path(folder) / "found.json"
-        child = multiprocessing.get_context("spawn").Process(target=work, args=(*arguments, str(file)))
-        child.start()
-        child.join(CHILD_TIMEOUT_S)
-        if child.exitcode != 0:
-            child.kill()
-            child.join(10)
-            raise RuntimeError(f"{work.__name__}{arguments} ended with {child.exitcode}")
-        return json.loads(file.read_text())
-
-
 def speed(settings: Settings) -> dict[tuple[int, int], list[Phases]]:
     """All trials by shape, shapes in turn."""
     found: dict[tuple[int, int], list[Phases]] = {shape: [] for shape in settings.shapes}
     for _ in range(settings.rounds):
         for shape in settings.shapes:
-            phases = Phases(*in_child(_simulate, shape, shape[0] <= 64))
+            phases = Phases(*in_child(_simulate, shape, shape[0] <= 64, limit_s=CHILD_TIMEOUT_S))
             found[shape].append(phases)
             print(f"S={shape[0]} M={shape[1]}: {phases.total_s:.2f} s; {machine_line()}", flush=True)
     return found
@@ -142,9 +127,8 @@ def main() -> int:
     """1 when a handicap did not show as predicted, else 0."""
     from jobs.bench.simulate import runs  # not above: children that time the simulator need no torch
 
-    asked = common.arguments(__doc__)
+    asked = common.arguments(__doc__, handicap=True)
     settings = QUICK if asked.quick else Settings()
-    before = machine()
     trials = speed(settings)
     figures = speed_figures(trials)
     found = {"emulated": runs.emulated(settings, 0.0, asked.quick), "real": runs.real(settings, asked.quick)}
@@ -181,9 +165,8 @@ def main() -> int:
     columns = ("run", "predicted ms", "measured ms", "error")
     print("\n" + common.table(f"predictions; {machine_line()}", columns, lines))
     raw = {
-        "before": before,
         "speed": {"s{}_m{}".format(*shape): [t._asdict() for t in ts] for shape, ts in trials.items()},
         "predictions": {kind: [p._asdict() for p in predictions] for kind, predictions in found.items()},
     }
-    common.finish("bench_simulate", figures, raw, asked.json)
+    common.finish("bench_simulate", figures, raw, asked)
     return 0 if seen else 1
