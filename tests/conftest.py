@@ -1,8 +1,9 @@
-"""For all tests: steady property tests, tiers by folder, and no process left behind."""
+"""For all tests: steady property tests, marks of tiers, their order, and no process left behind."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import tempfile
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import processes
+from tests import processes, tiers
+from tests.shared_engine import shared_captures, steady_engine  # noqa: F401
+from tests.shared_ray import cluster, fleet, head, local_ray  # noqa: F401
 
 _PATIENCE_S = 10.0
-_TIER_OF_FOLDER = {"runtime": "ray", "jobs": "ray", "gpu": "gpu"}
 
 # The same examples on every run: a tier that passed passes again. No deadline: this may be a slow machine.
 settings.register_profile("raypipe", deadline=None, derandomize=True, max_examples=50)
@@ -39,19 +41,43 @@ _CACHE = tempfile.TemporaryDirectory(prefix="raypipe-cache-")
 os.environ["RAYPIPE_CACHE_DIR"] = _CACHE.name
 
 
+# Ray keeps the mode of the first session for the life of a process, and sets RAY_AUTH_MODE itself where nobody has:
+# a session with a token before one without would leave its own actors unable to report to their owner. It reads both
+# when it is imported. The token is thrown away with this session.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     processes.adopt_orphans()
     _KNOWN.update(processes.descendants(os.getpid()))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of a folder that needs Ray or a GPU say so, whether or not their author did."""
+    """Every test has the mark of its tier; those marked ``last`` come last.
+
+    The engine's tests go to workers of pytest-xdist file by file, because those of a file use the same captures; a row
+    of the zoo has a capture of its own.
+    """
     root = Path(__file__).parent
     for item in items:
         if item.path.is_relative_to(root):
-            tier = _TIER_OF_FOLDER.get(item.path.relative_to(root).parts[0])
-            if tier and item.get_closest_marker(tier) is None:
-                item.add_marker(tier)
+            tier = tiers.tier_of(item.path, root)
+            item.add_marker(tier)
+            if (
+                tier == "engine"
+                and not item.path.is_relative_to(root / "zoo")
+                and not item.get_closest_marker("xdist_group")
+            ):
+                item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(root))))
+    items.sort(key=lambda item: item.get_closest_marker("last") is not None)
+
+
+@pytest.fixture(autouse=True)
+def _as_its_tier_runs(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("engine"):
+        request.getfixturevalue("steady_engine")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -19,6 +19,30 @@ def test_every_test_file_is_in_one_tier() -> None:
     assert set(counts.values()) == {1}
 
 
+def test_every_file_that_a_tier_names_exists() -> None:
+    named = [pattern for tier in tiers.TIERS for pattern in (*tier.long, *tier.patient)]
+    assert [pattern for pattern in named if not list(TESTS.glob(pattern))] == []
+    assert [folder for folder in tiers.FOLDERS if not (TESTS / folder).is_dir() and folder != "gpu"] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "tier"),
+    [
+        ("test_a.py", "import pytest", "core"),
+        ("planner/control/test_a.py", "", "core"),
+        ("engine/test_a.py", "pytestmark = pytest.mark.slow", "engine"),
+        ("runtime/run/test_a.py", "pytestmark = [pytest.mark.slow, pytest.mark.engine]", "engine"),
+        ("api/test_a.py", "pytestmark = pytest.mark.ray\n", "ray"),
+        ("planner/test_a.py", "@pytest.mark.ray\ndef test(): ...\npytestmark = ()", "core"),
+    ],
+)
+def test_a_file_is_in_the_tier_of_its_mark_or_of_its_folder(tmp_path: Path, file: str, text: str, tier: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    assert tiers.tier_of(path, tmp_path) == tier
+
+
 @pytest.mark.parametrize(
     ("name", "status", "ran", "skipped", "word", "could_run"),
     [

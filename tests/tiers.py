@@ -10,6 +10,8 @@ Exit status 0 when all is well, 1 when not.
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import os
 import subprocess
 import sys
@@ -19,32 +21,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-__all__ = ["TIERS", "Outcome", "Tier", "files_of", "has_gpu", "judge", "main", "run"]
+__all__ = ["TIERS", "Outcome", "Tier", "files_of", "has_gpu", "judge", "main", "run", "tier_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("-n", "auto")
-"""One worker of pytest-xdist per core, for tests that compute and bound no time. The engine's go group by group, as its
+"""One worker of pytest-xdist per core, for tests that compute and bound no time. The engine's go group by group, as
 conftest.py says, because tests share what they captured."""
+FOLDERS = {"engine": "engine", "zoo": "engine", "runtime": "ray", "jobs": "ray", "lab": "ray", "gpu": "gpu"}
+"""The tier of tests in these folders, where their file has no mark of another; elsewhere it is "core"."""
 LINT = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A selection of tests.
+    """A selection of tests: the files of which ``tier_of`` says its name.
 
     Attributes:
         name: of the tier.
         aim_s: seconds that it should stay below.
-        patterns: its test files, as globs below tests/.
         options: further options of pytest.
-        patient: those of them that bound no time tightly, as globs; they run beside the others, at low priority.
+        patient: those of them that bound no time tightly, as globs below tests/; they run beside the others, at low
+            priority, in a process of their own.
         long: those that take longest, as globs: they are begun first, so that no core waits for another at the end.
         optional: may have no tests yet, or a machine that cannot run it.
     """
 
     name: str
     aim_s: float
-    patterns: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     patient: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
@@ -53,11 +56,10 @@ class Tier:
 
 TIERS = (
     Tier("lint", 60),
-    Tier("core", 10, ("test_*.py", "ir/**/test_*.py", "planner/**/test_*.py"), ("--forbid=torch,ray", *PARALLEL)),
+    Tier("core", 10, ("--forbid=torch,ray", *PARALLEL)),
     Tier(
         "engine",
         180,
-        ("engine/**/test_*.py", "zoo/test_*.py"),
         ("--forbid=ray", *PARALLEL, "--dist=loadgroup", "--no-loadscope-reorder"),
         long=(
             "zoo/test_zoo.py",
@@ -70,7 +72,6 @@ TIERS = (
     Tier(
         "ray",
         300,
-        ("runtime/**/test_*.py", "jobs/**/test_*.py", "lab/**/test_*.py"),
         patient=(
             "jobs/test_*.py",
             "lab/test_two_raylets.py",
@@ -80,7 +81,7 @@ TIERS = (
         ),
         long=("runtime/test_jobs.py",),
     ),
-    Tier("gpu", 300, ("gpu/**/test_*.py",), optional=True),
+    Tier("gpu", 300, optional=True),
 )
 
 
@@ -93,10 +94,23 @@ class Outcome:
     could_run: bool = True
 
 
+@functools.cache
+def tier_of(path: Path, root: Path = ROOT / "tests") -> str:
+    """Name of the tier of a test file: its own mark, in ``pytestmark``, or that of its folder."""
+    text = path.read_text(encoding="utf-8")
+    if "pytestmark" in text:
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
+                marks = {part.attr for part in ast.walk(node.value) if isinstance(part, ast.Attribute)}
+                if own := marks & {tier.name for tier in TIERS}:
+                    return own.pop()
+    return FOLDERS.get(path.relative_to(root).parts[0], "core")
+
+
 def files_of(tier: Tier, root: Path = ROOT / "tests") -> list[Path]:
     """The tier's test files: the long ones first, else sorted."""
     long = [path for pattern in tier.long for path in sorted(root.glob(pattern))]
-    return long + sorted({path for pattern in tier.patterns for path in root.glob(pattern)} - set(long))
+    return long + sorted({path for path in root.rglob("test_*.py") if tier_of(path, root) == tier.name} - set(long))
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:

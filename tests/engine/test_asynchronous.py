@@ -33,7 +33,7 @@ from tests.emulators.versions import (
     vertical_sync,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("shared_captures"), pytest.mark.slow]
 
 STEPS, MICROBATCHES = 20, 4
 Tensors = dict[str, torch.Tensor]

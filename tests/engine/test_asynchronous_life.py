@@ -16,7 +16,7 @@ from tests.engine.test_resume import adamw, cosine, outcome, wait_for
 from tests.exactness import same_bits
 from tests.models import CASES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("shared_captures"), pytest.mark.slow]
 
 STEPS, SAVED = 9, 4
 MODES: dict[str, dict[str, Any]] = {

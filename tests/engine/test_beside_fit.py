@@ -118,7 +118,7 @@ class Found:
     parts: tuple[torch.Tensor, ...]
 
 
-torch.export.register_dataclass(Found, serialized_type_name="tests.engine.test_beside_fit.Found")
+torch.export.register_dataclass(Found, serialized_type_name=f"{__name__}.Found")
 
 
 class Structured(nn.Module):

@@ -31,6 +31,8 @@ from tests.exactness import (
 )  # fmt: skip
 from tests.models import CASES, Case, case
 
+pytestmark = pytest.mark.xdist_group("tracing")
+
 X, Y = CASES["mlp"].data(4)[:4]
 
 

@@ -33,6 +33,8 @@ from tests.exactness import (
 )
 from tests.models import CASES, Case, case
 
+pytestmark = pytest.mark.xdist_group("tracing")
+
 SEEDS = range(3)
 
 

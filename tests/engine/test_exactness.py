@@ -37,6 +37,8 @@ from tests.exactness import (
 from tests.hugging_face import NAMES
 from tests.models import CASES, FAST, TIED, Case, case
 
+pytestmark = pytest.mark.xdist_group("tracing")
+
 STAGES = (1, 2, 3, 4)
 COVERED = [name for name in CASES if name not in (*FAST, *TIED, "masked")]
 MANNERS = {  # shape -> optimizer and clipping

@@ -26,6 +26,8 @@ from tests import nets
 from tests.exactness import captured, same_bits
 from tests.models import CASES, case
 
+pytestmark = pytest.mark.xdist_group("tracing")
+
 ZOO = (*CASES, "gpt2", "llama")
 TRACED = tuple(name for name in ZOO if "sequential" not in name and name not in ("frozen-middle", "custom-function"))
 SAMPLES = 4

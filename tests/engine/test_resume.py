@@ -23,7 +23,7 @@ from raypipe.errors import CheckpointError, ConfigError
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.models import CASES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("shared_captures"), pytest.mark.slow]
 
 STEPS, SAVED = 5, 3
 

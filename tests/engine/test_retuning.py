@@ -28,7 +28,7 @@ from tests.engine.test_resume import adamw, cosine
 from tests.exactness import same_bits
 from tests.models import CASES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.usefixtures("shared_captures"), pytest.mark.slow]
 
 STEPS, STAGES, COUNT = 9, 3, 4
 ANSWER_S = 120.0

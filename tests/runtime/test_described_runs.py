@@ -21,6 +21,7 @@ from raypipe.errors import ConfigError
 from raypipe.runfile.read import read_runfile
 from raypipe.runfile.write import describe
 
+HERE = Path(__file__).name
 MODULE = """
 import torch
 
@@ -105,8 +106,8 @@ def inner() -> Callable[..., Any]:
     ("part", "value", "words"),
     [
         ("model", nn.Linear(2, 2), "a Linear that the program made; give a function that makes it"),
-        ("model", inner(), "the function inner.built (test_described_runs.py, line "),
-        ("loss_fn", lambda output, y: output.sum(), "a lambda (test_described_runs.py, line "),
+        ("model", inner(), f"the function inner.built ({HERE}, line "),
+        ("loss_fn", lambda output, y: output.sum(), f"a lambda ({HERE}, line "),
         ("loss_fn", nn.CrossEntropyLoss(ignore_index=3), "a CrossEntropyLoss that the program made"),
         ("optimizer", partial(torch.optim.SGD, lr=torch.tensor(0.1)), "a partial with arguments that YAML cannot say"),
         ("train_data", [(1, 2)], "a list that the program made; give a function that makes it, or a path"),
@@ -151,7 +152,7 @@ def test_a_script_is_no_module(module: Any, monkeypatch: pytest.MonkeyPatch) -> 
     built.__module__, built.__qualname__ = "__main__", "built"
     script = SimpleNamespace(built=built, __spec__=None)
     monkeypatch.setitem(sys.modules, "__main__", script)  # type: ignore[arg-type]
-    assert "the function built of the program itself (test_described_runs.py, line" in lines({"model": built})
+    assert f"the function built of the program itself ({HERE}, line" in lines({"model": built})
     script.__spec__ = SimpleNamespace(name="package.train")  # python -m package.train
     assert "target: package.train:built" in lines({"model": built})
 

@@ -1,6 +1,6 @@
 """Stage actors: the same bits as eager PyTorch, and quick, telling ends when something goes wrong.
 
-One fleet of four processes becomes one pipeline after another; what must die is in test_transports.py.
+One fleet of four processes becomes one pipeline after another; tests that kill one of them have a file of their own.
 """
 
 from __future__ import annotations

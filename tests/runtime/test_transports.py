@@ -1,4 +1,4 @@
-"""Stages joined by each transport but "tcp", which test_fleet.py has: the same bits and ends. And killed stages."""
+"""Stages joined by transports other than "tcp": the same bits, and the same ends. And stages that are killed."""
 
 from __future__ import annotations
 
@@ -101,8 +101,9 @@ def test_a_killed_stage_is_named(joined: Fleet) -> None:
     assert [alive(pid) for pid in pids(joined)] == [True, True, False]
 
 
+@pytest.mark.last
 def test_killed_stages_are_named_and_the_others_go_on(fleet: Fleet) -> None:
-    """Over "tcp" a middle, a first and a last stage; survivors make the next pipeline. The last test of its session."""
+    """Over "tcp" a middle, a first and a last stage; survivors make the next pipeline."""
     for num_stages, victim in ((3, 1), (3, 0), (2, 1)):
         stages, tensors = faulty(num_stages, 1, Nap(9, 1.0))
         configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, LINK_S))

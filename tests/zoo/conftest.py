@@ -1,4 +1,4 @@
-"""Rows of the zoo begin with the same numbers drawn, on one thread, and trace their model once."""
+"""Rows of the zoo trace their model once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,6 @@ class Once:
         if self.made is None:
             self.made = capture(model, example, columns, loss_fn, evaluates=True)
         return self.made
-
-
-@pytest.fixture(autouse=True)
-def _steady_torch() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

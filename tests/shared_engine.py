@@ -1,0 +1,53 @@
+"""Fixtures of the engine's tier: the same numbers drawn in every test, and captures that tests share."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from raypipe.engine.capture import Capture
+
+__all__ = ["shared_captures", "steady_engine"]
+
+_MADE: dict[Any, Capture] = {}
+
+
+@pytest.fixture
+def steady_engine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One thread and one seed; a run without a storage path goes to the home folder: not to the real one from here."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
+@pytest.fixture
+def shared_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One capture for all trainers of equal models: tracing takes two thirds of a small run.
+
+    For tests of what happens to a model once it is traced. Those of tracing itself trace anew.
+    """
+    monkeypatch.setattr("raypipe.prepare.inputs.capture", _captured)
+
+
+def _captured(model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, *, evaluates: bool) -> Capture:
+    """As ``raypipe.engine.capture.capture``; the same object for equal arguments, which nobody changes."""
+    import torch
+    from torch.utils import _pytree
+
+    from raypipe.engine.capture import capture
+
+    contents = hashlib.sha256()
+    for tensor in [*model.state_dict().values(), *_pytree.tree_leaves(example)]:
+        contents.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} ".encode())
+        contents.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    key = (type(model), str(model), contents.digest(), columns, loss_fn, evaluates)
+    if key not in _MADE:
+        _MADE[key] = capture(model, example, columns, loss_fn, evaluates=evaluates)
+    return _MADE[key]
