@@ -10,21 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["Body", "Choice", "Region", "compiled"]
+__all__ = ["TORCH_NAMES", "Body", "Choice", "Region", "compiled", "names_of"]
+
+TORCH_NAMES = {"inf": math.inf, "nan": math.nan, "NoneType": type(None), "torch": torch, "device": torch.device}
+"""What generated source may refer to without saying so. Modules do not pickle, so these do not travel with it."""
 
 _compiled = 0
+
+
+def names_of(code: Any) -> dict[str, Any]:
+    """The other names that code of fx (``Graph.python_code``) refers to."""
+    return {name: thing for name, thing in code.globals.items() if not isinstance(thing, ModuleType)
+            and name not in TORCH_NAMES}  # fmt: skip
 
 
 def compiled(source: str, names: dict[str, Any], title: str) -> Callable[..., Any]:
     """The function ``forward`` that the source defines.
 
     Args:
-        names: globals that the source refers to.
+        names: globals that the source refers to, besides TORCH_NAMES.
         title: of the file that a traceback names.
     """
     global _compiled
@@ -32,7 +43,7 @@ def compiled(source: str, names: dict[str, Any], title: str) -> Callable[..., An
     filename = f"<{title} #{_compiled}>"
     # A traceback through the function then shows the operation that raised.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    known = dict(names)
+    known = {**TORCH_NAMES, **names}
     exec(compile(source, filename, "exec"), known)
     return known["forward"]
 

@@ -144,7 +144,7 @@ def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig)
     changes = captured.model.train.changing_buffers or captured.model.train.traced.num_draws
     if pipeline.num_microbatches == 1 or (captured.model.eval is None and changes):
         return found
-    trains, evals = captured.model.functions((), ())
+    trains, evals = captured.recipe.stages.functions((), ())
     (function,) = evals or trains
     tensors = {**captured.parameters, **captured.buffers}
 

@@ -244,7 +244,7 @@ def test_without_kept_orders_the_bits_would_change() -> None:
     cuts = (len(first) + 1,)
     with pytest.raises(CaptureError, match="must not run before it"):
         made.programs(cuts, order)
-    free = dataclasses.replace(made, graph=dataclasses.replace(made.graph, before=()))
+    free = dataclasses.replace(made.recipe, graph=dataclasses.replace(made.graph, before=()))
     shape = SHAPES["even"]
     tensors = {**made.parameters, **made.buffers}
     stages = free.programs(cuts, order)

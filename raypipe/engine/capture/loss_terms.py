@@ -23,6 +23,7 @@ from torch import fx
 from raypipe.engine.capture.traced import Traced
 from raypipe.engine.loss_counts import LossCounts, count_labels
 from raypipe.engine.randomness import bind_arguments
+from raypipe.engine.region import names_of
 from raypipe.engine.stage import GraphFunction
 
 __all__ = ["LossTerms", "loss_terms", "return_parts"]
@@ -254,7 +255,7 @@ def _program(traced: Traced, counts: list[_Count], tensors: Mapping[str, torch.T
     code = graph.python_code("self")
     return GraphFunction(
         source=code.src,
-        names=code.globals,
+        names=names_of(code),
         constants=tuple(_tensor(node, traced, tensors) for node in constants),
         sites=(),
         buffers=(),

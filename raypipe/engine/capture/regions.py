@@ -15,7 +15,7 @@ from torch import fx
 
 from raypipe.engine.capture.inplace import mutated_args, storage_roots
 from raypipe.engine.randomness import draws_randomness
-from raypipe.engine.region import Body, Region
+from raypipe.engine.region import Body, Region, names_of
 from raypipe.errors import CaptureError
 
 __all__ = ["body_of", "fold", "in_levels", "line_of", "lost_body", "refuse_draws"]
@@ -114,7 +114,7 @@ def lost_body(model: str, error: Exception) -> CaptureError | None:
 def body_of(graph: fx.Graph) -> Body:
     """The function that a finished graph is."""
     code = graph.python_code("self")
-    return Body(code.src, dict(code.globals))
+    return Body(code.src, names_of(code))
 
 
 def refuse_draws(node: fx.Node, where: str) -> None:

@@ -30,7 +30,7 @@ from raypipe.engine.stage import Site, StageFunction
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 
-__all__ = ["Child", "is_plain_sequential", "sequential_children", "sequential_graph", "sequential_stages"]
+__all__ = ["Child", "SequentialModel", "is_plain_sequential", "sequential_children", "sequential_graph"]
 
 
 def is_plain_sequential(model: nn.Module) -> bool:
@@ -278,7 +278,23 @@ def sequential_graph(
     return link_nodes(nodes, itertools.pairwise(range(len(nodes))), together)
 
 
-def sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:
+@dataclass(frozen=True, slots=True)
+class SequentialModel:
+    """The children of an nn.Sequential in both modes, and the data column that the first one reads."""
+
+    train: tuple[Child, ...]
+    eval: tuple[Child, ...] | None
+    column: Any
+
+    def functions(
+        self, cuts: Sequence[int], order: Sequence[int]
+    ) -> tuple[Sequence[StageFunction], Sequence[StageFunction] | None]:
+        """The stages of both modes; a chain has one order only."""
+        evals = None if self.eval is None else _sequential_stages(self.eval, cuts, self.column)
+        return _sequential_stages(self.train, cuts, self.column), evals
+
+
+def _sequential_stages(children: Sequence[Child], cuts: Sequence[int], column: str) -> list[StageFunction]:
     """One function per stage; the first reads the data column.
 
     Raises:
