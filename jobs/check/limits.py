@@ -46,6 +46,8 @@ ALLOWS: dict[str, dict[str, Any]] = {
     "slack 2": {"schedule": "slack", "slack": 2},
     "slack 3": {"schedule": "slack", "slack": 3},
 }
+LAYOUT: dict[str, str] = {"most held / limit": r"held_of_limit_(\w+)"}
+TARGETS: dict[str, str] = {r"held_of_limit_\w+": "<= 1"}
 
 
 @dataclass

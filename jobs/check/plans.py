@@ -51,6 +51,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 TIMED = {"OMP_NUM_THREADS": "1"}
 TIGHT = {**TIMED, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+LAYOUT: dict[str, str] = {"seconds / plan": r"seconds_of_plan_(\w+)", "bytes / plan": r"bytes_of_plan_(\w+)"}
+TARGETS: dict[str, str] = {r"(seconds|bytes)_of_plan_\w+": "0.9 to 1.1"}
 
 
 def run_one(what: str, net: str, stages: int) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _rounded(value: Any) -> Any:
 # What a record is.
 
 _FIELDS: dict[str, tuple[type, ...]] = {
-    "date": (str,),
+    "date": (str, type(None)),
     "command": (str,),
     "duration_s": (int, float, type(None)),
     "hardware": (dict,),
@@ -168,12 +168,12 @@ def _of_run(run: Any) -> list[str]:
     found = [f"{name} is {run[name]!r}" for name, types in _FIELDS.items() if not isinstance(run[name], types)]
     if found:
         return found
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d:\d\d:\d\dZ)?", run["date"]):
+    if run["date"] is not None and not re.fullmatch(r"\d{4}-\d\d-\d\d(T\d\d:\d\d:\d\dZ)?", run["date"]):
         found.append(f"date {run['date']!r} is none")
     if set(run["hardware"]) != _HARDWARE or set(run["load"]) != {"before", "after"}:
         found.append(f"hardware has {', '.join(sorted(_HARDWARE))}, and load has before and after")
     elif run["source"] is None:  # only what was copied from a page may not know these
-        known = {"duration_s": run["duration_s"], **run["hardware"], **run["load"]}
+        known = {"date": run["date"], "duration_s": run["duration_s"], **run["hardware"], **run["load"]}
         found += [f"{name} is unknown, and no source is named" for name, value in known.items() if value is None]
     for name, value in run["figures"].items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -60,6 +60,7 @@ def test_every_figure_has_a_line(tmp_path: Path) -> None:
         ({"figures": {"a": "1.2"}}, "figure a is '1.2'"),
         ({"date": "yesterday"}, "date 'yesterday' is none"),
         ({"duration_s": None}, "duration_s is unknown, and no source is named"),
+        ({"date": None}, "date is unknown, and no source is named"),
         ({"load": {"before": None, "after": None}}, "before is unknown"),
         ({"load": {}}, "load has before and after"),
         ({"dirty": "no"}, "dirty is 'no'"),

@@ -162,7 +162,7 @@ def leftovers(looking: Callable[[dict[int, str]], None]) -> Iterator[None]:
 
 
 SIGNALS = int(os.environ.get("RAYPIPE_TEST_SIGNALS", "2"))
-"""How often a run is interrupted here; the figures in jobs/README.md come from 20."""
+"""How often a run is interrupted here; 20 for a long look."""
 
 
 @pytest.mark.timeout(300 + 90 * SIGNALS)

@@ -58,6 +58,14 @@ ADAPTIVE = "adaptive"
 B_PHASES = ("hop 0", "hop 1", "hop 2", "none")
 B_TAKEN_S, B_STAGES, B_COUNT, B_HELD = 0.025, [(0.010, 0.020)] * 4, 16, 6
 B_MARK = 1.25
+LAYOUT: dict[str, str] = {
+    "against 1F1B": r"(a|b)_vs_static_1f1b",
+    "against the best fixed plan": r"(a|b)_vs_best_static",
+    "over the oracle": r"(a|b)_vs_oracle",
+    "over the oracle of means": r"(a|b)_vs_oracle_of_means",
+    "the oracle against 1F1B": r"(a|b)_oracle_vs_static_1f1b",
+}
+TARGETS: dict[str, str] = {r"b_vs_static_1f1b": ">= 1.25", r"free_link_penalty": "<= 1.01", r"frozen_fails": ">= 1"}
 
 
 class Settings(NamedTuple):

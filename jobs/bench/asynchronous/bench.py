@@ -48,6 +48,16 @@ WIDTH, HEADS = 256, 4
 UPDATES = {"2bw": 1, "pipedream": MICROBATCHES}
 """Optimizer steps per mini-batch, by schedule."""
 LIMIT_S = 300.0
+LAYOUT: dict[str, str] = {
+    "efficiency": r"efficiency_(2bw|pipedream)",
+    "c": r"c_(2bw|pipedream)",
+    "efficiency / c": r"of_c_(2bw|pipedream)",
+    "nothing draining": r"of_c_(2bw|pipedream)_steady",
+    "bare pair's": r"pair_of_c_(2bw|pipedream)",
+    "bare pair / ours": r"of_pair_(2bw|pipedream)",
+    "daemons' share": r"daemons_(2bw|pipedream)",
+}
+TARGETS: dict[str, str] = {r"of_c_(2bw|pipedream)": ">= 0.96"}
 
 
 class Settings(NamedTuple):

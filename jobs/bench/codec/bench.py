@@ -27,6 +27,12 @@ TRIAL_S = 0.02
 """Least length of a trial: small tensors are encoded several times in it."""
 
 CANDIDATES = {"copy": "none", "bf16": "bf16", "fp16": "fp16", "int8": "int8", "int8_at_random": "int8"}
+LAYOUT: dict[str, str] = {
+    "GB/s": r"gbytes_per_second_(\w+)",
+    "ratio": r"ratio_(\w+)",
+    "relative error": r"relative_error_(\w+)",
+    "of a copy": r"fraction_of_copy_(\w+)",
+}
 
 
 class Work(NamedTuple):

@@ -33,6 +33,24 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "kfkb": {"schedule": "kfkb"},
     "slack": {"schedule": "slack"},
 }
+LAYOUT: dict[str, str] = {
+    "1F1B / kFkB": r"contention_(\w+_s\d+)",
+    "p95 excess, kFkB's / 1F1B's": r"p95_(\w+_s\d+)",
+    "k": r"k_((?:light|moderate|heavy)_s\d+)",
+    "best k on paper": r"best_k_(\w+_s\d+)",
+    "k's step / best k's, on paper": r"k_near_best_(\w+_s\d+)",
+    "simulated / measured": r"simulated_(\w+_s\d+)",
+    "predicted / measured": r"prediction_(\w+_s\d+)",
+    "1F1B / slack": r"slack_((?:light|moderate|heavy)_s\d+)",
+    "held, slack / kFkB": r"slack_held_vs_kfkb_(\w+_s\d+)",
+}
+TARGETS: dict[str, str] = {
+    r"contention_light_s\d+": ">= 1.04",
+    r"contention_moderate_s\d+": ">= 1.15",
+    r"contention_heavy_s\d+": ">= 1.30",
+    r"p95_\w+": "<= 0.5",
+    r"simulated_\w+": "0.95 to 1.05",
+}
 
 
 class Settings(NamedTuple):

@@ -57,6 +57,16 @@ from raypipe.errors import StageError
 
 STAGES, MICROBATCHES, UPDATE_SAMPLES = 4, 4, 32
 RUN_LIMIT_S = 1800.0
+LAYOUT: dict[str, str] = {
+    "accuracy": r"accuracy_((?:digits|text)_flush_\w+)",
+    "drop, points": r"accuracy_drop_(\w+)",
+    "loss gap": r"loss_gap_((?:digits|text)_\w+)",
+    "standard error": r"loss_gap_error_(\w+)",
+    "own rate: drop": r"own_rate_accuracy_drop_(\w+)",
+    "own rate: loss gap": r"own_rate_loss_gap_((?:digits|text)_\w+)",
+    "own rate: standard error": r"own_rate_loss_gap_error_(\w+)",
+}
+TARGETS: dict[str, str] = {r"accuracy_drop_digits_(2bw|bounded)_sgd": "<= 0.5"}
 
 
 class Policy(NamedTuple):

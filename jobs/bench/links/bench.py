@@ -58,6 +58,28 @@ OURS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "zb-v": {"schedule": "zb-v", "num_stages": 4, "partitioner": ("3", "5", "7")},
 }
+LAYOUT: dict[str, str] = {
+    "against torch 1F1B": r"vs_torch_1f1b_(\d+mbit)(?:_emulated)?",
+    "against torch 1F1B, codecs": r"vs_torch_1f1b_(\d+mbit)_codec(?:_emulated)?",
+    "against torch's best": r"vs_torch_best_(\d+mbit)(?:_emulated)?",
+    "against torch's best, codecs": r"vs_torch_best_(\d+mbit)_codec(?:_emulated)?",
+    "against torch with our plan": r"vs_torch_runtime_our_plan_(\d+mbit)(?:_emulated)?",
+    "against torch with our plan, codecs": r"vs_torch_runtime_our_plan_(\d+mbit)_codec(?:_emulated)?",
+    "limit / ours": r"fraction_of_limit_(\d+mbit)(?:_emulated)?",
+    "bare limit / ours": r"fraction_of_bare_limit_(\d+mbit)(?:_emulated)?",
+    "limit of whole backwards / ours": r"fraction_of_whole_limit_(\d+mbit)(?:_emulated)?",
+}
+TARGETS: dict[str, str] = {
+    r"vs_torch_1f1b_1000mbit(_emulated)?": ">= 1.0",
+    r"vs_torch_1f1b_100mbit(_emulated)?": ">= 1.35",
+    r"vs_torch_1f1b_50mbit(_emulated)?": ">= 1.75",
+    r"vs_torch_1f1b_50mbit_codec(_emulated)?": ">= 1.95",
+    r"vs_torch_1f1b_25mbit_codec(_emulated)?": ">= 2.6",
+    r"vs_torch_best_\d+mbit(_emulated)?": ">= 1.0",
+    r"vs_torch_runtime_our_plan_(1000|100|25)mbit(_emulated)?": ">= 1.0",
+    r"vs_torch_runtime_our_plan_50mbit(_emulated)?": ">= 1.2",
+    r"fraction_of_limit_\d+mbit(_emulated)?": ">= 0.92",
+}
 
 
 class Settings(NamedTuple):

@@ -40,6 +40,12 @@ from jobs.lib import common
 from jobs.lib.common import machine_line, median
 
 MIB = 2**20
+LAYOUT: dict[str, str] = {
+    "SGD: peak / stashing's": r"(\w+)_vs_stash_sgd",
+    "AdamW: peak / stashing's": r"(\w+)_vs_stash_adamw",
+    "SGD: predicted / measured": r"predicted_vs_measured_(\w+)_sgd",
+    "AdamW: predicted / measured": r"predicted_vs_measured_(\w+)_adamw",
+}
 
 
 class Settings(NamedTuple):

@@ -43,6 +43,24 @@ from jobs.lib.common import machine_line, median
 from jobs.lib.emulated import CPU_SHARE, run_in_turn
 
 Steps = Mapping[Key, Sequence[float]]
+LAYOUT: dict[str, str] = {
+    "chosen": r"chosen_([a-z]+_\d)",
+    "chosen / best": r"chosen_vs_best_([a-z]+_\d)",
+    "range, low": r"range_low_([a-z]+_\d)",
+    "range, high": r"range_high_([a-z]+_\d)",
+    "number kept": r"number_kept_([a-z]+_\d)",
+    "planned": r"number_kept_planned_([a-z]+_\d)",
+    "throughput kept": r"throughput_kept_([a-z]+_\d)",
+    "chosen / N*": r"chosen_x_([a-z]+_\d)",
+    "of half": r"chosen_x_half_([a-z]+_\d)",
+    "of half, chosen / best": r"half_chosen_vs_best_([a-z]+_\d)",
+    "real, chosen / best": r"real_chosen_vs_best_([a-z]+_\d)",
+}
+TARGETS: dict[str, str] = {
+    r"chosen_vs_best": "<= 1.03",
+    r"range_(low|high)_[a-z]+_\d": "<= 1.07",
+    r"number_kept_[a-z]+_\d": "<= 0.05",
+}
 
 
 class Settings(NamedTuple):

@@ -29,6 +29,26 @@ from jobs.lib.vision_nets import IMAGE_SIZES, build
 
 DEVICES = (4, 8)
 MICROBATCHES = 32
+LAYOUT: dict[str, str] = {
+    "solve s": r"solve_seconds_((?!fine)\w+_\d)",
+    "vs optimum": r"vs_optimum_((?!fine)\w+_\d)",
+    "vs optimum, operations": r"vs_optimum_fine_(\w+_\d)",
+    "layers / operations": r"layers_vs_fine_(\w+_\d)",
+    "uniform": r"vs_uniform_(\w+_\d)",
+    "by time": r"vs_by_time_(\w+_\d)",
+    "by size": r"vs_by_size_(\w+_\d)",
+    "speedup on paper": r"predicted_speedup_(\w+_\d)",
+    "replayed / predicted": r"replayed_vs_predicted_(\w+_\d)",
+    "speedup": r"replayed_speedup_(\w+_\d)",
+    "of its bound": r"replayed_of_bound_(\w+_\d)",
+}
+TARGETS: dict[str, str] = {
+    r"vs_optimum_(fine_)?\w+_\d": "<= 1.0005",
+    r"replayed_speedup_median_4": ">= 3.4",
+    r"replayed_speedup_median_8": ">= 3.76",
+    r"replayed_of_bound_\w+_\d": ">= 0.95",
+    r"replayed_vs_predicted_\w+_\d": "0.95 to 1.05",
+}
 
 
 class Net(NamedTuple):

@@ -21,6 +21,12 @@ from raypipe.planner.tune import Request, decide, plan_of
 
 REQUEST = Request(None, None, (), 64, None, num_samples=100_000)
 WORKERS = 8
+LAYOUT: dict[str, str] = {
+    "8 stages": r"plan_seconds_(\d+)_8_stages",
+    "open": r"plan_seconds_(\d+)_open",
+    "8 stages, tight memory": r"plan_seconds_(\d+)_8_stages_tight_memory",
+    "open, tight memory": r"plan_seconds_(\d+)_open_tight_memory",
+}
 
 
 def chain(size: int) -> Profile:

@@ -40,6 +40,8 @@ from raypipe.runtime.workers.packing import pack
 TIMES_S = (0.010, 0.020)
 EVERY = 5
 """Steps from one turn to the next."""
+LAYOUT: dict[str, str] = {"a turn adds, ms": r"retune_ms_(s\d+)", "no turn, ms": r"others_ms_(s\d+)"}
+TARGETS: dict[str, str] = {r"same_processes": ">= 1"}
 
 
 class Settings(NamedTuple):

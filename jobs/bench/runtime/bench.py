@@ -41,6 +41,15 @@ TORCH_TIMEOUT_S = 120.0
 _ALL = ((2, 8), (4, 16), (8, 32))
 TRANSPORTS = ("collective", "object_store")
 """Measured with the automatic schedule; every other candidate of ours goes over "tcp"."""
+LAYOUT: dict[str, str] = {
+    "of bare sleeps": r"overhead_(\w*s\d+_m\d+)",
+    "of the lone modules": r"overhead_(\w*s\d+_m\d+)_modules",
+    "of the nominal seconds": r"overhead_(\w*s\d+_m\d+)_nominal",
+    "torch, of bare sleeps": r"torch_overhead_(s\d+_m\d+)",
+    "torch, of the lone modules": r"torch_overhead_(s\d+_m\d+)_modules",
+    "torch, of the nominal seconds": r"torch_overhead_(s\d+_m\d+)_nominal",
+}
+TARGETS: dict[str, str] = {r"overhead_s\d+_m\d+": "<= 1.03"}
 
 
 class Settings(NamedTuple):

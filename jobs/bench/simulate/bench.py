@@ -37,6 +37,14 @@ QUICK = Settings(((64, 4096),), 1, ((2, 8, "1f1b"), (3, 8, "slack")), WARM_UP_ST
 
 
 # Speed.
+LAYOUT: dict[str, str] = {
+    "seconds": r"seconds_(s\d+_m\d+)",
+    "make": r"make_seconds_(s\d+_m\d+)",
+    "lower": r"lower_seconds_(s\d+_m\d+)",
+    "makespan": r"makespan_seconds_(s\d+_m\d+)",
+    "timeline": r"timeline_seconds_(s\d+_m\d+)",
+    "peak GB": r"peak_gbytes_(s\d+_m\d+)",
+}
 
 
 class Phases(NamedTuple):
