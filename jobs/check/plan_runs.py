@@ -22,9 +22,6 @@ from typing import Any
 import torch
 
 import raypipe
-from raypipe.engine.profiling import measure_crowd
-from raypipe.prepare.inputs import open_arguments
-from raypipe.prepare.profile import profile_of
 from raypipe.testing import reference
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
@@ -129,7 +126,6 @@ def measured_run(what: str, net: str, workers: int, steps: int, folder: Path) ->
         "cuts": plan.partition.cuts,
         "microbatches": f"{plan.num_microbatches} x {plan.microbatch_size}",
         "schedule": plan.schedule.kind,
-        "reasons": dict(plan.reasons),
         "machine": (at_s[1] + at_s[2]) / (at_s[0] + at_s[1]),
         "predicted": predicted,
         "measured": measured,
@@ -194,30 +190,18 @@ def bits(net: str, workers: int, folder: Path) -> dict[str, Any]:
     return {"text": text, "unequal": unequal[:20], "worst": worst, "gradients": gradients}
 
 
-def compete(net: str, folder: Path) -> dict[str, Any]:
-    """Processor seconds of a forward and backward: one process, then several at once, and again; medians. And what
-    neighbours that only stand for other stages make of it, which is what a plan counts.
-    """
-    torch.set_num_threads(1)
+def compete(net: str) -> dict[str, Any]:
+    """Processor seconds of a forward and backward: one process, then several at once, and again; medians."""
     context = multiprocessing.get_context("spawn")
     found: dict[int, list[float]] = {count: [] for count in COPIES}
-    told: dict[int, list[float]] = {count: [] for count in COPIES[1:]}
-    model, loss_fn, _, _, data, _ = (trainer := trainer_of(net, max(COPIES), folder, "none"))._arguments
-    opened = open_arguments(model, loss_fn, data, None, trainer._pipeline, max(COPIES))
-    profiled = profile_of(opened.captured, opened.example, by_size=False)
     for _ in range(2):
         for count in COPIES:
             with context.Pool(count) as pool:
                 found[count] += pool.map(_lone, [(net, COMPETE_S)] * count, chunksize=1)
-            if count > 1:
-                told[count] += dict(measure_crowd(opened.captured, profiled, opened.example, count).crowd).values()
     alone_s = statistics.median(found[1])
-    copies = {count: statistics.median(found[count]) / alone_s for count in told}
-    stood_for = {count: statistics.median(factors) for count, factors in told.items()}
-    text = f"{alone_s * 1e3:.1f} ms alone" + "".join(
-        f"; {count} copies {copies[count]:.3f}, the plan's neighbours {stood_for[count]:.3f}" for count in told
-    )
-    return {"text": text, "seconds": found, "told": told}
+    copies = {count: statistics.median(found[count]) / alone_s for count in COPIES[1:]}
+    text = f"{alone_s * 1e3:.1f} ms alone" + "".join(f"; {count} copies {ratio:.3f}" for count, ratio in copies.items())
+    return {"text": text, "seconds": found}
 
 
 def _lone(asked: tuple[str, float]) -> float:
@@ -250,7 +234,7 @@ def main() -> None:
         if what == "bits":
             found = bits(net, workers, folder)
         elif what == "compete":
-            found = compete(net, folder)
+            found = compete(net)
         else:
             found = measured_run(what, net, workers, steps, folder)
     print(json.dumps(found))

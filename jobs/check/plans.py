@@ -90,9 +90,8 @@ def compare(nets: list[str], stages: list[int], rounds: int) -> dict[str, Any]:
 
 
 def told_by(run: dict[str, Any]) -> str:
-    """What stood around a run: what the plan counted for neighbours, and how the machine itself changed."""
-    crowd = run["reasons"].get("machine", "as long: 1.00").rpartition("as long: ")[2]
-    return f"{run['microbatches']}, neighbours {crowd}, the machine itself {run['machine']:.3f}; {machine_line()}"
+    """What stood around a run: its micro-batches, and how the machine itself changed."""
+    return f"{run['microbatches']}, the machine itself {run['machine']:.3f}; {machine_line()}"
 
 
 def kept_of(run: dict[str, Any], unit: str) -> list[float]:

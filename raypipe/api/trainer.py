@@ -22,7 +22,6 @@ from raypipe.api.signals import stopping_on_signals
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import check_ray_settings
 from raypipe.engine.local import LocalFleet
-from raypipe.engine.profile import measure_stages, measure_steps
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError
@@ -30,10 +29,7 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.timeline import Timeline
-from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import num_steps_of
-from raypipe.planner.simulate.serial import Costs, simulate
-from raypipe.planner.tune import step_of
 from raypipe.prepare.arguments import check_arguments, check_travel, in_one_paragraph
 from raypipe.prepare.identity import settings_of
 from raypipe.prepare.job import Job
@@ -116,8 +112,6 @@ class PipelineTrainer:
         self._checked: Job | None = None
         self._forward: Job | None = None
         self._begun: Place | None = None  # the folder of the run that was started last
-        self._predicted: Timeline | None = None
-        self._predicted_step_s = 0.0
         self.config_yaml: Callable[[str], str] | None = None
         """What the config.yaml of a run of this name says; None for a description of the arguments."""
 
@@ -151,16 +145,13 @@ class PipelineTrainer:
 
     @in_one_paragraph()
     def simulate(self) -> Timeline:
-        """One predicted step: the plan with stage times measured here on one micro-batch, and free links."""
-        if self._predicted is None:
-            job = self._prepared()
-            seconds = measure_stages(job.programs, job.tensors, job.example)
-            step_s = measure_steps(job.programs, job.tensors, job.make_optimizer)
-            costs = Costs(forward_s=seconds.forward_s, backward_s=seconds.backward_s, step_s=step_s)
-            step = job.schedule(job.plan.num_microbatches)
-            self._predicted = simulate(step, costs)
-            self._predicted_step_s, _ = step_of(step if job.flow is None else lower(job.plan.schedule), costs)
-        return self._predicted
+        """One step as the plan predicts it; a plan that was made without seconds has the model profiled for this."""
+        job = self._prepared()
+        if job.plan.prediction is None:
+            job = prepare(*self._arguments, self._continued(), self._num_workers(), predict=True)
+        predicted = job.plan_rows.predicted()
+        assert predicted is not None
+        return predicted
 
     def fit(
         self,
@@ -183,7 +174,6 @@ class PipelineTrainer:
             RaypipeError: the root cause of a failure; nothing is left running.
         """
         watch = RunProgress(self._prepared().plan.notes) if progress else None
-        self.simulate()  # until here a signal does what it does to any program
         with stopping_on_signals() as stop:
             handle = self._start(num_steps, num_epochs, local=local, detached=False, connected_to_ray=stop.install)
             stop.watch(handle)
@@ -358,12 +348,10 @@ class PipelineTrainer:
 
     def _recipe(self, job: Job, num_steps: int, *, local: bool) -> tuple[Blueprint, Planned]:
         """What becomes a run wherever it is assembled."""
-        spec, predicted = self._spec(job, num_steps), self.simulate()
-        # In threads of one process no step begins before the last one's end.
-        step_s = predicted.makespan_s if local and job.flow is None else self._predicted_step_s
+        spec = self._spec(job, num_steps)
         setup = run_setup(job, spec.place, None if local else self._pipeline)
         blueprint = Blueprint(job.graph, job.request, self._pipeline, setup, spec, turns=not local)
-        return blueprint, job.planned(predicted, step_s)
+        return blueprint, job.planned
 
     def _spec(self, job: Job, num_steps: int) -> RunSpec:
         plan = job.plan

@@ -1,6 +1,6 @@
 """``raypipe simulate``: a step on paper, of a run's plan or of any schedule.
 
-raypipe simulate CONFIG.yaml                                   stage times measured here, sending takes no time
+raypipe simulate CONFIG.yaml                                   stage times as the plan predicts them
 raypipe simulate --stages 4 --schedule kfkb --latency-ms 5     stage times and links as given
 """
 
@@ -47,7 +47,7 @@ def simulate(
 ) -> None:
     """Run a schedule on paper: step time, idle time, memory, picture.
 
-    With CONFIG.yaml the schedule and the stage times are those of that run, measured here; without, they are
+    With CONFIG.yaml the schedule, the stage times and the links are those of that run's plan; without, they are
     given by options and need neither model nor cluster.
     """
     if config is not None:
@@ -55,7 +55,7 @@ def simulate(
         timeline = trainer_of(open_runfile(config, overrides)).simulate()
         typer.echo(
             f"predicted: {timeline.makespan_s * 1e3:.1f} ms per step, workers idle {timeline.bubble_fraction:.1%} "
-            "of it (every stage was timed here; sending takes no time)"
+            "of it, as its plan says"
         )
     else:
         if overrides:

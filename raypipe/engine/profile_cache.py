@@ -8,7 +8,6 @@ absent. Nothing is ever unpickled.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import inspect
 import json
@@ -23,7 +22,6 @@ import torch
 
 from raypipe import __version__
 from raypipe.engine.capture import Capture
-from raypipe.engine.profiling.crowd import measure_crowd, num_processors
 from raypipe.engine.profiling.further import measure_further
 from raypipe.engine.profiling.measure import (
     Progress,
@@ -38,7 +36,6 @@ from raypipe.ir.profile import Profile
 
 __all__ = [
     "cache_folder",
-    "cached_crowd",
     "cached_further",
     "cached_profile",
     "load_profile",
@@ -98,35 +95,12 @@ def cached_further(
     key = profile_key(captured, columns, [size for size, _ in profile.seconds_by_size], 0)
     found = load_profile(folder, key)
     if found is not None and [n.name for n in found.graph.nodes] == [n.name for n in captured.graph.nodes]:
-        return dataclasses.replace(found, crowd=profile.crowd)
+        return found
     measured = measure_further(captured, profile, columns, progress=progress)
     if len(measured.seconds_by_size) > len(profile.seconds_by_size):
         with suppress(OSError):
             save_profile(folder, key, measured)
     return measured
-
-
-def cached_crowd(
-    captured: Capture,
-    profile: Profile,
-    columns: Mapping[Any, torch.Tensor],
-    processes: int,
-    *,
-    folder: Path | None = None,
-    progress: Progress | None = None,
-) -> Profile:
-    """``measure_crowd``, read where it was saved before."""
-    folder = folder if folder is not None else cache_folder()
-    key = profile_key(captured, columns, [processes, num_processors()], -1)
-    found = load_profile(folder, key)
-    if found is None:
-        measured = measure_crowd(captured, profile, columns, processes, progress=progress)
-        if measured.crowd == profile.crowd:
-            return measured
-        found = dataclasses.replace(measured, crowd=tuple(one for one in measured.crowd if one[0] == processes))
-        with suppress(OSError):
-            save_profile(folder, key, found)
-    return dataclasses.replace(profile, crowd=tuple(sorted({*profile.crowd, *found.crowd})))
 
 
 def profile_key(

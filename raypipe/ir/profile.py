@@ -41,8 +41,6 @@ class Profile:
         small: (samples, forward and backward seconds by node) at a smaller size than ``microbatch_size``; None where
             nodes were measured at one size only.
         large: the same at a larger size that a plan takes, where that was asked.
-        crowd: (workers that compute at once on one machine, what each then takes over what one takes alone), by
-            workers; empty where nobody measured that.
     """
 
     graph: ModelGraph
@@ -53,7 +51,6 @@ class Profile:
     notes: tuple[str, ...] = ()
     small: tuple[int, tuple[float, ...]] | None = None
     large: tuple[int, tuple[float, ...]] | None = None
-    crowd: tuple[tuple[int, float], ...] = ()
 
     @property
     def forward_s(self) -> float:
@@ -95,7 +92,6 @@ class Profile:
                 notes=tuple(map(str, found["notes"])),
                 small=_by_node(found["small"]),
                 large=_by_node(found.get("large")),
-                crowd=tuple((int(n), float(factor)) for n, factor in found.get("crowd", ())),
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"This is not a saved profile ({error!r}): {ANEW}.") from None

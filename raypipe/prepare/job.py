@@ -15,7 +15,6 @@ from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
-from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import Room
 from raypipe.planner.segments import Flow
 from raypipe.planner.tune import (
@@ -91,9 +90,10 @@ class Job:
         partition = self.plan.partition
         return OneCut(self.programs, tuple(partition.cuts), tuple(partition.order))
 
-    def planned(self, predicted: Timeline | None = None, step_s: float = 0.0) -> Planned:
-        """The plan for whoever carries it out; see there for the arguments."""
-        return Planned(self.plan, self.rooms, self.microbatch_seconds, predicted, step_s)
+    @property
+    def planned(self) -> Planned:
+        """The plan for whoever carries it out."""
+        return Planned(self.plan, self.rooms, self.microbatch_seconds)
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """Lowered and checked rows of a step with so many micro-batches."""

@@ -25,7 +25,6 @@ from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.tune import (
     ASYNCHRONOUS,
     CHUNKED,
-    DEFAULT_STAGES,
     Decision,
     Request,
     decide,
@@ -40,7 +39,6 @@ from raypipe.prepare.inputs import Opened, example_of, needs_profile, open_argum
 from raypipe.prepare.job import Job
 from raypipe.prepare.loss_reduction import find_reduction
 from raypipe.prepare.profile import (
-    crowd_of,
     crowded_notes,
     further_of,
     optimizer_factor,
@@ -71,12 +69,15 @@ def prepare(
     num_workers: int | None,
     cluster: Cluster | None = None,
     profiled: Profile | None = None,
+    *,
+    predict: bool = False,
 ) -> Job:
     """Open the data, capture the model, profile it where the plan needs that, make the plan.
 
     Args:
         cluster: what to plan for; None for ``num_workers`` equal places.
         profiled: of this model, measured before; None measures here.
+        predict: measure for a prediction, even where the plan itself needs no seconds.
 
     Raises:
         RaypipeError: one paragraph that says what to change.
@@ -84,11 +85,9 @@ def prepare(
     found = open_arguments(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
     captured, request = found.captured, found.request
     reduction, counted = find_reduction(found.model, loss_fn, captured, found.example, pipeline)
-    here = profiled is None and needs_profile(pipeline, cluster)
+    here = profiled is None and (predict or needs_profile(pipeline, cluster))
     if here:
         profiled = profile_of(captured, found.example, found.larger, by_size=wants_curve(pipeline))
-        if cluster is None:
-            profiled = crowd_of(captured, profiled, found.example, _workers(request))
     counts: tuple[tuple[int, float], ...] = ()
     if profiled is None:
         partition = make_partition(captured.graph, request)
@@ -201,14 +200,6 @@ def _check(found: Opened, programs: tuple[StageProgram, ...], size: int, pipelin
 def _decided(request: Request, profiled: Profile, factor: float, cluster: Cluster | None) -> Decision:
     known = dataclasses.replace(request, optimizer_factor=factor, least_microbatch=_least_microbatch(profiled))
     return decide(known, profiled, cluster)
-
-
-def _workers(request: Request) -> int:
-    """The most that a plan without a cluster takes."""
-    stages = len(request.split_points) + 1 if request.split_points else request.num_stages
-    if stages is None or request.partitioner == "hierarchical":
-        return request.num_workers or stages or DEFAULT_STAGES  # a stage on each, or two stages each on as many
-    return request.workers(stages)
 
 
 def _rooms(decision: Decision) -> tuple[Room, ...]:

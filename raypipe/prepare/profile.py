@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from raypipe.engine.capture import Capture
-from raypipe.engine.profile_cache import cached_crowd, cached_further, cached_profile
-from raypipe.engine.profiling import estimate_graph, first_of, is_far, matters, num_processors, powers_of_two
+from raypipe.engine.profile_cache import cached_further, cached_profile
+from raypipe.engine.profiling import estimate_graph, first_of, is_far, powers_of_two
 from raypipe.engine.state import MakeOptimizer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
@@ -20,7 +20,6 @@ from raypipe.ir.profile import Profile
 from raypipe.progress import ProfilingBar
 
 __all__ = [
-    "crowd_of",
     "crowded_notes",
     "further_of",
     "optimizer_factor",
@@ -30,8 +29,8 @@ __all__ = [
     "stale_notes",
 ]
 
-MOST_EACH, MOST_ASKED = 2, 64
-"""Workers per processor, and in all."""
+MOST_EACH = 2
+"""Workers per processor; a plan for more of them must be meant for other machines."""
 ADAM_FACTOR = 2.0
 """Bytes of Adam's state per byte of parameters."""
 
@@ -82,36 +81,9 @@ def further_of(
         bar.close()
 
 
-def crowd_of(captured: Capture, profiled: Profile, example: Mapping[Any, torch.Tensor], workers: int) -> Profile:
-    """The profile with what workers on this machine cost each other, measured or from the cache.
-
-    They are taken to be here, as the links of a plan without a cluster are, unless this process is or will be connected
-    to other machines. A model that takes next to nothing is not asked, nor are more workers than MOST_EACH per
-    processor or MOST_ASKED in all, which must be meant for elsewhere.
-
-    Args:
-        example: what the profile was measured on.
-    """
-    processors = num_processors()
-    if workers > min(MOST_EACH * processors, MOST_ASKED) or not _alone():
-        return profiled
-    for count in sorted({min(workers, processors), workers}):
-        if not matters(profiled, count):
-            continue
-        bar = ProfilingBar()
-        try:
-            found = cached_crowd(captured, profiled, example, count, progress=bar)
-        finally:
-            bar.close()
-        if found.crowd == profiled.crowd:
-            return found  # it cannot be measured, and a note says why
-        profiled = found
-    return profiled
-
-
 def crowded_notes(workers: int) -> list[str]:
     """A sentence where workers on this machine wait for processors, of which predicted steps know nothing."""
-    processors = num_processors()
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not processors < workers <= MOST_EACH * processors or not _alone():
         return []
     return [

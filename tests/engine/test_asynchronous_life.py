@@ -12,6 +12,7 @@ import torch
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.errors import PlanError, StageError
 from raypipe.ir.plan import Plan
+from raypipe.runtime.run.blueprint import PlanRows
 from tests.engine.test_resume import adamw, cosine, outcome, wait_for
 from tests.exactness import same_bits
 from tests.models import CASES
@@ -172,5 +173,8 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(mode: str, words:
 
 def test_the_predicted_step_has_no_flush_in_it(tmp_path: Path) -> None:
     found = trainer(tmp_path, "run", schedule="2bw")
-    alone_s = found.simulate().makespan_s
-    assert 0.0 < found._predicted_step_s < alone_s
+    plan = found.plan(profiled=found.profile())
+    one_step = PlanRows(plan, found._prepared().request, plan.schedule.wiring.first_trainable).predicted()
+    assert one_step is not None
+    assert plan.prediction is not None
+    assert 0.0 < plan.prediction.step_s < one_step.makespan_s

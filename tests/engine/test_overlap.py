@@ -9,6 +9,7 @@ import torch
 
 from raypipe.engine.norms import norm_of, norms_told
 from raypipe.errors import StageError
+from raypipe.runtime.run.blueprint import PlanRows
 from tests.engine.test_asynchronous_life import STEPS, fit, trainer
 from tests.models import CASES
 
@@ -44,5 +45,8 @@ def test_the_plan_counts_the_steady_state(tmp_path: Path) -> None:
     assert free.plan().schedule.wiring.norm_per_stage
     assert not clipped.plan().schedule.wiring.norm_per_stage
     assert not trainer(tmp_path, "run", name="tied-sequential", schedule="zb-h1").plan().schedule.wiring.norm_per_stage
-    one_step_s = free.simulate().makespan_s
-    assert free._predicted_step_s < one_step_s
+    plan = free.plan(profiled=free.profile())
+    one_step = PlanRows(plan, free._prepared().request, plan.schedule.wiring.first_trainable).predicted()
+    assert one_step is not None
+    assert plan.prediction is not None
+    assert plan.prediction.step_s < one_step.makespan_s

@@ -22,8 +22,8 @@ from torch.utils.data import TensorDataset
 import raypipe
 from jobs.bench.simulate.runs import next_word, small_gpt
 from jobs.lib.emulated import CPU_SHARE
+from jobs.lib.stage_seconds import measure_stages
 from raypipe.engine.capture import capture
-from raypipe.engine.profile import measure_stages
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.plan import Plan
 from raypipe.planner.schedule import make_schedule

@@ -8,7 +8,7 @@ Prediction: |predicted - measured| / measured, where predicted is the makespan o
 asked before the run, and measured the median step of that run. Median over runs of
 
     emulated   stages that sleep, each for a time of its own that jitters from call to call
-    real       small models of uneven layers, stage times measured by raypipe.engine.profile
+    real       small models of uneven layers, stage times as the profile of the plan has them
 
 With --handicap, the emulated runs repeat with that much more sleep in every forward and backward: the measured step
 must move by what the simulator says.

@@ -2,7 +2,6 @@
 
     capture --> steps.py: one operation at a time --> observe.py: what happens in it --> measure.py: Profile
                                                                  one more size     --> further.py: Profile
-                                                                 beside others     --> crowd.py: Profile
                                                                  FLOPs and bytes   --> estimate.py: Profile
 
 What is measured is one micro-batch on one CPU thread, in this process: forward, backward for inputs, backward for
@@ -11,7 +10,6 @@ parameters with the sums of their gradients, and the bytes that autograd keeps i
 
 from __future__ import annotations
 
-from raypipe.engine.profiling.crowd import matters, measure_crowd, num_processors
 from raypipe.engine.profiling.estimate import Rates, estimate_graph, measure_rates
 from raypipe.engine.profiling.further import is_far, measure_further
 from raypipe.engine.profiling.measure import Progress, powers_of_two, profile_graph
@@ -23,11 +21,8 @@ __all__ = [
     "estimate_graph",
     "first_of",
     "is_far",
-    "matters",
-    "measure_crowd",
     "measure_further",
     "measure_rates",
-    "num_processors",
     "powers_of_two",
     "profile_graph",
 ]

@@ -15,7 +15,7 @@ from raypipe.planner.tune.choose import ASSUMED_LINK, decide, plan_of
 from raypipe.planner.tune.cut import make_partition
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.plain import make_plan
-from raypipe.planner.tune.predict import step_of, timeline_of
+from raypipe.planner.tune.predict import costs_of, step_of, timeline_of
 from raypipe.planner.tune.profile_table import profile_table
 from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED, DEFAULT_STAGES, Request, microbatches, settled_schedule
 from raypipe.planner.tune.settled import build_schedule, memory_model
@@ -30,6 +30,7 @@ __all__ = [
     "Decision",
     "Request",
     "build_schedule",
+    "costs_of",
     "decide",
     "make_partition",
     "make_plan",

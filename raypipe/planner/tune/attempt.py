@@ -24,7 +24,7 @@ from raypipe.planner.tune.fits import memory_test
 from raypipe.planner.tune.predict import first_trainable_stage, hops_of, predict, stages_of
 from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED, Request, microbatches, settled_schedule
 from raypipe.planner.tune.settled import build_schedule, memory_model
-from raypipe.planner.tune.sizes import graph_at, seconds_at, shared_by, times_of
+from raypipe.planner.tune.sizes import graph_at, seconds_at, times_of
 from raypipe.planner.tune.workers import rounds_of
 
 __all__ = ["Problem", "attempt", "predicted"]
@@ -69,21 +69,6 @@ class Problem:
     def at(self, samples: int, graph: ModelGraph) -> ModelGraph:
         """The profile's graph, or a coarser form of it, with seconds at this size."""
         return graph_at(self.profile, samples, self.seconds(samples), graph)
-
-    def shared(self, num_stages: int | None) -> Problem:
-        """The problem of a plan with so many stages, whose workers share the machine; None takes all devices.
-
-        A described cluster says itself how fast its devices are.
-        """
-        if self.described or not self.profile.crowd:
-            return self
-        if num_stages is None or self.request.partitioner == "hierarchical":
-            workers = len(self.cluster.devices)
-        else:
-            workers = self.request.workers(num_stages)
-        profile = shared_by(self.profile, workers)
-        # What was read off the graph before is kept where nothing changes.
-        return self if profile is self.profile else dataclasses.replace(self, profile=profile)
 
     @property
     def bounded(self) -> bool:

@@ -58,12 +58,11 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     counts = _stage_counts(problem)
     best_s = math.inf
     for count in reversed(counts):
-        here = problem.shared(count)
-        if count is not None and _at_least_s(here, count) > best_s * (1 + EVEN):
+        if count is not None and _at_least_s(problem, count) > best_s * (1 + EVEN):
             continue
         try:
             # With one number only there is nothing to compare, and the full answer is asked for at once.
-            found.append(_with_stages(here, count, quick=len(counts) > 1))
+            found.append(_with_stages(problem, count, quick=len(counts) > 1))
             best_s = min(best_s, found[-1].prediction.step_s)
         except PlanError as error:
             refusal = refusal or error
@@ -75,7 +74,6 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
         raise refusal
     near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
     best = min(near, key=lambda decision: sum(decision.partition.replicas))
-    problem = problem.shared(best.partition.num_stages if len(counts) > 1 else counts[0])
     best = _refined(problem, best) if len(counts) > 1 else best
     return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
 

@@ -13,7 +13,11 @@ from raypipe.planner.tune.weights import weight_reason
 __all__ = ["reasons_of"]
 
 WORTH_A_WORD = 1.005
-"""Times that workers take beside each other."""
+"""Ratio of two predicted steps above which one is called faster."""
+SHARED = (
+    "seconds are those of a worker alone on its machine; workers that share one machine's processors may be some "
+    "percent slower than predicted"
+)
 
 
 def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> tuple[tuple[str, str], ...]:
@@ -23,8 +27,8 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
         looked_at: the decisions for every number of stages that fits.
     """
     reasons = [("cut", best.partition.reason), ("stages", _stages(problem, best, looked_at))]
-    if not problem.described and any(factor >= WORTH_A_WORD for _, factor in problem.profile.crowd):
-        reasons.append(("machine", _machine(problem.profile.crowd)))
+    if not problem.described and best.partition.num_stages > 1:
+        reasons.append(("machine", SHARED))
     reasons.append(("micro-batches", _microbatches(best)))
     reasons.append(("schedule", _schedule(problem, best)))
     weights = weight_reason(best.request, best.partition.num_stages, best.num_microbatches)
@@ -65,11 +69,6 @@ def _best_of(best: Decision, looked_at: Sequence[Decision]) -> str:
     if next_s > step_s * WORTH_A_WORD:
         return f"{next_s / step_s - 1:.0%} faster than {next_best}" if step_s else "the fastest number"
     return f"as fast as {next_best}, with fewer workers"
-
-
-def _machine(crowd: Sequence[tuple[int, float]]) -> str:
-    factors = ", ".join(f"{workers} at once: {factor:.2f}" for workers, factor in crowd)
-    return f"workers share its processors and slow each other down; times that each computes as long: {factors}"
 
 
 def _microbatches(best: Decision) -> str:

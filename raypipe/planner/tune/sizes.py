@@ -1,4 +1,4 @@
-"""A profile at other micro-batch sizes than the one that its nodes were measured at, and on a machine that is shared.
+"""A profile at other micro-batch sizes than the one that its nodes were measured at.
 
     whole model   t(b), a curve through several sizes
     one node      lines through the sizes it was measured at, two or three; else it grows as the whole does
@@ -20,7 +20,7 @@ from raypipe.ir.profile import Profile
 from raypipe.planner.columns import columns_of
 from raypipe.planner.microbatch import StageTime, fit_stage_time
 
-__all__ = ["graph_at", "seconds_at", "seconds_by_count", "shared_by", "times_of"]
+__all__ = ["graph_at", "seconds_at", "seconds_by_count", "times_of"]
 
 Floats = NDArray[np.float64]
 LEAST = 1e-3
@@ -43,24 +43,6 @@ def seconds_at(profile: Profile, times: StageTime | None, samples: int) -> float
     if times is None:
         return here_s * samples / profile.microbatch_size
     return here_s * times.seconds(samples) / times.seconds(profile.microbatch_size)
-
-
-def shared_by(profile: Profile, workers: int) -> Profile:
-    """The profile of a machine on which so many workers compute at once.
-
-    Numbers of workers between those that were measured lie on a line; more than that count as the most.
-    """
-    known = ((1, 1.0), *profile.crowd)
-    factor = float(np.interp(workers, [count for count, _ in known], [factor for _, factor in known]))
-    if factor == 1.0:
-        return profile
-    nodes = tuple(_slower(node, factor) for node in profile.graph.nodes)
-    small, large = (
-        one and (one[0], tuple(seconds * factor for seconds in one[1])) for one in (profile.small, profile.large)
-    )
-    by_size = tuple((size, seconds * factor) for size, seconds in profile.seconds_by_size)
-    graph = dataclasses.replace(profile.graph, nodes=nodes)
-    return dataclasses.replace(profile, graph=graph, seconds_by_size=by_size, small=small, large=large)
 
 
 def seconds_by_count(

@@ -60,7 +60,7 @@ class _DriverActor:
         Args:
             states: references to the workers' packed tensors, which only they resolve.
         """
-        self._predicted, spec = planned.predicted, blueprint.spec
+        spec = blueprint.spec
         try:
             if self._detached:
                 states[:] = _kept(states)
@@ -84,6 +84,7 @@ class _DriverActor:
         lease: Lease,
     ) -> Outcome:
         spec, (run, setup, plan) = blueprint.spec, assemble(blueprint, planned)
+        self._predicted = plan.predicted
         count = len(setup.programs)
         stages = "1 stage" if count == 1 else f"{count} stages"
         self._journal.begins(f"waiting for the places and processes of {stages}")

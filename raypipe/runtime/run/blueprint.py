@@ -27,7 +27,8 @@ from raypipe.planner.schedule.asynchronous import finite, minibatches_to_drain, 
 from raypipe.planner.schedule.forward import forward_only
 from raypipe.planner.schedule.validate import lowered_and_checked
 from raypipe.planner.segments import Flow, train_segments
-from raypipe.planner.tune import Request, build_schedule
+from raypipe.planner.simulate.serial import simulate
+from raypipe.planner.tune import Request, build_schedule, costs_of
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.retuning import retune_setup
 from raypipe.runtime.run.spec import PlanInForce, RunSpec
@@ -94,6 +95,7 @@ def assemble(blueprint: Blueprint, planned: Planned) -> Assembled:
     programs = blueprint.graph.programs(plan.partition.cuts, plan.partition.order)
     first = programs[0].first_trainable
     rows = PlanRows(plan, blueprint.request, first)
+    predicted = rows.predicted()
     setup = GenerationSetup(
         programs, plan.schedule.wiring.homes, plan.weights, codecs_of(blueprint.pipeline), plan.generation
     )
@@ -103,13 +105,24 @@ def assemble(blueprint: Blueprint, planned: Planned) -> Assembled:
         PlanInForce(
             plan=plan,
             schedules=_schedules(rows, spec.num_samples, spec.num_steps),
-            predicted=planned.predicted or Timeline((), "predicted"),
-            predicted_step_s=planned.predicted_step_s,
+            predicted=predicted,
+            predicted_step_s=_step_s(plan, predicted, overlaps=blueprint.turns),
             flow=rows.flow,
             retune=retune_setup(blueprint.pipeline, blueprint.request, planned, first) if blueprint.turns else None,
             first_trainable=first,
         ),
     )
+
+
+def _step_s(plan: Plan, predicted: Timeline | None, *, overlaps: bool) -> float:
+    """Seconds of one step as the plan predicts them; 0 where it was made without a profile.
+
+    Args:
+        overlaps: whether a step may begin before the one before it has ended on every stage, as between processes.
+    """
+    if plan.prediction is None or predicted is None:
+        return 0.0
+    return plan.prediction.step_s if overlaps or plan.weights.interval is not None else predicted.makespan_s
 
 
 def codecs_of(pipeline: PipelineConfig) -> Codecs:
@@ -138,6 +151,14 @@ class PlanRows:
             return None
         warmups = tuple(map(len, self.plan.schedule.prologue))
         return Flow(interval, minibatches_to_drain(self.plan.num_microbatches, warmups))
+
+    def predicted(self) -> Timeline | None:
+        """One step that begins and ends with an empty pipeline; None where the plan was made without a profile."""
+        found = self.plan.prediction
+        if found is None:
+            return None
+        key = RowsKey(self.plan.num_microbatches, update_interval=self.plan.weights.interval)
+        return simulate(self.rows(key), costs_of(found.stages, found.hops))
 
     def rows(self, key: RowsKey) -> Schedule:
         """Lowered and checked rows of a segment that begins and ends with an empty pipeline."""

@@ -163,7 +163,8 @@ class _Loop:
         self.checkpoints.finish(self.at.step)
         if self.at.step > began_at:
             measured = Timeline(tuple(self.fleet.spans()), "measured", name=spec.name)
-            self.try_to(lambda: self.folder.write_timelines([self.plan.predicted, measured]))
+            timelines = [found for found in (self.plan.predicted, measured) if found is not None]
+            self.try_to(lambda: self.folder.write_timelines(timelines))
         self.end_retuning()
         stopped = requests.stop_reason if self.at.step < spec.num_steps else ""
         decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")

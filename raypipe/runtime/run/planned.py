@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypipe.ir.plan import Plan
-from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import Room
 
 __all__ = ["Planned"]
@@ -18,12 +17,8 @@ class Planned:
     Attributes:
         rooms: memory that is left to the schedule, by stage.
         microbatch_seconds: as in planner.control.Setup, where their number may change; else empty.
-        predicted: one simulated step; None where nobody asked.
-        predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state.
     """
 
     plan: Plan
     rooms: tuple[Room, ...]
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
-    predicted: Timeline | None = None
-    predicted_step_s: float = 0.0

@@ -94,8 +94,8 @@ class PlanInForce:
     Attributes:
         plan: saved as plan.json.
         schedules: lowered rows.
-        predicted: the simulated timeline of one step, for the trace.
-        predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state.
+        predicted: the simulated timeline of one step, for the trace; None where the plan was made without a profile.
+        predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state; 0 where unknown.
         flow: of an asynchronous schedule; None runs empty after every step.
         retune: what the controller may turn; None where it is to turn nothing.
         first_trainable: lowest stage with a backward.
@@ -103,7 +103,7 @@ class PlanInForce:
 
     plan: Plan
     schedules: Mapping[RowsKey, Schedule]
-    predicted: Timeline
+    predicted: Timeline | None
     predicted_step_s: float
     flow: Flow | None = None
     retune: Setup | None = None

@@ -26,6 +26,7 @@ class ThreadLine:
 
     def __init__(self, blueprint: Blueprint, planned: Planned, make_fleet: Callable[[Assembled], AnyFleet]) -> None:
         self._blueprint, self._planned = blueprint, planned
+        self._predicted: Timeline | None = None
         spec = self._spec = blueprint.spec
         self._make_fleet = make_fleet
         self._journal = Journal(spec.name, str(spec.place))
@@ -44,7 +45,7 @@ class ThreadLine:
         self._requests.checkpoint()
 
     def predicted(self) -> Timeline | None:
-        return self._planned.predicted
+        return self._predicted
 
     def hang_up(self) -> None:
         """End the run, if it goes on, and wait for its thread."""
@@ -55,6 +56,7 @@ class ThreadLine:
         try:
             with Lease.take(self._spec.place, self._spec.name, self._journal.begins) as lease:
                 made = assemble(self._blueprint, self._planned)
+                self._predicted = made.plan.predicted
                 fleet = self._make_fleet(made)
                 try:
                     self._journal.begins(num_steps=self._spec.num_steps)

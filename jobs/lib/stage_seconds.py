@@ -1,12 +1,10 @@
-"""Seconds of every stage, measured by running one micro-batch through all of them in this process.
+"""Seconds of whole stages, measured by running one micro-batch through all of them in this process.
 
-Parameters are read, never changed; buffers are copies. What the model leaves out: another device or another
-load on the machine that will run the stage.
+Parameters are read, never changed; buffers are copies.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import statistics
@@ -19,9 +17,8 @@ import torch
 from raypipe.engine.local import one_thread
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import GraphFunction, StageProgram
-from raypipe.engine.state import MakeOptimizer, StageState
 
-__all__ = ["StageSeconds", "measure_stages", "measure_steps"]
+__all__ = ["StageSeconds", "measure_stages"]
 
 
 class StageSeconds(NamedTuple):
@@ -59,49 +56,6 @@ def measure_stages(
         tuple(statistics.median(r[1][s] for r in rounds) for s in stages),
         rounds[0][2],
     )
-
-
-def measure_steps(
-    programs: Sequence[StageProgram],
-    tensors: Mapping[str, torch.Tensor],
-    make_optimizer: MakeOptimizer,
-    repeats: int = 3,
-) -> tuple[float, ...]:
-    """Seconds of every stage's optimizer step: medians after one to warm up, on copies, one stage at a time.
-
-    A stage whose optimizer cannot be made or refuses to step counts as 0; training will say what is wrong with it.
-
-    Args:
-        tensors: parameters and buffers by canonical name.
-        make_optimizer: the user's.
-    """
-    found = []
-    with one_thread():
-        for program in programs:
-            seconds = [0.0]
-            with contextlib.suppress(Exception):
-                seconds = _steps(program, tensors, make_optimizer, repeats)
-            found.append(statistics.median(seconds))
-    return tuple(found)
-
-
-def _steps(
-    program: StageProgram, tensors: Mapping[str, torch.Tensor], make_optimizer: MakeOptimizer, repeats: int
-) -> list[float]:
-    names = (*program.parameters, *program.buffers)
-    state = StageState(program, {name: tensors[name].detach().clone() for name in names}, make_optimizer, None)
-    if state.optimizer is None:
-        return [0.0]
-    for parameter in state.parameters.values():
-        if parameter.requires_grad:
-            # Adam's step takes more than twice as long on zeros.
-            parameter.grad = torch.full_like(parameter, 1e-3)
-    seconds = []
-    for _ in range(repeats + 1):
-        begin_s = time.perf_counter()
-        state.optimizer.step()
-        seconds.append(time.perf_counter() - begin_s)
-    return seconds[1:]
 
 
 def _round(
