@@ -27,7 +27,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PARALLEL = ("-n", "auto")
 """One worker of pytest-xdist per core, for tests that compute and bound no time. The engine's go group by group, as
 conftest.py says, because tests share what they captured."""
-FOLDERS = {"engine": "engine", "zoo": "engine", "runtime": "ray", "jobs": "ray", "lab": "ray", "gpu": "gpu"}
+FOLDERS = {
+    "engine": "engine",
+    "runs": "engine",
+    "zoo": "engine",
+    "runtime": "ray",
+    "jobs": "ray",
+    "lab": "ray",
+    "gpu": "gpu",
+}
 """The tier of tests in these folders, where their file has no mark of another; elsewhere it is "core"."""
 LINT = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
 
@@ -63,10 +71,10 @@ TIERS = (
         ("--forbid=ray", *PARALLEL, "--dist=loadgroup", "--no-loadscope-reorder"),
         long=(
             "zoo/test_zoo.py",
-            "engine/test_exactness.py",
-            "engine/test_resume.py",
-            "engine/test_asynchronous.py",
-            "engine/test_planned_*",
+            "runs/test_exactness.py",
+            "prepare/test_resume.py",
+            "runs/test_asynchronous.py",
+            "runs/test_planned_nets.py",
         ),
     ),
     Tier(
@@ -75,11 +83,11 @@ TIERS = (
         patient=(
             "jobs/test_*.py",
             "lab/test_two_raylets.py",
-            "runtime/test_cli_runs.py",
-            "runtime/test_jobs.py",
-            "runtime/test_publish.py",
+            "cli/test_runs.py",
+            "jobs/test_lm.py",
+            "runtime/driver/test_publish.py",
         ),
-        long=("runtime/test_jobs.py",),
+        long=("jobs/test_lm.py",),
     ),
     Tier("gpu", 300, optional=True),
 )

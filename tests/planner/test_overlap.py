@@ -15,7 +15,7 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune import Request, build_schedule, step_of
-from tests.planner.test_control_search import at_most, measured_of
+from tests.planner.control.test_search import at_most, measured_of
 
 SECONDS = st.floats(0.01, 1.0)
 

@@ -6,7 +6,7 @@ measured ones and the same for every candidate: what differs between two results
     compiled once:   RECV_F -> wait for a message    F -> add seconds    SEND_F -> hand a message to a wire
     replayed often:  one pass over these, in an order that respects every wait
 
-With equal messages the result is ``makespan_s``'s to the bit (tests/planner/test_control_replay.py). Steps that overlap
+With equal messages the result is ``makespan_s``'s to the bit (tests/planner/control/test_replay.py). Steps that overlap
 are replayed one behind the other, and what counts is how much longer each of them makes the run.
 """
 

@@ -1,0 +1,88 @@
+"""Exported files hold every tensor once, under its original name, in files no larger than asked for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from raypipe.api.export import _parts, export_hugging_face, export_safetensors, shared_names
+from raypipe.engine.checkpoint import load_state_dict
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError, ConfigError
+from tests.checkpoints import small_checkpoint
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(small_checkpoint(Place.of(tmp_path / "run"), 3).path)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_one_file_holds_the_state(checkpoint: Path, tmp_path: Path) -> None:
+    for source in (checkpoint, checkpoint.parent.parent):  # the checkpoint, and the run
+        file = tmp_path / "out/model.safetensors"
+        assert export_safetensors(source, file) == {}
+        assert same(load_file(file), load_state_dict(checkpoint))
+    assert [path.name for path in file.parent.iterdir()] == ["model.safetensors"]
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+def test_a_folder_of_several_files_has_an_index(checkpoint: Path, tmp_path: Path) -> None:
+    state = load_state_dict(checkpoint)
+    largest = max(tensor.nbytes for tensor in state.values())
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    folder = tmp_path / "hf"
+    export_hugging_face(checkpoint, folder, tmp_path, file_bytes=largest)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 1
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
+    assert {path.name for path in folder.iterdir()} == {*files, "model.safetensors.index.json", "config.json"}
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    parts = {file: load_file(folder / file) for file in files}
+    assert same({name: parts[file][name] for name, file in index["weight_map"].items()}, state)
+
+
+def test_what_cannot_be_done_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        export_safetensors(tmp_path / "nothing", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        export_safetensors(checkpoint, checkpoint / "manifest.json" / "x")
+    with pytest.raises(ConfigError, match="is there already"):
+        export_hugging_face(checkpoint, checkpoint)
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        export_hugging_face(checkpoint, tmp_path / "hf", tmp_path)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_shared_tensors_are_found_and_views_are_not_taken_for_them() -> None:
+    one, other = torch.arange(6.0).view(2, 3), torch.zeros(0)
+    state = {"a": one, "b": one, "turned": one.T, "part": one[:1], "c": one, "empty": other, "nothing": other}
+    assert shared_names(state) == {"b": "a", "c": "a"}
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 60))
+def test_files_keep_the_order_and_stay_below_the_limit(sizes: list[int], limit: int) -> None:
+    state = {str(i): torch.zeros(size, dtype=torch.uint8) for i, size in enumerate(sizes)}
+    parts = _parts(state, limit)
+    assert [name for part in parts for name in part] == list(state)
+    assert all(parts)
+    for part in parts:
+        assert len(part) == 1 or sum(state[name].nbytes for name in part) <= limit
+    for left, right in itertools.pairwise(parts):  # the next one would not have fitted
+        assert sum(state[name].nbytes for name in [*left, right[0]]) > limit

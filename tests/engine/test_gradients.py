@@ -1,0 +1,85 @@
+"""Gradients of large parameters are added while the backward runs: the same bits, and never all of them at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raypipe.engine import gradients as sinks
+from raypipe.engine.backward import gradients
+from raypipe.engine.gradients import GradientSink
+from raypipe.engine.stage import Site
+from raypipe.engine.weight_ring import WeightRing
+from tests.engine.rings import program_of
+from tests.runs.test_exactness import compare
+
+SIZE = 600
+assert SIZE * SIZE * 4 > sinks.LARGE_BYTES
+
+
+def backwards(parameters: dict[str, torch.nn.Parameter], count: int) -> tuple[GradientSink, int]:
+    """Some micro-batches through a chain of matrices, the first used twice; most bytes of gradients alive at once."""
+    sites = (Site("a", 0), Site("small", 0), Site("b", 0), Site("c", 0), Site("a", 1))
+    program = program_of(sites, parameters)
+    sink = GradientSink(program, parameters)
+    ring = WeightRing(program, parameters, watch=sink.watch)
+    ring.begin(0, count)
+    handed = 0
+    for microbatch in range(count):
+        ring.enter(microbatch, 0)
+        a, small, b, c, again = ring.leaves(microbatch)
+        x = torch.arange(4 * SIZE, dtype=torch.float32).reshape(4, SIZE).div(4 * SIZE).add(microbatch)
+        y = torch.tanh((torch.tanh(x @ a) + small) @ b)
+        loss = torch.tanh(torch.tanh(y @ c) @ again.t()).square().mean()
+        found = gradients([loss], [torch.tensor(0.3)], ring.trained(microbatch))
+        handed = max(handed, sum(g.untyped_storage().nbytes() for g in found if g is not None))
+        ring.leave(microbatch)
+        sink.add(found)
+    sink.finish(())
+    return sink, handed
+
+
+def made() -> dict[str, torch.nn.Parameter]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"a": (SIZE, SIZE), "small": (SIZE,), "b": (SIZE, SIZE), "c": (SIZE, SIZE)}
+    return {n: torch.nn.Parameter(torch.randn(shape, generator=draw) / SIZE**0.5) for n, shape in shapes.items()}
+
+
+def test_the_same_bits_in_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = made()
+    _, handed = backwards(early, 3)
+    assert handed < 2 * SIZE * 4, "all but the small parameter's was taken on the way"
+    monkeypatch.setattr(sinks, "LARGE_BYTES", 1 << 60)
+    late = made()
+    _, handed = backwards(late, 3)
+    assert handed > 4 * SIZE * SIZE * 4
+    for name, parameter in late.items():
+        assert parameter.grad is not None
+        assert early[name].grad is not None
+        assert torch.equal(parameter.grad, early[name].grad), name
+        assert parameter.grad.abs().max() > 0
+
+
+def test_another_micro_batch_without_this_parameter_adds_nothing() -> None:
+    parameters = made()
+    sites = tuple(Site(name, 0) for name in parameters)
+    program = program_of(sites, parameters)
+    sink = GradientSink(program, parameters)
+    ring = WeightRing(program, parameters, watch=sink.watch)
+    ring.begin(0, 2)
+    for microbatch, used in enumerate(("a", "b")):
+        ring.enter(microbatch, 0)
+        leaf = ring.leaves(microbatch)[list(parameters).index(used)]
+        sink.add(gradients([leaf.sum()], [torch.tensor(1.0)], ring.trained(microbatch)))
+        ring.leave(microbatch)
+    sink.finish(())
+    assert parameters["c"].grad is None
+    assert torch.equal(parameters["a"].grad, torch.ones(SIZE, SIZE))
+    assert torch.equal(parameters["b"].grad, torch.ones(SIZE, SIZE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "cnn", "unet", "buffers", "attention", "frozen-middle"])
+def test_whole_steps_are_exact_when_every_gradient_counts_as_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "LARGE_BYTES", 1)
+    assert compare(name, 2, "slack", "ragged-epoch") == []

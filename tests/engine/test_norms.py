@@ -1,0 +1,52 @@
+"""Stages that wait for no norm: the driver's total has torch's bits, and what is not finite still ends the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from raypipe.engine.norms import norm_of, norms_told
+from raypipe.errors import StageError
+from raypipe.runtime.run.blueprint import PlanRows
+from tests.models import CASES
+from tests.runs.test_asynchronous_life import STEPS, fit, trainer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_stages_tell_makes_the_norm_that_torch_makes(dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    for count in (1, 2, 7, 50, 301):
+        gradients = [torch.randn(3, generator=drawn).to(dtype) for _ in range(count)]
+        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+        places = torch.randperm(count, generator=drawn)
+        parts = [norms_told(held, norms[held]) for held in places.tensor_split(3)]
+        assert norm_of(parts) == float(torch.nn.utils.get_total_norm(gradients))
+
+
+@pytest.mark.parametrize(("limit", "words"), [(None, "so it refused the update"), (0.5, "so no stage took")])
+def test_a_loss_that_is_no_number_ends_the_run(limit: float | None, words: str, tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    calls = iter(range(100))
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert case.loss_fn is not None
+        return case.loss_fn(output, target) * (float("nan") if next(calls) == 30 else 1.0)
+
+    with pytest.raises(StageError, match=words):
+        fit(trainer(tmp_path, "run", loss_fn=loss_fn, schedule="zb-h1", max_grad_norm=limit), STEPS)
+
+
+def test_the_plan_counts_the_steady_state(tmp_path: Path) -> None:
+    free, clipped = (trainer(tmp_path, "run", schedule="zb-h1", slack=1, max_grad_norm=limit) for limit in (None, 0.5))
+    assert free.plan().schedule.wiring.norm_per_stage
+    assert not clipped.plan().schedule.wiring.norm_per_stage
+    assert not trainer(tmp_path, "run", name="tied-sequential", schedule="zb-h1").plan().schedule.wiring.norm_per_stage
+    plan = free.plan(profiled=free.profile())
+    one_step = PlanRows(plan, free._prepared().request, plan.schedule.wiring.first_trainable).predicted()
+    assert one_step is not None
+    assert plan.prediction is not None
+    assert plan.prediction.step_s < one_step.makespan_s

@@ -1,0 +1,177 @@
+"""A plan for its reader: four lines of real plans, all of it under explain, and no riddles in either."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import raypipe
+from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.plan import Plan
+from tests.hugging_face import hugging_face
+
+pytestmark = pytest.mark.engine
+
+NAMES = ("stages:  ", "step:    ", "memory:  ", "why:     ")
+SIZE = r"\d+(\.\d)? [KMG]?i?B"
+TIME = r"[\d.]+ (s|ms|us)"
+RIDDLES = (
+    "decided by",
+    "poor line",
+    "closed form",
+    "before scaling",
+    "bubble",
+    "bound:",
+    "t(b)",
+    "free links",
+    "F + B",
+)
+
+
+def sequential(run_config: object = None, **pipeline: object) -> raypipe.PipelineTrainer:
+    torch.manual_seed(0)
+    given = {"num_stages": 2, "minibatch_size": 16, **pipeline}
+    return raypipe.PipelineTrainer(
+        nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)),
+        loss_fn=nn.functional.cross_entropy,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        train_data=TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,))),
+        pipeline=raypipe.PipelineConfig(**given),  # type: ignore[arg-type]
+        run_config=run_config,
+    )
+
+
+def gpt2(**pipeline: object) -> raypipe.PipelineTrainer:
+    case = hugging_face("gpt2")
+    return raypipe.PipelineTrainer(
+        case.build,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        train_data=case.data(32),
+        pipeline=raypipe.PipelineConfig(minibatch_size=8, num_microbatches=4, num_stages=2, **pipeline),  # type: ignore[arg-type]
+    )
+
+
+def lines_of(plan: Plan) -> list[str]:
+    """The text behind each of the four names; whatever follows is a note."""
+    lines = str(plan).splitlines()
+    for line, name in zip(lines, NAMES, strict=False):
+        assert line.startswith(name)
+    assert [line for line in lines[4:] if not line.startswith("note:    ")] == []
+    return [line[len(name) :] for line, name in zip(lines, NAMES, strict=False)]
+
+
+def test_the_four_lines_of_a_sequential() -> None:
+    plan = sequential(partitioner=["2"], num_microbatches=4).plan()
+    stages, step, memory, why = lines_of(plan)
+    assert stages == "2. Stage 0: layer 0 (Linear) to layer 1 (ReLU); stage 1: layer 2 (Linear) to layer 4 (Linear)"
+    assert step == "16 samples in 4 micro-batches of 4; how long it takes is not known, for nothing was timed"
+    assert memory.startswith("parameters take at most 17.3 KiB, on stage 1; ")
+    assert why == "cut where PipelineConfig.partitioner says"
+
+
+def test_a_measured_plan_says_seconds_bytes_and_reasons() -> None:
+    plan = sequential(num_microbatches=4, memory_limit_bytes=1 << 20).plan()
+    stages, step, memory, why = lines_of(plan)
+    assert re.fullmatch(r"2\. Stage 0: layer 0 \(Linear\)( to .*)?; stage 1: (layer .* to )?layer 4 \(Linear\)", stages)
+    assert re.fullmatch(
+        rf"{TIME} predicted for 16 samples in 4 micro-batches of 4 \([\d,.]+ samples/s\), workers idle \d+% of it; "
+        r"computing times measured, links assumed \(1 GB/s, 0\.1 ms\)",
+        step,
+    )
+    assert re.fullmatch(rf"at most {SIZE} on worker 0, {SIZE} on worker 1, of 1\.0 MiB each", memory)
+    assert why.endswith("; 2 stages, as num_stages says")
+
+
+def test_stages_of_gpt2_are_told_in_the_users_names() -> None:
+    stages, _, memory, _ = lines_of(gpt2(partitioner=["transformer.h.1"]).plan())
+    assert stages == (
+        "2. Stage 0: transformer.wte (Embedding) to transformer.h.0 (GPT2Block); "
+        "stage 1: transformer.h.1 (GPT2Block) to lm_head (Linear)"
+    )
+    assert memory
+
+
+def test_a_cut_inside_a_block_names_what_lies_beside_it() -> None:
+    stages = lines_of(gpt2(partitioner=["transformer.h.1.mlp"]).plan())[0]
+    assert re.search(
+        r"to transformer\.h\.1\.ln_2 \(LayerNorm\); stage 1: transformer\.h\.1\.mlp \(GPT2MLP\) to", stages
+    )
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_described_cluster_tells_its_devices_limits_and_what_speed_means(count: int) -> None:
+    between = Link(25e9 / 8, 2e-5)
+    cluster = Cluster.hosts(count, 1, inside=Link(), between=between, device=Device("gpu", 2.0, 1 << 24))
+    plan = sequential(num_stages="auto" if count == 2 else 5, num_microbatches=4).plan(cluster=cluster)
+    stages, step, memory, _ = lines_of(plan)
+    used = plan.partition.num_stages
+    assert stages.startswith(f"{used}. Stage 0: ")
+    assert step.endswith("links as described") or used == 1
+    if used > 4:
+        assert "; ...; stage 4: " in stages
+        assert re.fullmatch(rf"at most {SIZE} on host\d/device0, the fullest of 5 workers, of 16\.0 MiB each", memory)
+    else:
+        assert memory.endswith(", of 16.0 MiB" + " each" * (used > 1))
+        assert "on host" in memory
+    assert any("speed 1.0 of a device is that of the machine which timed the model: cpu, " in n for n in plan.notes)
+
+
+def test_memory_that_decides_is_the_reason() -> None:
+    free = sequential().plan()
+    limit = max(stage.memory_bytes for stage in sequential(num_microbatches=16).plan().partition.stages)
+    plan = sequential(memory_limit_bytes=limit).plan()
+    assert free.num_microbatches < plan.num_microbatches
+    assert "would be faster but do not fit into memory" in lines_of(plan)[3]
+
+
+def test_explain_is_the_four_lines_and_then_the_rest() -> None:
+    trainer = sequential(num_microbatches=4)
+    plan, all_of_it = trainer.plan(), trainer.plan(explain=True)
+    assert plan == all_of_it
+    assert str(all_of_it) == plan.explain() == all_of_it.explain()
+    assert plan.explain().startswith(str(plan) + "\n\nplan: 2 stages, ")
+    for words in ("forward + backward", "slowest: ", "with 1f1b: ", "cut: ", "schedule: ", "is fullest at "):
+        assert words in plan.explain()
+        assert words not in str(plan)
+    assert all_of_it.to_json() == plan.to_json()
+    assert str(Plan.from_json(plan.to_json())) == str(plan)
+    assert "explained" not in plan.to_json()
+
+
+def plans() -> Sequence[Plan]:
+    slow = Cluster.hosts(2, 1, inside=Link(), between=Link(1e6, 1e-2), device=Device("gpu", 0.5, 1 << 24))
+    return (
+        sequential().plan(),
+        sequential(num_stages="auto", schedule="interleaved").plan(),
+        sequential(partitioner="parameters").plan(),
+        sequential(schedule="pipedream", num_microbatches=4).plan(),
+        sequential(schedule="zb-h1").plan(cluster=slow),
+        gpt2().plan(),
+        gpt2(schedule="2bw", retune_interval_steps=0).plan(),
+    )
+
+
+def test_no_plan_speaks_in_riddles() -> None:
+    texts = [f"{plan.explain()}\n{' '.join(plan.notes)}" for plan in plans()]
+    assert [(riddle, text) for text in texts for riddle in RIDDLES if riddle in text] == []
+    assert not any("{" in text for text in texts)
+
+
+def test_fit_says_where_the_folder_is_first_and_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(name: str, progress: bool) -> list[str]:
+        folder = SimpleNamespace(name=name, storage_path=str(tmp_path))
+        sequential(folder, partitioner="parameters", num_microbatches=2).fit(num_steps=2, local=True, progress=progress)
+        return capsys.readouterr().err.splitlines()
+
+    told = run("told", True)
+    said = [line for line in told if line.startswith("told: ")]
+    assert said[0] == f"told: its folder is {tmp_path / 'told'}"
+    assert said[-1] == told[-1] == f"told: finished, step 2/2; its folder is {tmp_path / 'told'}"
+    assert not any(str(tmp_path) in line for line in run("silent", False))

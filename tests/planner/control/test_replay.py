@@ -1,0 +1,76 @@
+"""The replay against the simulator, and against a pipeline that is played action by action."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.planner.control import Choice, schedule_of
+from raypipe.planner.control.replay import Wire, compiled, step_s
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.simulate.serial import Costs, makespan_s
+from tests.planner.control.lab import Pipeline
+
+SECONDS = st.floats(0.0, 5.0, allow_nan=False)
+
+
+@st.composite
+def choices(draw: st.DrawFn, stages: int) -> Choice:
+    kind = draw(st.sampled_from(["1f1b", "kfkb", "slack", "zb-h1", "gpipe"]))
+    count = draw(st.integers(1, 9))
+    group = draw(st.integers(1, count)) if kind == "kfkb" else 1
+    r = tuple(draw(st.lists(st.integers(1, 4), min_size=stages - 1, max_size=stages - 1)))
+    return Choice(kind, count, group, r if kind in ("slack", "zb-h1") else ())
+
+
+@given(st.data())
+def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
+    stages = data.draw(st.integers(1, 5))
+    choice = data.draw(choices(stages))
+    first = data.draw(st.integers(0, stages - 1))
+    busy = st.lists(SECONDS, min_size=stages, max_size=stages).map(tuple)
+    hops = st.lists(SECONDS, min_size=stages - 1, max_size=stages - 1).map(tuple)
+    forward_s, input_s, weight_s = data.draw(busy), data.draw(busy), data.draw(busy)
+    backward_s = tuple(i + w for i, w in zip(input_s, weight_s, strict=True))
+    latency, occupancy = (data.draw(hops), data.draw(hops)), (data.draw(hops), data.draw(hops))
+    costs = Costs(
+        forward_s, backward_s, input_s, weight_s,
+        forward_latency_s=latency[0], backward_latency_s=latency[1],
+        forward_occupancy_s=occupancy[0], backward_occupancy_s=occupancy[1],
+    )  # fmt: skip
+    wires = [Wire(latency[way][hop], (occupancy[way][hop],)) for hop in range(stages - 1) for way in (0, 1)]
+    halves_s = tuple(zip(input_s, weight_s, strict=True))
+    found = step_s(compiled(choice, stages, first), forward_s, backward_s, wires, halves_s=halves_s)
+    assert found == makespan_s(lower(schedule_of(choice, stages, first)), costs)
+
+
+@given(st.data())
+def test_messages_with_times_of_their_own_give_what_the_pipeline_takes(data):
+    stages = data.draw(st.integers(2, 4))
+    choice = data.draw(choices(stages))
+    count, steps = choice.num_microbatches, data.draw(st.integers(1, 3))
+    draws = {
+        (hop, forward): data.draw(st.lists(st.floats(0.0, 3.0), min_size=count * steps, max_size=count * steps))
+        for hop in range(stages - 1)
+        for forward in (True, False)
+    }
+    seconds = data.draw(st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0.1, 2.0)), min_size=stages, max_size=stages))
+    pipeline = Pipeline(seconds, lambda hop, forward, step, m: (draws[hop, forward][step * count + m], 0.25))
+    true_s = sum(pipeline.step(step, choice).seconds for step in range(steps)) / steps
+    wires = [Wire(0.25, tuple(draws[hop, forward])) for hop in range(stages - 1) for forward in (True, False)]
+    forward_s, backward_s = zip(*seconds, strict=True)
+    assert step_s(compiled(choice, stages), forward_s, backward_s, wires, replays=steps) == pytest.approx(true_s)
+
+
+def test_draws_are_taken_in_turn_and_again_from_the_start():
+    """Two messages per step, three draws: steps see 1 2, 3 1, 2 3 seconds."""
+    program = compiled(Choice("gpipe", 2), 2)
+    wires = [Wire(0.0, (1.0, 2.0, 3.0)), Wire()]
+    once = [step_s(program, (0.0, 0.0), (0.0, 0.0), wires, replays=n) * n for n in (1, 2, 3)]
+    assert once == pytest.approx([3.0, 3.0 + 4.0, 3.0 + 4.0 + 5.0])
+
+
+def test_the_slowest_optimizer_step_comes_last():
+    program = compiled(Choice("1f1b", 1), 2)
+    assert step_s(program, (1.0, 1.0), (2.0, 2.0), [Wire(), Wire()], (0.5, 4.0)) == 10.0

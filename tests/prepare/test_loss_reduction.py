@@ -1,0 +1,289 @@
+"""loss_reduction="auto": whatever a loss averages over, micro-batches make the mini-batch's gradient, or are refused.
+
+The yardstick is plain PyTorch on the whole mini-batch at once; nothing of raypipe is in it but the order of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.engine.data import open_data
+from raypipe.errors import ConfigError, DataError
+from raypipe.testing import reference
+from tests.models import Records
+
+pytestmark = pytest.mark.engine
+
+ROWS, EVAL_ROWS, WORDS, CLASS_WEIGHTS = 16, 11, 9, torch.linspace(0.2, 1.8, 9)
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def labelled(count: int, ignored: int, seed: int = 0, length: int = 6) -> Records:
+    """Token ids and labels, of which every row has another number that counts; some rows have none."""
+    drawn = torch.Generator().manual_seed(seed)
+    items = []
+    for _ in range(count):
+        ids = torch.randint(1, WORDS, (length,), generator=drawn)
+        kept = int(torch.randint(0, length + 1, (), generator=drawn))
+        labels = torch.randint(1, WORDS, (length,), generator=drawn)
+        labels[kept:] = ignored
+        items.append({"input_ids": ids, "labels": labels})
+    return Records(items)
+
+
+class Pairs(Records):
+    """The same as (input, target)."""
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(self.items[index].values())
+
+
+class Tagger(nn.Module):
+    """Scores every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.hidden, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Linear(8, WORDS)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(self.embed(input_ids))))
+
+
+class OwnLoss(Tagger):
+    """Returns the loss that ``kind`` names."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("class_weights", CLASS_WEIGHTS.clone())
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        logits = super().forward(input_ids)
+        return OWN[self.kind](self, logits, labels)
+
+
+def shifted(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits[:, :-1].reshape(-1, WORDS), labels[:, 1:].reshape(-1))
+
+
+def weighed(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=model.class_weights)
+
+
+def masked(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    mask = (labels != -100).float()
+    each = functional.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum().clamp(min=1)
+
+
+def penalised(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    penalty = sum(p.square().sum() for p in model.hidden.parameters())
+    return 2 * shifted(model, logits, labels) / 3 + 0.01 * penalty
+
+
+def two_heads(model: OwnLoss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Terms over all labels, over those of the first half of a row, and over samples, with factors and a penalty."""
+    first = functional.cross_entropy(logits[:, :3].reshape(-1, WORDS), labels[:, :3].reshape(-1))
+    penalty = sum(p.square().sum() for p in model.hidden.parameters())
+    return shifted(model, logits, labels) + 0.5 * first + logits.square().mean() / 10 + 0.01 * penalty
+
+
+OWN = {"two heads": two_heads, "shifted": shifted, "weighed": weighed, "masked": masked, "penalised": penalised}
+
+
+def plain(model: nn.Module, data: Any, loss_fn: Loss | None, count: int, *, shuffle: bool = True) -> tuple[float, Any]:
+    """Loss and gradients of one whole mini-batch."""
+    columns: Any = (0, 1) if loss_fn else ("input_ids", "labels")
+    rows: Any = open_data(data, seed=0, shuffle=shuffle).read(0, 0, count, columns)
+    model.zero_grad(set_to_none=True)
+    loss = loss_fn(model(rows[0]), rows[1]) if loss_fn else model(**rows)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach()), gradients
+
+
+class Keeping:
+    """An optimizer that keeps the gradients it sees and changes nothing."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def __call__(self, named: Any) -> torch.optim.Optimizer:
+        seen = self.seen
+
+        class Still(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                for group in self.param_groups:
+                    seen.update(zip(group["param_names"], (p.grad.clone() for p in group["params"]), strict=True))
+
+        return Still(named, lr=0.0)
+
+
+def run(model: nn.Module, data: Any, loss_fn: Loss | None, folder: Any, eval_data: Any = None, **more: Any) -> Any:
+    """(loss, gradients, result) of one step."""
+    keeping = Keeping()
+    trainer = PipelineTrainer(
+        model, loss_fn=loss_fn, optimizer=keeping, train_data=data, eval_data=eval_data,
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=ROWS, partitioner="parameters", **more),
+        run_config=SimpleNamespace(name=f"m{more['num_microbatches']}", storage_path=str(folder)),
+    )  # fmt: skip
+    result = trainer.fit(num_steps=1, local=True, progress=False)
+    return result.records[0].loss, keeping.seen, result
+
+
+def check(model: nn.Module, data: Any, loss_fn: Loss | None, evaluation: Any, folder: Any, counts: Any) -> None:
+    loss, gradients = plain(model, data, loss_fn, ROWS)
+    eval_loss, _ = plain(model, evaluation, loss_fn, EVAL_ROWS, shuffle=False)
+    for count in counts:
+        got, seen, result = run(model, data, loss_fn, folder, evaluation, num_microbatches=count)
+        assert got == pytest.approx(loss, rel=2e-6), count
+        assert result.metrics["eval_loss"] == pytest.approx(eval_loss, rel=2e-6), count
+        assert seen.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert torch.allclose(seen[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max())), name
+        norm = float(torch.nn.utils.get_total_norm(list(gradients.values())))
+        assert result.records[0].grad_norm == pytest.approx(norm, rel=1e-5), count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OWN)
+def test_models_with_their_own_loss(kind: str, tmp_path: Any) -> None:
+    torch.manual_seed(3)
+    check(OwnLoss(kind), labelled(ROWS, -100), None, labelled(EVAL_ROWS, -100, seed=1), tmp_path, (1, 2, 4, 8))
+
+
+def tokens(loss: Loss) -> Loss:
+    return lambda output, target: loss(output.flatten(0, 1), target.flatten())
+
+
+def masked_by_zero(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Without a call that has an ignore_index."""
+    kept = target != 0
+    logs = output.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return -(logs * kept).sum() / kept.sum()
+
+
+def picked(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Labels chosen by a mask: sizes that depend on the data."""
+    return functional.cross_entropy(output[target != 0], target[target != 0])
+
+
+def divided_by_an_item(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    each = functional.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=0, reduction="sum")
+    return each / (target != 0).sum().item()
+
+
+LOSSES: dict[str, tuple[Loss, int]] = {
+    "cross_entropy": (tokens(functional.cross_entropy), -100),
+    "ignore_index=-1": (tokens(nn.CrossEntropyLoss(ignore_index=-1)), -1),
+    "class weights": (tokens(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=0)), 0),
+    "label smoothing": (tokens(nn.CrossEntropyLoss(label_smoothing=0.1)), -100),
+    "smoothing and weights": (tokens(nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, label_smoothing=0.1)), -100),
+    "nll": (tokens(lambda o, t: functional.nll_loss(o.log_softmax(-1), t, ignore_index=-1)), -1),
+    "sum": (tokens(nn.CrossEntropyLoss(reduction="sum")), -100),
+    "half of a sum": (tokens(lambda o, t: 0.5 * functional.cross_entropy(o, t, reduction="sum")), -100),
+    "masked by zero": (masked_by_zero, 0),
+    "picked": (picked, 0),
+    "divided by an item": (divided_by_an_item, 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_functions(name: str, tmp_path: Any) -> None:
+    loss_fn, ignored = LOSSES[name]
+    torch.manual_seed(3)
+    data, evaluation = (Pairs(labelled(n, ignored, seed).items) for n, seed in ((ROWS, 0), (EVAL_ROWS, 1)))
+    check(Tagger(), data, loss_fn, evaluation, tmp_path, (2, 8))
+
+
+def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.std(0).mean()
+
+
+def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    flat = functional.normalize(output.flatten(1), dim=-1)
+    return functional.cross_entropy(flat @ flat.T / 0.1, torch.arange(flat.shape[0]))
+
+
+def two_counts(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten()) + output.square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [spread, contrastive])
+def test_losses_over_the_batch_are_refused_with_numbers_and_choices(loss_fn: Loss, tmp_path: Any) -> None:
+    torch.manual_seed(3)
+    data = Pairs(labelled(ROWS, -100).items)
+    with pytest.raises(ConfigError) as refused:
+        run(Tagger(), data, loss_fn, tmp_path, num_microbatches=4)
+    message = str(refused.value)
+    assert message.startswith(
+        "loss_reduction='auto': no weights of micro-batches make the loss of a mini-batch. Over 4 "
+    )
+    for words in ("over micro-batches of 2 and 2 rows it is", "weighed by samples", "num_microbatches=1", "'sum'"):
+        assert words in message
+    # One micro-batch needs no weights, and whoever says what micro-batches mean is taken at their word.
+    for more in ({"num_microbatches": 1}, {"num_microbatches": 4, "loss_reduction": "mean"}):
+        run(Tagger(), data, loss_fn, tmp_path / str(more), **more)
+
+
+def test_terms_that_average_over_different_counts_in_a_loss_fn(tmp_path: Any) -> None:
+    """They train while the counts agree, and say so when they do not."""
+    torch.manual_seed(3)
+    whole = Pairs([{"i": torch.ones(6, dtype=torch.long), "l": torch.full((6,), i % 8)} for i in range(ROWS)])
+    check(Tagger(), whole, two_counts, Pairs(whole.items[:EVAL_ROWS]), tmp_path, (4,))
+    padded = Pairs([*whole.items[:-1], {"i": torch.ones(6, dtype=torch.long), "l": torch.full((6,), -100)}])
+    with pytest.raises((ConfigError, DataError), match=r"average over different numbers of items|no weights"):
+        run(Tagger(), padded, two_counts, tmp_path / "padded", num_microbatches=4)
+
+
+def test_a_loss_that_is_no_scalar_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(Exception, match=r"loss_fn returns a tensor of shape \(2, 6, 9\) for 2 samples"):
+        run(Tagger(), Pairs(labelled(ROWS, -100).items), lambda o, t: o, tmp_path, num_microbatches=4)
+
+
+def test_valid_tokens_counts_the_labels_that_a_models_own_loss_sees(tmp_path: Any) -> None:
+    torch.manual_seed(3)
+    model, data = OwnLoss("shifted"), labelled(ROWS, -100)
+    loss, _ = plain(model, data, None, ROWS)
+    got, _, _ = run(model, data, None, tmp_path, num_microbatches=4, loss_reduction="valid_tokens")
+    assert got == pytest.approx(loss, rel=2e-6)
+
+
+class HalfContrastive(OwnLoss):
+    """One term counts labels, the other compares the rows of a batch."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = Tagger.forward(self, input_ids)
+        return shifted(self, logits, labels) + contrastive(logits, labels)
+
+
+def test_a_term_over_the_batch_is_refused_beside_others(tmp_path: Any) -> None:
+    torch.manual_seed(3)
+    data = labelled(ROWS, -100)
+    with pytest.raises(ConfigError, match=r"no weights of micro-batches make (term 2 of )?the loss of a mini-batch"):
+        run(HalfContrastive("shifted"), data, None, tmp_path, data, num_microbatches=4)
+
+
+def test_one_weight_for_several_counts_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"loss_reduction='mean' is one weight for a loss whose terms average over"):
+        run(OwnLoss("two heads"), labelled(ROWS, -100), None, tmp_path, num_microbatches=4, loss_reduction="mean")
+
+
+def test_the_reference_finds_the_same(tmp_path: Any) -> None:
+    torch.manual_seed(3)
+    model, data = OwnLoss("weighed"), labelled(ROWS, -100)
+    config = PipelineConfig(num_stages=2, minibatch_size=ROWS, num_microbatches=4, partitioner="parameters")
+    yardstick = reference(model, optimizer=Keeping(), train_data=data, num_steps=1, pipeline=config)
+    got, seen, _ = run(model, data, None, tmp_path, num_microbatches=4)
+    assert got == yardstick.losses[0]
+    assert all(torch.equal(seen[name], gradient) for name, gradient in yardstick.gradients[0].items())

@@ -1,0 +1,438 @@
+"""What only failed once a run had begun is said by plan(): optimizers, schedulers, losses, data, what travels."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import TensorDataset
+
+from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.engine.capture.explain import misfit_of_model
+from raypipe.engine.optimizer_trial import try_optimizers
+from raypipe.engine.shipping import unshippable
+from raypipe.errors import CaptureError, DataError, PlanError, RaypipeError
+from tests import nets
+from tests.exactness import captured, programs
+
+pytestmark = pytest.mark.engine
+
+X, Y = torch.ones(32, 6), torch.arange(32) % 3
+DATA = TensorDataset(X, Y)
+STEP = "lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1000)."
+ADAM = "optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4)."
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1)
+
+
+def refusal(model: Any = None, **given: Any) -> RaypipeError:
+    config = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters"}
+    settings = PipelineConfig(**config | given.pop("pipeline", {}))
+    arguments = {"loss_fn": functional.cross_entropy, "optimizer": sgd, "train_data": DATA, **given}
+    made: list[PipelineTrainer] = []
+
+    def plan() -> None:
+        made.append(PipelineTrainer(model or nets.sequential(), pipeline=settings, **arguments))
+        made[0].plan()
+
+    with pytest.raises(RaypipeError) as caught:
+        plan()
+    assert caught.value.__cause__ is None
+    assert len(str(caught.value)) < 600
+    return caught.value
+
+
+class Strange:
+    """Steps on a metric, and calls itself neither optimizer nor scheduler."""
+
+    param_groups: tuple[Any, ...] = ()
+
+    def step(self, metric: float) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Explodes(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("the first step")
+
+
+WHOLE = nets.sequential()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            lambda named: torch.optim.LBFGS([p for _, p in named]),
+            "optimizer makes LBFGS, whose step asks for a closure that computes the loss again, which a pipeline does "
+            f"not. Take one that steps from the gradients alone: {ADAM}",
+        ),
+        (lambda named: None, f"optimizer returns NoneType instead of an optimizer. Let it return one: {ADAM}"),
+        (
+            lambda named: torch.optim.SGD(WHOLE.parameters(), lr=0.1),
+            "optimizer makes SGD with parameters that it was not called with. Every stage trains copies of its own, so "
+            f"take those that come as the argument, not model.parameters(): {ADAM}",
+        ),
+    ],
+)
+def test_optimizers_that_no_stage_can_use(optimizer: Callable[[Any], Any], message: str) -> None:
+    assert str(refusal(optimizer=optimizer)) == message
+
+
+def test_an_optimizer_that_one_stage_cannot_make_or_step() -> None:
+    first = str(refusal(optimizer=lambda named: torch.optim.SGD([p for n, p in named if n[0] == "0"], lr=0.1)))
+    assert first.startswith("optimizer cannot be made for stage 1, which trains ")
+    assert "ValueError: optimizer got an empty parameter list. Every stage calls it with its own named" in first
+    assert "Invalid learning rate: -1" in str(refusal(optimizer=lambda named: torch.optim.AdamW(named, lr=-1)))
+    step = str(refusal(optimizer=lambda named: Explodes(named, lr=0.1)))
+    assert step.startswith(f"optimizer: the step of Explodes fails on stage 0 at {__file__}:")
+    assert "RuntimeError: the first step. It must step from the gradients" in step
+    assert "whose step asks for a closure" in str(refusal(optimizer=lambda named: Strange()))
+
+
+def test_what_goes_by_sizes_is_tried_at_full_size() -> None:
+    """Stand-ins have at most three places in a dimension."""
+    sizes: list[int] = []
+
+    def large(named: Any) -> torch.optim.Optimizer:
+        sizes.append(max(p.numel() for _, p in named))
+        return torch.optim.SGD([p for _, p in named if p.numel() > 9], lr=0.1)
+
+    try_optimizers(programs("mlp", 2), captured("mlp")[1].parameters, large, None)
+    assert sizes[0] <= 9 < sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (
+            lambda o: schedulers.ReduceLROnPlateau(o),
+            "lr_scheduler makes ReduceLROnPlateau, which waits for a metric that stages do not have. Take one that "
+            "follows from the number of steps: lr_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, "
+            "T_max=1000).",
+        ),
+        (
+            schedulers.ReduceLROnPlateau,
+            "lr_scheduler is ReduceLROnPlateau, which waits for a metric that stages do not have. Take one that "
+            "follows from the number of steps: lr_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, "
+            "T_max=1000).",
+        ),
+        (
+            schedulers.StepLR(sgd(nets.sequential().parameters()), 3),
+            "lr_scheduler is a StepLR, but every stage makes one for its own optimizer. Give a function of the "
+            f"optimizer: {STEP}",
+        ),
+        (lambda o: None, f"lr_scheduler returns NoneType instead of a scheduler. Let it return one: {STEP}"),
+        (
+            lambda o: Strange(),
+            "lr_scheduler makes Strange, whose step asks for metric, which stages do not have. Take one that follows "
+            "from the number of steps, such as torch.optim.lr_scheduler.CosineAnnealingLR.",
+        ),
+    ],
+)
+def test_schedulers_that_no_stage_can_use(scheduler: Any, message: str) -> None:
+    assert str(refusal(lr_scheduler=scheduler)) == message
+
+
+def test_a_scheduler_that_cannot_be_made() -> None:
+    message = str(refusal(lr_scheduler=lambda o: schedulers.OneCycleLR(o, max_lr=0.1)))
+    assert message.startswith(f"lr_scheduler cannot be made for the optimizer of stage 0 at {__file__}:")
+    assert "total_steps" in message
+    assert message.endswith(STEP)
+
+
+class SparseWords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 6, sparse=True), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x).mean(1))
+
+
+class SparseCalls(SparseWords):
+    """The module does not say so, its forward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.sparse = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(functional.embedding(x, self.words.weight, sparse=True).mean(1))
+
+
+class Positions(nets.Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.shift)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3)),
+            "The module '0', LazyLinear, takes its shape from the first batch that it sees, and stages are cut before. "
+            "Run the model once on a batch before you give it to the trainer, as in model(x), or name the sizes.",
+        ),
+        (
+            SparseWords(),
+            "The module 'words', Embedding(sparse=True), makes sparse gradients, which stages do not add up and most "
+            "optimizers do not take. Set sparse=False: the same numbers, with a gradient as large as the weight.",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(9, 3)),
+            "The module '2', Linear(in_features=9, out_features=3, bias=True), cannot take its input, shape (2, 8) and "
+            "type float32: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x8 and 9x3). The model is meant, "
+            "not the data: before it '1', ReLU(), gave shape (2, 8) and type float32. Make the two fit.",
+        ),
+        (
+            nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)),
+            "The module '0', Linear(in_features=5, out_features=8, bias=True), cannot take column 0 of the data, shape "
+            "(2, 6) and type float32: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x6 and 5x8). The data "
+            "is meant. Change the shape of the samples, or the sizes of the module.",
+        ),
+    ],
+    ids=["lazy", "sparse", "model", "data"],
+)
+def test_models_that_would_fail_in_the_first_step(model: nn.Module, message: str) -> None:
+    assert str(refusal(model)) == message
+
+
+def test_sparse_gradients_are_found_without_their_module() -> None:
+    words = TensorDataset(torch.ones(32, 4, dtype=torch.int64), Y)
+    assert str(refusal(SparseCalls(), train_data=words)) == (
+        "The gradient of 'words.weight' is sparse, and stages add gradients up as dense tensors. Use the operation "
+        "with sparse=False: the same numbers, with a gradient as large as the weight."
+    )
+
+
+def test_a_model_for_one_batch_size_names_its_line() -> None:
+    message = str(refusal(Positions()))
+    assert message.startswith(
+        "Positions fails in plain PyTorch too, on a micro-batch of shape (2, 6) and type float32 at "
+    )
+    assert (
+        'in forward, "return super().forward(x + self.shift)": RuntimeError: The size of tensor a (2) must' in message
+    )
+    assert message.endswith("A micro-batch is a part of the mini-batch: the model must take any number of samples.")
+
+
+class Conditional(nets.Mlp):
+    """Fine as plain PyTorch, which hooks on its modules would spoil."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cond(x.sum() > 0, lambda v: v * 2, lambda v: v * 3, (x,))
+        return super().forward(x)
+
+
+def test_a_model_that_runs_is_not_blamed() -> None:
+    """Whether stages can hold it is for the capture to say."""
+    output, misfit = misfit_of_model(Conditional(), (X[:2],), {}, (0,))
+    assert misfit is None
+    assert output.shape == (2, 3)
+
+
+def test_a_model_that_cannot_be_built() -> None:
+    assert str(refusal(lambda: nn.Linear("six", 3))).startswith(f"model cannot be built at {__file__}:")  # type: ignore[arg-type]
+    assert "missing 1 required positional argument: 'width'" in str(refusal(lambda width: nets.Mlp()))
+    assert str(refusal(5)) == "model is an int; give an nn.Module, or a function without arguments that builds one."
+
+
+@pytest.mark.parametrize("model", [nets.sequential, nets.Mlp], ids=["sequential", "traced"])
+@pytest.mark.parametrize(
+    ("loss_fn", "target", "message"),
+    [
+        (
+            functional.cross_entropy, Y.float(),
+            "loss_fn cannot take an output of shape (2, 3) and type float32 and column 1 of the data as target, shape "
+            "(2,) and type float32: RuntimeError: expected target dtype to be Long or Byte, but got Float. Convert the "
+            "target in the data, or reshape them in a function of your own.",
+        ),
+        (
+            functional.cross_entropy, torch.full((32,), 7),
+            "loss_fn cannot take an output of shape (2, 3) and type float32 and column 1 of the data as target, shape "
+            "(2,) and type int64 from 7 to 7: IndexError: Target 7 is out of bounds. Number the classes of the target "
+            "from 0, and give the model an output for each.",
+        ),
+        (
+            lambda output, target: functional.mse_loss(output[:, :1], target), torch.zeros(32),
+            "it would compare every output with the targets of all samples. Reshape one of them, as in "
+            "output.squeeze(1) or target[:, None].",
+        ),
+        (
+            lambda output, target: (output.argmax(1) == target).float().mean(), Y,
+            "loss_fn returns a loss that no gradient flows through: detach(), no_grad, argmax, a comparison or a "
+            "conversion to a number stands between it and the parameters. Compute the loss from the model's output by "
+            "differentiable operations.",
+        ),
+        (
+            nn.CrossEntropyLoss(reduction="none"), Y,
+            "loss_fn returns a tensor of shape (2,) for 2 samples instead of a scalar tensor. Let it reduce over the "
+            "samples, as reduction='mean' does.",
+        ),
+    ],
+)  # fmt: skip
+def test_losses_that_would_fail_in_the_first_step(
+    model: Callable[[], nn.Module], loss_fn: Any, target: torch.Tensor, message: str
+) -> None:
+    assert str(refusal(model(), loss_fn=loss_fn, train_data=TensorDataset(X, target))).endswith(message)
+
+
+def test_eval_data_is_tried_too() -> None:
+    assert str(refusal(eval_data=TensorDataset(X))) == (
+        "eval_data has no column 1, but train_data has; it has 0. Give it the columns of train_data, in the same order."
+    )
+    narrow = refusal(eval_data=TensorDataset(torch.ones(8, 5), Y[:8]))
+    assert type(narrow) is DataError
+    assert str(narrow).startswith("eval_data: The module '0', Linear(in_features=6")
+    assert "shape (2, 5) and type float32" in str(narrow)
+
+
+def test_too_few_places_say_why_activations_do_not_count() -> None:
+    assert str(refusal(pipeline={"num_stages": 9})) == (
+        "9 stages need 8 places to cut, but the model has 3 between its operations with parameters; activations and "
+        "others without parameters do not count, for a stage of them alone would have nothing to train. Set num_stages "
+        "to at most 4."
+    )
+
+
+def holding(value: Any) -> Callable[[Any], Any]:
+    """An optimizer with something in its closure."""
+    return lambda named: sgd(named) if value else None
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.inside = {"deep": [value]}
+
+
+@pytest.mark.parametrize("make", [threading.Lock, lambda: open(__file__, "rb"), lambda: (n for n in "ab")])  # noqa: SIM115, PTH123
+def test_what_cannot_travel_is_found_wherever_it_is(make: Callable[[], Any]) -> None:
+    with contextlib.closing(make()) if make is not threading.Lock else contextlib.nullcontext(make()) as value:
+        check_travel_of(value)
+
+
+def check_travel_of(value: Any) -> None:
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    assert unshippable("it", value) == f"it is a {name}, which cannot travel to another process."
+    for outer, path in ((holding(value), "it: value"), (Holder(value), "it.inside['deep'][0]")):
+        assert unshippable("it", outer) == f"it holds a {name} ({path}), which cannot travel to another process."
+    message = str(refusal(optimizer=holding(value)))
+    assert message.startswith(f"optimizer holds a {name} (optimizer: value), which cannot travel")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        functional.cross_entropy, nn.CrossEntropyLoss(), sgd, holding(3), holding(np.ones(3)), Holder(torch.ones(3)),
+        nets.sequential(), DATA, "data/train", holding(os), [Holder({"a": {1, 2}})] * 3, holding(nets.Mlp),
+    ],
+)  # fmt: skip
+def test_what_travels_is_left_in_peace(value: Any) -> None:
+    assert unshippable("it", value) is None
+
+
+def test_the_text_of_an_open_file_travels() -> None:
+    with Path(__file__).open(encoding="utf-8") as opened:
+        assert unshippable("it", holding(opened)) is None
+
+
+def test_a_model_with_a_lock_in_a_child() -> None:
+    model = nets.sequential()
+    model[0].lock = threading.Lock()  # type: ignore[assignment]
+    assert str(refusal(model)) == (
+        "model holds a _thread.lock (model._modules['0'].lock), which cannot travel to another process. Make it in "
+        "forward, or keep it out of the model."
+    )
+
+
+def parquet(path: Path, rows: list[Any], kind: pa.DataType) -> str:
+    table = pa.table({"x": pa.array(rows, kind), "y": list(range(len(rows)))})
+    pq.write_table(table, path, row_group_size=4)
+    return str(path)
+
+
+def test_bad_rows_of_files_are_named(tmp_path: Path) -> None:
+    good = [[1.0, 2.0]] * 12
+    holes = parquet(tmp_path / "holes.parquet", [*good[:9], [1.0, None], *good[10:]], pa.list_(pa.float32(), 2))
+    assert str(refusal(train_data=holes)) == (
+        f"Column 'x' of {holes} has 1 missing values, the first in row 9, for which a tensor has no place. Fill or "
+        "drop them (pyarrow.compute.fill_null, drop_null) before writing it."
+    )
+    ragged = parquet(tmp_path / "ragged.parquet", [*good[:6], [1.0], *good[7:]], pa.list_(pa.float32()))
+    assert str(refusal(train_data=ragged)).startswith(
+        f"Column 'x' of {ragged} is ragged: rows hold 1 to 2 values (row 6 is the first to differ), and a batch needs"
+    )
+    broken = parquet(tmp_path / "broken.parquet", good, pa.list_(pa.float32(), 2))
+    whole = Path(broken).read_bytes()
+    group = pq.read_metadata(broken).row_group(1).column(0)
+    start = group.dictionary_page_offset or group.data_page_offset
+    Path(broken).write_bytes(whole[:start] + b"\xff" * 24 + whole[start + 24 :])
+    message = str(refusal(train_data=broken))
+    assert message.startswith(f"Rows 4 to 7 of data file {broken} cannot be read: ")
+    assert message.endswith("Write the file again, or take it out of the data.")
+
+
+class Lengthless(TensorDataset):
+    def __len__(self) -> int:
+        raise RuntimeError("the index is not there")
+
+
+def test_what_nobody_has_foreseen_is_one_paragraph_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = refusal(train_data=Lengthless(X, Y))
+    assert type(error) is PlanError
+    assert str(error).startswith(f"The run could not be planned at {__file__}:")
+    assert str(error).endswith(
+        '"raise RuntimeError("the index is not there")": RuntimeError: the index is not there. Look there first; if it '
+        "is raypipe's mistake, RAYPIPE_DEBUG=1 shows the traceback to report."
+    )
+    monkeypatch.setenv("RAYPIPE_DEBUG", "1")
+    with pytest.raises(PlanError) as caught:
+        PipelineTrainer(nets.sequential(), loss_fn=None, optimizer=sgd, train_data=Lengthless(X, Y)).plan()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_refusal_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(9, 3)).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    assert type(refusal(model)) is CaptureError
+    assert not model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+def test_a_plan_that_is_good_changes_nothing(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn = torch.random.get_rng_state()
+    PipelineTrainer(
+        model, loss_fn=functional.cross_entropy, optimizer=sgd, train_data=DATA, eval_data=DATA,
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters"),
+        run_config=SimpleNamespace(name="run", storage_path=str(tmp_path)),
+    ).plan()  # fmt: skip
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), drawn)

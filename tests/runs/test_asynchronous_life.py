@@ -1,0 +1,180 @@
+"""Asynchronous runs drain before a checkpoint, an evaluation and a stop, and go on as if that had been planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.errors import PlanError, StageError
+from raypipe.ir.plan import Plan
+from raypipe.runtime.run.blueprint import PlanRows
+from tests.exactness import same_bits
+from tests.models import CASES
+from tests.prepare.test_resume import adamw, cosine, outcome, wait_for
+
+pytestmark = [pytest.mark.usefixtures("shared_captures"), pytest.mark.slow]
+
+STEPS, SAVED = 9, 4
+MODES: dict[str, dict[str, Any]] = {
+    "stashing": {"schedule": "pipedream"},
+    "vertical sync": {"schedule": "pipedream", "vertical_sync": True},
+    "bounded": {"schedule": "pipedream", "weight_versions": 2},
+    "back-pressure": {"schedule": "pipedream", "weight_versions": 2, "update_interval": 1},
+    "2bw": {"schedule": "2bw"},
+    "2bw, clipped": {"schedule": "2bw", "max_grad_norm": 0.1},
+    "stashing, clipped": {"schedule": "pipedream", "max_grad_norm": 0.1},
+}
+
+
+def trainer(
+    folder: Path,
+    run: str,
+    *,
+    stages: int = 3,
+    name: str = "mlp",
+    samples: int = 80,
+    loss_fn: Any = None,
+    **pipeline: Any,
+) -> Any:
+    case = CASES[name]
+    return PipelineTrainer(
+        case.model(),
+        loss_fn=loss_fn or case.loss_fn,
+        optimizer=adamw,
+        lr_scheduler=cosine,
+        train_data=case.data(samples),
+        eval_data=case.data(10),
+        pipeline=PipelineConfig(
+            num_stages=stages,
+            minibatch_size=8,
+            num_microbatches=4,
+            partitioner="parameters",
+            **pipeline,
+        ),
+        run_config=SimpleNamespace(name=run, storage_path=str(folder)),
+    )
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+def fit(found: PipelineTrainer, steps: int) -> Any:
+    return found.fit(num_steps=steps, local=True, progress=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resuming_equals_a_run_that_drained_at_the_same_steps(mode: str, tmp_path: Path) -> None:
+    whole = trainer(tmp_path, "whole", checkpoint_interval_steps=SAVED, **MODES[mode])
+    result = fit(whole, STEPS)
+    assert "eval_loss" in result.metrics
+    fit(trainer(tmp_path, "run", checkpoint_interval_steps=SAVED, **MODES[mode]), SAVED)
+    fit(trainer(tmp_path, "run", checkpoint_interval_steps=SAVED, **MODES[mode]), STEPS)
+    rows, state = outcome(tmp_path / "run")
+    expected_rows, expected = outcome(tmp_path / "whole")
+    assert rows == expected_rows
+    assert same(state, expected)
+
+
+def test_a_drain_is_felt(tmp_path: Path) -> None:
+    """Otherwise the tests above would show nothing."""
+    fit(trainer(tmp_path, "drained", checkpoint_interval_steps=SAVED, schedule="pipedream"), STEPS)
+    fit(trainer(tmp_path, "whole", checkpoint_interval_steps=1000, schedule="pipedream"), STEPS)
+    assert not same(outcome(tmp_path / "drained")[1], outcome(tmp_path / "whole")[1])
+
+
+@pytest.mark.parametrize("mode", ["stashing", "2bw"])
+def test_a_stop_in_the_middle_loses_and_repeats_nothing(mode: str, tmp_path: Path) -> None:
+    handle = trainer(tmp_path, "run", samples=80_000, checkpoint_interval_steps=100_000, **MODES[mode]).start(
+        num_steps=5_000, local=True
+    )
+    wait_for(lambda: handle.status().step >= 7)
+    handle.stop()
+    result = handle.wait()
+    step = len(result.records)
+    assert 7 <= step < 5_000
+    assert [r.step for r in result.records] == list(range(step))
+    rows, state = outcome(tmp_path / "run")
+    # The run that was told from the beginning to end there drained at the same step.
+    fit(trainer(tmp_path, "told", samples=80_000, checkpoint_interval_steps=100_000, **MODES[mode]), step)
+    expected_rows, expected = outcome(tmp_path / "told")
+    assert rows == expected_rows
+    assert same(state, expected)
+
+
+def test_a_checkpoint_on_demand_drains(tmp_path: Path) -> None:
+    handle = trainer(tmp_path, "run", samples=80_000, checkpoint_interval_steps=100_000, schedule="2bw").start(
+        num_steps=400, local=True
+    )
+    wait_for(lambda: handle.status().step >= 5)
+    handle.checkpoint()
+    wait_for(lambda: handle.status().checkpoint != "" or handle.status().step >= 400)
+    assert 5 <= int(handle.status().checkpoint[-7:]) < 400
+    handle.stop()
+    handle.wait()
+
+
+@pytest.mark.parametrize("samples", [26, 7])
+def test_epochs_that_end_with_a_small_mini_batch(samples: int, tmp_path: Path) -> None:
+    """The small one runs by itself; an epoch of nothing else is synchronous altogether."""
+    result = fit(trainer(tmp_path, "run", samples=samples, schedule="pipedream"), 6)
+    assert sum(r.samples for r in result.records) == {26: 8 * 3 + 2 + 8 + 8, 7: 42}[samples]
+    if samples == 7:
+        fit(trainer(tmp_path, "plain", samples=samples, schedule="1f1b"), 6)
+        assert same(outcome(tmp_path / "run")[1], outcome(tmp_path / "plain")[1])
+
+
+def test_put_off_updates_change_the_result_and_hold_no_more_versions(tmp_path: Path) -> None:
+    full = fit(trainer(tmp_path, "full", stages=4, schedule="pipedream"), 5)
+    held = fit(trainer(tmp_path, "held", stages=4, **MODES["back-pressure"]), 5)
+    assert full.records[0].loss == held.records[0].loss
+    assert not same(outcome(tmp_path / "full")[1], outcome(tmp_path / "held")[1])
+
+
+def test_the_plan_says_what_is_late_and_survives_json(tmp_path: Path) -> None:
+    plan = trainer(tmp_path, "run", schedule="pipedream", max_grad_norm=1.0).plan()
+    assert "weights are updated every micro-batch with gradients that are 0 to 2 updates late" in str(plan)
+    text = plan.explain()
+    assert "stages keep 3, 2, 1 versions of their weights, and their gradients are 2, 1, 0 updates late" in text
+    assert "AdamW is known to suffer from late gradients" in text
+    assert "by the norm of each stage" in text
+    assert sum(plan.weights.shares) == pytest.approx(1.0)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "late" not in str(trainer(tmp_path, "run", schedule="1f1b").plan())
+
+
+def test_a_parameter_on_two_stages_needs_updates_that_are_far_apart(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"belongs to several stages.*schedule='2bw'"):
+        trainer(tmp_path, "run", name="tied-sequential", stages=2, schedule="pipedream").plan()
+    result = fit(trainer(tmp_path, "run", name="tied-sequential", stages=2, schedule="2bw"), 3)
+    assert all(torch.isfinite(torch.tensor(r.loss)) for r in result.records)
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"), [("stashing", "so it refused the update"), ("2bw, clipped", "no stage took")]
+)
+def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(mode: str, words: str, tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    calls = iter(range(100))
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        assert case.loss_fn is not None
+        loss = case.loss_fn(output, target)
+        return loss * (float("nan") if next(calls) == 30 else 1.0)
+
+    with pytest.raises(StageError, match=words):
+        fit(trainer(tmp_path, "run", loss_fn=loss_fn, **MODES[mode]), STEPS)
+
+
+def test_the_predicted_step_has_no_flush_in_it(tmp_path: Path) -> None:
+    found = trainer(tmp_path, "run", schedule="2bw")
+    plan = found.plan(profiled=found.profile())
+    one_step = PlanRows(plan, found._prepared().request, plan.schedule.wiring.first_trainable).predicted()
+    assert one_step is not None
+    assert plan.prediction is not None
+    assert 0.0 < plan.prediction.step_s < one_step.makespan_s

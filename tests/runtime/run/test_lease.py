@@ -1,0 +1,297 @@
+"""A lease: one process trains a run at a time, whatever the clocks say, and who lost it completes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow.fs
+import pytest
+import torch
+
+from raypipe import load_state_dict
+from raypipe.engine.checkpoint import find_checkpoint
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError, ConfigError, LeaseError
+from raypipe.runtime.run.holder import Holder, myself
+from raypipe.runtime.run.lease import LEASE, Held, Lease, read_lease
+from tests.exactness import SHAPES, config_of
+from tests.prepare.test_resume import outcome, trainer, wait_for
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[3]
+ELSEWHERE = Holder("far-away", "another boot pid:[1]", 1, "7", "abc")
+AGES_S = 3600.0
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Other seconds than 5, 30 and 2."""
+
+    def chosen(*, renew: float = 0.02, observe: float = AGES_S, settle: float = 0.3) -> None:
+        for name, value in (("RENEW_S", renew), ("OBSERVE_S", observe), ("SETTLE_S", settle), ("POLL_S", 0.02)):
+            monkeypatch.setattr(f"raypipe.runtime.run.lease.{name}", value)
+
+    chosen()
+    return chosen
+
+
+def place_of(folder: Path) -> Place:
+    return Place.of(folder / "run")
+
+
+def write(place: Place, held: Held) -> None:
+    place.write_bytes(LEASE, json.dumps({**held._asdict(), "holder": held.holder._asdict()}).encode())
+
+
+def test_who_comes_second_is_told_who_and_since_when(tmp_path: Path, times: Callable[..., None]) -> None:
+    place, said = place_of(tmp_path), []
+    with Lease.take(place, "run"):
+        with pytest.raises(LeaseError) as refused:
+            Lease.take(place, "run", said.append)
+        found = read_lease(place)
+    assert found is not None
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.since))
+    assert f"'run' is being trained by process {os.getpid()} on " in str(refused.value)
+    assert f", since {since} by its clock (generation 1)." in str(refused.value)
+    assert said == [f"waiting to see whether {found.holder} still trains this run"]
+
+
+def test_a_lease_that_was_given_back_is_free_at_once(tmp_path: Path, times: Callable[..., None]) -> None:
+    place = place_of(tmp_path)
+    for generation in (1, 2, 3):
+        with Lease.take(place, "run") as lease:
+            assert lease.held.generation == generation
+            assert lease.taken_from == ""
+            lease.check()
+        found = read_lease(place)
+        assert found is not None
+        assert found.released
+
+
+def test_one_that_stands_still_is_taken_after_a_while(tmp_path: Path, times: Callable[..., None]) -> None:
+    place, begun_s = place_of(tmp_path), time.monotonic()
+    times(observe=0.5)
+    write(place, Held(ELSEWHERE, 6, since=4e9, renewals=12))  # its clock is far ahead, which does not matter
+    with Lease.take(place, "run") as lease:
+        assert time.monotonic() - begun_s >= 0.5
+        assert (lease.held.generation, lease.taken_from) == (7, "process 1 on far-away")
+
+
+def test_one_that_moves_is_not_taken(tmp_path: Path, times: Callable[..., None]) -> None:
+    place = place_of(tmp_path)
+    write(place, Held(ELSEWHERE, 6, since=0.0, renewals=12))  # its clock is far behind
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(Lease.take, place, "run")
+        for renewals in (13, 14):
+            time.sleep(0.2)
+            assert not taking.done()
+            write(place, Held(ELSEWHERE, 6, since=0.0, renewals=renewals))
+        with pytest.raises(LeaseError, match=r"by process 1 on far-away, since 1970-01-01 .* \(generation 6\)"):
+            taking.result(timeout=60)
+
+
+def test_one_that_is_given_back_while_somebody_waits_is_taken(tmp_path: Path, times: Callable[..., None]) -> None:
+    place = place_of(tmp_path)
+    times(renew=AGES_S)
+    first = Lease.take(place, "run")
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(Lease.take, place, "run")
+        time.sleep(0.2)
+        first.release()
+        taking.result(timeout=60).release()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("what", ["killed", "another of this id", "an earlier one of this process"])
+def test_a_dead_process_of_this_machine_is_not_waited_for(
+    what: str, tmp_path: Path, times: Callable[..., None]
+) -> None:
+    place, me = place_of(tmp_path), myself()
+    if what == "killed":
+        code = (
+            "import sys, time\nfrom raypipe.engine.storage import Place\nfrom raypipe.runtime.run.lease import Lease\n"
+            "lease = Lease.take(Place.of(sys.argv[1]), 'run')\nprint('held', flush=True)\ntime.sleep(600)"
+        )
+        program = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "run")],
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline().strip() == "held"
+            with ThreadPoolExecutor(1) as pool:  # while it lives it is waited for
+                taking = pool.submit(Lease.take, place, "run")
+                time.sleep(0.3)
+                assert not taking.done()
+                program.send_signal(signal.SIGKILL)
+                taking.result(timeout=60).release()
+        finally:
+            program.kill()
+            program.wait()
+        return
+    holder = me._replace(started="1") if what == "another of this id" else me
+    write(place, Held(holder, 4, since=0.0))
+    with Lease.take(place, "run") as lease:
+        assert lease.held.generation == 5
+
+
+@pytest.mark.parametrize("begins", ["nobody", "one that is dead"])
+def test_of_many_at_once_one_gets_it(begins: str, tmp_path: Path, times: Callable[..., None]) -> None:
+    place = place_of(tmp_path)
+    if begins != "nobody":
+        write(place, Held(myself(), 8, since=0.0))
+    start = threading.Barrier(8)
+
+    def take(_: int) -> Lease | LeaseError:
+        start.wait(60)
+        try:
+            return Lease.take(place, "run")
+        except LeaseError as error:
+            return error
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(take, range(8)))
+    won = [one for one in found if isinstance(one, Lease)]
+    assert len(won) == 1
+    won[0].check()
+    won[0].release()
+
+
+def test_of_two_in_an_object_store_at_most_one_keeps_it(times: Callable[..., None]) -> None:
+    times(renew=0.05)
+    filesystem = pyarrow.fs.PyFileSystem(
+        pyarrow.fs.FSSpecHandler(fsspec.filesystem("memory", skip_instance_cache=True))
+    )
+    place = Place.of("/store/run", filesystem)
+    assert not place.is_local
+    start = threading.Barrier(2)
+
+    def take(_: int) -> Lease | LeaseError:
+        start.wait(60)
+        try:
+            return Lease.take(place, "run")
+        except LeaseError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(take, range(2)))
+    won = [one for one in found if isinstance(one, Lease)]
+    assert len(won) <= 1
+    for one in won:
+        one.release()
+
+
+def test_who_lost_it_completes_nothing_and_gives_nothing_back(tmp_path: Path, times: Callable[..., None]) -> None:
+    place = place_of(tmp_path)
+    times(renew=AGES_S, observe=0.2)
+    first = Lease.take(place, "run")
+    with first.completing():
+        pass
+    with Lease.take(place, "run") as second:
+        with pytest.raises(LeaseError, match=r"was taken over by process .* \(generation 2\)"), first.completing():
+            pytest.fail("it must not write")
+        assert first.lost
+        with pytest.raises(LeaseError):
+            first.check()
+        first.release()
+        found = read_lease(place)
+        assert found is not None
+        assert (found.holder, found.released) == (second.held.holder, False)
+        with second.completing():
+            pass
+
+
+def test_the_thread_finds_out_too(tmp_path: Path, times: Callable[..., None]) -> None:
+    place = place_of(tmp_path)
+    with Lease.take(place, "run") as lease:
+
+        def lost() -> bool:
+            write(place, Held(ELSEWHERE, 2, since=0.0))  # without the lock, so that a renewal may undo it
+            return lease.lost
+
+        wait_for(lost)
+
+
+def test_a_damaged_lease_is_told(tmp_path: Path, times: Callable[..., None]) -> None:
+    place = place_of(tmp_path)
+    place.write_bytes(LEASE, b'{"holder": 3}')
+    with pytest.raises(LeaseError, match=r"lease\.json is damaged .*Delete it if nobody does"):
+        Lease.take(place, "run")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        Lease.take(place_of(tmp_path), "run")
+
+
+# -- Runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_manifests_name_who_wrote_them(tmp_path: Path, times: Callable[..., None]) -> None:
+    for steps in (2, 4):
+        trainer("mlp", tmp_path, "run", 2).fit(num_steps=steps, local=True, progress=False)
+    found = [json.loads(p.read_text()) for p in sorted((tmp_path / "run/checkpoints").glob("step_*/manifest.json"))]
+    assert [(one["step"], one["generation"]) for one in found] == [(2, 1), (4, 2)]
+    assert all(one["holder"].startswith(f"process {os.getpid()} on ") for one in found)
+    lease = read_lease(place_of(tmp_path))
+    assert lease is not None
+    assert lease.released
+    starts = [e for e in map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines()) if "holder" in e]
+    assert [event["generation"] for event in starts] == [1, 2]
+
+
+def test_the_same_name_twice_at_once_is_refused(tmp_path: Path, times: Callable[..., None]) -> None:
+    handle = trainer("mlp", tmp_path, "run", 2).start(num_steps=100_000, local=True)
+    wait_for(lambda: handle.status().step >= 3)
+    with pytest.raises(LeaseError, match=f"is being trained by process {os.getpid()}"):
+        trainer("mlp", tmp_path, "run", 1).fit(num_steps=100_000, local=True, progress=False)
+    handle.stop()
+    stopped = handle.wait(timeout_s=240)
+    assert load_state_dict(stopped.checkpoint)
+    assert "fail" not in (tmp_path / "run/events.jsonl").read_text(), "who was refused wrote nothing"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_taken_over_ends_and_harms_nothing(tmp_path: Path, times: Callable[..., None]) -> None:
+    """Both train at once, at other numbers of stages: neither touches what the other saves."""
+    times(renew=AGES_S, observe=0.2)
+
+    def made(name: str, stages: int, interval: int) -> Any:
+        pipeline = config_of(
+            SHAPES["ragged-epoch"], stages, "slack", max_grad_norm=0.5, checkpoint_interval_steps=interval
+        )
+        return trainer("mlp", tmp_path, name, stages, pipeline=pipeline)
+
+    first = made("run", 2, 40).start(num_steps=100_000, local=True)
+    wait_for(lambda: "step_" in first.status().checkpoint)
+    second = made("run", 3, 1).start(num_steps=400, local=True)
+    with pytest.raises(LeaseError, match="was taken over by"):
+        first.wait(timeout_s=240)
+    second.wait(timeout_s=240)
+    made("whole", 2, 400).fit(num_steps=400, local=True, progress=False)
+    (rows, state), (expected_rows, expected) = outcome(tmp_path / "run"), outcome(tmp_path / "whole")
+    assert [row[:2] for row in rows] == [row[:2] for row in expected_rows]
+    for name, value in state.items():  # two runs at once in one process round differently; the bits: two processes
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+    good, _ = find_checkpoint(place_of(tmp_path))
+    assert good is not None
+    assert good.manifest.generation == 2
+    for folder in (tmp_path / "run/checkpoints").iterdir():
+        if (folder / "manifest.json").exists():
+            load_state_dict(folder)
+    assert not list((tmp_path / "run/checkpoints").glob("*/*.refused")), "nothing of the other one was set aside"
+    with pytest.raises(ConfigError, match="has done 400 steps"):
+        made("run", 2, 400).fit(num_steps=399, local=True, progress=False)

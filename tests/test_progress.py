@@ -1,0 +1,62 @@
+"""What a person sees of a run: what it waits for, where it goes on, its steps."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from raypipe.ir.report import StepRecord
+from raypipe.progress import RunProgress
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.spec import Outcome
+
+pytestmark = pytest.mark.engine
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step, 8, 0.5, 1.0, 0.25, 0.1, 2e6, 2, "1f1b")
+
+
+def test_a_slow_start_says_once_what_it_waits_for() -> None:
+    journal, stream = Journal("digits", "runs/digits"), io.StringIO()
+    watch = RunProgress(["a note"], stream, late_s=0.0)
+    for doing in ("waiting for the places and processes of 2 stages", "sending 2 stages their parameters"):
+        journal.begins(doing, num_steps=3)
+        for _ in range(3):
+            watch(journal.news(0, 0.0))
+    journal.begins()
+    watch(journal.news(0, 0.0))
+    assert journal.news(0, 0.0).status.message == ""
+    for step in range(3):
+        journal.step(record(step), ())
+    watch(journal.news(0, 0.0))
+    assert stream.getvalue().splitlines()[:5] == [
+        "note: a note",
+        "digits: its folder is runs/digits",
+        "digits: waiting for the places and processes of 2 stages",
+        "digits: sending 2 stages their parameters",
+        "step 1/3  loss 0.5000  grad norm 1.000  32 samples/s  idle 10%  sent 2.0 MB/s  1f1b  left 0:00",
+    ]
+    assert "step 3/3" in stream.getvalue().splitlines()[-1]
+    journal.end(Outcome(0.5, "runs/digits/checkpoint_000003", 3), None)
+    watch(journal.news(3, 0.0))
+    assert stream.getvalue().splitlines()[-1] == "digits: finished, step 3/3; its folder is runs/digits"
+
+
+def test_a_quick_start_says_only_where() -> None:
+    journal, stream = Journal("digits", "runs/digits"), io.StringIO()
+    watch = RunProgress([], stream)
+    journal.begins("waiting")
+    watch(journal.news(0, 0.0))
+    assert stream.getvalue() == "digits: its folder is runs/digits\n"
+
+
+def test_a_wish_to_stop_is_seen_until_the_end() -> None:
+    journal = Journal("digits", "runs/digits")
+    journal.begins("waiting")
+    journal.stopping("enough")
+    journal.begins("sending")
+    journal.begins(num_steps=3)
+    status = journal.news(0, 0.0).status
+    assert (status.state, status.message, status.num_steps) == ("stopping", "enough", 3)
