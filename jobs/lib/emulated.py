@@ -1,9 +1,10 @@
 """Stages that take the seconds they are told to, run by PipelineTrainer.fit: what a plan is worth without its devices.
 
 A block sleeps where an accelerator would compute, and hands on a boundary tensor of 16 KiB, whatever the real one
-would be: what is emulated is computation, and links are as good as free. Around its sleep a block is a Python function
-that autograd calls, on a core that has been idle, and it wakes late: half a millisecond that no accelerator takes.
-``own_seconds`` measures that with one lone block, and blocks sleep so much shorter.
+would be. Links are as good as free, unless each message is held for what a real one would take (held_links.py). Around
+its sleep a block is a Python function that autograd calls, on a core that has been idle, and it wakes late: half a
+millisecond that no accelerator takes. ``own_seconds`` measures that with one lone block, and blocks sleep so much
+shorter.
 
 One fleet measures several plans in turn, A B A B, so that whatever else the machine does meets all of them alike:
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -30,14 +31,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raypipe
+from jobs.lib.held_links import LEARNING_RATE, Hold
 
-__all__ = ["BOUNDARY_BYTES", "CPU_SHARE", "Block", "StageTimes", "own_seconds", "plan_of_step", "run_in_turn"]
+__all__ = ["CPU_SHARE", "Block", "StageTimes", "check_trained", "own_seconds", "plan_of_step", "run_in_turn"]
 
 WIDTH = 4096  # float32; a micro-batch is one sample
-BOUNDARY_BYTES = 4 * WIDTH
 WARM_UP_STEPS = 2
 CALIBRATIONS = 25
-LEARNING_RATE = 0.0078125  # a power of two: its products with small whole numbers are exact
 CPU_SHARE = 0.1
 """Logical CPUs of a stage: those that sleep share processors."""
 
@@ -141,22 +141,33 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum()
 
 
-def _sgd(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for _, parameter in named], lr=LEARNING_RATE)
+def held_of_plan(holds: Sequence[Sequence[float]], hop: int, forward: bool, step: int, microbatch: int) -> float:
+    """Seconds that a message is held, either way: those of the plan whose turn it is."""
+    return holds[plan_of_step(step, len(holds))][hop]
 
 
 def run_in_turn(
-    plans: Sequence[StageTimes], num_microbatches: int, rounds: int, *, local: bool = False
+    plans: Sequence[StageTimes],
+    num_microbatches: int,
+    rounds: int,
+    *,
+    slack: int = 2,
+    holds: Sequence[Sequence[float]] | None = None,
+    local: bool = False,
 ) -> list[list[float]]:
     """Seconds of ``rounds`` steps of every plan, after some to warm up.
 
+    The schedule is 1F1B with ``slack``: a block's backward is one sleep, which no schedule can split.
+
     Args:
         plans: all with the same number of stages, two or more.
-        local: in threads of this process; otherwise on Ray actors.
+        holds: by plan and hop, seconds for which each message occupies its link; None for links that are free.
+        local: in threads of this process, where links cannot be held; otherwise on Ray actors.
 
     Raises:
         RuntimeError: a stage has not done what the plans say.
     """
+    assert not (local and holds)
     num_stages = len(plans[0])
     num_steps = WARM_UP_STEPS + rounds * len(plans)
     own_s = own_seconds()
@@ -165,23 +176,38 @@ def run_in_turn(
         for stage in range(num_stages)
     ]
     count = num_microbatches * num_steps
+    held = functools.partial(held_of_plan, holds or [[0.0] * (num_stages - 1)])
     with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
         result = raypipe.PipelineTrainer(
             nn.Sequential(*blocks),
             loss_fn=loss_of,
-            optimizer=_sgd,
+            optimizer=Hold(held, num_microbatches),
             train_data=TensorDataset(torch.ones(count, 1), torch.ones(count, 1)),
             pipeline=raypipe.PipelineConfig(
                 num_stages=num_stages,
                 minibatch_size=num_microbatches,
                 num_microbatches=num_microbatches,
                 partitioner=tuple(str(stage) for stage in range(1, num_stages)),
+                schedule="slack",
+                slack=slack,
+                transport="tcp",
             ),
             scaling_config=SimpleNamespace(num_workers=num_stages, resources_per_worker={"CPU": CPU_SHARE}),
             run_config=SimpleNamespace(name=f"emulated-{time.time_ns()}", storage_path=folder),
         ).fit(num_steps=num_steps, local=local, progress=False)
         weights = raypipe.load_state_dict(result.checkpoint)
     done = num_microbatches * sum(1 + plan_of_step(step, len(plans)) for step in range(num_steps))
+    check_trained(weights, num_stages, done)
+    seconds = [record.seconds for record in result.records]
+    return [seconds[WARM_UP_STEPS + plan :: len(plans)] for plan in range(len(plans))]
+
+
+def check_trained(weights: Mapping[str, torch.Tensor], num_stages: int, done: int) -> None:
+    """See to it that every stage trained to what so many gradients of one make.
+
+    Raises:
+        RuntimeError: one did not.
+    """
     for stage in range(num_stages):
         found = weights[f"{stage}.weight"].item()
         if abs(found + LEARNING_RATE * done) > 1e-4 * LEARNING_RATE * done:
@@ -189,5 +215,3 @@ def run_in_turn(
                 f"Stage {stage} trained to {found}, but every micro-batch of every plan makes {-LEARNING_RATE * done}: "
                 "what was measured is not what was planned."
             )
-    seconds = [record.seconds for record in result.records]
-    return [seconds[WARM_UP_STEPS + plan :: len(plans)] for plan in range(len(plans))]

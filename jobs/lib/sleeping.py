@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raypipe
-from jobs.lib.emulated import CPU_SHARE, Block, loss_of
-from jobs.lib.held_links import LEARNING_RATE, Delay, Hold
+from jobs.lib.emulated import CPU_SHARE, Block, check_trained, loss_of
+from jobs.lib.held_links import Delay, Hold
 from raypipe.planner.control import Room
 from raypipe.planner.schedule import make_schedule
 from raypipe.prepare.job import Job
@@ -85,11 +85,7 @@ def run_sleeping(
         spans = pq.read_table(Path(result.path) / "timeline" / "spans.parquet").to_pylist()
         events = [json.loads(line) for line in (Path(result.path) / "events.jsonl").read_text().splitlines()]
         weights = raypipe.load_state_dict(result.checkpoint)
-    for index in range(len(stages)):
-        if abs(weights[f"{index}.weight"].item() + LEARNING_RATE * count) > 1e-4 * LEARNING_RATE * count:
-            raise RuntimeError(
-                f"Stage {index} trained to {weights[f'{index}.weight'].item()}: not every micro-batch ran"
-            )
+    check_trained(weights, len(stages), count)
     return Ran(
         [row["seconds"] for row in rows],
         [row["schedule"] for row in rows],
