@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.bench.microbatch import bench, sweeps
+from jobs.bench.microbatch.grid import figures_of as grid_figures_of
+from jobs.bench.microbatch.grid import tables_of, throughputs
 from jobs.bench.microbatch.sweeps import Case, Key, divisors, make_case, numbers_of, range_ends, simulated_s, times_of
 from raypipe.planner.microbatch import choose_microbatches, fit_stage_time
 
@@ -112,6 +114,31 @@ def test_every_divisor_and_every_end_is_run_once() -> None:
     assert sum(key.slowed for keys in numbers_of([case], slowed=True).values() for _, key in keys) == 7
 
 
+def test_the_grid_tells_whether_number_or_size_decides() -> None:
+    """Where overhead is nothing, throughput is N / (N + S - 1) whatever the size; where it is all, it follows b."""
+    sizes = (16, 32, 64)
+    by_number, by_size = case_of(64, 4, 0.001), case_of(64, 4, 1000.0)
+    for case, number_decides in ((by_number, True), (by_size, False)):
+        steps = {
+            key: [simulated_s(times_of(case, key.minibatch_size / n), n)]
+            for n, keys in numbers_of([case], grid=sizes).items()
+            for _, key in keys
+        }
+        found = throughputs(steps, sizes)
+        assert len(found) == 5 + 6 + 7
+        figures = grid_figures_of(found)
+        if number_decides:
+            assert figures["spread_by_number"] == pytest.approx(1.0, abs=0.01)
+            assert figures["spread_by_size"] > 1.2
+        else:
+            assert figures["spread_by_number"] > figures["spread_by_size"] > 1
+        shown = tables_of(case.name, found).splitlines()
+        assert shown[0] == "line_4: throughput over the best, by number of micro-batches"
+        assert [line.split()[0] for line in shown if line[:1].isdigit()] == [
+            str(n) for n in (1, 2, 4, 8, 16, 32, 64)
+        ] * 2
+
+
 def test_models_have_stages_enough_and_data_that_fits() -> None:
     for model in sweeps.MODELS.values():
         built = model.make()
@@ -124,11 +151,11 @@ def test_models_have_stages_enough_and_data_that_fits() -> None:
 def test_a_case_of_a_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """raypipe's own plan, then its stages at every size."""
     monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
-    case = make_case("mlp", 2, 8, repeats=1)
+    case = make_case("mlp", 2, 8, repeats=1, largest=16)
     assert case.name == "mlp_2"
     assert case.low <= case.optimum <= case.high
     assert case.chosen in case.predicted_s
-    assert list(case.stage_s) == [1, 2, 4, 8]
+    assert list(case.stage_s) == [1, 2, 4, 8, 16]
     assert {len(stages) for stages in case.stage_s.values()} == {2}
     assert min(min(stage) for stages in case.stage_s.values() for stage in stages) > 0
     assert len(case.starts) == 1

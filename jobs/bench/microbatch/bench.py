@@ -12,6 +12,9 @@ through PipelineTrainer.fit at every divisor of the mini-batch, of half the mini
     chosen_x            chosen number / N*; chosen_x_half is that of the plan for half the mini-batch
     real_chosen_vs_best the two-stage models themselves on this machine's processors, overhead of the runtime included
 
+    spread_by_number    throughput of four mini-batch sizes at every number: how far it varies where the number of
+    spread_by_size      micro-batches is the same, and where their size is (grid.py)
+
 With --handicap, the sweeps repeat with that much more in every forward and backward: the step at the chosen number,
 over the simulated one, must move as the simulator says.
 """
@@ -26,6 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jobs.bench.microbatch.grid import figures_of as grid_figures_of
+from jobs.bench.microbatch.grid import tables_of, throughputs
 from jobs.bench.microbatch.sweeps import (
     MODELS,
     Case,
@@ -55,6 +60,8 @@ LAYOUT: dict[str, str] = {
     "of half": r"chosen_x_half_([a-z]+_\d)",
     "of half, chosen / best": r"half_chosen_vs_best_([a-z]+_\d)",
     "real, chosen / best": r"real_chosen_vs_best_([a-z]+_\d)",
+    "spread by number": r"spread_by_number_([a-z]+_\d)",
+    "spread by size": r"spread_by_size_([a-z]+_\d)",
 }
 TARGETS: dict[str, str] = {
     r"chosen_vs_best": "<= 1.03",
@@ -71,6 +78,7 @@ class Settings(NamedTuple):
         rounds: steps of each in every sweep.
         local: stages are threads of this process, which will do for stages that sleep.
         real: the two-stage models themselves are swept too.
+        grid: mini-batch sizes whose throughput is compared.
     """
 
     models: tuple[str, ...] = tuple(MODELS)
@@ -81,9 +89,10 @@ class Settings(NamedTuple):
     repeats: int = 11
     local: bool = False
     real: bool = True
+    grid: tuple[int, ...] = (16, 32, 64, 128)
 
 
-QUICK = Settings(("mlp", "gpt"), (2,), 16, 1, 2, 5, local=True, real=False)
+QUICK = Settings(("mlp", "gpt"), (2,), 16, 1, 2, 5, local=True, real=False, grid=(8, 16))
 
 
 def sweep(cases: Sequence[Case], settings: Settings, handicap_s: float) -> dict[str, dict[Key, list[float]]]:
@@ -91,7 +100,8 @@ def sweep(cases: Sequence[Case], settings: Settings, handicap_s: float) -> dict[
     found: dict[str, dict[Key, list[float]]] = {case.name: {} for case in cases}
     for _ in range(settings.sweeps):
         for count in settings.stages:
-            wanted = numbers_of([case for case in cases if case.num_stages == count], handicap_s > 0)
+            alike = [case for case in cases if case.num_stages == count]
+            wanted = numbers_of(alike, handicap_s > 0, settings.grid)
             for number, keys in wanted.items():
                 plans = [
                     times_of(case, key.minibatch_size / number, handicap_s if key.slowed else 0.0) for case, key in keys
@@ -183,7 +193,7 @@ def main() -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-microbatch-"))
         os.environ["RAYPIPE_CACHE_DIR"] = folder  # profiles of today, not those that an earlier run has left
         cases = [
-            make_case(model, count, settings.minibatch_size, settings.repeats)
+            make_case(model, count, settings.minibatch_size, settings.repeats, max(settings.grid))
             for model in settings.models
             for count in settings.stages
         ]
@@ -200,7 +210,10 @@ def main() -> int:
     for case in cases:
         steps = found[case.name]
         print("\n" + curve_table(case, steps, real.get(case.name, {})))
-        figures |= {f"{name}_{case.name}": value for name, value in figures_of(case, steps).items()}
+        compared = throughputs(steps, settings.grid)
+        print("\n" + tables_of(case.name, compared))
+        some = figures_of(case, steps) | grid_figures_of(compared)
+        figures |= {f"{name}_{case.name}": value for name, value in some.items()}
         if asked.handicap:
             seen = handicap_seen(case, steps, asked.handicap) and seen
     for name, sweeps in real.items():
@@ -221,7 +234,7 @@ def summary(cases: Sequence[Case], figures: Mapping[str, float]) -> str:
     """A line per case."""
     names = (
         "chosen", "chosen_vs_best", "range_low", "range_high", "number_kept", "number_kept_planned", "throughput_kept",
-        "chosen_x", "chosen_x_half", "real_chosen_vs_best",
+        "chosen_x", "chosen_x_half", "real_chosen_vs_best", "spread_by_number", "spread_by_size",
     )  # fmt: skip
     rows = [[case.name, *(figures.get(f"{name}_{case.name}", "-") for name in names)] for case in cases]
     return common.table(f"micro-batches; {machine_line()}", ("case", *names), rows)

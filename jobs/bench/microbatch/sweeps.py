@@ -40,6 +40,8 @@ AT_HIGH_END_S = 0.020
 AT_LEAST_S = 0.4
 """The closed form's step at N* takes at least this long, so that a step's own overhead stays small beside it."""
 REAL_STEPS, REAL_WARM_UP = 13, 3
+EMULATED: dict[str, Any] = {"schedule": "slack", "slack": 2}
+"""What emulated stages run: a backward is one sleep there, so "auto" might plan what they cannot split."""
 
 
 class Model(NamedTuple):
@@ -134,17 +136,23 @@ class Key(NamedTuple):
     slowed: bool = False
 
 
-def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int) -> Case:
-    """Let raypipe choose, then measure the stages at every size."""
+def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int, largest: int) -> Case:
+    """Let raypipe choose, then measure the stages at every size.
+
+    Args:
+        largest: samples of the largest mini-batch that is swept.
+    """
     model = MODELS[name]
     torch.manual_seed(0)
-    built, data = model.make(), model.data(2 * minibatch_size)
-    whole = _trainer(model, built, data, num_stages, minibatch_size)
-    profiled = whole.profile()
+    built, data = model.make(), model.data(2 * largest)
+    whole = _trainer(model, built, data, num_stages, minibatch_size, pipeline=EMULATED)
+    real = _trainer(model, built, data, num_stages, minibatch_size)
+    profiled = real.profile()
     # Emulated stages take many times the model's seconds, messages between them what they always take: next to nothing.
     cluster = Cluster(tuple(Device(f"emulated{i}") for i in range(num_stages)), (Link(),))
     plan = whole.plan(profiled=profiled, cluster=cluster)
-    half = _trainer(model, built, data, num_stages, minibatch_size // 2).plan(profiled=profiled, cluster=cluster)
+    halved = _trainer(model, built, data, num_stages, minibatch_size // 2, pipeline=EMULATED)
+    half = halved.plan(profiled=profiled, cluster=cluster)
     assert plan.prediction is not None
     assert half.prediction is not None
     found = plan.prediction
@@ -153,7 +161,7 @@ def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int) -> 
         num_stages=num_stages,
         minibatch_size=minibatch_size,
         chosen=plan.num_microbatches,
-        real_chosen=whole.plan(profiled=profiled).num_microbatches,
+        real_chosen=real.plan(profiled=profiled).num_microbatches,
         optimum=found.optimum,
         low=found.low,
         high=found.high,
@@ -163,7 +171,7 @@ def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int) -> 
         predicted_s=_curve(plan),
         half_predicted_s=_curve(half),
         starts=tuple(stage.start for stage in plan.partition.stages[1:]),
-        stage_s=_stage_seconds(model, built, data, plan.partition.cuts, divisors(minibatch_size), repeats),
+        stage_s=_stage_seconds(model, built, data, plan.partition.cuts, divisors(largest), repeats),
         factor=1.0,
     )
     return case._replace(factor=_factor(case))
@@ -246,8 +254,8 @@ def times_of(case: Case, samples: float, extra_s: float = 0.0) -> list[tuple[flo
 
 
 def simulated_s(times: Sequence[tuple[float, float]], number: int) -> float:
-    """A step of these stages with free links, in the order that "auto" takes."""
-    schedule = lower(make_schedule("slack", len(times), number, slack=2))
+    """A step of these stages with free links, in the order that they run."""
+    schedule = lower(make_schedule(EMULATED["schedule"], len(times), number, slack=EMULATED["slack"]))
     return makespan_s(schedule, Costs(tuple(f for f, _ in times), tuple(b for _, b in times)))
 
 
@@ -261,16 +269,19 @@ def range_ends(case: Case) -> tuple[int, int]:
     return (low, high) if low <= high else (round(case.optimum),) * 2
 
 
-def numbers_of(cases: Sequence[Case], slowed: bool = False) -> dict[int, list[tuple[Case, Key]]]:
+def numbers_of(
+    cases: Sequence[Case], slowed: bool = False, grid: Sequence[int] = ()
+) -> dict[int, list[tuple[Case, Key]]]:
     """What to run at each number of micro-batches: all divisors of all mini-batches, and the ends of the ranges.
 
     Args:
         slowed: the divisors of the whole mini-batch once more, with a handicap.
+        grid: further mini-batch sizes.
     """
     found: dict[int, list[tuple[Case, Key]]] = {}
     for case in cases:
         whole, half = case.minibatch_size, case.minibatch_size // 2
-        keys = [*(Key(whole, n) for n in divisors(whole)), *(Key(half, n) for n in divisors(half))]
+        keys = [Key(size, n) for size in (whole, half, *grid) for n in divisors(size)]
         keys += [Key(whole, n) for n in range_ends(case)]
         keys += [Key(whole, n, True) for n in divisors(whole)] if slowed else []
         for key in dict.fromkeys(keys):
