@@ -58,8 +58,8 @@ USE = Layer(
 ROOMS = (
     "errors",
     "metrics",
-    "config",
     "ir",
+    "config",
     "planner",
     "engine",
     "runtime.links",
@@ -88,6 +88,8 @@ PARTS = {
     "tune": ("columns", "memory", "microbatch", "partition", "schedule", "tables", "simulate"),
     "elastic": ("tune",),
     "control": ("tune", "elastic", "memory", "tables", "schedule"),
+    "segments": (),
+    "rows": ("schedule", "segments"),
 }
 
 # One file may reach for one package more.

@@ -17,8 +17,9 @@ from torch.utils.data import TensorDataset
 import raypipe
 from jobs.lib.emulated import CPU_SHARE, Block, check_trained, loss_of
 from jobs.lib.held_links import Delay, Hold
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Room
-from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule import schedule_of
 from raypipe.prepare.job import Job
 
 __all__ = ["Ran", "run_sleeping"]
@@ -100,7 +101,8 @@ def _bounded(job: Job, most_in_flight: int) -> Job:
 
     Said in micro-batches, which is what a scenario is about; people say it in bytes.
     """
-    plan = dataclasses.replace(job.plan, schedule=make_schedule("1f1b", job.num_stages, job.plan.num_microbatches))
+    spec = ScheduleSpec("1f1b", job.plan.num_microbatches)
+    plan = dataclasses.replace(job.plan, schedule=schedule_of(spec, job.num_stages), spec=spec)
     rooms = (Room(most_in_flight=most_in_flight),) * job.num_stages
     return dataclasses.replace(job, plan=plan, rooms=rooms, request=dataclasses.replace(job.request, schedule="1f1b"))
 

@@ -37,7 +37,7 @@ from raypipe.prepare.planning import prepare, profile
 from raypipe.prepare.resume import free_name, kept_microbatches
 from raypipe.progress import RunProgress
 from raypipe.runfile.write import describe
-from raypipe.runtime.run.blueprint import Blueprint
+from raypipe.runtime.run.blueprint import Blueprint, predicted_step
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.resuming import refuse_another_run
 from raypipe.runtime.run.spec import RunSpec
@@ -149,7 +149,7 @@ class PipelineTrainer:
         job = self._prepared()
         if job.plan.prediction is None:
             job = prepare(*self._arguments, self._continued(), self._num_workers(), predict=True)
-        predicted = job.plan_rows.predicted()
+        predicted = predicted_step(job.plan)
         assert predicted is not None
         return predicted
 

@@ -7,12 +7,13 @@ raypipe simulate --stages 4 --schedule kfkb --latency-ms 5     stage times and l
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raypipe.cli.common import Overrides, open_runfile, trainer_of
 from raypipe.ir.picture import timeline_svg
+from raypipe.ir.schedule_spec import KINDS, ScheduleSpec, takes
 from raypipe.ir.timeline import Timeline, chrome_trace_json
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["simulate"]
 
 WIDEST_PICTURE = 200
+_KINDS = tuple(name for name, kind in KINDS.items() if kind.synchronous)
 _ON_PAPER = (
     "stages", "microbatches", "schedule", "group_size", "slack", "chunks",
     "forward_ms", "backward_ms", "latency_ms", "occupancy_ms", "csv",
@@ -33,7 +35,7 @@ def simulate(
     overrides: Overrides = None,
     stages: Annotated[int, typer.Option(help="how many the model is cut into")] = 4,
     microbatches: Annotated[int, typer.Option(help="per optimizer step")] = 8,
-    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, kfkb, slack, zb-h1, zb-v or interleaved")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help=", ".join(_KINDS))] = "1f1b",
     group_size: Annotated[int | None, typer.Option(help="micro-batches that kfkb takes as a group")] = None,
     slack: Annotated[int | None, typer.Option(help="forwards that slack and zb-h1 start ahead, per link")] = None,
     chunks: Annotated[int | None, typer.Option(help="stages per worker of interleaved")] = None,
@@ -86,9 +88,16 @@ def _refuse_options(context: typer.Context) -> None:
 def _made(
     schedule: str, stages: int, microbatches: int, group_size: int | None, slack: int | None, chunks: int | None
 ) -> Schedule:
-    from raypipe.planner.schedule import make_schedule
+    from raypipe.planner.schedule import schedule_of
 
-    return make_schedule(schedule, stages, microbatches, group_size=group_size, slack=slack, chunks=chunks)
+    given = {"group_size": group_size, "slack": None if slack is None else (slack,) * (stages - 1), "chunks": chunks}
+    for name, value in given.items():
+        if value is None and takes(schedule, name):
+            raise typer.BadParameter(f"The schedule {schedule!r} needs --{name.replace('_', '-')}: say how many.")
+    if schedule in KINDS and not KINDS[schedule].synchronous:
+        raise typer.BadParameter(f"{schedule!r} does not run empty between steps: take one of {', '.join(_KINDS)}.")
+    numbers: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return schedule_of(ScheduleSpec(schedule, microbatches, **numbers), stages)
 
 
 def _on_paper(made: Schedule, forward_s: float, backward_s: float, latency_s: float, occupancy_s: float) -> Timeline:

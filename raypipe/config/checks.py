@@ -11,17 +11,9 @@ from collections.abc import Sequence
 
 from raypipe.config.fields import Auto, PipelineFields
 from raypipe.errors import ConfigError
+from raypipe.ir.schedule_spec import KINDS, ScheduleKind, kinds_to_search, takes
 
-__all__ = ["TURNED", "check_together"]
-
-CHUNKED = ("interleaved", "zb-v")
-"""Schedules that put several stages on each worker, and that nobody turns."""
-ASYNCHRONOUS = ("pipedream", "2bw")
-"""Schedules that do not run empty before an update."""
-STILL = (*ASYNCHRONOUS, *CHUNKED)
-"""All schedules under which nothing is turned, codecs neither."""
-TURNED = ("auto", "kfkb", "slack", "zb-h1")
-"""Schedules that the controller turns, where group_size and slack are left to it."""
+__all__ = ["check_together"]
 
 
 def check_together(config: PipelineFields) -> None:
@@ -96,7 +88,7 @@ def _check_link_ports(link_ports: tuple[int, int] | Auto, transport: str) -> Non
 def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: int | Auto) -> None:
     if group_size == "auto":
         return
-    if schedule != "kfkb":
+    if not takes(schedule, "group_size"):
         raise ConfigError(
             f"group_size={group_size} means nothing to schedule={schedule!r}: only 'kfkb' groups micro-batches. "
             "Set schedule='kfkb', or leave group_size out."
@@ -109,7 +101,7 @@ def _check_group_size(group_size: int | Auto, schedule: str, num_microbatches: i
 
 
 def _check_slack(slack: int | Sequence[int] | Auto, schedule: str, num_stages: int | Auto) -> None:
-    if slack != "auto" and schedule not in ("slack", "zb-h1", "pipedream", "2bw"):
+    if slack != "auto" and not takes(schedule, "slack"):
         raise ConfigError(
             f"slack={slack!r} means nothing to schedule={schedule!r}. Set schedule='slack', 'zb-h1', 'pipedream' or "
             "'2bw', or leave slack out."
@@ -142,7 +134,7 @@ def _check_weights(config: PipelineFields) -> None:
 
 def _check_skipping(config: PipelineFields) -> None:
     """Stages of an asynchronous schedule update without knowing each other's norms."""
-    if config.on_nonfinite == "skip" and config.schedule in ASYNCHRONOUS:
+    if config.on_nonfinite == "skip" and not _kind(config).synchronous:
         raise ConfigError(
             f"on_nonfinite='skip' is not possible with schedule={config.schedule!r}: its stages update without waiting "
             "for each other, so that some have taken a step before another one finds that it is not finite. Take a "
@@ -152,7 +144,7 @@ def _check_skipping(config: PipelineFields) -> None:
 
 def _check_chunked(config: PipelineFields) -> None:
     """Several stages per worker: two of them in a V, none replicated."""
-    if config.schedule not in CHUNKED:
+    if not _kind(config).several_stages:
         return
     if config.partitioner == "hierarchical":
         raise ConfigError(
@@ -168,11 +160,16 @@ def _check_chunked(config: PipelineFields) -> None:
         )
 
 
+def _kind(config: PipelineFields) -> ScheduleKind:
+    """What is known of the schedule; "auto" becomes one of the kinds that can be turned."""
+    return KINDS.get(config.schedule, ScheduleKind())
+
+
 def _turned(config: PipelineFields) -> tuple[str, ...]:
     """Fields by which the controller has something to turn; see raypipe.runtime.run.retuning."""
-    if config.schedule in STILL or config.retune_interval_steps == 0:
+    if not _kind(config).turned or config.retune_interval_steps == 0:
         return ()
-    kinds = config.schedule in TURNED and config.group_size == "auto" == config.slack
+    kinds = bool(kinds_to_search(config.schedule)) and config.group_size == "auto" == config.slack
     found = ["schedule"] if kinds else []
     found += [name for name in ("codec_forward", "codec_backward") if getattr(config, name) == "auto"]
     return tuple(found + ["retune_microbatches"] * config.retune_microbatches)
@@ -180,7 +177,7 @@ def _turned(config: PipelineFields) -> tuple[str, ...]:
 
 def _still(config: PipelineFields) -> str:
     """The field, with its value, under which nothing is turned."""
-    name = "schedule" if config.schedule in STILL else "retune_interval_steps"
+    name = "retune_interval_steps" if _kind(config).turned else "schedule"
     return f"{name}={getattr(config, name)!r}"
 
 
@@ -208,7 +205,7 @@ def _check_patience(config: PipelineFields) -> None:
     for name in ("retune_interval_steps", "link_drift_threshold", "min_gain"):
         value = getattr(config, name)
         if value not in ("auto", 0) and not _turned(config):
-            still = config.schedule in STILL or config.retune_interval_steps == 0
+            still = not _kind(config).turned or config.retune_interval_steps == 0
             with_what = _still(config) if still else f"schedule={config.schedule!r} as it is given"
             raise ConfigError(
                 f"{name}={value!r} means nothing with {with_what}: nothing is turned while the run trains. Leave "

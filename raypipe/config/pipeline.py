@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from raypipe.config.checks import check_together
 from raypipe.config.fields import PipelineFields
 from raypipe.errors import ConfigError
+from raypipe.ir.schedule_spec import KINDS
 
 __all__ = ["SUPPORTED", "PipelineConfig"]
 
@@ -27,7 +28,7 @@ _T = TypeVar("_T")
 
 SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "num_replicas": (1,),
-    "schedule": ("gpipe", "1f1b", "kfkb", "slack", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw"),
+    "schedule": tuple(KINDS),
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8"),
     "codec_backward": ("none", "bf16", "fp16", "int8"),
@@ -95,8 +96,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     | _Rule(callable, "a function (target) -> number of items that the loss is averaged over"),
     "partitioner": _one_of("auto", "parameters", "prefix_sum", "antichain", "hierarchical")
     | _each(_MODULE, "a list of module names, each the first of a stage"),
-    "schedule": _one_of("auto", "gpipe", "1f1b", "kfkb", "slack", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw")
-    | _CSV,
+    "schedule": _one_of("auto", *KINDS) | _CSV,
     "group_size": _AUTO | _integer(1),
     "slack": _AUTO | _integer(1) | _each(_integer(1), "a list of integers, one per hop"),
     "weight_versions": _AUTO | _integer(1),

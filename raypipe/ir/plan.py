@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypipe.errors import PlanError
+from raypipe.errors import PlanError, ScheduleError
 from raypipe.ir.plan_facts import Partition, PlanFacts, Stage
 from raypipe.ir.plan_summary import summary
 from raypipe.ir.plan_table import human_bytes, table
 from raypipe.ir.prediction import Prediction
 from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action, single_homes
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.weights import VersionRule, WeightPolicy
 
 __all__ = ["Partition", "Plan", "Stage", "human_bytes", "peak_in_flight"]
@@ -43,6 +44,7 @@ class Plan(PlanFacts):
                     "stride": self.schedule.stride,
                     "wiring": _wiring_fields(self.schedule.wiring),
                 },
+                "spec": None if self.spec is None else self.spec.to_dict(),
                 "partition": asdict(self.partition),
                 "notes": list(self.notes),
                 "reasons": [list(pair) for pair in self.reasons],
@@ -54,7 +56,7 @@ class Plan(PlanFacts):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of ``to_json``.
+        """Inverse of ``to_json``; a plan of an earlier release has no spec.
 
         Raises:
             PlanError: the text is no such plan; names what is wrong.
@@ -73,8 +75,9 @@ class Plan(PlanFacts):
                 reasons=tuple((what, why) for what, why in found["reasons"]),
                 prediction=None if found["prediction"] is None else Prediction.from_dict(found["prediction"]),
                 weights=_weights(found["weights"]),
+                spec=ScheduleSpec.from_dict(found["spec"]) if found.get("spec") else None,
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, ScheduleError, TypeError, ValueError) as error:
             raise PlanError(
                 f"This is not a saved plan ({error!r}): write one with Plan.to_json or `raypipe plan --json`."
             ) from None

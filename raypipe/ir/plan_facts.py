@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from raypipe.ir.prediction import Prediction
 from raypipe.ir.schedule import Schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
 
 __all__ = ["Partition", "PlanFacts", "Stage"]
@@ -86,6 +87,7 @@ class PlanFacts:
             way: ("stage 0", the modules that it holds), ("loss", what it averages over).
         prediction: seconds and bytes; None where nothing was profiled.
         weights: versions of the weights.
+        spec: what the schedule was made from; None in a plan that an earlier release saved.
         explained: ``str`` is ``explain()``; how a plan is shown is no part of it.
     """
 
@@ -100,4 +102,5 @@ class PlanFacts:
     reasons: tuple[tuple[str, str], ...] = ()
     prediction: Prediction | None = None
     weights: WeightPolicy = SYNCHRONOUS
+    spec: ScheduleSpec | None = None
     explained: bool = field(default=False, compare=False, repr=False)

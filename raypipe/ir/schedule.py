@@ -162,7 +162,7 @@ class Schedule:
         epilogue   base repeats * stride
 
     Attributes:
-        kind: name and parameters for people, as ``kfkb(k=2)``.
+        kind: name and numbers for people, as ``ScheduleSpec.name``: ``kfkb k=2``.
         wiring: see Wiring.
         body: one row of actions per worker.
         stride: micro-batches that one repetition of the body consumes.

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Phase", "RowsKey", "Segment", "Variant"]
+from raypipe.ir.schedule_spec import ScheduleSpec
+
+__all__ = ["Phase", "RowsKey", "Segment"]
 
 
 class Phase(Enum):
@@ -35,20 +37,6 @@ class Phase(Enum):
         return self in (Phase.WHOLE, Phase.DRAIN)
 
 
-class Variant(NamedTuple):
-    """An order of actions other than the plan's, for the same stages.
-
-    Attributes:
-        kind: of planner.schedule.
-        group_size: k of kfkb.
-        slack: r of slack, by hop.
-    """
-
-    kind: str
-    group_size: int = 1
-    slack: tuple[int, ...] = ()
-
-
 class RowsKey(NamedTuple):
     """Which rows a segment runs; workers learn each set of rows once.
 
@@ -57,7 +45,7 @@ class RowsKey(NamedTuple):
         num_minibatches: that the rows complete.
         training: False evaluates.
         update_interval: as in Segment. A mini-batch that is smaller than the others may have as many micro-batches.
-        variant: None for the plan's own order.
+        spec: of these micro-batches where it is not the plan's; None for the plan's own.
     """
 
     num_microbatches: int
@@ -65,7 +53,7 @@ class RowsKey(NamedTuple):
     phase: Phase = Phase.WHOLE
     training: bool = True
     update_interval: int | None = None
-    variant: Variant | None = None
+    spec: ScheduleSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +72,7 @@ class Segment:
             samples follow and which is cut alike.
         update_interval: micro-batches per update of the parameters, None for the whole mini-batch.
         generation: of the plan.
-        variant: order of the actions where it is not the plan's own; only of a WHOLE one.
+        spec: schedule where it is not the plan's own; only of a WHOLE one.
     """
 
     first_step: int
@@ -96,7 +84,7 @@ class Segment:
     phase: Phase = Phase.WHOLE
     update_interval: int | None = None
     generation: int = 0
-    variant: Variant | None = None
+    spec: ScheduleSpec | None = None
 
     @property
     def minibatch_samples(self) -> int:
@@ -110,7 +98,8 @@ class Segment:
     def rows(self, *, training: bool) -> RowsKey:
         """The rows that carry it out."""
         count = len(self.microbatch_samples)
-        return RowsKey(count, self.num_minibatches, self.phase, training, self.update_interval, self.variant)
+        spec = None if self.spec is None else self.spec.with_microbatches(count)
+        return RowsKey(count, self.num_minibatches, self.phase, training, self.update_interval, spec)
 
     def locate(self, microbatch: int) -> tuple[int, int, int]:
         """(step, position in the epoch's order of the first sample, samples) of a global micro-batch."""

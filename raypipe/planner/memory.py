@@ -40,13 +40,13 @@ from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
 from raypipe.ir.graph import ModelGraph
-from raypipe.ir.plan import human_bytes
+from raypipe.ir.plan_table import human_bytes
+from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
 from raypipe.planner.columns import Sums, columns_of
 
-__all__ = ["SCHEDULES", "Held", "MemoryModel", "StageMemory", "check_memory", "stage_memory"]
+__all__ = ["Held", "MemoryModel", "StageMemory", "check_memory", "stage_memory"]
 
-SCHEDULES = ("gpipe", "1f1b", "kfkb", "slack", "zb-h1", "pipedream", "2bw")
-"""Schedules whose micro-batches in flight this module knows by formula."""
+ONE_F_ONE_B = ScheduleSpec("1f1b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,10 @@ class MemoryModel:
     """What decides a stage's memory, besides its nodes and its place.
 
     Attributes:
-        schedule: one of ``SCHEDULES``, or any other with ``held``.
-        num_microbatches: M, per optimizer step.
+        spec: of a kind with a memory formula, or any other with ``held``.
         microbatch_size: b, samples.
-        group_size: k of kfkb.
-        slack: r of slack, by hop from the first or one for all; of zb-h1 by hop.
         weight_versions: copies of the weights; None follows the schedule.
         version_limit: most copies that a stage has room for; None for no limit.
-        update_interval: u of pipedream, micro-batches per update.
         gradient_factor: bytes of gradients per byte of trainable parameters.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
         reserve_bytes: kept free on every device, for temporaries and the runtime; of several stages on one device, the
@@ -84,35 +80,27 @@ class MemoryModel:
         held: what the rows say, for schedules without a formula; it is of so many micro-batches and stages.
 
     Raises:
-        PlanError: an unknown schedule, or a number out of range.
+        PlanError: a kind without a formula, or a number out of range.
     """
 
-    schedule: str = "1f1b"
-    num_microbatches: int = 1
+    spec: ScheduleSpec = ONE_F_ONE_B
     microbatch_size: int = 1
-    group_size: int = 1
-    slack: int | tuple[int, ...] = 1
     weight_versions: int | None = None
     version_limit: int | None = None
-    update_interval: int = 1
     gradient_factor: float = 1.0
     optimizer_factor: float = 2.0
     reserve_bytes: int = 0
     held: Held | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES and self.held is None:
+        if not self.spec.of_kind.memory_formula and self.held is None:
+            known = ", ".join(name for name, kind in KINDS.items() if kind.memory_formula)
             raise PlanError(
-                f"No memory model for the schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}, or count "
-                "what its rows hold."
+                f"No memory model for the schedule {self.spec.kind!r}: choose one of {known}, or count what its rows "
+                "hold."
             )
-        hops = (self.slack,) if isinstance(self.slack, int) else self.slack
-        counts = [self.num_microbatches, self.microbatch_size, self.group_size, self.update_interval, *hops]
+        counts = [self.microbatch_size]
         counts += [count for count in (self.weight_versions, self.version_limit) if count is not None]
-        if self.schedule == "zb-h1" and isinstance(self.slack, int):
-            raise PlanError(
-                f"slack={self.slack} of zb-h1: give one number per hop, for all of them count on every stage."
-            )
         if min(counts) < 1 or not min(self.gradient_factor, self.optimizer_factor, self.reserve_bytes) >= 0:
             raise PlanError(f"{self}: counts must be at least 1, factors and reserve_bytes at least 0.")
 
@@ -120,43 +108,44 @@ class MemoryModel:
         """Most micro-batches between their F and their B, or W, on a stage of this depth."""
         if self.held is not None:
             return self.held.in_flight[-depth]
-        match self.schedule:
+        spec = self.spec
+        match spec.kind:
             case "gpipe":
-                wanted = self.num_microbatches
+                wanted = spec.num_microbatches
             case "kfkb":
-                wanted = self.group_size * depth
+                wanted = spec.group_size * depth
             case "zb-h1":
-                assert isinstance(self.slack, tuple), "checked above"
-                wanted = 1 + sum(self.slack)
+                wanted = 1 + sum(spec.slack)
             case "slack" | "pipedream" | "2bw":
                 wanted = 1 + self._slack_after(depth - 1)
             case _:
                 wanted = depth
         # Asynchronous schedules never flush: the mini-batch does not bound them.
-        return wanted if self.schedule in ("pipedream", "2bw") else min(self.num_microbatches, wanted)
+        return min(spec.num_microbatches, wanted) if spec.of_kind.synchronous else wanted
 
     def activation_sets(self, depth: int) -> int:
         """How often a stage of this depth holds a micro-batch's activations, or as many bytes."""
         if self.held is not None:
             return self.held.activation_sets[-depth]
         held = self.in_flight(depth)
-        if self.schedule != "zb-h1":
+        if not self.spec.of_kind.splits_backward:
             return held
         return 2 * held - min(held, 1 + self._slack_after(depth - 1))
 
     def _slack_after(self, hops: int) -> int:
-        if isinstance(self.slack, int):
-            return self.slack * hops
-        return sum(self.slack[max(0, len(self.slack) - hops) :])
+        """Sum of r over so many hops at the end; the cut may have more hops than the spec, all like its first."""
+        slack = self.spec.slack
+        more = max(0, hops - len(slack)) * (slack[0] if slack else 1)
+        return more + sum(slack[max(0, len(slack) - hops) :])
 
     def versions(self, depth: int) -> int:
         """Copies of the weights that a stage of this depth holds."""
         if self.weight_versions is not None:
             return self.weight_versions
         needed = {
-            "pipedream": math.ceil(self._slack_after(depth - 1) / self.update_interval) + 1,
+            "pipedream": math.ceil(self._slack_after(depth - 1) / (self.spec.update_interval or 1)) + 1,
             "2bw": 2,
-        }.get(self.schedule, 1)
+        }.get(self.spec.kind, 1)
         return min(needed, self.version_limit or needed)
 
     @property
@@ -164,11 +153,7 @@ class MemoryModel:
         """Boundary messages that wait at a stage, per direction, besides those of micro-batches in flight."""
         if self.held is not None:
             return self.held.message_slots
-        if self.schedule == "kfkb":
-            return self.group_size
-        if self.schedule in ("slack", "zb-h1", "pipedream", "2bw"):
-            return self.slack if isinstance(self.slack, int) else max(self.slack, default=1)
-        return 1
+        return max(self.spec.group_size, *self.spec.slack, 1)
 
     def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
         """What each node adds once per weight version, once, and once per micro-batch in flight; shape (3, nodes)."""

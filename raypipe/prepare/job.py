@@ -16,11 +16,12 @@ from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.control import Room
+from raypipe.planner.rows import flow_of, rows_for
 from raypipe.planner.segments import Flow
 from raypipe.planner.tune import (
     Request,
 )
-from raypipe.runtime.run.blueprint import OneCut, PlanRows
+from raypipe.runtime.run.blueprint import OneCut
 from raypipe.runtime.run.planned import Planned
 
 __all__ = ["Job"]
@@ -77,12 +78,9 @@ class Job:
         return 1 + max(self.placement)
 
     @property
-    def plan_rows(self) -> PlanRows:
-        return PlanRows(self.plan, self.request, self.programs[0].first_trainable)
-
-    @property
     def flow(self) -> Flow | None:
-        return self.plan_rows.flow
+        """As planner.rows.flow_of."""
+        return flow_of(self.plan)
 
     @property
     def graph(self) -> OneCut:
@@ -100,9 +98,5 @@ class Job:
         return self.rows(RowsKey(num_microbatches, training=training, update_interval=self.plan.weights.interval))
 
     def rows(self, key: RowsKey) -> Schedule:
-        """See PlanRows."""
-        return self.plan_rows.rows(key)
-
-    def flowing_rows(self) -> dict[RowsKey, Schedule]:
-        """See PlanRows."""
-        return self.plan_rows.flowing()
+        """As planner.rows.rows_for."""
+        return rows_for(self.plan, key)

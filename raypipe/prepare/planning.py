@@ -23,8 +23,6 @@ from raypipe.planner.columns import workspace_lines
 from raypipe.planner.control import Room, rooms_of, unknown_rooms
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.tune import (
-    ASYNCHRONOUS,
-    CHUNKED,
     Decision,
     Request,
     decide,
@@ -204,7 +202,7 @@ def _decided(request: Request, profiled: Profile, factor: float, cluster: Cluste
 
 def _rooms(decision: Decision) -> tuple[Room, ...]:
     memory = decision.limits.memory
-    if memory.schedule in (*ASYNCHRONOUS, *CHUNKED):  # which nobody turns
+    if not memory.spec.of_kind.turned:
         return unknown_rooms(decision.partition.num_stages)
     graph, partition = decision.graph, decision.partition
     order = partition.order or range(len(graph.nodes))
@@ -249,6 +247,7 @@ def _with_shares(plan: Plan, captured: Capture, programs: tuple[StageProgram, ..
         schedule=dataclasses.replace(
             plan.schedule, wiring=dataclasses.replace(plan.schedule.wiring, norm_per_stage=alone)
         ),
+        spec=plan.spec and dataclasses.replace(plan.spec, overlap=alone),
     )
 
 

@@ -55,7 +55,7 @@ def told(made: PipelineTrainer) -> str:
     place = str(setups[0].place), getattr(made._run, "name", None)
     plan = dataclasses.replace(job.plan, notes=(), reasons=(), prediction=None)
     policy = policy_of(made._pipeline, getattr(made._run, "checkpoint_config", None))
-    turned = retune_setup(made._pipeline, job.request, job.planned(), job.programs[0].first_trainable)
+    turned = retune_setup(made._pipeline, job.planned)
     if turned is not None:
         turned = dataclasses.replace(turned, microbatch_seconds=tuple(n for n, _ in turned.microbatch_seconds))  # type: ignore[arg-type]
     return repr((plan, kept, order, place, policy, turned, made._resources(), checks(job)))

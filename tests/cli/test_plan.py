@@ -68,7 +68,7 @@ def command(*arguments: str) -> str:
 def test_a_plan_says_who_holds_what_and_why(folder: Path) -> None:
     text = command("plan", "run.yaml", "--set", "pipeline.num_stages=3", "--explain")
     assert text.startswith("stages:  3. Stage 0: ")
-    assert "\n\nplan: 3 stages, schedule slack(r=2), " in text
+    assert "\n\nplan: 3 stages, schedule slack r=2,2, " in text
     words = (
         "forward + backward",
         "memory",
@@ -193,4 +193,4 @@ def test_a_job_knows_its_workers_and_turns_nothing(partitioner: str) -> None:
     for count in (job.plan.num_microbatches, 3):
         rows = job.schedule(count)
         assert (rows.num_workers, rows.wiring.placement) == (1, job.placement)
-    assert retune_setup(made._pipeline, job.request, job.planned(), job.programs[0].first_trainable) is None
+    assert retune_setup(made._pipeline, job.planned) is None

@@ -8,6 +8,7 @@ from statistics import mean, median
 import pytest
 
 from jobs.lib.contention import EPISODE_STEPS, LEVELS, delay_s
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Room, Setup, Verdict
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from tests.planner.control.lab import Pipeline, run_controlled
@@ -35,7 +36,7 @@ def wires(name: str, stages: int, step: int) -> tuple[Wire, ...]:
 @cache
 def fixed(name: str, stages: int, k: int) -> tuple[float, ...]:
     """Seconds of every step with one k."""
-    program = compiled(Choice("kfkb", COUNT, k), stages)
+    program = compiled(ScheduleSpec("kfkb", COUNT, group_size=k), stages)
     busy = (FORWARD_S,) * stages, (BACKWARD_S,) * stages
     return tuple(step_s(program, *busy, wires(name, stages, step)) for step in range(STEPS))
 
@@ -63,7 +64,7 @@ def test_groups_gain_what_the_level_is_named_for(name, stages):
 )
 def test_the_controller_finds_the_best_k_that_fits(name, stages, most):
     """Within one percent: near the optimum several k take the same time, and then the smaller one is taken."""
-    setup = Setup("kfkb", Choice("kfkb", COUNT), rooms_for(stages, most), retune_interval_steps=10)
+    setup = Setup("kfkb", Choice(ScheduleSpec("kfkb", COUNT)), rooms_for(stages, most), retune_interval_steps=10)
     pipeline = Pipeline(
         [(FORWARD_S, BACKWARD_S)] * stages,
         lambda hop, forward, step, m: (late_s(name, hop, forward, step, m), 1e-4),
@@ -72,7 +73,7 @@ def test_the_controller_finds_the_best_k_that_fits(name, stages, most):
     )
     _, choices, decisions = run_controlled(pipeline, setup, 40)
     means = {k: mean(fixed(name, stages, k)) for k in range(1, most + 1)}
-    chosen = choices[-1].group_size
+    chosen = choices[-1].spec.group_size
     print(name, stages, chosen, {k: round(means[1] / s, 3) for k, s in means.items()})
     assert means[chosen] <= min(means.values()) * 1.01
     assert sum(d.verdict is Verdict.SWITCH for d in decisions) <= 3

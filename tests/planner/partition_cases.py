@@ -17,6 +17,7 @@ from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.partition.limits import Limits
+from tests.planner.specs import spec_for
 
 TICK = 1 / 1024  # seconds; a whole number of picoseconds
 NEAR = 1e-9
@@ -79,11 +80,14 @@ def clusters(draw: st.DrawFn, most: int = 3) -> Cluster:
 @st.composite
 def limits(draw: st.DrawFn, *, exact: bool = True) -> Limits:
     memory = MemoryModel(
-        draw(st.sampled_from(["gpipe", "1f1b", "kfkb", "slack", "pipedream", "2bw"])),
-        num_microbatches=draw(st.sampled_from([1, 3, 5])),
+        spec_for(
+            draw(st.sampled_from(["gpipe", "1f1b", "kfkb", "slack", "pipedream", "2bw"])),
+            8,  # no cut has more stages
+            draw(st.sampled_from([1, 3, 5])),
+            group_size=2,
+            slack=2,
+        ),
         microbatch_size=draw(st.integers(1, 2)),
-        group_size=2,
-        slack=2,
     )
     return Limits(draw(st.none() | st.integers(1, 3)) if exact else None, memory)
 
@@ -93,7 +97,7 @@ def limits(draw: st.DrawFn, *, exact: bool = True) -> Limits:
 
 def in_flight(memory: MemoryModel, depth: int) -> int:
     """Written out again on purpose."""
-    most = memory.num_microbatches
+    most = memory.spec.num_microbatches
     return {
         "gpipe": most,
         "1f1b": min(most, depth),
@@ -101,11 +105,11 @@ def in_flight(memory: MemoryModel, depth: int) -> int:
         "slack": min(most, 2 * depth - 1),
         "pipedream": 2 * depth - 1,
         "2bw": 2 * depth - 1,
-    }[memory.schedule]
+    }[memory.spec.kind]
 
 
 def stage_bytes(graph: ModelGraph, nodes: list[int], memory: MemoryModel, depth: int) -> int:
-    versions = {"pipedream": 2 * depth - 1, "2bw": 2}.get(memory.schedule, 1)
+    versions = {"pipedream": 2 * depth - 1, "2bw": 2}.get(memory.spec.kind, 1)
     params = sum(graph.nodes[i].param_bytes for i in nodes)
     kept = sum(graph.nodes[i].activation_bytes for i in nodes)
     return (versions + 3) * params + kept * in_flight(memory, depth) * memory.microbatch_size

@@ -14,15 +14,17 @@ from raypipe.ir.coarse import merge_nodes
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.lines import most, pruned
 from raypipe.ir.plan import peak_in_flight
+from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
 from raypipe.planner.columns import Sums, sums_of, workspace_bytes, workspace_lines
-from raypipe.planner.memory import SCHEDULES, MemoryModel, check_memory, stage_memory
+from raypipe.planner.memory import MemoryModel, check_memory, stage_memory
 from raypipe.planner.partition.antichain import antichain
 from raypipe.planner.partition.fit import fitting_partition, memory_of
 from raypipe.planner.partition.hierarchical import hierarchical
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import prefix_sum
-from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule import schedule_of
 from tests.planner.partition_cases import chain_of, clusters, graphs, limits
+from tests.planner.specs import spec_for
 
 SOLVERS = [prefix_sum, antichain, hierarchical]
 
@@ -35,21 +37,20 @@ def held(node: Node) -> Sums:
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4), st.data())
 def test_formulas_are_what_the_schedules_do(stages, count, k, data):
     r = data.draw(st.integers(1, 3) | st.lists(st.integers(1, 3), min_size=stages - 1, max_size=stages - 1).map(tuple))
-    by_hop = (r,) * (stages - 1) if isinstance(r, int) else r
-    options = {"gpipe": {}, "1f1b": {}, "kfkb": {"group_size": k}, "slack": {"slack": r}, "zb-h1": {"slack": by_hop}}
-    for kind, option in options.items():
-        model = MemoryModel(kind, num_microbatches=count, **option)
+    for kind in ("gpipe", "1f1b", "kfkb", "slack", "zb-h1"):
+        spec = spec_for(kind, stages, count, group_size=k, slack=r)
+        model = MemoryModel(spec)
         found = tuple(model.in_flight(stages - s) for s in range(stages))
-        assert found == peak_in_flight(make_schedule(kind, stages, count, **option)), kind
+        assert found == peak_in_flight(schedule_of(spec, stages)), kind
 
 
 def test_what_waits_for_its_weights_counts_twice() -> None:
-    model = MemoryModel("zb-h1", num_microbatches=8, slack=(1, 2, 1))
+    model = MemoryModel(ScheduleSpec("zb-h1", num_microbatches=8, slack=(1, 2, 1)))
     assert [model.in_flight(4 - s) for s in range(4)] == [5, 5, 5, 5]
     assert [model.activation_sets(4 - s) for s in range(4)] == [5, 6, 8, 9]
-    few = MemoryModel("zb-h1", num_microbatches=3, slack=(1, 2, 1))
+    few = MemoryModel(ScheduleSpec("zb-h1", num_microbatches=3, slack=(1, 2, 1)))
     assert [few.activation_sets(4 - s) for s in range(4)] == [3, 3, 4, 5]
-    assert MemoryModel("slack", num_microbatches=8, slack=(1, 2, 1)).activation_sets(4) == 5
+    assert MemoryModel(ScheduleSpec("slack", num_microbatches=8, slack=(1, 2, 1))).activation_sets(4) == 5
 
 
 @pytest.mark.slow
@@ -71,7 +72,7 @@ def test_deeper_stages_never_need_less(graph, bounds, depth):
 
 def test_what_a_stage_holds_by_name() -> None:
     node = Node("op", "", ("w",), 100, 0, 1.0, activation_bytes=7, frozen_bytes=40, buffer_bytes=5)
-    model = MemoryModel("pipedream", microbatch_size=2, optimizer_factor=2.0, reserve_bytes=11)
+    model = MemoryModel(ScheduleSpec("pipedream"), microbatch_size=2, optimizer_factor=2.0, reserve_bytes=11)
     found = stage_memory(model, held(node), 1, 3, receive_bytes=4, send_bytes=6)
     assert (found.in_flight, found.versions, found.action) == (3, 3, "1F2")
     assert (found.weight_bytes, found.gradient_bytes, found.optimizer_bytes) == (60 * 3 + 40, 60, 120)
@@ -81,20 +82,20 @@ def test_what_a_stage_holds_by_name() -> None:
 
 @pytest.mark.parametrize(("kind", "versions"), [("1f1b", 1), ("2bw", 2), ("pipedream", 4)])
 def test_weight_versions_follow_the_schedule_unless_given(kind: str, versions: int) -> None:
-    assert MemoryModel(kind, num_microbatches=8).versions(4) == versions
-    assert MemoryModel(kind, num_microbatches=8, weight_versions=3).versions(4) == 3
+    assert MemoryModel(ScheduleSpec(kind, num_microbatches=8)).versions(4) == versions
+    assert MemoryModel(ScheduleSpec(kind, num_microbatches=8), weight_versions=3).versions(4) == 3
 
 
 def test_fewer_updates_need_fewer_versions() -> None:
-    by_interval = [MemoryModel("pipedream", update_interval=u).versions(4) for u in (1, 2, 3, 4)]
+    by_interval = [MemoryModel(ScheduleSpec("pipedream", update_interval=u)).versions(4) for u in (1, 2, 3, 4)]
     assert by_interval == [4, 3, 2, 2]
-    assert MemoryModel("pipedream", version_limit=2).versions(4) == 2
-    assert MemoryModel("pipedream", version_limit=2).versions(1) == 1
+    assert MemoryModel(ScheduleSpec("pipedream"), version_limit=2).versions(4) == 2
+    assert MemoryModel(ScheduleSpec("pipedream"), version_limit=2).versions(1) == 1
 
 
 def test_a_refusal_names_stage_action_numbers_and_the_cure() -> None:
     node = Node("op", "", ("w",), 1 << 20, 0, 1.0, activation_bytes=1 << 19)
-    model = MemoryModel("1f1b", num_microbatches=8, microbatch_size=2)
+    model = MemoryModel(ScheduleSpec("1f1b", num_microbatches=8), microbatch_size=2)
     found = [stage_memory(model, held(node), s, 2 - s) for s in range(2)]
     check_memory(found, [found[0].total_bytes, None])
     with pytest.raises(PlanError) as caught:
@@ -110,10 +111,8 @@ def test_a_refusal_names_stage_action_numbers_and_the_cure() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: MemoryModel("interleaved"), "No memory model for the schedule 'interleaved'"),
-        (lambda: MemoryModel(num_microbatches=0), "at least 1"),
+        (lambda: MemoryModel(ScheduleSpec("interleaved")), "No memory model for the schedule 'interleaved'"),
         (lambda: MemoryModel(optimizer_factor=-1.0), "at least 0"),
-        (lambda: MemoryModel("zb-h1", slack=2), "one number per hop"),
         (lambda: Limits(num_stages=0), "at least 1"),
     ],
 )
@@ -123,7 +122,10 @@ def test_impossible_models_are_refused(make, text: str) -> None:
 
 
 def test_every_schedule_has_a_formula() -> None:
-    assert {MemoryModel(kind, num_microbatches=4, slack=(1,)).in_flight(2) for kind in SCHEDULES} == {4, 2}
+    known = [name for name, kind in KINDS.items() if kind.memory_formula]
+    assert {name: MemoryModel(spec_for(name, 2, 4)).in_flight(2) for name in known} == dict.fromkeys(known, 2) | {
+        "gpipe": 4
+    }
 
 
 # Plans that fit.
@@ -150,7 +152,7 @@ def test_room_is_made_for_messages(solver) -> None:
     """Without messages the even cut fits into 21 bytes; with its 9 it does not, and the cut of 1 byte does."""
     nodes = [Node(f"op{i}", "", (), 0, cut, 1.0, activation_bytes=10) for i, cut in enumerate([1, 9, 9, 0])]
     graph = ModelGraph(tuple(nodes))
-    memory = MemoryModel("gpipe", reserve_bytes=0)
+    memory = MemoryModel(ScheduleSpec("gpipe"), reserve_bytes=0)
     cluster = Cluster.uniform(2, memory_bytes=28)
     free = solver(graph, cluster, Limits(memory=memory, max_replicas=1))
     assert free.cuts == (2,)
@@ -167,7 +169,7 @@ def test_room_is_made_for_the_workspace(solver) -> None:
     """Every node keeps 10 bytes, and the last one needs 15 more while it runs."""
     nodes = [Node(f"op{i}", "", (), 0, 0, 1.0, activation_bytes=10) for i in range(4)]
     nodes[3] = dataclasses.replace(nodes[3], workspace=((5, 10),))
-    graph, memory = ModelGraph(tuple(nodes)), MemoryModel("gpipe")
+    graph, memory = ModelGraph(tuple(nodes)), MemoryModel(ScheduleSpec("gpipe"))
     one_each = Limits(memory=memory, max_replicas=1)
     free = fitting_partition(solver, graph, Cluster.uniform(2, memory_bytes=35), one_each)
     assert (free.cuts, [stage.memory_bytes for stage in free.stages]) == ((2,), [20, 35])
@@ -187,7 +189,7 @@ def test_what_one_stage_needs_takes_no_room_from_the_others(solver, all_need: in
         for i in range(8)
     ]
     nodes.append(Node("head", "", ("h",), 10, None, 0.1, activation_bytes=1, workspace=((0, 300),)))
-    graph, memory = ModelGraph(tuple(nodes)), MemoryModel("1f1b", num_microbatches=8)
+    graph, memory = ModelGraph(tuple(nodes)), MemoryModel(ScheduleSpec("1f1b", num_microbatches=8))
     cap = 450 + all_need
     found = fitting_partition(
         solver, graph, Cluster.uniform(5, memory_bytes=cap), Limits(memory=memory, max_replicas=1)
@@ -237,7 +239,7 @@ def test_groups_need_what_their_nodes_do(rows, samples, data):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_plan_that_does_not_fit_names_the_nearest_one_that_does(solver) -> None:
     graph = chain_of([4, 4, 4, 4], params=10, kept=100)
-    memory = MemoryModel("gpipe", num_microbatches=8, microbatch_size=4)
+    memory = MemoryModel(ScheduleSpec("gpipe", num_microbatches=8), microbatch_size=4)
     with pytest.raises(PlanError) as caught:
         fitting_partition(solver, graph, Cluster.uniform(2, memory_bytes=1000), Limits(memory=memory))
     text = str(caught.value)

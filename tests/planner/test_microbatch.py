@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.microbatch import Hop, StageTime, choose_microbatches, fit_stage_time
-from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, makespan_s
 
@@ -105,7 +106,7 @@ def test_memory_is_kept_or_refused(time, minibatch, stages, largest):
 def test_the_choice_is_the_simulators_best_divisor(stages, minibatch, overhead, best):
     def simulated_s(n: int) -> float:
         t = minibatch / n + overhead
-        return makespan_s(lower(make_schedule("1f1b", stages, n)), Costs.uniform(stages, t / 3, t * 2 / 3))
+        return makespan_s(lower(schedule_of(ScheduleSpec("1f1b", n), stages)), Costs.uniform(stages, t / 3, t * 2 / 3))
 
     found = choose_microbatches(line(1.0, overhead), minibatch, stages)
     swept = {c.num_microbatches: simulated_s(c.num_microbatches) for c in found.curve if c.num_microbatches <= 256}

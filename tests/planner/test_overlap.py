@@ -8,14 +8,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
 from raypipe.planner.control import Choice, Space, predicted_s, search
 from raypipe.planner.control.replay import FILLING, Wire, compiled, step_s
-from raypipe.planner.schedule import KINDS, make_schedule
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune import Request, build_schedule, step_of
 from tests.planner.control.test_search import at_most, measured_of
+from tests.planner.specs import spec_for
 
 SECONDS = st.floats(0.01, 1.0)
 
@@ -47,7 +49,9 @@ def test_a_run_of_overlapping_steps_is_never_longer_and_holds_no_more(
     found: tuple[int, int, tuple[int, ...], Costs],
 ) -> None:
     stages, count, slack, costs = found
-    apart, together = (make_schedule("zb-h1", stages, count, slack=slack, overlap=overlap) for overlap in (False, True))
+    apart, together = (
+        schedule_of(ScheduleSpec("zb-h1", count, slack=slack, overlap=overlap), stages) for overlap in (False, True)
+    )
     assert together.wiring.norm_per_stage == (count > sum(slack))
     assert together.body == apart.body
     validate(lower(together))
@@ -65,7 +69,7 @@ def test_the_controller_counts_by_how_much_steps_make_the_run_longer(
 ) -> None:
     stages, count, slack, costs = found
     assume(count > sum(slack))
-    program = compiled(Choice("zb-h1", count, slack=slack), stages, overlap=True)
+    program = compiled(ScheduleSpec("zb-h1", count, slack=slack, overlap=True), stages)
     ways = (
         (costs.forward_latency_s, costs.forward_occupancy_s),
         (costs.backward_latency_s, costs.backward_occupancy_s),
@@ -73,7 +77,7 @@ def test_the_controller_counts_by_how_much_steps_make_the_run_longer(
     wires = [Wire(latency[hop], (occupancy[hop],)) for hop in range(stages - 1) for latency, occupancy in ways]
     halves_s = list(zip(costs.backward_input_s, costs.backward_weight_s, strict=True))
     seconds = step_s(program, costs.forward_s, costs.backward_s, wires, costs.step_s, replays, halves_s)
-    lowered = lower(make_schedule("zb-h1", stages, count, slack=slack, overlap=True))
+    lowered = lower(schedule_of(ScheduleSpec("zb-h1", count, slack=slack, overlap=True), stages))
     before_s, after_s = (makespan_s(lowered, costs, FILLING + steps) for steps in (0, replays))
     assert seconds * replays == pytest.approx(after_s - before_s)
 
@@ -82,17 +86,20 @@ def test_the_controller_counts_by_how_much_steps_make_the_run_longer(
 @pytest.mark.parametrize("count", [8, 16])
 def test_with_slack_two_and_equal_stages_there_is_no_bubble(stages: int, count: int) -> None:
     costs = Costs.uniform(stages)
-    apart, together = (make_schedule("zb-h1", stages, count, slack=2, overlap=overlap) for overlap in (False, True))
+    apart, together = (
+        schedule_of(ScheduleSpec("zb-h1", count, slack=(2,) * (stages - 1), overlap=overlap), stages)
+        for overlap in (False, True)
+    )
     assert step_of(lower(together), costs) == (pytest.approx(3.0 * count), pytest.approx(0.0, abs=1e-9))
     assert step_of(lower(apart), costs)[0] >= 3.0 * count + stages - 1
 
 
 def test_what_has_no_parted_backwards_or_a_stage_without_any_is_left_alone() -> None:
-    options = {"kfkb": {"group_size": 2}, "slack": {"slack": 2}, "interleaved": {"chunks": 2}}
-    for kind in set(KINDS) - {"zb-h1"}:
-        one = make_schedule(kind, 4, 8, **options.get(kind, {}), overlap=True)  # type: ignore[arg-type]
-        assert not one.wiring.norm_per_stage
-    assert not make_schedule("zb-h1", 4, 8, first_trainable=1, overlap=True).wiring.norm_per_stage
+    for name in (name for name, kind in KINDS.items() if kind.synchronous and name != "zb-h1"):
+        spec = spec_for(name, 4, 8, group_size=2, slack=2, chunks=2, overlap=True)
+        assert not schedule_of(spec, 4).wiring.norm_per_stage
+    frozen = spec_for("zb-h1", 4, 8, first_trainable=1, overlap=True)
+    assert not schedule_of(frozen, 4).wiring.norm_per_stage
 
 
 def test_who_clips_or_ties_waits() -> None:
@@ -106,10 +113,10 @@ def test_the_search_takes_more_slack_where_steps_overlap() -> None:
     """At 50 Mbit/s, in the numbers of docs/design/0020."""
     measured = replace(measured_of([(0.044, 0.0005)], 8, (0.0182, 0.0362)), halves_s=((0.0181, 0.0181),) * 2)
     apart, together = (
-        search(Space("auto", at_most(16, 16), overlap=overlap), measured, Choice("slack", 8, slack=(2,))).best
+        search(Space("auto", at_most(16, 16)), measured, Choice(spec_for("slack", 2, 8, slack=2, overlap=overlap))).best
         for overlap in (False, True)
     )
-    assert apart.choice.kind == together.choice.kind == "zb-h1"
-    assert together.choice.slack > apart.choice.slack
+    assert apart.choice.spec.kind == together.choice.spec.kind == "zb-h1"
+    assert together.choice.spec.slack > apart.choice.spec.slack
     assert together.seconds < 0.94 * apart.seconds
-    assert together.seconds == predicted_s(measured, together.choice, {}, overlap=True)
+    assert together.seconds == predicted_s(measured, together.choice, {})

@@ -12,7 +12,7 @@ import torch
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.errors import PlanError, StageError
 from raypipe.ir.plan import Plan
-from raypipe.runtime.run.blueprint import PlanRows
+from raypipe.runtime.run.blueprint import predicted_step
 from tests.exactness import same_bits
 from tests.models import CASES
 from tests.prepare.test_resume import adamw, cosine, outcome, wait_for
@@ -174,7 +174,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(mode: str, words:
 def test_the_predicted_step_has_no_flush_in_it(tmp_path: Path) -> None:
     found = trainer(tmp_path, "run", schedule="2bw")
     plan = found.plan(profiled=found.profile())
-    one_step = PlanRows(plan, found._prepared().request, plan.schedule.wiring.first_trainable).predicted()
+    one_step = predicted_step(plan)
     assert one_step is not None
     assert plan.prediction is not None
     assert 0.0 < plan.prediction.step_s < one_step.makespan_s

@@ -24,7 +24,8 @@ from jobs.lib.common import machine_line, median, quantile
 from jobs.lib.contention import LEVELS, delay_s
 from jobs.lib.held_links import contended
 from jobs.lib.sleeping import Ran, run_sleeping
-from raypipe.planner.control import UNKNOWN_IN_FLIGHT, Choice
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.control import UNKNOWN_IN_FLIGHT
 from raypipe.planner.control.replay import Wire, compiled, step_s
 
 FORWARD_S, BACKWARD_S, COUNT = 0.010, 0.020, 32
@@ -70,8 +71,7 @@ def on_paper_s(
     level: str, num_stages: int, group_size: int, steps: Sequence[int], stage_s: Sequence[tuple[float, float]] = ()
 ) -> float:
     """Mean step of kFkB with these very delays; stages take ``stage_s`` (F, B), or what they sleep."""
-    choice = Choice("kfkb", COUNT, group_size=group_size)
-    program = compiled(choice, num_stages, 0)
+    program = compiled(ScheduleSpec("kfkb", COUNT, group_size=group_size), num_stages)
     forward_s, backward_s = zip(*(stage_s or [(FORWARD_S, BACKWARD_S)] * num_stages), strict=True)
     total_s = 0.0
     for step in steps:

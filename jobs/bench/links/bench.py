@@ -25,7 +25,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,8 @@ from jobs.lib import common
 from jobs.lib.common import machine_line, median
 from jobs.lib.shaped import Rig, rig
 from raypipe.ir.schedule import Schedule
-from raypipe.planner.schedule import make_schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.text import to_csv
 from raypipe.planner.simulate.serial import Costs
@@ -145,11 +145,8 @@ def run_torch(lab: Rig, settings: Settings, plans: dict[str, str]) -> dict[str, 
 
 def schedule_named(text: str) -> Schedule:
     """The schedule that a step's record names: "zb-h1 r=3", "kfkb k=2 + int8/bf16 on hop 0", ..."""
-    kind = text.split()[0]
-    number = re.search(r"[kr]=(\d+)", text)
-    group = int(number[1]) if number and kind == "kfkb" else None
-    slack = (int(number[1]),) if number and kind in ("slack", "zb-h1") else None
-    return make_schedule(kind, 2, MICROBATCHES, group_size=group, slack=slack)
+    spec = ScheduleSpec.parse(text.partition(" + ")[0])
+    return schedule_of(spec.with_microbatches(MICROBATCHES), 2)
 
 
 def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, parted: bool) -> float:
@@ -168,13 +165,13 @@ def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, parted: b
         backward_occupancy_s=(occupancy_s,),
         step_s=work.get("STEP", ()),
     )
-    candidates = [make_schedule("gpipe", 2, MICROBATCHES)]
+    candidates = [ScheduleSpec("gpipe", MICROBATCHES)]
     for number in range(1, MICROBATCHES + 1):
-        candidates.append(make_schedule("slack", 2, MICROBATCHES, slack=(number,)))
-        candidates.append(make_schedule("kfkb", 2, MICROBATCHES, group_size=number))
+        candidates.append(ScheduleSpec("slack", MICROBATCHES, slack=(number,)))
+        candidates.append(ScheduleSpec("kfkb", MICROBATCHES, group_size=number))
         if parted:
-            candidates.append(make_schedule("zb-h1", 2, MICROBATCHES, slack=(number,), overlap=True))
-    return min(step_of(lower(candidate), costs)[0] for candidate in candidates)
+            candidates.append(ScheduleSpec("zb-h1", MICROBATCHES, slack=(number,), overlap=True))
+    return min(step_of(lower(schedule_of(candidate, 2)), costs)[0] for candidate in candidates)
 
 
 def seconds_of(run: dict[str, Any], name: str, settings: Settings) -> list[float]:

@@ -26,7 +26,8 @@ from jobs.lib.stage_seconds import measure_stages
 from raypipe.engine.capture import capture
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.plan import Plan
-from raypipe.planner.schedule import make_schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, makespan_s
 
@@ -255,7 +256,8 @@ def times_of(case: Case, samples: float, extra_s: float = 0.0) -> list[tuple[flo
 
 def simulated_s(times: Sequence[tuple[float, float]], number: int) -> float:
     """A step of these stages with free links, in the order that they run."""
-    schedule = lower(make_schedule(EMULATED["schedule"], len(times), number, slack=EMULATED["slack"]))
+    spec = ScheduleSpec(EMULATED["schedule"], number, slack=(EMULATED["slack"],) * (len(times) - 1))
+    schedule = lower(schedule_of(spec, len(times)))
     return makespan_s(schedule, Costs(tuple(f for f, _ in times), tuple(b for _, b in times)))
 
 

@@ -125,12 +125,12 @@ def planned(name: str, layers: Any, num_devices: int, num_microbatches: int, gbi
 
 def slowed(plan: Replay, handicap_s: float) -> Replay:
     """The same plan on free links with that much more in every forward and backward."""
-    from raypipe.planner.schedule import make_schedule
     from raypipe.planner.schedule.lower import lower
+    from raypipe.planner.schedule.sync import slack
     from raypipe.planner.simulate.serial import Costs, makespan_s
 
     times = [(forward_s + handicap_s, backward_s + handicap_s) for forward_s, backward_s in plan.times]
-    schedule = lower(make_schedule("slack", len(times), plan.num_microbatches, slack=plan.slack))
+    schedule = lower(slack(len(times), plan.num_microbatches, plan.slack))
     predicted_s = makespan_s(schedule, Costs(*map(tuple, zip(*times, strict=True))))
     return plan._replace(times=times, predicted_s=predicted_s)
 

@@ -67,7 +67,7 @@ class Script:
         if event.step % EVERY:
             return []
         self._slack = self._slack + 1 if self._slack < self.wanted.num_microbatches else 3
-        self.wanted = Choice("slack", self.wanted.num_microbatches, slack=(self._slack,) * self._hops)
+        self.wanted = Choice(self.wanted.spec.as_kind("slack", slack=(self._slack,) * self._hops))
         return [Decision(event.step, Verdict.SWITCH, "The benchmark turns.", {}, self.wanted)]
 
     def to_json(self) -> str:

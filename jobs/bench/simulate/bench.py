@@ -65,8 +65,8 @@ class Phases(NamedTuple):
 
 def _simulate(shape: tuple[int, int], timeline: bool, file: str) -> None:
     """In a child: every phase once."""
-    from raypipe.planner.schedule import make_schedule
     from raypipe.planner.schedule.lower import lower
+    from raypipe.planner.schedule.sync import one_f_one_b
     from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 
     draw = random.Random(0)
@@ -75,7 +75,7 @@ def _simulate(shape: tuple[int, int], timeline: bool, file: str) -> None:
     latency = tuple(draw.uniform(0.0, 0.2) for _ in range(stages - 1))
     costs = Costs(forward, backward, forward_latency_s=latency, backward_latency_s=latency)
     marks = [time.perf_counter()]
-    schedule = make_schedule("1f1b", stages, microbatches)
+    schedule = one_f_one_b(stages, microbatches)
     marks.append(time.perf_counter())
     lowered = lower(schedule)
     marks.append(time.perf_counter())

@@ -17,7 +17,7 @@ Left out: links that share one wire, the processor time that a codec takes from 
 
 from __future__ import annotations
 
-from raypipe.planner.control.choice import NO_CODEC, Choice, Codec, schedule_of
+from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
 from raypipe.planner.control.controller import Controller
 from raypipe.planner.control.events import Decision, StepDone, Verdict
 from raypipe.planner.control.links import LinkEstimator
@@ -45,7 +45,6 @@ __all__ = [
     "fits",
     "predicted_s",
     "rooms_of",
-    "schedule_of",
     "search",
     "unknown_rooms",
     "why_not",

@@ -1,4 +1,4 @@
-"""What the controller turns: the schedule's kind with k or r, the micro-batches, and a codec per link and direction.
+"""What the controller turns: the schedule, and a codec per link and direction.
 
 1f1b          kfkb k=3          slack r=1,3,1          zb-h1 r=2,2          ... + int8/bf16 on hop 1
 """
@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypipe.errors import PlanError
-from raypipe.ir.schedule import Schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
-from raypipe.planner.schedule import make_schedule
 
-__all__ = ["NO_CODEC", "Choice", "Codec", "schedule_of"]
+__all__ = ["NO_CODEC", "Choice", "Codec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +41,29 @@ NO_CODEC = Codec("none")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One setting of every knob.
+    """One setting of everything that can be turned.
 
     Attributes:
-        kind: "1f1b", "kfkb", "slack", "zb-h1" or "gpipe".
-        num_microbatches: M.
-        group_size: k of kfkb.
-        slack: r by hop, of slack and zb-h1.
+        spec: the schedule, of a kind with a memory formula.
         forward_codecs, backward_codecs: names by hop; empty means "none" on all.
     """
 
-    kind: str
-    num_microbatches: int
-    group_size: int = 1
-    slack: tuple[int, ...] = ()
+    spec: ScheduleSpec
     forward_codecs: tuple[str, ...] = ()
     backward_codecs: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = self.kind
-        if self.kind == "kfkb":
-            text = f"kfkb k={self.group_size}"
-        elif self.slack:
-            text = f"{self.kind} r={','.join(map(str, self.slack))}"
         pairs = list(zip(self._named(self.forward_codecs), self._named(self.backward_codecs), strict=True))
         coded = [f"{f}/{b} on hop {h}" for h, (f, b) in enumerate(pairs) if (f, b) != ("none", "none")]
-        return " + ".join([text, *coded])
+        return " + ".join([self.spec.name, *coded])
 
     def _named(self, codecs: tuple[str, ...]) -> tuple[str, ...]:
         return codecs or ("none",) * max(len(self.forward_codecs), len(self.backward_codecs))
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.spec.num_microbatches
 
     def codec(self, hop: int, forward: bool) -> str:
         """Name of the codec on one way of a hop."""
@@ -82,14 +75,9 @@ class Choice:
         """Whether any message is compressed."""
         return any(name != "none" for name in (*self.forward_codecs, *self.backward_codecs))
 
-    @property
-    def order(self) -> tuple[str, int, int, tuple[int, ...]]:
-        """What decides the rows of actions: all but the codecs."""
-        return self.kind, self.num_microbatches, self.group_size, self.slack
-
     def memory_model(self) -> MemoryModel:
         """What knows the micro-batches in flight and the messages that wait."""
-        return MemoryModel(self.kind, self.num_microbatches, group_size=self.group_size, slack=self.slack)
+        return MemoryModel(self.spec)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -98,25 +86,5 @@ class Choice:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Choice:
         """Inverse of ``to_dict``, as JSON keeps it (lists for tuples)."""
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-        return cls(**values)
-
-
-def schedule_of(choice: Choice, num_stages: int, first_trainable: int = 0, *, overlap: bool = False) -> Schedule:
-    """The compute actions of one step.
-
-    Args:
-        overlap: steps with parted backwards may overlap.
-
-    Raises:
-        ScheduleError: a number is out of range.
-    """
-    return make_schedule(
-        choice.kind,
-        num_stages,
-        choice.num_microbatches,
-        group_size=choice.group_size if choice.kind == "kfkb" else None,
-        slack=choice.slack if choice.kind in ("slack", "zb-h1") else None,
-        first_trainable=first_trainable,
-        overlap=overlap,
-    )
+        codecs = (tuple(found[name]) for name in ("forward_codecs", "backward_codecs"))
+        return cls(ScheduleSpec.from_dict(found["spec"]), *codecs)

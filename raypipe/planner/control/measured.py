@@ -101,17 +101,13 @@ def predicted_s(
     measured: Measured,
     choice: Choice,
     codecs: Mapping[tuple[str, bool], Codec],
-    first_trainable: int = 0,
-    *,
-    overlap: bool = False,
 ) -> float:
     """Seconds of a step under ``choice``.
 
     Args:
         codecs: by name and whether forward; "none" need not be there.
-        overlap: steps with parted backwards may overlap.
     """
-    program = compiled(choice, measured.num_stages, first_trainable, overlap=overlap)
+    program = compiled(choice.spec, measured.num_stages)
     wires = []
     for place in range(len(measured.links)):
         forward = place % 2 == 0

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from raypipe.ir.schedule import Op
-from raypipe.planner.control.choice import Choice, schedule_of
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.tables import OP_CODE, build
 
@@ -73,24 +74,14 @@ class Compiled:
     overlaps: bool = False
 
 
-def compiled(choice: Choice, num_stages: int, first_trainable: int = 0, *, overlap: bool = False) -> Compiled:
-    """The choice, lowered and put in order; the last few hundred are remembered.
-
-    Args:
-        overlap: steps with parted backwards may overlap.
+@functools.lru_cache(maxsize=512)
+def compiled(spec: ScheduleSpec, num_stages: int) -> Compiled:
+    """The schedule, lowered and put in order; the last few hundred are remembered.
 
     Raises:
-        ScheduleError: the choice describes no pipeline.
+        ScheduleError: it describes no pipeline of so many stages.
     """
-    return _compiled(choice.order, num_stages, first_trainable, overlap)
-
-
-@functools.lru_cache(maxsize=512)
-def _compiled(
-    order: tuple[str, int, int, tuple[int, ...]], num_stages: int, first_trainable: int, overlap: bool
-) -> Compiled:
-    kind, count, group_size, slack = order
-    schedule = schedule_of(Choice(kind, count, group_size, slack), num_stages, first_trainable, overlap=overlap)
+    count, schedule = spec.num_microbatches, schedule_of(spec, num_stages)
     program = build(lower(schedule))
     stage, m, op = program.stage.astype(np.int64), program.microbatch, program.op
     # By operation: what it is, and wire or work; messages of wire w are numbered from w * M.

@@ -91,7 +91,7 @@ def rooms_of(
             activation_bytes=m.activation_bytes // max(1, m.activation_sets),
             message_bytes=m.message_bytes // max(1, model.message_slots),
             workspace=tuple((fixed, per_sample * model.microbatch_size) for fixed, per_sample in lines),
-            num_microbatches=model.num_microbatches,
+            num_microbatches=model.spec.num_microbatches,
         )
         for m, limit, free, lines in zip(found, limits, unknown, workspaces, strict=True)
     )

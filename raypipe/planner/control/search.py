@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from raypipe.ir.schedule_spec import kinds_to_search
 from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
 from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s, squeezed
 from raypipe.planner.control.room import Room, fits, why_not
@@ -43,21 +44,17 @@ class Space:
     Attributes:
         mode: the schedule asked for: "auto", "kfkb", "slack", "zb-h1"; any other is kept and only codecs are turned.
         rooms: memory by stage.
-        first_trainable: lowest stage with a backward.
         forward_codecs, backward_codecs: allowed besides "none", the mildest first.
         microbatch_seconds: (M, seconds of one micro-batch, whose ratios count) where M may change; empty else.
         codec_gain: what codecs must save, relatively, to be used at all.
-        overlap: steps with parted backwards may overlap.
     """
 
     mode: str
     rooms: tuple[Room, ...]
-    first_trainable: int = 0
     forward_codecs: tuple[Codec, ...] = ()
     backward_codecs: tuple[Codec, ...] = ()
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
     codec_gain: float = 0.03
-    overlap: bool = False
 
     @property
     def num_stages(self) -> int:
@@ -105,7 +102,7 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
     def score(choice: Choice) -> float:
         if choice not in scores:
             here = at[choice.num_microbatches]
-            scores[choice] = predicted_s(here, choice, codecs, space.first_trainable, overlap=space.overlap)
+            scores[choice] = predicted_s(here, choice, codecs)
         return scores[choice]
 
     now = Scored(current, score(current))
@@ -114,7 +111,7 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
     for here in at.values():
         orders.extend(_orders(space, here, plain, score))
     if not orders:  # nothing fits: what holds least is what comes nearest
-        orders.append(_thriftiest(space, replace(plain, num_microbatches=_nearest_count(space, current, at))))
+        orders.append(_thriftiest(space, _with_count(plain, _nearest_count(space, current, at))))
     lossless = _pick(space, orders, score)
     here = at[lossless.choice.num_microbatches]
     compressed = _compressed(space, here, lossless.choice, codecs, score)
@@ -127,21 +124,22 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
 def _orders(space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]) -> Iterator[Choice]:
     """Lossless candidates that fit."""
     count = measured.num_microbatches
-    if space.mode not in ("auto", "kfkb", "slack", "zb-h1"):
-        same = replace(plain, num_microbatches=count)
-        if max(plain.group_size, *plain.slack, 1) <= count and fits(same, space.rooms):
+    kinds, spec = kinds_to_search(space.mode), plain.spec.with_microbatches(count)
+    if not kinds:
+        same = replace(plain, spec=spec)
+        if max(plain.spec.group_size, *spec.slack, 1) <= count and fits(same, space.rooms):
             yield same
         return
-    if space.mode in ("auto", "kfkb"):
+    if "kfkb" in kinds:
         for k in _group_sizes(count):
-            choice = Choice("1f1b", count) if k == 1 and space.mode == "auto" else Choice("kfkb", count, group_size=k)
+            wanted = spec.as_kind("1f1b") if k == 1 and "1f1b" in kinds else spec.as_kind("kfkb", group_size=k)
+            choice = Choice(wanted)
             if not fits(choice, space.rooms):
                 break
             yield choice
-    if space.mode in ("auto", "slack") and space.num_stages > 1:
-        yield from _slacks("slack", space, measured, plain, score)
-    if space.num_stages > 1 and (space.mode == "zb-h1" or (space.mode == "auto" and measured.halves_s)):
-        yield from _slacks("zb-h1", space, measured, plain, score)
+    for kind in ("slack", "zb-h1") if space.num_stages > 1 else ():
+        if kind in kinds and (kind == space.mode or kind == "slack" or measured.halves_s):
+            yield from _slacks(kind, space, measured, plain, score)
 
 
 def _group_sizes(count: int) -> Iterator[int]:
@@ -158,12 +156,13 @@ def _slacks(
     count, hops = measured.num_microbatches, space.num_stages - 1
     seeds = {(1,) * hops}
     for quantile in (0.5, 0.9):
-        seeds.update(_poured(kind, space, measured, quantile))
-    if plain.slack:
-        seeds.add(plain.slack)
+        seeds.update(_poured(kind, space, measured, plain, quantile))
+    if plain.spec.slack:
+        seeds.add(plain.spec.slack)
     for uniform in (2, 3, 4):
         seeds.add((uniform,) * hops)
-    choices = {r: Choice(kind, count, slack=r) for r in sorted(seeds)}
+    spec = plain.spec.with_microbatches(count)
+    choices = {r: Choice(spec.as_kind(kind, slack=r)) for r in sorted(seeds)}
     known = {r: score(choice) for r, choice in choices.items() if fits(choice, space.rooms)}
     yield from (choices[r] for r in known)
     moves = MOST_MOVES
@@ -171,7 +170,7 @@ def _slacks(
         centre = min(known, key=lambda r: (known[r], sum(r), r))
         before_s = known[centre]
         for r in _neighbours(centre, count):
-            choice = Choice(kind, count, slack=r)
+            choice = Choice(spec.as_kind(kind, slack=r))
             if moves > 0 and r not in known and fits(choice, space.rooms):
                 moves -= 1
                 known[r] = score(choice)
@@ -195,7 +194,7 @@ def _neighbours(centre: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]
             yield (*centre[:down], centre[down] - 1, *centre[down + 1 :])
 
 
-def _poured(kind: str, space: Space, measured: Measured, quantile: float) -> Iterator[tuple[int, ...]]:
+def _poured(kind: str, space: Space, measured: Measured, plain: Choice, quantile: float) -> Iterator[tuple[int, ...]]:
     """Slack from 1F1B up, each drop on the hop where it shortens the period most, until nothing helps or fits."""
     busy_s = [f + b for f, b in zip(measured.forward_s, measured.backward_s, strict=True)]
     trips_s = [measured.round_trip_s(hop, quantile) for hop in range(space.num_stages - 1)]
@@ -205,7 +204,8 @@ def _poured(kind: str, space: Space, measured: Measured, quantile: float) -> Ite
         options = []
         for hop in range(len(r)):
             more = (*r[:hop], r[hop] + 1, *r[hop + 1 :])
-            if fits(Choice(kind, measured.num_microbatches, slack=more), space.rooms):
+            spec = plain.spec.with_microbatches(measured.num_microbatches).as_kind(kind, slack=more)
+            if fits(Choice(spec), space.rooms):
                 # Where a drop alone changes nothing (two hops as slow as each other), the slowest run counts.
                 options.append((_period_s(busy_s, trips_s, more), -trips_s[hop] / r[hop], more))
         if not options or period_s <= max(busy_s) * (1 + 1e-9):
@@ -269,12 +269,16 @@ def _thriftiest(space: Space, plain: Choice) -> Choice:
     """The order of the same micro-batches that holds the fewest of them."""
     match space.mode:
         case "auto":
-            return Choice("1f1b", plain.num_microbatches)
+            return Choice(plain.spec.as_kind("1f1b"))
         case "kfkb":
-            return Choice("kfkb", plain.num_microbatches)
+            return Choice(plain.spec.as_kind("kfkb"))
         case "slack" | "zb-h1":
-            return Choice(space.mode, plain.num_microbatches, slack=(1,) * (space.num_stages - 1))
+            return Choice(plain.spec.as_kind(space.mode, slack=(1,) * (space.num_stages - 1)))
     return plain
+
+
+def _with_count(choice: Choice, num_microbatches: int) -> Choice:
+    return replace(choice, spec=choice.spec.with_microbatches(num_microbatches))
 
 
 def _without(choice: Choice, hop: int, forward: bool) -> Choice:
@@ -302,13 +306,14 @@ def _pick(space: Space, candidates: Sequence[Choice], score: Callable[[Choice], 
 
 def _limit(space: Space, choice: Choice) -> str:
     """What forbids one more of k, or of r on every hop."""
-    if choice.slack:
-        more = replace(choice, slack=tuple(r + 1 for r in choice.slack))
+    spec = choice.spec
+    if spec.slack:
+        more = replace(spec, slack=tuple(r + 1 for r in spec.slack))
         name = "one more of slack on every hop"
     else:
-        more = Choice("kfkb", choice.num_microbatches, group_size=choice.group_size + 1)
+        more = spec.as_kind("kfkb", group_size=spec.group_size + 1)
         name = f"k={more.group_size}"
-    if more.kind == "kfkb" and more.group_size > more.num_microbatches:
+    if more.group_size > more.num_microbatches:
         return ""
-    reason = why_not(more, space.rooms)
+    reason = why_not(Choice(more), space.rooms)
     return f"memory does not allow {name}: {reason}" if reason else ""

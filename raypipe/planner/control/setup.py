@@ -22,7 +22,6 @@ class Setup:
             and M.
         choice: what the run begins with.
         rooms: memory by stage.
-        first_trainable: lowest stage with a backward.
         forward_codecs, backward_codecs: allowed besides "none", the mildest first.
         microbatch_seconds: (M, seconds of one micro-batch, on any stage or on all: their ratios count) where M may
             change (retune_microbatches); empty where it stays.
@@ -30,13 +29,11 @@ class Setup:
         link_drift_threshold: relative change of a link, or of a stage, that is looked at at once.
         min_gain: relative gain in step time that is worth a switch.
         frozen: look and tell, but never switch: what a benchmark compares with.
-        overlap: steps with parted backwards may overlap.
     """
 
     mode: str
     choice: Choice
     rooms: tuple[Room, ...]
-    first_trainable: int = 0
     forward_codecs: tuple[Codec, ...] = ()
     backward_codecs: tuple[Codec, ...] = ()
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
@@ -44,7 +41,6 @@ class Setup:
     link_drift_threshold: float = 0.25
     min_gain: float = 0.03
     frozen: bool = False
-    overlap: bool = False
 
     def __post_init__(self) -> None:
         if not self.rooms:
@@ -64,12 +60,10 @@ class Setup:
         return Space(
             self.mode,
             self.rooms,
-            self.first_trainable,
             self.forward_codecs,
             self.backward_codecs,
             self.microbatch_seconds,
             self.min_gain,
-            self.overlap,
         )
 
     @property
@@ -78,7 +72,7 @@ class Setup:
         codecs = [[codec.name for codec in codecs] for codecs in (self.forward_codecs, self.backward_codecs)]
         rooms = [asdict(room) for room in self.rooms]
         counts = [count for count, _ in self.microbatch_seconds]
-        return json.dumps([self.mode, asdict(self.choice), rooms, self.first_trainable, codecs, counts, self.overlap])
+        return json.dumps([self.mode, asdict(self.choice), rooms, codecs, counts])
 
     def name(self, choice: Choice) -> str:
         """A choice in words, with its micro-batches where their number may change."""

@@ -154,12 +154,12 @@ def _alternatives(memory: MemoryModel) -> Iterator[tuple[MemoryModel, str]]:
     """Schedules that hold less, then the same with micro-batches of half the size, again and again."""
     if memory.held is not None:
         return  # counted for this number of micro-batches, and for workers that hold several stages
-    thrifty = dataclasses.replace(memory, schedule="1f1b", group_size=1, slack=1, weight_versions=None)
+    thrifty = dataclasses.replace(memory, spec=memory.spec.as_kind("1f1b"), weight_versions=None)
     # What zb-h1 holds follows from the number of its hops, which may be another here.
-    bases = (thrifty,) if memory.schedule == "zb-h1" else (memory, thrifty)
+    bases = (thrifty,) if memory.spec.kind == "zb-h1" else (memory, thrifty)
     for halvings, base in itertools.product(range(memory.microbatch_size.bit_length()), bases):
         size = memory.microbatch_size >> halvings
-        count = -(-memory.num_microbatches * memory.microbatch_size // size)
-        new = dataclasses.replace(base, microbatch_size=size, num_microbatches=count)
+        count = -(-memory.spec.num_microbatches * memory.microbatch_size // size)
+        new = dataclasses.replace(base, microbatch_size=size, spec=base.spec.with_microbatches(count))
         if new != memory:
-            yield new, f"schedule {new.schedule}, {count} micro-batches of {size}"
+            yield new, f"schedule {new.spec.kind}, {count} micro-batches of {size}"

@@ -1,10 +1,10 @@
 """Schedules: who does what in which order, as plain data.
 
-A generator writes the compute actions of one optimizer step, one row per worker. ``lower`` adds messages and
-the step, ``validate`` refuses what cannot work, ``raypipe.planner.simulate.serial`` tells what it costs, and the
-executor carries rows out without thinking.
+``schedule_of`` writes the compute actions of one optimizer step from a ScheduleSpec, one row per worker. ``lower`` adds
+messages and the step, ``validate`` refuses what cannot work, ``raypipe.planner.simulate.serial`` tells what it costs,
+and the executor carries rows out without thinking.
 
-    generator (sync, zero_bubble, zero_bubble_v, interleaved, or a CSV) -> lower -> validate -> simulate / execute
+    ScheduleSpec -> schedule_of (or a CSV) -> lower -> validate -> simulate / execute
 
 1F1B on 4 workers, 8 micro-batches, one slot per action (``draw``):
 
@@ -19,8 +19,10 @@ gpipe        all forwards, all backwards                         memory of M mic
 kfkb         1F1B in groups of k                                 memory of k * (S - s), hides slow links
 slack        1F1B that starts r_h forwards earlier per hop       memory of 1 + sum r_h, hides slow links
 interleaved  1F1B over several stages per worker                 more messages, smaller bubble
-zb-h1        slack with parted backwards, half of each put off   memory of 1 + sum r_h on every stage, smaller bubble
-zb-v         two stages per worker, there and back, B parted     memory of 1f1b's first stage, no bubble but the fill
+zb-h1        slack with split backwards,  half of each put off   memory of 1 + sum r_h on every stage, smaller bubble
+zb-v         two stages per worker, there and back, B split      memory of 1f1b's first stage, no bubble but the fill
+pipedream    1F1B that never runs empty                          weight versions
+2bw          the same, an update per mini-batch                  two weight versions
 
 Left out: replicas of a stage (each replica runs the same row), recomputation, and a limit on the messages
 that wait at a receiver: a stage without backward is held back by nobody and may run a whole step ahead.
@@ -28,82 +30,64 @@ that wait at a receiver: a stage without backward is held back by nobody and may
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from difflib import get_close_matches
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.schedule.asynchronous import continuous
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.zero_bubble import zb_h1
 from raypipe.planner.schedule.zero_bubble_v import zb_v
 
-__all__ = ["KINDS", "make_schedule"]
+__all__ = ["schedule_of"]
 
 
-def make_schedule(
-    kind: str,
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    group_size: int | None = None,
-    slack: Sequence[int] | int | None = None,
-    chunks: int | None = None,
-    first_trainable: int = 0,
-    overlap: bool = False,
-) -> Schedule:
-    """A schedule by name, compute actions only.
+def schedule_of(spec: ScheduleSpec, num_stages: int) -> Schedule:
+    """The compute actions of one step; of an asynchronous kind, of a run from an empty pipeline to an empty one.
 
     Args:
-        kind: one of ``KINDS``.
         num_stages: S, over all workers.
-        num_microbatches: M, per optimizer step.
-        group_size: k of kfkb.
-        slack: r of slack and zb-h1, by hop or one for all; None is 1 for zb-h1.
-        chunks: stages per worker of interleaved.
-        first_trainable: lowest stage with a backward.
-        overlap: steps of zb-h1 may overlap; those of other kinds never do.
 
     Raises:
-        ScheduleError: unknown kind, an option that it lacks or does not have, or a number out of range.
+        ScheduleError: a number is out of range for so many stages.
     """
-    if kind not in _MAKERS:
-        near = get_close_matches(kind, _MAKERS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ScheduleError(f"There is no schedule {kind!r}: choose one of {', '.join(KINDS)}.{hint}")
-    option, make = _MAKERS[kind]
-    given = {"group_size": group_size, "slack": slack, "chunks": chunks}
-    for name, value in given.items():
-        if name == option and value is None and kind not in _DEFAULTS:
-            raise ScheduleError(f"The schedule {kind!r} needs {name}: say how many.")
-        if name != option and value is not None:
-            raise ScheduleError(f"The schedule {kind!r} has no {name}: leave out {name}={value}.")
-    value = given.get(option)
-    make = partial(make, overlap=overlap) if kind == "zb-h1" else make
-    return make(num_stages, num_microbatches, _DEFAULTS.get(kind) if value is None else value, first_trainable)
+    return replace(_MAKERS[spec.kind](spec, num_stages), kind=spec.name)
 
 
-def _interleaved(num_stages: int, num_microbatches: int, chunks: int, first_trainable: int) -> Schedule:
-    if chunks < 1 or num_stages % chunks:
+def _interleaved(spec: ScheduleSpec, num_stages: int) -> Schedule:
+    if num_stages % spec.chunks:
         raise ScheduleError(
-            f"{num_stages} stages cannot be shared out evenly, {chunks} to each worker: make the first a multiple of "
-            "the second."
+            f"{num_stages} stages cannot be shared out evenly, {spec.chunks} to each worker: make the first a multiple "
+            "of the second."
         )
-    return interleaved(num_stages // chunks, num_microbatches, chunks, first_trainable)
+    return interleaved(num_stages // spec.chunks, spec.num_microbatches, spec.chunks, spec.first_trainable)
 
 
-# By kind: the option that it needs ("" for none), and stages, micro-batches, option, first_trainable -> Schedule.
-_MAKERS: dict[str, tuple[str, Callable[..., Schedule]]] = {
-    "gpipe": ("", lambda s, m, _, first: gpipe(s, m, first)),
-    "1f1b": ("", lambda s, m, _, first: one_f_one_b(s, m, first)),
-    "kfkb": ("group_size", k_f_k_b),
-    "slack": ("slack", slack),
-    "interleaved": ("chunks", _interleaved),
-    "zb-h1": ("slack", zb_h1),
-    "zb-v": ("", lambda s, m, _, first: zb_v(s, m, first)),
+def _continuous(spec: ScheduleSpec, num_stages: int) -> Schedule:
+    return continuous(
+        spec.kind,
+        num_stages,
+        spec.num_microbatches,
+        spec.num_microbatches if spec.kind == "2bw" else spec.update_interval or 1,
+        slack=spec.slack,
+        first_trainable=spec.first_trainable,
+        norm_per_stage=spec.overlap,
+    )
+
+
+_MAKERS: Mapping[str, Callable[[ScheduleSpec, int], Schedule]] = {
+    "gpipe": lambda spec, stages: gpipe(stages, spec.num_microbatches, spec.first_trainable),
+    "1f1b": lambda spec, stages: one_f_one_b(stages, spec.num_microbatches, spec.first_trainable),
+    "kfkb": lambda spec, stages: k_f_k_b(stages, spec.num_microbatches, spec.group_size, spec.first_trainable),
+    "slack": lambda spec, stages: slack(stages, spec.num_microbatches, spec.slack, spec.first_trainable),
+    "interleaved": _interleaved,
+    "zb-h1": lambda spec, stages: zb_h1(
+        stages, spec.num_microbatches, spec.slack, spec.first_trainable, overlap=spec.overlap
+    ),
+    "zb-v": lambda spec, stages: zb_v(stages, spec.num_microbatches, spec.first_trainable),
+    "pipedream": _continuous,
+    "2bw": _continuous,
 }
-_DEFAULTS = {"zb-h1": 1}
-
-KINDS = tuple(_MAKERS)
-"""Names of schedules, for configuration and messages."""

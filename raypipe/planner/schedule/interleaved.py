@@ -57,7 +57,7 @@ def interleaved(num_workers: int, num_microbatches: int, chunks: int, first_trai
         rows.append(pack(*row.T))
     homes = single_homes(stage % num_workers for stage in range(num_stages))
     wiring = Wiring(homes, update_interval=num_microbatches, first_trainable=first_trainable)
-    return Schedule(f"interleaved(v={chunks})", wiring, tuple(rows), stride=num_microbatches)
+    return Schedule("interleaved", wiring, tuple(rows), stride=num_microbatches)
 
 
 def in_rounds(num_microbatches: int, num_workers: int) -> list[range]:

@@ -50,7 +50,7 @@ def k_f_k_b(num_stages: int, num_microbatches: int, k: int, first_trainable: int
     check_counts(num_stages, num_microbatches, first_trainable)
     groups = [range(g, min(g + k, num_microbatches)) for g in range(0, num_microbatches, k)]
     warmups = [num_stages - 1 - s for s in range(num_stages)]
-    return _schedule(f"kfkb(k={k})", groups, warmups, num_microbatches, first_trainable)
+    return _schedule("kfkb", groups, warmups, num_microbatches, first_trainable)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int, first_trainable: int = 0) -> Schedule:
@@ -125,8 +125,7 @@ def slack(num_stages: int, num_microbatches: int, slack: Sequence[int] | int, fi
     by_hop = slack_by_hop(num_stages, slack)
     groups = [range(m, m + 1) for m in range(num_microbatches)]
     warmups = [*accumulate(reversed(by_hop), initial=0)][::-1]
-    shown = (slack,) if isinstance(slack, int) else by_hop
-    return _schedule(f"slack(r={','.join(map(str, shown))})", groups, warmups, num_microbatches, first_trainable)
+    return _schedule("slack", groups, warmups, num_microbatches, first_trainable)
 
 
 def slack_by_hop(num_stages: int, slack: Sequence[int] | int) -> tuple[int, ...]:

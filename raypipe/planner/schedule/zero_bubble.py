@@ -69,7 +69,6 @@ def zb_h1(
         _row(s, num_microbatches, warmup, lag, s >= first_trainable)
         for s, (warmup, lag) in enumerate(zip(warmups, lags, strict=True))
     )
-    shown = (slack,) if isinstance(slack, int) else by_hop
     wiring = Wiring(
         single_homes(range(num_stages)),
         num_microbatches,
@@ -77,7 +76,7 @@ def zb_h1(
         first_trainable=first_trainable,
         norm_per_stage=overlap and not first_trainable and num_microbatches > sum(by_hop),
     )
-    return Schedule(f"zb-h1(r={','.join(map(str, shown))})", wiring, rows, stride=num_microbatches)
+    return Schedule("zb-h1", wiring, rows, stride=num_microbatches)
 
 
 def _row(stage: int, count: int, warmup: int, lag: int, trains: bool) -> Row:

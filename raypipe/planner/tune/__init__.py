@@ -17,15 +17,13 @@ from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.plain import make_plan
 from raypipe.planner.tune.predict import costs_of, step_of, timeline_of
 from raypipe.planner.tune.profile_table import profile_table
-from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED, DEFAULT_STAGES, Request, microbatches, settled_schedule
-from raypipe.planner.tune.settled import build_schedule, memory_model
+from raypipe.planner.tune.request import DEFAULT_STAGES, Request, microbatches
+from raypipe.planner.tune.settled import build_schedule, memory_model, spec_of
 from raypipe.planner.tune.sizes import seconds_by_count
 from raypipe.planner.tune.weights import weight_policy, weight_reason
 
 __all__ = [
     "ASSUMED_LINK",
-    "ASYNCHRONOUS",
-    "CHUNKED",
     "DEFAULT_STAGES",
     "Decision",
     "Request",
@@ -39,7 +37,7 @@ __all__ = [
     "plan_of",
     "profile_table",
     "seconds_by_count",
-    "settled_schedule",
+    "spec_of",
     "step_of",
     "timeline_of",
     "weight_policy",

@@ -22,8 +22,8 @@ from raypipe.planner.tune.cut import quick_cut, solver_of
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.fits import memory_test
 from raypipe.planner.tune.predict import first_trainable_stage, hops_of, predict, stages_of
-from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED, Request, microbatches, settled_schedule
-from raypipe.planner.tune.settled import build_schedule, memory_model
+from raypipe.planner.tune.request import Request, microbatches
+from raypipe.planner.tune.settled import build_schedule, memory_model, spec_of
 from raypipe.planner.tune.sizes import graph_at, seconds_at, times_of
 from raypipe.planner.tune.workers import rounds_of
 
@@ -99,7 +99,7 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
     minibatch, size, count = microbatches(request, stages)
     times, choice = problem.times, None
     # The closed form counts a bubble per step, which an asynchronous schedule does not have.
-    if request.num_microbatches is None and times is not None and request.schedule not in ASYNCHRONOUS:
+    if request.num_microbatches is None and times is not None and request.kind.synchronous:
         quickest = solver_of(request, problem.profile.graph, quick=True)
         choice = _choose(problem, request, num_stages, quickest, times, (minibatch, size, count))
         size, count = choice.microbatch_size, choice.num_microbatches
@@ -141,7 +141,7 @@ def predicted(
     schedule = build_schedule(decision.request, stages, count, first)
     plain = None
     # On as many workers, 1F1B would have fewer and larger stages: no question of this cut.
-    if compare and schedule.kind != "1f1b" and stages > 1 and decision.request.schedule not in CHUNKED:
+    if compare and schedule.kind != "1f1b" and stages > 1 and not decision.request.kind.several_stages:
         plain = build_schedule(
             dataclasses.replace(decision.request, schedule="1f1b", slack=None, group_size=None), stages, count, first
         )
@@ -203,7 +203,7 @@ def _choose(
         {b: _slowest_s(problem.at(b, graph), rough, free, unbound, problem.at(size, graph)) for b, _ in times.points}
     )
     hops = hops_of(rough, cluster, 1)
-    exposed = settled_schedule(request, rough.num_stages, count)[0] == "1f1b"
+    exposed = spec_of(request, rough.num_stages, count).kind == "1f1b"
     hop = Hop(max(h.latency_s for h in hops), max(h.occupancy_s for h in hops), exposed) if hops else None
     fits = None
     if problem.bounded:
@@ -259,7 +259,7 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
     if not hops or not slowest_s:
         return request
     least = request.slack if isinstance(request.slack, int) else 1
-    most = min(MOST_SLACK, limits.memory.num_microbatches)
+    most = min(MOST_SLACK, limits.memory.spec.num_microbatches)
     wanted = [max(least, min(most, 1 + math.ceil(2 * (h.latency_s + h.occupancy_s) / slowest_s - 1e-9))) for h in hops]
     best, best_s = request, math.inf
     caps = sorted({least, *(max(least, max(wanted) >> i) for i in range(max(wanted).bit_length()))})
@@ -268,11 +268,12 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
     for cap in caps:
         capped = tuple(min(cap, r) for r in wanted)
         new = dataclasses.replace(request, slack=capped[0] if len(set(capped)) == 1 else capped)
-        memory = memory_model(new, partition.num_stages, limits.memory.num_microbatches, limits.memory.microbatch_size)
+        count = limits.memory.spec.num_microbatches
+        memory = memory_model(new, partition.num_stages, count, limits.memory.microbatch_size)
         if cap > least and not _fits(partition, graph, problem.cluster, limits, memory):
             break
         first = first_trainable_stage(graph, partition)
-        schedule = build_schedule(new, partition.num_stages, limits.memory.num_microbatches, first)
+        schedule = build_schedule(new, partition.num_stages, count, first)
         step_s = predict(
             graph,
             partition,

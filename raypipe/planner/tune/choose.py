@@ -19,14 +19,15 @@ from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.advice import what_would_fit
 from raypipe.planner.tune.attempt import Problem, attempt, predicted
 from raypipe.planner.tune.cut import solver_of
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
-from raypipe.planner.tune.request import ASYNCHRONOUS, AUTO_SLACK, CHUNKED, DEFAULT_STAGES, Request, microbatches
-from raypipe.planner.tune.settled import build_schedule
+from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
+from raypipe.planner.tune.settled import spec_of
 from raypipe.planner.tune.weights import weight_policy
 from raypipe.planner.tune.workers import idle_notes, settled_workers, single_notes, used_devices
 
@@ -87,19 +88,20 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
     expected = first_trainable_stage(decision.graph, decision.partition)
     first = expected if first_trainable is None else first_trainable
     as_expected = first == expected and not decision.request.ties  # of which nobody knew before the cut
-    flowing = decision.request.schedule in ASYNCHRONOUS
     sizes = decision.partition.num_stages, decision.num_microbatches
-    idle = () if decision.choice or flowing else idle_notes(decision.request, *sizes)
+    idle = () if decision.choice or not decision.request.kind.synchronous else idle_notes(decision.request, *sizes)
+    spec = spec_of(decision.request, *sizes, first)
     return Plan(
         decision.partition,
-        build_schedule(decision.request, decision.partition.num_stages, decision.num_microbatches, first),
+        schedule_of(spec, sizes[0]),
         decision.minibatch_size,
         decision.microbatch_size,
         decision.num_microbatches,
         notes=(*notes, *single_notes(decision.request, sizes[0]), *idle),
         reasons=decision.reasons,
         prediction=decision.prediction if as_expected else predicted(decision, decision.prediction.links, first),
-        weights=weight_policy(decision.request, decision.partition.num_stages, decision.num_microbatches),
+        weights=weight_policy(decision.request, *sizes),
+        spec=spec,
     )
 
 
@@ -113,7 +115,7 @@ def _assumed(request: Request, graph: ModelGraph) -> Cluster:
 def _stage_counts(problem: Problem) -> list[int | None]:
     """Numbers of stages to try; None leaves it to the solver."""
     request, devices = problem.request, len(problem.cluster.devices)
-    if request.schedule in CHUNKED:  # settled, and more stages than devices
+    if request.kind.several_stages:  # settled, and more stages than devices
         return [request.num_stages]
     wanted = len(request.split_points) + 1 if request.split_points else request.num_stages
     if wanted is not None and wanted > devices and not problem.described:

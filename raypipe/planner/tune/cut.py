@@ -16,7 +16,7 @@ from raypipe.planner.partition.fit import Solver, limit_bytes, memory_of
 from raypipe.planner.partition.hierarchical import hierarchical
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import any_cut, prefix_sum
-from raypipe.planner.tune.request import CHUNKED, DEFAULT_STAGES, Request
+from raypipe.planner.tune.request import DEFAULT_STAGES, Request
 from raypipe.planner.tune.settled import placement_of
 from raypipe.planner.tune.workers import settled_workers
 
@@ -64,7 +64,7 @@ def solver_of(request: Request, graph: ModelGraph, *, quick: bool = False) -> So
 
 def _chunked(request: Request, solver: Solver, within: Solver | None = None) -> Solver:
     """The same solver, for stages that share workers where the schedule of a settled request asks for that."""
-    if request.schedule not in CHUNKED:
+    if not request.kind.several_stages:
         return solver
     assert request.num_stages is not None, "settled_workers has set it"
     return in_chunks(solver, placement_of(request, request.num_stages), within)
@@ -72,7 +72,7 @@ def _chunked(request: Request, solver: Solver, within: Solver | None = None) -> 
 
 def quick_cut(request: Request) -> Solver:
     """Some cut within the limits, for who asks often and wants no fast one."""
-    if request.schedule not in CHUNKED:
+    if not request.kind.several_stages:
         return any_cut
     # Shares of a worker's memory follow from what a sensible cut needs.
     return _chunked(request, prefix_sum, any_cut)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.tune.attempt import Problem
 from raypipe.planner.tune.decision import Decision
-from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED
 from raypipe.planner.tune.weights import weight_reason
 
 __all__ = ["reasons_of"]
@@ -40,7 +39,7 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
 def _stages(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> str:
     request, chosen = problem.request, best.partition.num_stages
     what = f"{chosen} stage{'s' * (chosen > 1)}"
-    if request.schedule in CHUNKED:
+    if request.kind.several_stages:
         workers = request.workers(chosen)
         return f"{what}, {chosen // workers} on each of {workers} worker{'s' * (workers > 1)}"
     if request.split_points:
@@ -78,7 +77,7 @@ def _microbatches(best: Decision) -> str:
         return best.choice.reason
     if best.request.num_microbatches is not None:
         return f"{what}, as num_microbatches says"
-    if best.request.schedule in ASYNCHRONOUS:
+    if not best.request.kind.synchronous:
         return f"{what}, 4 per stage; workers do not wait between steps, so the number hardly matters"
     return f"{what}, 4 per stage; only one size was timed, so others could not be compared"
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from raypipe.errors import PlanError
 from raypipe.ir.plan import Partition, Plan
-from raypipe.planner.tune.request import ASYNCHRONOUS, Request, microbatches
-from raypipe.planner.tune.settled import build_schedule
+from raypipe.planner.schedule import schedule_of
+from raypipe.planner.tune.request import Request, microbatches
+from raypipe.planner.tune.settled import spec_of
 from raypipe.planner.tune.weights import weight_policy, weight_reason
 from raypipe.planner.tune.workers import idle_notes, single_notes
 
@@ -28,17 +29,18 @@ def make_plan(request: Request, partition: Partition, first_trainable: int, note
             f"Set num_stages to at most {offered}, or raise num_workers."
         )
     minibatch, size, count = microbatches(request, num_stages)
-    idle = () if request.schedule in ASYNCHRONOUS else idle_notes(request, num_stages, count)
+    idle = idle_notes(request, num_stages, count) if request.kind.synchronous else ()
     found = (*notes, *single_notes(request, num_stages), *idle)
-    schedule = build_schedule(request, num_stages, count, first_trainable)
+    spec = spec_of(request, num_stages, count, first_trainable)
     reason = weight_reason(request, num_stages, count)
     return Plan(
         partition,
-        schedule,
+        schedule_of(spec, num_stages),
         minibatch,
         size,
         count,
         notes=found,
         reasons=(("weights", reason),) if reason else (),
         weights=weight_policy(request, num_stages, count),
+        spec=spec,
     )

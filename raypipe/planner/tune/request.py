@@ -5,19 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from raypipe.config.checks import CHUNKED
+from raypipe.ir.schedule_spec import KINDS, ScheduleKind
 
-__all__ = [
-    "ASYNCHRONOUS",
-    "AUTO_SLACK",
-    "CHUNKED",
-    "DEFAULT_STAGES",
-    "DEFAULT_WORKERS",
-    "PER_WORKER",
-    "Request",
-    "microbatches",
-    "settled_schedule",
-]
+__all__ = ["AUTO_SLACK", "DEFAULT_STAGES", "DEFAULT_WORKERS", "PER_WORKER", "Request", "microbatches"]
 
 DEFAULT_MINIBATCH = 32
 DEFAULT_STAGES = 2
@@ -25,8 +15,8 @@ DEFAULT_WORKERS = 2
 PER_WORKER = 2
 """Stages on each worker where a schedule puts several there and nobody says how many."""
 AUTO_SLACK = 2
-ASYNCHRONOUS = ("pipedream", "2bw")
-"""Schedules that do not run empty between mini-batches."""
+"""Slack on every hop where nobody says: with free links it takes as long as 1F1B, and it hides a transfer of up to half
+a micro-batch's compute time, which 1F1B pays in full. Its price is one micro-batch more in flight per hop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +29,7 @@ class Request:
         split_points: module names that begin a stage.
         minibatch_size, num_microbatches: samples per step, and in how many parts.
         num_samples: of the training data.
-        schedule: "auto" or a kind of planner.schedule.
+        schedule: "auto" or one of ir.schedule_spec.KINDS.
         group_size: k of kFkB.
         slack: r of slack, by hop or one for all.
         partitioner: "auto", "parameters", "prefix_sum", "antichain" or "hierarchical"; split_points win over it.
@@ -75,13 +65,18 @@ class Request:
     ties: bool = False
 
     @property
+    def kind(self) -> ScheduleKind:
+        """What is known of the schedule; "auto" is one of the synchronous kinds with a stage per worker."""
+        return KINDS.get(self.schedule, ScheduleKind())
+
+    @property
     def overlaps(self) -> bool:
         """Whether a stage may end its step before the others have theirs: nobody waits for a norm or a gradient."""
         return not (self.clips or self.skips or self.ties)
 
     def workers(self, num_stages: int) -> int:
         """Workers that hold so many stages: as many, or fewer where the schedule puts several on each."""
-        if self.schedule not in CHUNKED:
+        if not self.kind.several_stages:
             return num_stages
         return self.num_workers or max(1, num_stages // PER_WORKER)
 
@@ -92,23 +87,3 @@ def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
     wanted = request.num_microbatches or min(minibatch, 4 * num_stages)
     size = math.ceil(minibatch / wanted)
     return minibatch, size, math.ceil(minibatch / size)
-
-
-def settled_schedule(
-    request: Request, num_stages: int, num_microbatches: int
-) -> tuple[str, int | None, int | tuple[int, ...] | None]:
-    """(kind, group_size, slack), nothing left open.
-
-    "auto" is slack 2 on every hop: with free links it takes as long as 1F1B, and it hides a transfer of up to
-    half a micro-batch's compute time, which 1F1B pays in full. Its price is one micro-batch more in flight per hop.
-    """
-    kind, slack, group_size = request.schedule, request.slack, request.group_size
-    if kind == "auto":
-        kind, slack, group_size = ("slack", AUTO_SLACK, None) if num_stages > 1 else ("1f1b", None, None)
-    if kind == "slack" and slack is None:
-        slack = AUTO_SLACK
-    if kind == "zb-h1" and not isinstance(slack, tuple):
-        slack = (slack or 1,) * (num_stages - 1)
-    if kind == "kfkb" and group_size is None:
-        group_size = min(2, num_microbatches)
-    return kind, group_size, slack

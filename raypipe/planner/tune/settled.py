@@ -1,37 +1,56 @@
-"""The schedule and the memory model of a request whose number of stages and micro-batches are known."""
+"""What a request comes to once the number of stages and micro-batches is known: the schedule, and its memory model."""
 
 from __future__ import annotations
 
 import functools
 
 from raypipe.ir.schedule import Schedule
+from raypipe.ir.schedule_spec import ScheduleSpec, takes
 from raypipe.planner.memory import Held, MemoryModel
-from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.held import held_by
-from raypipe.planner.tune.request import ASYNCHRONOUS, CHUNKED, Request, settled_schedule
-from raypipe.planner.tune.weights import continuous_schedule, slack_of, weight_policy
+from raypipe.planner.tune.request import AUTO_SLACK, Request
+from raypipe.planner.tune.weights import by_hop, slack_of, weight_policy
 
-__all__ = ["build_schedule", "memory_model", "placement_of"]
+__all__ = ["build_schedule", "memory_model", "placement_of", "spec_of"]
 
 FULL = 2
 """Micro-batches per stage from which on the steady state of a step only grows longer, where rounds are equal."""
+GROUP_SIZE = 2
+"""k of kfkb where nobody says."""
+
+
+def spec_of(request: Request, num_stages: int, num_microbatches: int, first_trainable: int = 0) -> ScheduleSpec:
+    """The schedule of a request, with a default for every number that it leaves open.
+
+    Raises:
+        PlanError: numbers of an asynchronous schedule do not go together; names the field and what would do.
+    """
+    kind, slack = request.schedule, request.slack
+    if kind == "auto":
+        kind, slack = ("slack", AUTO_SLACK) if num_stages > 1 else ("1f1b", None)
+    policy = weight_policy(request, num_stages, num_microbatches)
+    if not policy.synchronous:
+        hops = slack_of(request, num_stages, num_microbatches)
+    elif takes(kind, "slack"):
+        hops = by_hop(slack or (AUTO_SLACK if kind == "slack" else 1), num_stages)
+    else:
+        hops = ()
+    return ScheduleSpec(
+        kind,
+        num_microbatches,
+        group_size=request.group_size or min(GROUP_SIZE, num_microbatches) if takes(kind, "group_size") else 1,
+        slack=hops,
+        chunks=num_stages // request.workers(num_stages) if takes(kind, "chunks") else 1,
+        first_trainable=first_trainable,
+        overlap=request.overlaps if policy.synchronous else policy.norm_per_stage,
+        update_interval=policy.interval if takes(kind, "update_interval") else None,
+    )
 
 
 def build_schedule(request: Request, num_stages: int, num_microbatches: int, first_trainable: int) -> Schedule:
     """The compute actions of one step, or of an asynchronous run from an empty pipeline to an empty one."""
-    if request.schedule in ASYNCHRONOUS:
-        return continuous_schedule(request, num_stages, num_microbatches, first_trainable)
-    kind, group_size, slack = settled_schedule(request, num_stages, num_microbatches)
-    return make_schedule(
-        kind,
-        num_stages,
-        num_microbatches,
-        group_size=group_size,
-        slack=slack,
-        chunks=num_stages // request.workers(num_stages) if kind == "interleaved" else None,
-        first_trainable=first_trainable,
-        overlap=request.overlaps,
-    )
+    return schedule_of(spec_of(request, num_stages, num_microbatches, first_trainable), num_stages)
 
 
 def placement_of(request: Request, num_stages: int) -> tuple[int, ...]:
@@ -41,32 +60,25 @@ def placement_of(request: Request, num_stages: int) -> tuple[int, ...]:
 
 def memory_model(request: Request, num_stages: int, num_microbatches: int, microbatch_size: int) -> MemoryModel:
     """What decides the memory of a stage under this request."""
-    kind, group_size, slack = settled_schedule(request, num_stages, num_microbatches)
+    spec = spec_of(request, num_stages, num_microbatches)
     policy = weight_policy(request, num_stages, num_microbatches)
-    if not policy.synchronous:
-        slack = slack_of(request, num_stages, num_microbatches)
-    workers = request.workers(num_stages)
     return MemoryModel(
-        schedule=kind,
-        num_microbatches=num_microbatches,
+        spec,
         microbatch_size=microbatch_size,
-        group_size=group_size or 1,
-        slack=1 if slack is None else slack,
         weight_versions=max(policy.capacities) if request.vertical_sync and policy.capacities else None,
         version_limit=request.weight_versions,
-        update_interval=policy.interval or num_microbatches,
         optimizer_factor=request.optimizer_factor,
         # Once per worker, whose stages share it.
-        reserve_bytes=-(-request.reserve_bytes * workers // num_stages),
-        held=_held(kind, num_stages, num_microbatches, workers) if kind in CHUNKED else None,
+        reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),
+        held=None if spec.of_kind.memory_formula else _held(spec, num_stages, request.workers(num_stages)),
     )
 
 
 @functools.lru_cache(maxsize=256)  # the same few numbers are asked for at every cut that is tried
-def _held(kind: str, num_stages: int, num_microbatches: int, workers: int) -> Held:
+def _held(spec: ScheduleSpec, num_stages: int, workers: int) -> Held:
     """Of backwards on all stages, since nobody knows the lowest that trains before the cut."""
-    chunks = num_stages // workers if kind == "interleaved" else None
     # Further micro-batches only repeat the steady state. What is left over decides how long rounds are: with as many
     # rounds as workers, none is longer than by one.
-    enough = max(FULL * num_stages, -(-(workers**2) // num_stages) * num_stages) + num_microbatches % num_stages
-    return held_by(make_schedule(kind, num_stages, min(num_microbatches, enough), chunks=chunks))
+    count = spec.num_microbatches
+    enough = max(FULL * num_stages, -(-(workers**2) // num_stages) * num_stages) + count % num_stages
+    return held_by(schedule_of(spec.with_microbatches(min(count, enough)), num_stages))

@@ -11,23 +11,28 @@ from __future__ import annotations
 import math
 
 from raypipe.errors import PlanError
-from raypipe.ir.schedule import Schedule
 from raypipe.ir.weights import SYNCHRONOUS, VersionRule, WeightPolicy, versions_needed
-from raypipe.planner.schedule.asynchronous import continuous, warmups_of
-from raypipe.planner.tune.request import ASYNCHRONOUS, Request
+from raypipe.planner.schedule.asynchronous import warmups_of
+from raypipe.planner.tune.request import Request
 
-__all__ = ["continuous_schedule", "slack_of", "staleness", "weight_policy", "weight_reason"]
+__all__ = ["by_hop", "slack_of", "staleness", "weight_policy", "weight_reason"]
 
 
-def slack_of(request: Request, num_stages: int, num_microbatches: int) -> int | tuple[int, ...]:
-    """Forwards that may be under way over each hop, or over all of them alike.
+def by_hop(slack: int | tuple[int, ...], num_stages: int) -> tuple[int, ...]:
+    """r of every hop, where one number may stand for all of them."""
+    return (slack,) * (num_stages - 1) if isinstance(slack, int) else slack
+
+
+def slack_of(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """Forwards that may be under way over each hop of an asynchronous schedule.
 
     Where nobody says, "pipedream" keeps to NOAM. In "2bw" the version does not depend on it, so it hides half a
     micro-batch's transfer like the synchronous default, where a mini-batch has room for that.
     """
     if request.slack is not None:
-        return request.slack
-    return 2 if request.schedule == "2bw" and num_microbatches >= 2 * (num_stages - 1) else 1
+        return by_hop(request.slack, num_stages)
+    roomy = request.schedule == "2bw" and num_microbatches >= 2 * (num_stages - 1)
+    return by_hop(2 if roomy else 1, num_stages)
 
 
 def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> WeightPolicy:
@@ -36,7 +41,7 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
     Raises:
         PlanError: the numbers do not go together; names the field and what would do.
     """
-    if request.schedule not in ASYNCHRONOUS:
+    if request.kind.synchronous:
         return SYNCHRONOUS
     warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
     interval = _interval(request, num_microbatches, warmups[0])
@@ -67,21 +72,6 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
     return WeightPolicy(rule, interval, tuple(min(given, n) for n in needed), warmups[0], alone)
 
 
-def continuous_schedule(request: Request, num_stages: int, num_microbatches: int, first_trainable: int) -> Schedule:
-    """The compute actions of an asynchronous request, from an empty pipeline to an empty one."""
-    policy = weight_policy(request, num_stages, num_microbatches)
-    assert policy.interval is not None, "an asynchronous schedule has an update interval"
-    return continuous(
-        _kind(request, policy),
-        num_stages,
-        num_microbatches,
-        policy.interval,
-        slack=slack_of(request, num_stages, num_microbatches),
-        first_trainable=first_trainable,
-        norm_per_stage=policy.norm_per_stage,
-    )
-
-
 def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
     """Updates by which a gradient is late, by stage, in the steady state."""
     policy = weight_policy(request, num_stages, num_microbatches)
@@ -105,6 +95,8 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
         f"weights are updated every {_count(policy.interval, 'micro-batch', 'micro-batches')} with gradients that are "
         f"{_updates(late)} late; stages keep {_by_stage(held)} versions of their weights"
     )
+    if policy.rule is VersionRule.STAMPED and num_stages > 1:
+        text += "; a micro-batch uses the same version on every stage"
     if policy.rule is VersionRule.NEWEST and num_stages > 1:
         text += f", and their gradients are {_by_stage(late)} updates late"
     warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
@@ -147,13 +139,6 @@ def _interval(request: Request, num_microbatches: int, ahead: int) -> int:
             f"{math.ceil(ahead / num_microbatches) + 1}."
         )
     return found
-
-
-def _kind(request: Request, policy: WeightPolicy) -> str:
-    parts = [f"u={policy.interval}"] if request.schedule == "pipedream" else []
-    if policy.rule is VersionRule.STAMPED:
-        parts.append("vertical sync")
-    return request.schedule + (f"({', '.join(parts)})" if parts else "")
 
 
 def _updates(late: tuple[int, ...]) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan_table import smallest_bubble
-from raypipe.planner.tune.request import CHUNKED, DEFAULT_WORKERS, PER_WORKER, Request
+from raypipe.planner.tune.request import DEFAULT_WORKERS, PER_WORKER, Request
 
 __all__ = ["idle_notes", "rounds_of", "settled_workers", "single_notes", "used_devices"]
 
@@ -33,7 +33,7 @@ def settled_workers(request: Request, places: int, devices: int | None = None) -
     Raises:
         PlanError: the stages cannot be shared out, or the model has too few places to cut; names the field.
     """
-    if request.schedule not in CHUNKED:
+    if not request.kind.several_stages:
         return request
     asked = len(request.split_points) + 1 if request.split_points else request.num_stages
     if devices is not None:
@@ -50,7 +50,7 @@ def settled_workers(request: Request, places: int, devices: int | None = None) -
 
 def used_devices(request: Request, cluster: Cluster) -> Cluster:
     """The devices that a settled request takes of a described cluster, the first ones."""
-    if request.schedule not in CHUNKED:
+    if not request.kind.several_stages:
         return cluster
     return Cluster(cluster.devices[: request.num_workers], cluster.links)
 
@@ -58,7 +58,7 @@ def used_devices(request: Request, cluster: Cluster) -> Cluster:
 def single_notes(request: Request, num_stages: int) -> tuple[str, ...]:
     """A sentence where a schedule for several stages per worker gets one on each, or one worker for all."""
     workers = request.workers(num_stages)
-    if request.schedule not in CHUNKED or num_stages == 1:
+    if not request.kind.several_stages or num_stages == 1:
         return ()
     if workers == 1:
         return (

@@ -155,7 +155,7 @@ class _Published:
         self._publisher = publisher
         publisher.event("predicted_step_seconds", plan.predicted_step_s)
         if plan.retune is not None:
-            publisher.event("group_size", plan.retune.choice.group_size)
+            publisher.event("group_size", plan.retune.choice.spec.group_size)
         self.resumed, self.tell = journal.resumed, journal.tell
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
@@ -166,7 +166,7 @@ class _Published:
         self._journal.decided(decision)
         if decision.choice is not None:
             self._publisher.event("retunes")
-            self._publisher.event("group_size", decision.choice.group_size)
+            self._publisher.event("group_size", decision.choice.spec.group_size)
 
 
 @ray.remote(num_cpus=0)

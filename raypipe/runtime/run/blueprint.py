@@ -9,7 +9,6 @@ The driver actor assembles, and threads of the user's process do it alike: nothi
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -21,19 +20,17 @@ from raypipe.engine.stage import StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import Phase, RowsKey
+from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Timeline
-from raypipe.planner.schedule.asynchronous import finite, minibatches_to_drain, part
-from raypipe.planner.schedule.forward import forward_only
-from raypipe.planner.schedule.validate import lowered_and_checked
-from raypipe.planner.segments import Flow, train_segments
+from raypipe.planner.rows import flow_of, flowing_keys, rows_for
+from raypipe.planner.segments import train_segments
 from raypipe.planner.simulate.serial import simulate
-from raypipe.planner.tune import Request, build_schedule, costs_of
+from raypipe.planner.tune import Request, costs_of
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.retuning import retune_setup
 from raypipe.runtime.run.spec import PlanInForce, RunSpec
 
-__all__ = ["Assembled", "Blueprint", "Graph", "OneCut", "PlanRows", "assemble", "codecs_of"]
+__all__ = ["Assembled", "Blueprint", "Graph", "OneCut", "assemble", "codecs_of", "predicted_step"]
 
 
 class Graph(Protocol):
@@ -93,9 +90,7 @@ def assemble(blueprint: Blueprint, planned: Planned) -> Assembled:
     """Programs, setups, rows and the controller's configuration of a plan; the same wherever it is called."""
     plan, spec = planned.plan, blueprint.spec
     programs = blueprint.graph.programs(plan.partition.cuts, plan.partition.order)
-    first = programs[0].first_trainable
-    rows = PlanRows(plan, blueprint.request, first)
-    predicted = rows.predicted()
+    predicted = predicted_step(plan)
     setup = GenerationSetup(
         programs, plan.schedule.wiring.homes, plan.weights, codecs_of(blueprint.pipeline), plan.generation
     )
@@ -104,12 +99,11 @@ def assemble(blueprint: Blueprint, planned: Planned) -> Assembled:
         setup,
         PlanInForce(
             plan=plan,
-            schedules=_schedules(rows, spec.num_samples, spec.num_steps),
+            schedules=_schedules(plan, spec.num_samples, spec.num_steps),
             predicted=predicted,
             predicted_step_s=_step_s(plan, predicted, overlaps=blueprint.turns),
-            flow=rows.flow,
-            retune=retune_setup(blueprint.pipeline, blueprint.request, planned, first) if blueprint.turns else None,
-            first_trainable=first,
+            flow=flow_of(plan),
+            retune=retune_setup(blueprint.pipeline, planned) if blueprint.turns else None,
         ),
     )
 
@@ -131,67 +125,17 @@ def codecs_of(pipeline: PipelineConfig) -> Codecs:
     return Codecs(*(Codec("none" if name == "auto" else name) for name in names))
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRows:
-    """Rows of a plan for any segment.
-
-    Attributes:
-        first_trainable: lowest stage with a backward.
-    """
-
-    plan: Plan
-    request: Request
-    first_trainable: int
-
-    @property
-    def flow(self) -> Flow | None:
-        """How mini-batches follow each other without a flush; None for a synchronous schedule."""
-        interval = self.plan.weights.interval
-        if interval is None:
-            return None
-        warmups = tuple(map(len, self.plan.schedule.prologue))
-        return Flow(interval, minibatches_to_drain(self.plan.num_microbatches, warmups))
-
-    def predicted(self) -> Timeline | None:
-        """One step that begins and ends with an empty pipeline; None where the plan was made without a profile."""
-        found = self.plan.prediction
-        if found is None:
-            return None
-        key = RowsKey(self.plan.num_microbatches, update_interval=self.plan.weights.interval)
-        return simulate(self.rows(key), costs_of(found.stages, found.hops))
-
-    def rows(self, key: RowsKey) -> Schedule:
-        """Lowered and checked rows of a segment that begins and ends with an empty pipeline."""
-        wiring = self.plan.schedule.wiring
-        if not key.training:
-            return forward_only(wiring.placement, key.num_microbatches)
-        if key.update_interval is None:
-            # A mini-batch smaller than the others runs by itself in any case.
-            alone = self.flow is not None
-            request = dataclasses.replace(self.request, schedule="1f1b", slack=None) if alone else self.request
-            schedule = build_schedule(request, wiring.num_stages, key.num_microbatches, self.first_trainable)
-        else:
-            schedule = finite(self.plan.schedule, key.num_minibatches)
-        return lowered_and_checked(schedule)
-
-    def flowing(self) -> dict[RowsKey, Schedule]:
-        """Rows of all segments of a schedule that runs on without a flush; none of a synchronous one."""
-        flow = self.flow
-        if flow is None:
-            return {}
-        count, drained, interval = self.plan.num_microbatches, flow.num_to_drain, flow.interval
-        wholes = (RowsKey(count, n, update_interval=interval) for n in range(1, max(1, drained) + 1))
-        found = {key: self.rows(key) for key in wholes}
-        if drained:
-            lowered = lowered_and_checked(self.plan.schedule)
-            for phase, completed in ((Phase.FILL, 1), (Phase.STEADY, 1), (Phase.DRAIN, drained)):
-                found[RowsKey(count, completed, phase, update_interval=interval)] = part(lowered, phase)
-        return found
+def predicted_step(plan: Plan) -> Timeline | None:
+    """One step that begins and ends with an empty pipeline; None where the plan was made without a profile."""
+    found = plan.prediction
+    if found is None:
+        return None
+    key = RowsKey(plan.num_microbatches, update_interval=plan.weights.interval)
+    return simulate(rows_for(plan, key), costs_of(found.stages, found.hops))
 
 
-def _schedules(rows: PlanRows, num_samples: Mapping[str, int], num_steps: int) -> dict[RowsKey, Schedule]:
+def _schedules(plan: Plan, num_samples: Mapping[str, int], num_steps: int) -> dict[RowsKey, Schedule]:
     """Rows for every number of micro-batches that the run will meet: the usual one and short last mini-batches."""
-    plan = rows.plan
     lengths = {"train": min(num_samples["train"], num_steps * plan.minibatch_size)}
     if "eval" in num_samples:
         lengths["eval"] = num_samples["eval"]
@@ -203,4 +147,4 @@ def _schedules(rows: PlanRows, num_samples: Mapping[str, int], num_steps: int) -
         rest = num_samples.get(mode, 0) % plan.minibatch_size
         if rest:
             found[RowsKey(-(-rest // plan.microbatch_size), training=mode == "train")] = None
-    return {key: rows.rows(key) for key in found} | rows.flowing()
+    return {key: rows_for(plan, key) for key in (*found, *flowing_keys(plan))}

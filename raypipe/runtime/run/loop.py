@@ -25,6 +25,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey, Segment
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import Setup
+from raypipe.planner.rows import rows_for
 from raypipe.planner.segments import (
     Flow,
     Position,
@@ -37,7 +38,7 @@ from raypipe.runtime.run.forwards import evaluation_orders, forwards
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.resuming import beginning
-from raypipe.runtime.run.retuner import Retuner, Setting, rows_of, step_done
+from raypipe.runtime.run.retuner import Retuner, Setting, step_done
 from raypipe.runtime.run.spec import AnyFleet, Outcome, PlanInForce, RunSpec, Watcher
 
 __all__ = ["run_loop"]
@@ -309,7 +310,7 @@ class _Loop:
             count = setting.num_microbatches
             size = spec.microbatch_size if count is None else math.ceil(spec.minibatch_size / count)
             segment, at = next_segment(spec.num_samples["train"], spec.minibatch_size, size, at)
-            yield segment if setting.variant is None else replace(segment, variant=setting.variant), at, setting
+            yield segment if setting.spec is None else replace(segment, spec=setting.spec), at, setting
 
     def _flow(self) -> Flow:
         assert self.plan.flow is not None, "only an asynchronous schedule ends with micro-batches under way"
@@ -350,9 +351,7 @@ class _Loop:
 
     def _schedule(self, key: RowsKey) -> Schedule:
         if key not in self._schedules:
-            num_stages = next(iter(self.plan.schedules.values())).num_stages
-            overlap = self.plan.retune is not None and self.plan.retune.overlap
-            self._schedules[key] = rows_of(key, num_stages, self.plan.first_trainable, overlap=overlap)
+            self._schedules[key] = rows_for(self.plan.plan, key)
         return self._schedules[key]
 
     def _metrics(self, eval_loss: float | None) -> dict[str, float]:

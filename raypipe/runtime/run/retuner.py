@@ -17,12 +17,10 @@ from typing import NamedTuple, Protocol
 
 from raypipe.errors import PlanError
 from raypipe.ir.report import StepReport
-from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import RowsKey, Variant
-from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone, schedule_of
-from raypipe.planner.schedule.validate import lowered_and_checked
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone
 
-__all__ = ["Retuner", "Setting", "rows_of", "step_done"]
+__all__ = ["Retuner", "Setting", "step_done"]
 
 END_TIMEOUT_S = 1.0
 
@@ -34,13 +32,13 @@ class Setting(NamedTuple):
         choice: None where nothing is ever turned.
         name: of the choice, for people.
         num_microbatches: of a whole mini-batch; None for the plan's.
-        variant, codecs: as in Segment and Order.
+        spec, codecs: as in Segment and Order.
     """
 
     choice: Choice | None = None
     name: str = ""
     num_microbatches: int | None = None
-    variant: Variant | None = None
+    spec: ScheduleSpec | None = None
     codecs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
@@ -131,24 +129,9 @@ class Retuner:
         # A direction that the controller may not turn stays as it was configured.
         forward = choice.forward_codecs if setup.forward_codecs else ()
         backward = choice.backward_codecs if setup.backward_codecs else ()
-        variant = None if choice.order == setup.choice.order else Variant(choice.kind, choice.group_size, choice.slack)
+        spec = None if choice.spec == setup.choice.spec else choice.spec
         count = None if choice.num_microbatches == setup.choice.num_microbatches else choice.num_microbatches
-        return Setting(choice, setup.name(choice), count, variant, (forward, backward))
-
-
-def rows_of(key: RowsKey, num_stages: int, first_trainable: int, *, overlap: bool) -> Schedule:
-    """Lowered and checked rows of a variant.
-
-    Args:
-        overlap: see Setup.
-
-    Raises:
-        ScheduleError: it cannot work.
-    """
-    variant = key.variant
-    assert variant is not None, "rows without a variant are the plan's"
-    choice = Choice(variant.kind, key.num_microbatches, variant.group_size, variant.slack)
-    return lowered_and_checked(schedule_of(choice, num_stages, first_trainable, overlap=overlap))
+        return Setting(choice, setup.name(choice), count, spec, (forward, backward))
 
 
 def step_done(seconds: float, setting: Setting, reports: Sequence[StepReport], *, counts: bool) -> StepDone:

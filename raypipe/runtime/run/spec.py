@@ -98,7 +98,6 @@ class PlanInForce:
         predicted_step_s: seconds of one step; of an asynchronous schedule, in the steady state; 0 where unknown.
         flow: of an asynchronous schedule; None runs empty after every step.
         retune: what the controller may turn; None where it is to turn nothing.
-        first_trainable: lowest stage with a backward.
     """
 
     plan: Plan
@@ -107,7 +106,6 @@ class PlanInForce:
     predicted_step_s: float
     flow: Flow | None = None
     retune: Setup | None = None
-    first_trainable: int = 0
 
 
 @dataclass(frozen=True, slots=True)

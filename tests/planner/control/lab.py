@@ -14,8 +14,9 @@ from random import Random
 
 from raypipe.ir.links import LinkSample, StageSample
 from raypipe.ir.schedule import COMPUTE, Action, Op
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone, fits
-from raypipe.planner.control.choice import schedule_of
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 
 Link = Callable[[int, bool, int, int], tuple[float, float]]
@@ -146,7 +147,7 @@ class Pipeline:
 
 @cache
 def _rows(choice: Choice, num_stages: int) -> tuple[tuple[Action, ...], ...]:
-    return lower(schedule_of(choice, num_stages)).rows()
+    return lower(schedule_of(choice.spec, num_stages)).rows()
 
 
 def run_fixed(pipeline: Pipeline, choice: Choice, steps: int) -> list[float]:
@@ -186,9 +187,11 @@ def run_controlled(
 def all_choices(setup: Setup, num_microbatches: int, most_slack: int) -> Iterable[Choice]:
     """Everything that fits: 1F1B, every k, and every r up to ``most_slack`` on each hop."""
     hops = len(setup.rooms) - 1
-    every = [Choice("1f1b", num_microbatches)]
-    every += [Choice("kfkb", num_microbatches, group_size=k) for k in range(1, num_microbatches + 1)]
-    every += [Choice("slack", num_microbatches, slack=r) for r in product(range(1, most_slack + 1), repeat=hops)]
+    every = [Choice(ScheduleSpec("1f1b", num_microbatches))]
+    every += [Choice(ScheduleSpec("kfkb", num_microbatches, group_size=k)) for k in range(1, num_microbatches + 1)]
+    every += [
+        Choice(ScheduleSpec("slack", num_microbatches, slack=r)) for r in product(range(1, most_slack + 1), repeat=hops)
+    ]
     return [choice for choice in every if fits(choice, setup.rooms)]
 
 

@@ -11,11 +11,12 @@ import pytest
 
 from raypipe.errors import PlanError
 from raypipe.ir.links import StageSample
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Codec, Controller, Room, Setup, StepDone, Verdict
 from raypipe.planner.control.trial import Trial, uncertainty_s
 from tests.planner.control.lab import Pipeline, constant, run_controlled
 
-ONE, SLACK = Choice("1f1b", 16), Choice("slack", 16, slack=(3, 1, 1))
+ONE, SLACK = Choice(ScheduleSpec("1f1b", 16)), Choice(ScheduleSpec("slack", 16, slack=(3, 1, 1)))
 STAGES = [(0.01, 0.02)] * 4
 
 
@@ -156,13 +157,13 @@ def test_a_measured_peak_above_the_limit_takes_slack_back_at_once():
     switch = next(d for d in decisions if d.verdict is Verdict.SWITCH)
     assert "needs more memory than there is" in switch.reason
     assert switch.step == 0
-    assert switch.choice == Choice("slack", 16, slack=(2, 1, 1))
+    assert switch.choice == Choice(ScheduleSpec("slack", 16, slack=(2, 1, 1)))
     assert controller.wanted == switch.choice
 
 
 @pytest.mark.parametrize("mode", ["auto", "kfkb", "slack"])
 def test_the_state_survives_json_between_any_two_steps(mode):
-    setup = setup_of(mode=mode, rooms=(Room(),) * 4, choice=replace(ONE, kind="kfkb") if mode == "kfkb" else ONE)
+    setup = setup_of(mode=mode, rooms=(Room(),) * 4, choice=Choice(ONE.spec.as_kind("kfkb")) if mode == "kfkb" else ONE)
     runs = [
         run_controlled(pipeline_of({8: (0, 0.025), 30: (2, 0.03)}, noise=0.03, seed=4), setup, 50, through_json=saved)
         for saved in (False, True)
@@ -185,7 +186,7 @@ def test_a_damaged_state_is_refused():
         ({"rooms": ()}, "no rooms"),
         ({"min_gain": 0.0}, "min_gain=0.0"),
         ({"retune_interval_steps": 0}, "retune_interval_steps=0"),
-        ({"choice": Choice("zb-v", 8)}, "zb-v"),
+        ({"choice": Choice(ScheduleSpec("zb-v", 8))}, "zb-v"),
     ],
 )
 def test_a_setup_that_cannot_work_is_refused(changes, words):
@@ -247,7 +248,7 @@ def test_a_link_that_is_never_the_same_is_not_searched_for_after_every_step() ->
         return (0.0002, 0.004)[step // 2 % 2] * (1 + rng.random()), 0.0
 
     pipeline = Pipeline([(0.010, 0.020)] * 2, restless)
-    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2, retune_interval_steps=40)
+    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, retune_interval_steps=40)
     controller, choice, looks, answered = Controller(setup), setup.choice, [], []
     for step in range(160):
         for decision in controller.handle(pipeline.step(step, choice)):
@@ -271,7 +272,7 @@ def test_there_and_back_is_not_done_again_and_again() -> None:
     compressed = [False]
     pipeline = Pipeline([(0.010, 0.020)] * 2, link, codecs={"int8": 4.0})
     setup = Setup(
-        "slack", Choice("slack", 8, slack=(2,)), (Room(most_in_flight=4),) * 2, retune_interval_steps=10,
+        "slack", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(most_in_flight=4),) * 2, retune_interval_steps=10,
         forward_codecs=(codec,), backward_codecs=(codec,),
     )  # fmt: skip
     controller, choice, switches = Controller(setup), setup.choice, []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from raypipe.ir.links import LinkEstimate, LinkSample, StageSample, stage_sample
 from raypipe.ir.schedule import Action, Op
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.ir.timeline import Span
 from raypipe.planner.control import Choice, LinkEstimator
 from raypipe.planner.control.drift import Drift, News
@@ -17,7 +18,7 @@ from raypipe.planner.control.fifo import occupancies_s, round_trip, seconds_per_
 from tests.planner.control.lab import Pipeline, constant
 
 NBYTES = 1000
-SLACK = Choice("slack", 8, slack=(2,))
+SLACK = Choice(ScheduleSpec("slack", 8, slack=(2,)))
 
 
 def crossing(
@@ -66,7 +67,7 @@ def test_estimates_are_of_messages_without_codec():
     pipeline = Pipeline([(0.01, 0.02)] * 2, constant(0.025, 0.004))
     estimator = LinkEstimator(0)
     for step in range(4):
-        messages = pipeline.step(step, Choice("gpipe", 8)).messages
+        messages = pipeline.step(step, Choice(ScheduleSpec("gpipe", 8))).messages
         estimator.add(m._replace(raw_bytes=4 * m.wire_bytes) for m in messages)
     for estimate in both(estimator):
         check_sane(estimate)
@@ -84,7 +85,7 @@ def test_estimates_are_of_messages_without_codec():
 def test_a_link_that_queues_is_split_whatever_the_clocks_say(occupancy_s, latency_s, offset_s, gain):
     """F takes 10 ms and B 20, so GPipe puts messages behind each other; clocks are days apart and drift by 100 ppm."""
     pipeline = Pipeline([(0.01, 0.02)] * 2, constant(occupancy_s, latency_s), clocks=[(0.0, 0.0), (offset_s, gain)])
-    for estimate in both(estimated(pipeline, Choice("gpipe", 8))):
+    for estimate in both(estimated(pipeline, Choice(ScheduleSpec("gpipe", 8)))):
         check_sane(estimate)
         assert estimate.split
         assert estimate.occupancy_s == pytest.approx(occupancy_s, rel=0.02, abs=2e-4)
@@ -107,7 +108,7 @@ def test_what_matters_is_right_where_little_can_be_seen(forward_s, backward_s, l
         lambda hop, forward, step, m: (forward_s if forward else backward_s, latency_s),
         clocks=[(0.0, 0.0), (offset_s, 0.0)],
     )
-    forward, backward = both(estimated(pipeline, Choice("slack", 8, slack=(r,))))
+    forward, backward = both(estimated(pipeline, Choice(ScheduleSpec("slack", 8, slack=(r,)))))
     check_sane(forward)
     check_sane(backward)
     true_s = forward_s + backward_s + 2 * latency_s
@@ -125,7 +126,7 @@ def test_noise_of_stamps_losses_and_disorder_cost_little(seed):
         [(0.01, 0.02)] * 2, constant(occupancy_s, latency_s), noise=0.05, stamp_noise_s=3e-4, lost=0.2, seed=seed,
         clocks=[(random.uniform(-9, 9), 0.0)] * 2,
     )  # fmt: skip
-    for estimate in both(estimated(pipeline, Choice("gpipe", 8), steps=8)):
+    for estimate in both(estimated(pipeline, Choice(ScheduleSpec("gpipe", 8)), steps=8)):
         check_sane(estimate)
         assert estimate.occupancy_s == pytest.approx(occupancy_s, rel=0.05, abs=1e-3)
         assert estimate.transfer_s == pytest.approx(occupancy_s + latency_s, rel=0.1, abs=1.5e-3)
@@ -137,7 +138,7 @@ def test_a_clock_that_is_set_while_a_step_runs_spoils_nothing(jump_s, at):
     pipeline = Pipeline([(0.01, 0.02)] * 2, constant(0.025, 0.004))
     estimator = LinkEstimator(0)
     for step in range(9):
-        messages = pipeline.step(step, Choice("gpipe", 8)).messages
+        messages = pipeline.step(step, Choice(ScheduleSpec("gpipe", 8))).messages
         if step == 4:  # stage 1's clock is set while micro-batch ``at`` is on its way
             messages = tuple(
                 replace_stamps(m, 0.0, jump_s) if m.forward and m.microbatch >= at else m if m.forward
@@ -168,7 +169,7 @@ def test_a_competing_flow_shows_in_the_tail(seed, share):
     pipeline = Pipeline(
         [(0.01, 0.02)] * 2, lambda hop, forward, step, m: (0.04 if slow[forward, step, m] else 0.02, 0.001)
     )
-    for estimate in both(estimated(pipeline, Choice("gpipe", 16), steps=8)):
+    for estimate in both(estimated(pipeline, Choice(ScheduleSpec("gpipe", 16)), steps=8)):
         check_sane(estimate)
         mean_s = sum(estimate.draws_s) / len(estimate.draws_s)
         true_s = 0.02 * (1 + sum(v for (f, _, _), v in slow.items() if f is estimate.forward) / 128)

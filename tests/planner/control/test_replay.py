@@ -6,29 +6,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.planner.control import Choice, schedule_of
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.control import Choice
 from raypipe.planner.control.replay import Wire, compiled, step_s
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, makespan_s
 from tests.planner.control.lab import Pipeline
+from tests.planner.specs import spec_for
 
 SECONDS = st.floats(0.0, 5.0, allow_nan=False)
 
 
 @st.composite
-def choices(draw: st.DrawFn, stages: int) -> Choice:
+def choices(draw: st.DrawFn, stages: int, first_trainable: int = 0) -> Choice:
     kind = draw(st.sampled_from(["1f1b", "kfkb", "slack", "zb-h1", "gpipe"]))
     count = draw(st.integers(1, 9))
-    group = draw(st.integers(1, count)) if kind == "kfkb" else 1
     r = tuple(draw(st.lists(st.integers(1, 4), min_size=stages - 1, max_size=stages - 1)))
-    return Choice(kind, count, group, r if kind in ("slack", "zb-h1") else ())
+    group_size = draw(st.integers(1, count))
+    return Choice(spec_for(kind, stages, count, group_size=group_size, slack=r, first_trainable=first_trainable))
 
 
 @given(st.data())
 def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
     stages = data.draw(st.integers(1, 5))
-    choice = data.draw(choices(stages))
-    first = data.draw(st.integers(0, stages - 1))
+    choice = data.draw(choices(stages, data.draw(st.integers(0, stages - 1))))
     busy = st.lists(SECONDS, min_size=stages, max_size=stages).map(tuple)
     hops = st.lists(SECONDS, min_size=stages - 1, max_size=stages - 1).map(tuple)
     forward_s, input_s, weight_s = data.draw(busy), data.draw(busy), data.draw(busy)
@@ -41,8 +43,8 @@ def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
     )  # fmt: skip
     wires = [Wire(latency[way][hop], (occupancy[way][hop],)) for hop in range(stages - 1) for way in (0, 1)]
     halves_s = tuple(zip(input_s, weight_s, strict=True))
-    found = step_s(compiled(choice, stages, first), forward_s, backward_s, wires, halves_s=halves_s)
-    assert found == makespan_s(lower(schedule_of(choice, stages, first)), costs)
+    found = step_s(compiled(choice.spec, stages), forward_s, backward_s, wires, halves_s=halves_s)
+    assert found == makespan_s(lower(schedule_of(choice.spec, stages)), costs)
 
 
 @given(st.data())
@@ -60,17 +62,17 @@ def test_messages_with_times_of_their_own_give_what_the_pipeline_takes(data):
     true_s = sum(pipeline.step(step, choice).seconds for step in range(steps)) / steps
     wires = [Wire(0.25, tuple(draws[hop, forward])) for hop in range(stages - 1) for forward in (True, False)]
     forward_s, backward_s = zip(*seconds, strict=True)
-    assert step_s(compiled(choice, stages), forward_s, backward_s, wires, replays=steps) == pytest.approx(true_s)
+    assert step_s(compiled(choice.spec, stages), forward_s, backward_s, wires, replays=steps) == pytest.approx(true_s)
 
 
 def test_draws_are_taken_in_turn_and_again_from_the_start():
     """Two messages per step, three draws: steps see 1 2, 3 1, 2 3 seconds."""
-    program = compiled(Choice("gpipe", 2), 2)
+    program = compiled(ScheduleSpec("gpipe", 2), 2)
     wires = [Wire(0.0, (1.0, 2.0, 3.0)), Wire()]
     once = [step_s(program, (0.0, 0.0), (0.0, 0.0), wires, replays=n) * n for n in (1, 2, 3)]
     assert once == pytest.approx([3.0, 3.0 + 4.0, 3.0 + 4.0 + 5.0])
 
 
 def test_the_slowest_optimizer_step_comes_last():
-    program = compiled(Choice("1f1b", 1), 2)
+    program = compiled(ScheduleSpec("1f1b", 1), 2)
     assert step_s(program, (1.0, 1.0), (2.0, 2.0), [Wire(), Wire()], (0.5, 4.0)) == 10.0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.ir.links import StageSample
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Codec, Controller, Room, Setup, StepDone, Verdict, fits
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from raypipe.planner.control.stages import StageEstimator
@@ -47,7 +48,7 @@ class Scenario:
         for step in range(self.steps):
             wires = self._wires(step, count)
             if wires not in known:
-                known[wires] = step_s(compiled(choice, stages), *zip(*self.stages, strict=True), wires)
+                known[wires] = step_s(compiled(choice.spec, stages), *zip(*self.stages, strict=True), wires)
             seconds[step // PHASE] += known[wires]
         return seconds
 
@@ -67,7 +68,7 @@ class Scenario:
         assert all(fits(choice, self.setup.rooms) for choice in choices)
         every = list(all_choices(self.setup, self.setup.choice.num_microbatches, most_slack=4))
         table = [self.fixed_s(choice) for choice in every]
-        static_s = sum(self.fixed_s(Choice("1f1b", self.setup.choice.num_microbatches)))
+        static_s = sum(self.fixed_s(Choice(ScheduleSpec("1f1b", self.setup.choice.num_microbatches))))
         oracle_s = sum(min(column) for column in zip(*table, strict=True))
         return {
             "vs_static_1f1b": static_s / sum(seconds),
@@ -101,7 +102,7 @@ def competitor(forward: bool, step: int, m: int) -> bool:
 
 def scenario_a(count: int = 8) -> Scenario:
     """Two stages; the link is free, then 50, 200, 200 Mbit/s shared with somebody, then free."""
-    setup = Setup("auto", Choice("slack", count, slack=(2,)), (Room(),) * 2)
+    setup = Setup("auto", Choice(ScheduleSpec("slack", count, slack=(2,))), (Room(),) * 2)
     phases = [rate(None), rate(50), rate(200), rate(200, competitor), rate(None)]
     return Scenario([(0.018, 0.035)] * 2, phases, setup)
 
@@ -109,7 +110,7 @@ def scenario_a(count: int = 8) -> Scenario:
 def scenario_b() -> Scenario:
     """Four stages; 25 ms on hop 0, then 1, then 2, then on none; at most 6 micro-batches on stage 0."""
     rooms = tuple(Room(most_in_flight=most) for most in (6, 16, 16, 16))
-    setup = Setup("auto", Choice("1f1b", 16), rooms)
+    setup = Setup("auto", Choice(ScheduleSpec("1f1b", 16)), rooms)
     return Scenario([(0.01, 0.02)] * 4, [moving(0), moving(1), moving(2), moving(None)], setup)
 
 
@@ -153,7 +154,7 @@ def test_frozen_scenario_b_is_not_good_enough():
 @pytest.mark.parametrize("through_json", [False, True])
 def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
     """Stages tell their halves from the first step on; the switch pays what was predicted."""
-    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2)
+    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
     pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.5))
     controller, seconds, choice = Controller(setup), list[float](), setup.choice
     paid = []
@@ -165,14 +166,14 @@ def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
         for decision in controller.handle(done):
             choice = decision.choice or choice
             paid += [decision.numbers] if decision.verdict is Verdict.PAID else []
-    assert choice.kind == "zb-h1"
+    assert choice.spec.kind == "zb-h1"
     assert seconds[-1] < 0.92 * seconds[0]
     assert abs(paid[0]["achieved_gain"] - paid[0]["predicted_gain"]) < 0.03
 
 
 def test_slow_first_steps_do_not_decide_for_the_usual_interval() -> None:
     """What they take besides is three quarters of them, and hides what there is to gain; the usual interval is 20."""
-    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2)
+    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
     pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.5))
     controller, choice, verdicts = Controller(setup), setup.choice, list[tuple[int, Verdict]]()
     for step in range(12):
@@ -181,16 +182,16 @@ def test_slow_first_steps_do_not_decide_for_the_usual_interval() -> None:
             choice = decision.choice or choice
             verdicts.append((step, decision.verdict))
     assert verdicts[0] == (1, Verdict.KEEP)
-    assert choice.kind == "zb-h1"
+    assert choice.spec.kind == "zb-h1"
 
 
 @pytest.mark.parametrize(("share", "parting"), [(0.0, 1.0), (0.5, 1.2), (0.5, 1.6)])
 def test_stages_that_lose_by_parting_their_backward_are_left_alone(share: float, parting: float) -> None:
-    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2)
+    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
     stages = [(0.018, 0.035)] * 2
     pipeline = Pipeline(stages, rate(100), noise=0.01, weight_shares=(1.0, share), parting=parting)
     _, choices, decisions = run_controlled(pipeline, setup, 60)
-    assert {choice.kind for choice in choices} == {"slack"}
+    assert {choice.spec.kind for choice in choices} == {"slack"}
     assert all(d.verdict is not Verdict.UNDO for d in decisions)
 
 
@@ -209,7 +210,7 @@ def test_free_links_cost_nothing():
         setup,
         60,  # type: ignore[arg-type]
     )
-    plain = run_fixed(Pipeline([(0.018, 0.035)] * 2, rate(None), **NOISE), Choice("1f1b", 8), 60)  # type: ignore[arg-type]
+    plain = run_fixed(Pipeline([(0.018, 0.035)] * 2, rate(None), **NOISE), Choice(ScheduleSpec("1f1b", 8)), 60)  # type: ignore[arg-type]
     assert sum(seconds) / sum(plain) <= 1.01
 
 
@@ -232,7 +233,11 @@ def test_on_a_noisy_steady_link_it_settles(seed, occupancy_s, latency_s, noise, 
         return occupancy_s * random.uniform(0.9, 1.1) + late_s, latency_s
 
     rooms = tuple(Room(most_in_flight=most) for most in (8, 7, 6))
-    first = {"auto": Choice("1f1b", 8), "kfkb": Choice("kfkb", 8), "slack": Choice("slack", 8, slack=(1, 1))}[mode]
+    first = {
+        "auto": Choice(ScheduleSpec("1f1b", 8)),
+        "kfkb": Choice(ScheduleSpec("kfkb", 8)),
+        "slack": Choice(ScheduleSpec("slack", 8, slack=(1, 1))),
+    }[mode]
     setup = Setup(mode, first, rooms, retune_interval_steps=10)
     pipeline = Pipeline([(0.01, 0.02)] * 3, link, noise=noise, stamp_noise_s=2e-4, seed=seed)
     _, choices, _ = run_controlled(pipeline, setup, 120)
@@ -249,8 +254,8 @@ def test_a_change_in_steps_that_do_not_count_is_answered_too(uncounted: Sequence
     pipeline = scenario.pipeline(**NOISE)
     _, choices, decisions = run_controlled(pipeline, scenario.setup, 2 * PHASE, uncounted=uncounted)
     assert not any(d.verdict is Verdict.UNDO for d in decisions)
-    assert choices[PHASE - 1].slack[0] > 1
-    assert choices[-1].slack[1] > 1
+    assert choices[PHASE - 1].spec.slack[0] > 1
+    assert choices[-1].spec.slack[1] > 1
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 65_536])
@@ -258,12 +263,12 @@ def test_a_change_in_steps_that_do_not_count_is_answered_too(uncounted: Sequence
 def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
     """Also behind a token bucket, through which compressed messages pass as if the link were quicker."""
     codecs = (Codec("bf16", 2.0, 2e-10, 2e-10), Codec("int8", 3.9, 6e-10, 6e-10))
-    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2, 0, codecs, codecs[:1])
+    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, codecs, codecs[:1])
     wire = {"codecs": {"bf16": 2.0, "int8": 3.9}, "bucket_bytes": bucket_bytes}
     pipeline = Pipeline([(0.029, 0.058)] * 2, rate(mbit), noise=0.02, stamp_noise_s=2e-4, seed=3, **wire)
     seconds, choices, _ = run_controlled(pipeline, setup, 60, lag=2)
     every = [
-        replace(Choice("slack", 8, slack=(r,)), forward_codecs=(forward,), backward_codecs=("bf16",))
+        replace(Choice(ScheduleSpec("slack", 8, slack=(r,))), forward_codecs=(forward,), backward_codecs=("bf16",))
         for r in range(1, 6)
         for forward in ("bf16", "int8")
     ]
@@ -277,7 +282,7 @@ BUCKET_CODECS = (Codec("bf16", 2.0, 2e-10, 2e-10), Codec("int8", 3.9, 6e-10, 6e-
 
 def behind_a_bucket(link: Link, bucket_bytes: int, seed: int = 1) -> tuple[Pipeline, Setup]:
     """Two stages whose messages of 256 KiB may be a half or a quarter as large."""
-    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2, 0, BUCKET_CODECS, BUCKET_CODECS[:1])
+    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, BUCKET_CODECS, BUCKET_CODECS[:1])
     wire = {"codecs": {"bf16": 2.0, "int8": 3.9}, "bucket_bytes": bucket_bytes, "weight_shares": (1.0, 0.5)}
     return Pipeline([(0.024, 0.045)] * 2, link, noise=0.02, stamp_noise_s=2e-4, seed=seed, **wire), setup
 
@@ -288,7 +293,7 @@ def test_small_messages_do_not_speak_for_whole_ones(mbit: int, bucket_bytes: int
     """What is compressed fits into the bucket, and the link looks free for what it was before."""
     pipeline, setup = behind_a_bucket(rate(mbit), bucket_bytes)
     seconds, choices, decisions = run_controlled(pipeline, setup, 60, lag=2, through_json=through_json)
-    both = replace(Choice("zb-h1", 8, slack=(3,)), forward_codecs=("int8",), backward_codecs=("bf16",))
+    both = replace(Choice(ScheduleSpec("zb-h1", 8, slack=(3,))), forward_codecs=("int8",), backward_codecs=("bf16",))
     fixed_s = run_fixed(behind_a_bucket(rate(mbit), bucket_bytes)[0], both, 30)
     assert all(choice.codec(0, True) != "none" != choice.codec(0, False) for choice in choices[20:])
     assert not any(d.verdict is Verdict.UNDO for d in decisions)
@@ -312,7 +317,7 @@ def test_a_link_that_became_free_unseen_is_found_to_be_free() -> None:
 def test_a_gain_that_falls_short_is_looked_at_again_at_once(mbit: int, bucket_bytes: int) -> None:
     """Full links are slower than their buckets let them look before the switch; the usual interval is 20 steps."""
     codecs = (Codec("bf16", 2.0),)
-    setup = Setup("auto", Choice("slack", 8, slack=(2,)), (Room(),) * 2, 0, codecs, codecs)
+    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, codecs, codecs)
     wire = {"codecs": {"bf16": 2.0}, "bucket_bytes": bucket_bytes, "weight_shares": (1.0, 0.5)}
     seconds, choices, decisions = run_controlled(Pipeline([(0.018, 0.035)] * 2, rate(mbit), **wire), setup, 29, lag=2)
     paid = next(d for d in decisions if d.verdict is Verdict.PAID)
@@ -327,7 +332,9 @@ def test_a_gain_that_falls_short_is_looked_at_again_at_once(mbit: int, bucket_by
 def test_codecs_that_save_no_time_are_taken_back(occupancy_s: float, latency_s: float) -> None:
     """A message takes as long whatever its size: the bytes shrink and the seconds do not."""
     codec = Codec("int8", 3.9, 6e-10, 6e-10)
-    setup = Setup("slack", Choice("slack", 8, slack=(2,)), (Room(most_in_flight=3),) * 2, 0, (codec,), (codec,))
+    setup = Setup(
+        "slack", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(most_in_flight=3),) * 2, (codec,), (codec,)
+    )
     pipeline = Pipeline(
         [(0.01, 0.02)] * 2, constant(occupancy_s, latency_s), codecs={"int8": 3.9}, per_byte=False, noise=0.01
     )
@@ -355,7 +362,7 @@ def shrinking(overhead: float, count: int = 4) -> dict[int, tuple[float, float]]
 def with_microbatches(overhead: float, count: int = 4) -> Setup:
     """A controller that may turn M, told of this overhead per micro-batch."""
     times = tuple((m, seconds) for m, (seconds, _) in shrinking(overhead, count).items())
-    return Setup("auto", Choice("1f1b", count), (Room(),) * 4, microbatch_seconds=times)
+    return Setup("auto", Choice(ScheduleSpec("1f1b", count)), (Room(),) * 4, microbatch_seconds=times)
 
 
 @pytest.mark.parametrize("through_json", [False, True])
@@ -364,8 +371,8 @@ def test_more_and_smaller_micro_batches_fill_the_pipeline(through_json: bool) ->
     setup = with_microbatches(0.05)
     pipeline = Pipeline([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(0.05), noise=0.01)
     seconds, choices, decisions = run_controlled(pipeline, setup, 60, through_json=through_json)
-    fixed = {m: run_fixed(Pipeline([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(0.05)), Choice("1f1b", m), 1)
-             for m in shrinking(0.05)}  # fmt: skip
+    other = Pipeline([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(0.05))
+    fixed = {m: run_fixed(other, Choice(ScheduleSpec("1f1b", m)), 1) for m in shrinking(0.05)}
     assert choices[-1].num_microbatches in (8, 16)
     assert seconds[-1] <= 1.05 * min(min(fixed.values()))
     assert seconds[-1] <= 0.85 * seconds[0]
@@ -407,10 +414,12 @@ def test_a_slow_first_step_with_other_micro_batches_hides_nothing(slower: float)
 def test_room_is_counted_in_samples() -> None:
     """Sixteen micro-batches of a thirty-second each are half a mini-batch: four quarters are too much."""
     rooms = tuple(Room(most_in_flight=16 - 4 * stage, num_microbatches=32) for stage in range(4))
-    assert fits(Choice("kfkb", 32, group_size=4), rooms)
-    assert not fits(Choice("kfkb", 8, group_size=2), rooms)
-    assert fits(Choice("1f1b", 8), tuple(Room(most_in_flight=16, num_microbatches=32) for _ in range(4)))
-    assert not fits(Choice("1f1b", 1), tuple(Room(most_in_flight=16, num_microbatches=32) for _ in range(4)))
+    assert fits(Choice(ScheduleSpec("kfkb", 32, group_size=4)), rooms)
+    assert not fits(Choice(ScheduleSpec("kfkb", 8, group_size=2)), rooms)
+    assert fits(Choice(ScheduleSpec("1f1b", 8)), tuple(Room(most_in_flight=16, num_microbatches=32) for _ in range(4)))
+    assert not fits(
+        Choice(ScheduleSpec("1f1b", 1)), tuple(Room(most_in_flight=16, num_microbatches=32) for _ in range(4))
+    )
 
 
 def test_smaller_micro_batches_fit_where_the_present_ones_do_not() -> None:

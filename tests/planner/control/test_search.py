@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.ir.links import LinkEstimate
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Codec, Measured, Room, Space, fits, predicted_s, rooms_of, search, why_not
 from raypipe.planner.memory import MemoryModel, StageMemory
 from tests.planner.control.lab import all_choices
@@ -47,7 +48,7 @@ def test_the_choice_is_as_quick_as_the_best_of_all_that_fit(hops, spare):
     stages, count = len(hops) + 1, 10
     rooms = at_most(*(stages - s + spare for s in range(stages)))
     measured = measured_of(hops, count)
-    found = search(Space("auto", rooms), measured, Choice("1f1b", count))
+    found = search(Space("auto", rooms), measured, Choice(ScheduleSpec("1f1b", count)))
     every = all_choices(setup_of(rooms=rooms), count, most_slack=6)
     best_s = min(predicted_s(measured, choice, {}) for choice in every)
     assert fits(found.best.choice, rooms)
@@ -60,8 +61,8 @@ def test_k_is_the_optimum_of_all_k_that_fit(latency_s, occupancy_s, most, stages
     count = 12
     rooms = at_most(*(most * (stages - s) for s in range(stages)))
     measured = measured_of([(occupancy_s, latency_s)] * (stages - 1), count)
-    found = search(Space("kfkb", rooms), measured, Choice("kfkb", count))
-    every = [Choice("kfkb", count, group_size=k) for k in range(1, count + 1)]
+    found = search(Space("kfkb", rooms), measured, Choice(ScheduleSpec("kfkb", count)))
+    every = [Choice(ScheduleSpec("kfkb", count, group_size=k)) for k in range(1, count + 1)]
     seconds = {one: predicted_s(measured, one, {}) for one in every if fits(one, rooms)}
     assert found.best.choice in seconds
     assert found.best.seconds <= min(seconds.values()) * 1.005
@@ -70,13 +71,15 @@ def test_k_is_the_optimum_of_all_k_that_fit(latency_s, occupancy_s, most, stages
 def test_modes_turn_what_they_are_named_after():
     measured, rooms = measured_of([(0.025, 0.0)] * 3), at_most(16, 16, 16, 16)
     kinds = {
-        mode: search(Space(mode, rooms), measured, Choice(kind, 16, slack=(1, 1, 1) if kind == "slack" else ()))
+        mode: search(
+            Space(mode, rooms), measured, Choice(ScheduleSpec(kind, 16, slack=(1, 1, 1) if kind == "slack" else ()))
+        )
         for mode, kind in (("kfkb", "kfkb"), ("slack", "slack"), ("auto", "1f1b"), ("1f1b", "1f1b"), ("gpipe", "gpipe"))
     }
-    assert {mode: found.best.choice.kind for mode, found in kinds.items()} == {
+    assert {mode: found.best.choice.spec.kind for mode, found in kinds.items()} == {
         "kfkb": "kfkb", "slack": "slack", "auto": "slack", "1f1b": "1f1b", "gpipe": "gpipe",
     }  # fmt: skip
-    assert kinds["kfkb"].best.choice.group_size >= 3
+    assert kinds["kfkb"].best.choice.spec.group_size >= 3
     assert kinds["1f1b"].tried == 1
 
 
@@ -85,46 +88,54 @@ def test_parted_backwards_are_taken_where_halves_are_known(hops):
     """As quick as any slack by hop, and not at all where stages cannot part them."""
     rooms = at_most(16, 16, 16, 16)
     known = replace(measured_of(hops), halves_s=HALVES)
-    found = search(Space("auto", rooms), known, Choice("1f1b", 16))
-    every = [Choice("zb-h1", 16, slack=r) for r in product(range(1, 6), repeat=3)]
-    assert found.best.choice.kind == "zb-h1"
+    found = search(Space("auto", rooms), known, Choice(ScheduleSpec("1f1b", 16)))
+    every = [Choice(ScheduleSpec("zb-h1", 16, slack=r)) for r in product(range(1, 6), repeat=3)]
+    assert found.best.choice.spec.kind == "zb-h1"
     assert found.best.seconds <= 1.02 * min(predicted_s(known, one, {}) for one in every if fits(one, rooms))
-    whole = search(Space("auto", rooms), measured_of(hops), Choice("1f1b", 16))
-    assert whole.best.choice.kind != "zb-h1"
+    whole = search(Space("auto", rooms), measured_of(hops), Choice(ScheduleSpec("1f1b", 16)))
+    assert whole.best.choice.spec.kind != "zb-h1"
     assert found.best.seconds < whole.best.seconds
-    nothing = search(Space("auto", rooms), replace(known, halves_s=(HALVES[0], *[(0.02, 0.0)] * 3)), Choice("1f1b", 16))
-    assert nothing.best.choice.kind != "zb-h1"
-    asked = search(Space("zb-h1", rooms), measured_of(hops), Choice("zb-h1", 16, slack=(1, 1, 1)))
-    assert asked.best.choice.kind == "zb-h1"
-    dear = search(Space("auto", rooms), replace(known, halves_s=((0.0, 0.04), *[(0.02, 0.02)] * 3)), Choice("1f1b", 16))
-    assert dear.best.choice.kind != "zb-h1"
+    nothing = search(
+        Space("auto", rooms), replace(known, halves_s=(HALVES[0], *[(0.02, 0.0)] * 3)), Choice(ScheduleSpec("1f1b", 16))
+    )
+    assert nothing.best.choice.spec.kind != "zb-h1"
+    asked = search(Space("zb-h1", rooms), measured_of(hops), Choice(ScheduleSpec("zb-h1", 16, slack=(1, 1, 1))))
+    assert asked.best.choice.spec.kind == "zb-h1"
+    dear = search(
+        Space("auto", rooms),
+        replace(known, halves_s=((0.0, 0.04), *[(0.02, 0.02)] * 3)),
+        Choice(ScheduleSpec("1f1b", 16)),
+    )
+    assert dear.best.choice.spec.kind != "zb-h1"
 
 
 def test_parted_backwards_need_room_on_every_stage():
     known = replace(measured_of([(0.0, 0.0)] * 3), halves_s=HALVES)
-    tight = search(Space("auto", at_most(16, 16, 16, 3)), known, Choice("1f1b", 16))
-    assert tight.best.choice.kind != "zb-h1"
+    tight = search(Space("auto", at_most(16, 16, 16, 3)), known, Choice(ScheduleSpec("1f1b", 16)))
+    assert tight.best.choice.spec.kind != "zb-h1"
 
 
 def test_slack_goes_to_the_hop_that_needs_it():
     """Six micro-batches on stage 0 leave five to three hops; the slow one takes three of them."""
     for slow in range(3):
         hops = [(0.025, 0.0) if h == slow else (0.0, 0.0) for h in range(3)]
-        found = search(Space("auto", at_most(6, 16, 16, 16)), measured_of(hops), Choice("1f1b", 16))
-        assert found.best.choice == Choice("slack", 16, slack=tuple(3 if h == slow else 1 for h in range(3)))
+        found = search(Space("auto", at_most(6, 16, 16, 16)), measured_of(hops), Choice(ScheduleSpec("1f1b", 16)))
+        assert found.best.choice == Choice(
+            ScheduleSpec("slack", 16, slack=tuple(3 if h == slow else 1 for h in range(3)))
+        )
 
 
 def test_free_links_ask_for_nothing():
-    found = search(Space("auto", at_most(*(64,) * 4)), measured_of([(0.0, 0.0)] * 3), Choice("1f1b", 16))
-    assert found.best.choice == Choice("1f1b", 16)
+    found = search(Space("auto", at_most(*(64,) * 4)), measured_of([(0.0, 0.0)] * 3), Choice(ScheduleSpec("1f1b", 16)))
+    assert found.best.choice == Choice(ScheduleSpec("1f1b", 16))
     assert found.limit == ""
 
 
 def test_memory_for_one_group_only_is_said_and_compression_takes_its_place():
     rooms = tuple(Room(limit_bytes=1000, fixed_bytes=400, activation_bytes=150) for _ in range(4))
     space = Space("auto", rooms, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
-    found = search(space, measured_of([(0.025, 0.0)] * 3), Choice("1f1b", 16))
-    assert found.lossless.choice.kind == "1f1b"
+    found = search(space, measured_of([(0.025, 0.0)] * 3), Choice(ScheduleSpec("1f1b", 16)))
+    assert found.lossless.choice.spec.kind == "1f1b"
     assert found.best.choice.lossy
     assert found.best.seconds < 0.8 * found.lossless.seconds
     assert "memory does not allow" in found.limit
@@ -140,7 +151,7 @@ def test_the_order_suits_the_compressed_messages(occupancy_s, spare):
     rooms = at_most(*(stages - s + spare for s in range(stages)))
     measured = measured_of([(s, 0.0003) for s in occupancy_s], count)
     space = Space("auto", rooms, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
-    found = search(space, measured, Choice("1f1b", count))
+    found = search(space, measured, Choice(ScheduleSpec("1f1b", count)))
     hops = stages - 1
     every = [
         replace(choice, forward_codecs=(forward,) * hops, backward_codecs=(backward,) * hops)
@@ -156,7 +167,7 @@ def test_the_order_suits_the_compressed_messages(occupancy_s, spare):
 
 def test_codecs_stay_away_from_hops_that_are_free():
     space = Space("1f1b", at_most(*(16,) * 4), forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
-    found = search(space, measured_of([(0.0, 0.0), (0.04, 0.0), (0.0, 0.0)]), Choice("1f1b", 16))
+    found = search(space, measured_of([(0.0, 0.0), (0.04, 0.0), (0.0, 0.0)]), Choice(ScheduleSpec("1f1b", 16)))
     choice = found.best.choice
     assert [choice.codec(h, f) for h in (0, 2) for f in (True, False)] == ["none"] * 4
     assert choice.codec(1, True) == "int8"
@@ -167,47 +178,51 @@ def test_the_mildest_codec_that_does_the_job_is_taken():
     """Of two that save about as much, the one that comes first in the list."""
     both = (BF16, Codec("int8", 2.05, 1e-10, 1e-10))
     space = Space("slack", at_most(*(32,) * 2), forward_codecs=both, backward_codecs=both)
-    found = search(space, measured_of([(0.04, 0.0)]), Choice("slack", 16, slack=(2,)))
+    found = search(space, measured_of([(0.04, 0.0)]), Choice(ScheduleSpec("slack", 16, slack=(2,))))
     assert {found.best.choice.codec(0, True), found.best.choice.codec(0, False)} == {"bf16"}
 
 
 def test_a_codec_that_costs_more_than_it_saves_is_not_used():
     slow = Codec("int8", 4.0, 3e-7, 3e-7)  # 79 ms for 256 KiB
     space = Space("1f1b", at_most(*(16,) * 4), forward_codecs=(slow,), backward_codecs=(slow,))
-    found = search(space, measured_of([(0.025, 0.0)] * 3), Choice("1f1b", 16))
+    found = search(space, measured_of([(0.025, 0.0)] * 3), Choice(ScheduleSpec("1f1b", 16)))
     assert not found.best.choice.lossy
 
 
 def test_slack_comes_before_compression():
     space = Space("auto", at_most(*(64,) * 4), forward_codecs=(BF16,), backward_codecs=(BF16,))
-    found = search(space, measured_of([(0.002, 0.03)] * 3, count=64), Choice("1f1b", 64))
-    assert found.best.choice.kind == "slack"
+    found = search(space, measured_of([(0.002, 0.03)] * 3, count=64), Choice(ScheduleSpec("1f1b", 64)))
+    assert found.best.choice.spec.kind == "slack"
     assert not found.best.choice.lossy
 
 
 def test_micro_batches_stay_unless_they_may_change():
     measured, rooms = measured_of([(0.0, 0.0)] * 3, count=4), at_most(*(64,) * 4)
-    assert search(Space("1f1b", rooms), measured, Choice("1f1b", 4)).best.choice.num_microbatches == 4
+    assert search(Space("1f1b", rooms), measured, Choice(ScheduleSpec("1f1b", 4))).best.choice.num_microbatches == 4
     times = ((4, 0.03), (8, 0.016), (16, 0.0095))  # halving the size does not quite halve the time
-    found = search(Space("1f1b", rooms, microbatch_seconds=times), measured, Choice("1f1b", 4))
+    found = search(Space("1f1b", rooms, microbatch_seconds=times), measured, Choice(ScheduleSpec("1f1b", 4)))
     assert found.best.choice.num_microbatches == 8
     assert found.best.seconds == pytest.approx(11 * 0.016, rel=1e-6)
 
 
 def test_rooms_are_the_plan_s_own_memory():
-    model = MemoryModel("slack", 8, microbatch_size=2, slack=2)
+    model = MemoryModel(ScheduleSpec("slack", 8, slack=(2, 2)), microbatch_size=2)
     stage = StageMemory(0, "0F6", 5, 5, 1, 100, 100, 200, 10, 500, 60, 40, 7)
     (room,) = rooms_of([stage], model, [2000], [((0, 20), (30, 4))])
-    assert room.need_bytes(Choice("slack", 8, slack=(2, 2)), 3) == stage.total_bytes
-    assert room.need_bytes(Choice("1f1b", 8), 3) == 417 + 3 * 100 + 30 + 40
-    assert room.need_bytes(Choice("1f1b", 16), 3) == 417 + (3 * 100 + 30) // 2 + 30 + 4  # half as large each
-    assert "stage 0 would hold 8 micro-batches" in why_not(Choice("gpipe", 8), (Room(limit_bytes=1, fixed_bytes=2),))
+    assert room.need_bytes(Choice(ScheduleSpec("slack", 8, slack=(2, 2))), 3) == stage.total_bytes
+    assert room.need_bytes(Choice(ScheduleSpec("1f1b", 8)), 3) == 417 + 3 * 100 + 30 + 40
+    assert (
+        room.need_bytes(Choice(ScheduleSpec("1f1b", 16)), 3) == 417 + (3 * 100 + 30) // 2 + 30 + 4
+    )  # half as large each
+    assert "stage 0 would hold 8 micro-batches" in why_not(
+        Choice(ScheduleSpec("gpipe", 8)), (Room(limit_bytes=1, fixed_bytes=2),)
+    )
 
 
 @pytest.mark.parametrize("mode", ["auto", "kfkb", "slack", "gpipe"])
 def test_where_nothing_fits_the_smallest_micro_batches_come_nearest(mode: str) -> None:
     counts = ((4, 1.0), (8, 0.5), (16, 0.3), (64, 0.1))  # the last is too far from 8
-    current = Choice("gpipe" if mode == "gpipe" else "1f1b", 8)
+    current = Choice(ScheduleSpec("gpipe" if mode == "gpipe" else "1f1b", 8))
     for fixed_bytes, count in ((2, 16), (100, 8)):  # what is there anyway grows no smaller
         room = Room(limit_bytes=20, fixed_bytes=fixed_bytes, activation_bytes=100, num_microbatches=8)
         found = search(Space(mode, (room,) * 2, microbatch_seconds=counts), measured_of([(0.0, 0.0)], 8), current)
@@ -216,7 +231,7 @@ def test_where_nothing_fits_the_smallest_micro_batches_come_nearest(mode: str) -
 
 def test_what_was_measured_on_top_is_kept():
     room = Room(limit_bytes=1000, fixed_bytes=100, activation_bytes=100)
-    wider = room.measured(Choice("1f1b", 8), 3, peak_bytes=650)
+    wider = room.measured(Choice(ScheduleSpec("1f1b", 8)), 3, peak_bytes=650)
     assert wider.extra_bytes == 250
-    assert wider.measured(Choice("1f1b", 8), 3, peak_bytes=600) == wider
-    assert not fits(Choice("kfkb", 8, 3), (wider, wider, wider))
+    assert wider.measured(Choice(ScheduleSpec("1f1b", 8)), 3, peak_bytes=600) == wider
+    assert not fits(Choice(ScheduleSpec("kfkb", 8, group_size=3)), (wider, wider, wider))

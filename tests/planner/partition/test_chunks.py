@@ -16,17 +16,19 @@ from raypipe.ir.plan import Partition, Plan
 from raypipe.ir.plan_picture import plan_svg
 from raypipe.ir.plan_table import smallest_bubble
 from raypipe.ir.profile import Profile
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.microbatch import choose_microbatches, fit_stage_time
 from raypipe.planner.partition.chunks import in_chunks, stages_by_worker
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import prefix_sum
-from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune import Request, decide, make_partition, make_plan, plan_of, timeline_of
 from raypipe.planner.tune.workers import rounds_of, settled_workers
 from tests.planner.partition_cases import chain_of, graphs
+from tests.planner.specs import spec_for
 from tests.planner.tune.test_choose import MIB, REQUEST, chain, rented
 from tests.planner.tune.test_held import CHUNKED
 
@@ -115,7 +117,7 @@ def test_stages_that_cannot_be_shared_out_are_refused_by_number(
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_stage_s_is_on_worker_s_mod_p(workers: int, chunks: int) -> None:
     plan = plan_of(decide(asked(num_stages=workers * chunks, num_workers=workers), chain(12)))
-    assert plan.schedule.kind == f"interleaved(v={chunks})"
+    assert plan.schedule.kind == f"interleaved v={chunks}"
     assert plan.schedule.wiring.placement == tuple(s % workers for s in range(workers * chunks))
     assert [stage.devices for stage in plan.partition.stages] == [(s % workers,) for s in range(workers * chunks)]
     assert plan.prediction is not None
@@ -147,7 +149,7 @@ def test_v_goes_there_and_back() -> None:
 def test_the_table_names_worker_stages_and_their_sum() -> None:
     plan = plan_of(decide(asked(num_workers=2, memory_limit_bytes=80 * MIB), chain(12)))
     lines = plan.explain().splitlines()[5:]
-    assert lines[0].startswith("plan: 4 stages on 2 workers, schedule interleaved(v=2), ")
+    assert lines[0].startswith("plan: 4 stages on 2 workers, schedule interleaved v=2, ")
     assert lines[1].split()[:2] == ["stage", "worker"]
     assert [line.split()[:2] for line in lines[2:6]] == [["0", "0"], ["1", "1"], ["2", "0"], ["3", "1"]]
     memory = next(line for line in lines if line.startswith("memory: "))
@@ -192,7 +194,7 @@ def test_one_stage_on_each_worker_is_noted() -> None:
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 12))
 def test_the_smallest_bubble_is_the_simulators_with_equal_stages(workers: int, chunks: int, rounds: int) -> None:
     for count in {rounds * workers, min(rounds, workers)}:
-        lowered = lower(make_schedule("interleaved", workers * chunks, count, chunks=chunks))
+        lowered = lower(schedule_of(ScheduleSpec("interleaved", count, chunks=chunks), workers * chunks))
         found = simulate(lowered, Costs.uniform(workers * chunks)).bubble_fraction
         assert smallest_bubble(workers * chunks, workers, count) == pytest.approx(found, abs=1e-9)
 
@@ -342,5 +344,5 @@ def test_rounds_are_those_of_the_rows(kind, workers):
     for count in (1, 2, 3, 4, workers, 2 * workers, 8 * workers):
         if kind == "interleaved" and count > workers and count % workers:
             continue  # rounds of unequal size take a little longer
-        made = lower(make_schedule(kind, 2 * workers, count, chunks=2 if kind == "interleaved" else None))
+        made = lower(schedule_of(spec_for(kind, 2 * workers, count, chunks=2), 2 * workers))
         assert makespan_s(made, costs) == pytest.approx(6.0 * rounds(count))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.partition.hierarchical import hierarchical
 from raypipe.planner.partition.limits import Limits
@@ -219,7 +220,7 @@ def test_a_number_of_stages_is_refused_by_name() -> None:
 def test_micro_batches_in_flight_count_the_workers_behind() -> None:
     """Two replicas before one worker hold ceil(3 / 2) micro-batches each."""
     graph = ModelGraph((node(0, 20, kept=10, cut=0), node(1, 10, params=10**6, kept=10, cut=0)))
-    memory = MemoryModel("1f1b", num_microbatches=8, optimizer_factor=0.0)
+    memory = MemoryModel(ScheduleSpec("1f1b", num_microbatches=8), optimizer_factor=0.0)
     found = hierarchical(graph, Cluster.uniform(3, bandwidth_bytes_s=1e6), Limits(memory=memory))
     assert [len(s.devices) for s in found.stages] == [2, 1]
     assert found.stages[0].memory_bytes == 20
@@ -228,7 +229,7 @@ def test_micro_batches_in_flight_count_the_workers_behind() -> None:
 def test_more_replicas_hold_fewer_micro_batches_each() -> None:
     """A stage of one node keeps 10 bytes per micro-batch in flight: 3 alone before two workers, 1 as three replicas."""
     nodes = [node(i, 10, kept=10) for i in range(3)]
-    memory = MemoryModel("1f1b", num_microbatches=8)
+    memory = MemoryModel(ScheduleSpec("1f1b", num_microbatches=8))
     straight = hierarchical(ModelGraph(tuple(nodes)), Cluster.uniform(3), Limits(memory=memory, max_replicas=1))
     assert [s.memory_bytes for s in straight.stages] == [30, 20, 10]
     found = hierarchical(
@@ -259,7 +260,7 @@ def test_limits_are_kept_on_hosts(graph, num_hosts, per_host, memory_bytes, betw
 def test_replicas_share_the_micro_batches_in_flight() -> None:
     """2-1-1: each of the two in front holds ceil(4 / 2) = 2 micro-batches of 10^6 bytes, and not 3."""
     nodes = [node(0, 20, kept=10**6), node(1, 10, params=10**6), node(2, 10, params=10**6)]
-    memory = MemoryModel("1f1b", num_microbatches=8, optimizer_factor=0.0, gradient_factor=0.0)
+    memory = MemoryModel(ScheduleSpec("1f1b", num_microbatches=8), optimizer_factor=0.0, gradient_factor=0.0)
     cluster = Cluster.uniform(4, bandwidth_bytes_s=1e6, memory_bytes=2 * 10**6)
     found = hierarchical(ModelGraph(tuple(nodes)), cluster, Limits(memory=memory))
     assert [(len(s.devices), s.memory_bytes) for s in found.stages] == [(2, 2 * 10**6), (1, 10**6), (1, 10**6)]

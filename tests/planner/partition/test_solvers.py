@@ -15,6 +15,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph, link_nodes
 from raypipe.ir.plan import Partition
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.partition.antichain import antichain
 from raypipe.planner.partition.hierarchical import hierarchical
@@ -154,7 +155,7 @@ def test_weight_versions_and_micro_batches_in_flight_decide(solver, schedule: st
     Bytes per node on the first and the last stage: 1f1b 2 + 2 and 2 + 1, so 3 nodes and 5 at most;
     pipedream 2 x 2 + 2 and 2 + 1, so 2 and 5; gpipe 2 + 2 and 2 + 2, so 3 and 3, one node too few.
     """
-    memory = MemoryModel(schedule, num_microbatches=2, gradient_factor=0.0, optimizer_factor=0.0)
+    memory = MemoryModel(ScheduleSpec(schedule, num_microbatches=2), gradient_factor=0.0, optimizer_factor=0.0)
     graph, cluster = chain_of([4] * 7, params=2, kept=1), Cluster.uniform(2, memory_bytes=15)
     if cuts is None:
         with pytest.raises(PlanError, match="stage 1 needs 16 B at 1F1, and device1 offers 15 B"):

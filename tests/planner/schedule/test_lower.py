@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action, single_homes
-from raypipe.planner.schedule import make_schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import expected_sends, lower
 from raypipe.planner.schedule.sync import one_f_one_b
@@ -149,7 +150,9 @@ def test_expected_sends_are_the_senders_row():
 def test_every_send_is_received_exactly_once(workers, microbatches, chunks, data):
     stages = workers * chunks
     first = data.draw(st.integers(0, stages - 1))
-    lowered = lower(make_schedule("interleaved", stages, microbatches, chunks=chunks, first_trainable=first))
+    lowered = lower(
+        schedule_of(ScheduleSpec("interleaved", microbatches, chunks=chunks, first_trainable=first), stages)
+    )
     validate(lowered, repeats=2)
     back = {Op.RECV_F: (-1, Op.SEND_F), Op.RECV_B: (1, Op.SEND_B)}
     for receiver in range(workers):

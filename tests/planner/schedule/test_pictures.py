@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import raypipe.planner.schedule as manual
-from raypipe.planner.schedule import make_schedule
+from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
@@ -45,7 +46,7 @@ def test_manual_page_shows_1f1b():
 
 
 def test_every_kind_is_explained_in_the_manual_page():
-    for kind in manual.KINDS:
+    for kind in KINDS:
         assert any(line.startswith(f"{kind} ") for line in inspect.getdoc(manual).splitlines()), kind
 
 
@@ -72,7 +73,7 @@ def test_drawing_repeats_the_body():
 
 
 def test_more_than_ten_workers_are_aligned():
-    lines = draw(make_schedule("1f1b", 11, 1)).splitlines()
+    lines = draw(schedule_of(ScheduleSpec("1f1b", 1), 11)).splitlines()
     assert lines[0].startswith(" 0: F0")
     assert len({len(line) for line in lines}) == 1
 

@@ -1,81 +1,71 @@
-"""Schedules by name: the right one, or an error that says what to write instead."""
+"""From a spec to compute actions: the right generator, or an error that says what to write instead."""
 
 from __future__ import annotations
 
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.planner.schedule import KINDS, make_schedule
+from raypipe.ir.schedule_spec import KINDS
+from raypipe.planner.schedule import schedule_of
+from raypipe.planner.schedule.asynchronous import continuous
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.zero_bubble import zb_h1
 from raypipe.planner.schedule.zero_bubble_v import zb_v
+from tests.planner.specs import spec_for
+
+NUMBERS = {"group_size": 2, "slack": (1, 2, 1), "chunks": 2, "first_trainable": 1}
+MADE = {
+    "gpipe": gpipe(4, 8, 1),
+    "1f1b": one_f_one_b(4, 8, 1),
+    "kfkb": k_f_k_b(4, 8, 2, 1),
+    "slack": slack(4, 8, (1, 2, 1), 1),
+    "interleaved": interleaved(2, 8, 2, 1),
+    "zb-h1": zb_h1(4, 8, (1, 2, 1), 1),
+    "zb-v": zb_v(4, 8, 1),
+    "pipedream": continuous("", 4, 8, 1, slack=(1, 2, 1), first_trainable=1, norm_per_stage=False),
+    "2bw": continuous("", 4, 8, 8, slack=(1, 2, 1), first_trainable=1, norm_per_stage=False),
+}
 
 
-def test_names_lead_to_generators():
-    assert make_schedule("gpipe", 3, 4) == gpipe(3, 4)
-    assert make_schedule("1f1b", 3, 4, first_trainable=1) == one_f_one_b(3, 4, 1)
-    assert make_schedule("kfkb", 3, 4, group_size=2) == k_f_k_b(3, 4, 2)
-    assert make_schedule("slack", 3, 4, slack=(1, 2)) == slack(3, 4, (1, 2))
-    assert make_schedule("interleaved", 4, 4, chunks=2) == interleaved(2, 4, 2)
-    assert make_schedule("zb-h1", 3, 4, slack=(1, 2)) == zb_h1(3, 4, (1, 2))
-    assert make_schedule("zb-h1", 3, 4).body == zb_h1(3, 4, 1).body
-    assert make_schedule("zb-v", 4, 3, first_trainable=1) == zb_v(4, 3, 1)
-    assert len(KINDS) == 7
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_its_generator_and_is_what_the_table_says(kind: str) -> None:
+    spec = spec_for(kind, 4, 8, **NUMBERS)
+    found, made = schedule_of(spec, 4), MADE[kind]
+    assert (found.wiring, found.body, found.prologue, found.epilogue) == (
+        made.wiring, made.body, made.prologue, made.epilogue,
+    )  # fmt: skip
+    assert found.kind == spec.name
+    assert found.wiring.split_backward == spec.of_kind.splits_backward
+    assert bool(found.prologue) != spec.of_kind.synchronous
+    assert (found.num_workers < 4) == spec.of_kind.several_stages
 
 
-def test_labels():
-    made = [
-        make_schedule("1f1b", 4, 8),
-        make_schedule("gpipe", 4, 8),
-        make_schedule("kfkb", 4, 8, group_size=2),
-        make_schedule("slack", 4, 8, slack=(2, 2, 1)),
-        make_schedule("slack", 4, 8, slack=2),
-        make_schedule("interleaved", 4, 8, chunks=2),
-        make_schedule("zb-h1", 4, 8, slack=(2, 2, 1)),
-        make_schedule("zb-v", 4, 8),
-    ]
-    assert [schedule.kind for schedule in made] == [
-        "1f1b", "gpipe", "kfkb(k=2)", "slack(r=2,2,1)", "slack(r=2)", "interleaved(v=2)",
-        "zb-h1(r=2,2,1)", "zb-v",
-    ]  # fmt: skip
+def test_steps_overlap_and_updates_come_as_often_as_the_spec_says() -> None:
+    assert schedule_of(spec_for("zb-h1", 4, 8, overlap=True), 4).wiring.norm_per_stage
+    assert schedule_of(spec_for("pipedream", 4, 8, overlap=True, update_interval=4), 4).wiring.update_interval == 4
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "part"),
+    ("kind", "stages", "count", "numbers", "part"),
     [
-        (("kfkbb", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved, zb-h1, zb-v. Did you mean 'kfkb'?"),
-        (("zzz", 2, 2), {}, "choose one of gpipe, 1f1b, kfkb, slack, interleaved, zb-h1, zb-v."),
-        (("kfkb", 2, 2), {}, "'kfkb' needs group_size"),
-        (("1f1b", 2, 2), {"group_size": 2}, "'1f1b' has no group_size: leave out group_size=2"),
-        (("kfkb", 2, 2), {"group_size": 0}, "not k=0"),
-        (("1f1b", 0, 2), {}, "at least one stage, not 0"),
-        (("gpipe", 2, 0), {}, "at least one micro-batch, not 0"),
-        (("1f1b", 2, 2), {"first_trainable": 2}, "leaves nothing to train: with 2 stages it lies between 0 and 1"),
-        (("slack", 3, 2), {"slack": (1,)}, "3 stages have 2 hops, but slack lists 1"),
-        (("slack", 3, 2), {"slack": (1, 0)}, "every hop needs at least 1"),
-        (("slack", 1, 2), {"slack": 0}, "every hop needs at least 1"),
-        (("interleaved", 3, 2), {"chunks": 2}, "3 stages cannot be shared out evenly, 2 to each worker"),
-        (("interleaved", 2, 2), {"chunks": 0}, "0 to each worker"),
-        (("zb-v", 3, 2), {}, "3 is odd: cut the model into 2 or 4 stages"),
-        (("zb-v", 1, 2), {}, "1 is odd: cut the model into 2 stages"),
-        (("zb-v", 0, 2), {}, "at least one stage, not 0"),
-        (("zb-v", 4, 2), {"slack": 2}, "'zb-v' has no slack: leave out slack=2"),
-        (("zb-v", 4, 2), {"first_trainable": 4}, "with 4 stages it lies between 0 and 3"),
+        ("1f1b", 0, 2, {}, "at least one stage, not 0"),
+        ("1f1b", 2, 2, {"first_trainable": 2}, "leaves nothing to train: with 2 stages it lies between 0 and 1"),
+        ("slack", 3, 2, {"slack": (1,)}, "3 stages have 2 hops, but slack lists 1"),
+        ("2bw", 3, 2, {"slack": (1,)}, "3 stages have 2 hops, but slack lists 1"),
+        ("interleaved", 3, 2, {"chunks": 2}, "3 stages cannot be shared out evenly, 2 to each worker"),
+        ("zb-v", 3, 2, {}, "3 is odd: cut the model into 2 or 4 stages"),
+        ("zb-v", 1, 2, {}, "1 is odd: cut the model into 2 stages"),
+        ("zb-v", 0, 2, {}, "at least one stage, not 0"),
+        ("zb-v", 4, 2, {"first_trainable": 4}, "with 4 stages it lies between 0 and 3"),
     ],
 )
-def test_refusals(arguments, options, part):
+def test_what_does_not_go_with_the_number_of_stages_is_refused(kind, stages, count, numbers, part) -> None:
     with pytest.raises(ScheduleError) as caught:
-        make_schedule(*arguments, **options)
+        schedule_of(spec_for(kind, stages, count, **numbers), stages)
     assert part in str(caught.value)
 
 
-def test_unlike_names_get_no_suggestion():
-    with pytest.raises(ScheduleError) as caught:
-        make_schedule("zzz", 2, 2)
-    assert "Did you mean" not in str(caught.value)
-
-
-def test_interleaved_needs_a_worker():
+def test_interleaved_needs_a_worker() -> None:
     with pytest.raises(ScheduleError, match="at least one worker and one chunk, not 0 and 2"):
         interleaved(0, 2, 2)

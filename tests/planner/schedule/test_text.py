@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Action, Op, Schedule, Wiring, parse_action
-from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b
 from raypipe.planner.schedule.text import from_csv, to_csv
+from tests.planner.specs import spec_for
 
 
 def test_one_line_per_worker():
@@ -28,10 +29,10 @@ def test_lowered_schedule_gives_the_same_lines():
 )
 @settings(max_examples=40, deadline=None)
 def test_round_trip(kind, workers, microbatches, data):
-    option = {"kfkb": {"group_size": 2}, "slack": {"slack": 2}, "interleaved": {"chunks": 2}}.get(kind, {})
-    stages = workers * option.get("chunks", 1)
+    stages = workers * (2 if kind == "interleaved" else 1)
     first = data.draw(st.integers(0, stages - 1))
-    schedule = make_schedule(kind, stages, microbatches, first_trainable=first, **option)
+    spec = spec_for(kind, stages, microbatches, group_size=2, slack=2, chunks=2, first_trainable=first)
+    schedule = schedule_of(spec, stages)
     assert from_csv(to_csv(schedule), schedule.kind) == schedule
 
 

@@ -18,7 +18,8 @@ from torch.distributed.pipelining import schedules as oracle
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Op
-from raypipe.planner.schedule import make_schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import expected_sends, lower
 from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b
@@ -32,18 +33,19 @@ pytestmark = pytest.mark.engine
 
 def plans():
     for stages in (1, 2, 3, 5, 6):
+        uneven = tuple(1 + s % 3 for s in range(stages - 1))
         for microbatches in (1, 2, 5, 8, 12):
-            yield make_schedule("1f1b", stages, microbatches)
-            yield make_schedule("gpipe", stages, microbatches)
+            yield schedule_of(ScheduleSpec("1f1b", microbatches), stages)
+            yield schedule_of(ScheduleSpec("gpipe", microbatches), stages)
             for k in (2, 3, 5):
-                yield make_schedule("kfkb", stages, microbatches, group_size=k)
-            yield make_schedule("slack", stages, microbatches, slack=2)
-            yield make_schedule("slack", stages, microbatches, slack=[1 + s % 3 for s in range(stages - 1)])
-            yield make_schedule("zb-h1", stages, microbatches)
-            yield make_schedule("zb-h1", stages, microbatches, slack=[1 + s % 3 for s in range(stages - 1)])
+                yield schedule_of(ScheduleSpec("kfkb", microbatches, group_size=k), stages)
+            yield schedule_of(ScheduleSpec("slack", microbatches, slack=(2,) * (stages - 1)), stages)
+            yield schedule_of(ScheduleSpec("slack", microbatches, slack=uneven), stages)
+            yield schedule_of(ScheduleSpec("zb-h1", microbatches, slack=(1,) * (stages - 1)), stages)
+            yield schedule_of(ScheduleSpec("zb-h1", microbatches, slack=uneven), stages)
     for stages in (2, 4, 6, 8):
         for microbatches in (1, 2, 5, 8, 12):
-            yield make_schedule("zb-v", stages, microbatches)
+            yield schedule_of(ScheduleSpec("zb-v", microbatches), stages)
     for workers in (1, 2, 3, 4):
         for microbatches in (1, 2, 3, 4, 7, 8, 12):
             for chunks in (1, 2, 3):

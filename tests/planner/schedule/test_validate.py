@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Action, Op, Schedule, Wiring, parse_action
-from raypipe.planner.schedule import make_schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import k_f_k_b, one_f_one_b
 from raypipe.planner.schedule.validate import validate
@@ -183,7 +184,7 @@ def test_deadlock_names_every_stuck_worker():
 
 
 def test_norm_before_the_other_stages_of_the_worker_is_refused():
-    schedule = lower(make_schedule("interleaved", 2, 1, chunks=2))
+    schedule = lower(schedule_of(ScheduleSpec("interleaved", 1, chunks=2), 2))
     early = edited(
         schedule,
         0,
@@ -202,8 +203,8 @@ def test_receives_in_another_order_than_the_sends_are_fine():
 kinds = st.sampled_from(
     [
         lower(k_f_k_b(3, 4, 2)),
-        lower(make_schedule("slack", 3, 3, slack=(1, 2), first_trainable=1)),
-        lower(make_schedule("interleaved", 4, 2, chunks=2)),
+        lower(schedule_of(ScheduleSpec("slack", 3, slack=(1, 2), first_trainable=1), 3)),
+        lower(schedule_of(ScheduleSpec("interleaved", 2, chunks=2), 4)),
         TWO_UPDATES,
     ]
 )

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from raypipe.errors import PlanError, ScheduleError
 from raypipe.ir.schedule import Action, Op, Schedule, Wiring, dependencies, parse_action
-from raypipe.planner.schedule import make_schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import gpipe, one_f_one_b
@@ -121,7 +122,7 @@ def test_times_respect_the_one_rule(kind, workers, microbatches, data):
     seconds = st.integers(1, 8).map(lambda n: n / 4)
     by_stage, by_hop = (st.lists(seconds, min_size=n, max_size=n).map(tuple) for n in (stages, stages - 1))
     costs = Costs(*(data.draw(by_stage) for _ in range(4)), *(data.draw(by_hop) for _ in range(4)), data.draw(by_stage))
-    lowered = lower(make_schedule(kind, stages, microbatches, **option))
+    lowered = lower(schedule_of(ScheduleSpec(kind, microbatches, **option), stages))
     found = {span.action: span for span in simulate(lowered, costs).spans}
     for row in lowered.body:
         now = 0.0

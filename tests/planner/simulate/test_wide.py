@@ -15,7 +15,7 @@ from raypipe.errors import ScheduleError
 from raypipe.ir.packed import PackedRow
 from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action, single_homes
 from raypipe.ir.spans import PackedSpans
-from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
@@ -24,8 +24,9 @@ from raypipe.planner.simulate import wide as waves
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tables import build, encode, pack
 from tests.planner.plain import any_order, lowered_rows, row_in_turns
+from tests.planner.specs import spec_for
 
-KINDS = {"gpipe": {}, "1f1b": {}, "kfkb": {"group_size": 2}, "slack": {"slack": 3}, "interleaved": {"chunks": 2}}
+KINDS = ("1f1b", "gpipe", "interleaved", "kfkb", "slack")
 
 
 @st.composite
@@ -46,10 +47,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 @st.composite
 def named_schedules(draw: st.DrawFn) -> Schedule:
-    kind = draw(st.sampled_from(sorted(KINDS)))
-    stages = draw(st.integers(1, 4)) * KINDS[kind].get("chunks", 1)
+    kind = draw(st.sampled_from(KINDS))
+    stages = draw(st.integers(1, 4)) * (2 if kind == "interleaved" else 1)
     frozen = draw(st.integers(0, stages - 1))
-    return make_schedule(kind, stages, draw(st.integers(1, 9)), first_trainable=frozen, **KINDS[kind])
+    numbers = {"group_size": 2, "slack": 3, "chunks": 2, "first_trainable": frozen}
+    return schedule_of(spec_for(kind, stages, draw(st.integers(1, 9)), **numbers), stages)
 
 
 def costs_of(stages: int, random: Random) -> Costs:

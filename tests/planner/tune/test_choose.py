@@ -23,6 +23,7 @@ from raypipe.planner.tune import Decision, Request, decide, plan_of, profile_tab
 from raypipe.planner.tune.coarse import coarse
 from raypipe.planner.tune.fits import memory_test
 from tests.planner.partition_cases import chain_of, clusters, graphs
+from tests.planner.specs import spec_for
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 REQUEST = Request(None, None, (), None, None, num_samples=1000)
@@ -253,7 +254,7 @@ def test_what_fits_is_answered_as_if_each_were_asked(room: int, minibatch: int, 
     from raypipe.planner.partition.limits import Limits
 
     def limits_of(count: int, samples: int) -> Limits:
-        return Limits(memory=MemoryModel(schedule, count, samples, group_size=2, slack=2))
+        return Limits(memory=MemoryModel(spec_for(schedule, 4, count, group_size=2, slack=2), microbatch_size=samples))
 
     def cut(limits: Limits) -> None:
         model = limits.memory
@@ -308,5 +309,5 @@ def test_more_memory_never_makes_llama_slower() -> None:
     plans = [llama.planned(memory_gb, 25.0, arguments) for memory_gb in (32, 36, 40, 80)]
     steps_s = [plan.prediction.step_s for plan in plans if plan.prediction]
     assert all(after <= before * 1.01 for before, after in itertools.pairwise(steps_s)), steps_s
-    assert [plan.schedule.kind.partition("(")[0] for plan in plans] == ["1f1b", "1f1b", "1f1b", "zb-h1"]
+    assert [plan.spec.kind for plan in plans] == ["1f1b", "1f1b", "1f1b", "zb-h1"]
     assert dict(plans[-1].reasons)["schedule"].startswith("zb-h1; gradients of parameters")

@@ -6,12 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
-from raypipe.planner.schedule import make_schedule
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.tables import build
 from raypipe.planner.tune import Request, memory_model
 from raypipe.planner.tune.held import held_by
+from tests.planner.specs import spec_for
 
 CHUNKED = ["interleaved", "zb-v"]
 
@@ -27,17 +29,16 @@ def chunks_of(kind: str, chunks: int) -> dict[str, int]:
 @settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
 def test_the_count_is_the_formula_where_there_is_one(stages: int, count: int, number: int) -> None:
-    options = {"gpipe": {}, "1f1b": {}, "kfkb": {"group_size": number}, "slack": {"slack": number}}
-    for kind, option in options.items():
-        model = MemoryModel(kind, num_microbatches=count, **option)
-        found = held_by(make_schedule(kind, stages, count, **option))
+    for kind in ("gpipe", "1f1b", "kfkb", "slack"):
+        spec = spec_for(kind, stages, count, group_size=number, slack=number)
+        model, found = MemoryModel(spec), held_by(schedule_of(spec, stages))
         assert found.in_flight == found.activation_sets == tuple(model.in_flight(stages - s) for s in range(stages))
         assert 1 <= found.message_slots <= max(count, model.message_slots)
 
 
 def test_what_waits_for_its_weights_counts_twice() -> None:
-    found = held_by(make_schedule("zb-h1", 4, 8, slack=(1, 2, 1)))
-    formula = MemoryModel("zb-h1", num_microbatches=8, slack=(1, 2, 1))
+    found = held_by(schedule_of(ScheduleSpec("zb-h1", 8, slack=(1, 2, 1)), 4))
+    formula = MemoryModel(ScheduleSpec("zb-h1", num_microbatches=8, slack=(1, 2, 1)))
     assert found.in_flight == tuple(formula.in_flight(4 - s) for s in range(4))
     assert found.activation_sets == tuple(formula.activation_sets(4 - s) + 1 for s in range(4))
 
@@ -46,13 +47,13 @@ def test_what_waits_for_its_weights_counts_twice() -> None:
 @settings(max_examples=30, deadline=None)
 @given(workers=st.integers(1, 4), count=st.integers(1, 20))
 def test_the_count_is_the_simulators(kind: str, workers: int, count: int) -> None:
-    made = make_schedule(kind, 2 * workers, count, **chunks_of(kind, 2))
+    made = schedule_of(ScheduleSpec(kind, count, **chunks_of(kind, 2)), 2 * workers)
     assert held_by(made).in_flight == build(lower(made)).peak_in_flight()
 
 
 def test_the_numbers_of_a_small_interleaved_step() -> None:
     """0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 ...; 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 ..."""
-    found = held_by(make_schedule("interleaved", 4, 4, chunks=2))
+    found = held_by(schedule_of(ScheduleSpec("interleaved", 4, chunks=2), 4))
     assert found.in_flight == found.activation_sets == (4, 3, 2, 1)
     assert found.message_slots == 1
 
@@ -65,7 +66,9 @@ def test_more_micro_batches_than_fill_it_hold_nothing_more(kind: str, workers: i
         request = request_for(kind, workers, chunks)
         for count in (*range(1, 4 * workers * chunks, 3), *range(4 * workers * chunks, 5 * workers * chunks)):
             found = memory_model(request, workers * chunks, count, 1).held
-            assert found == held_by(make_schedule(kind, workers * chunks, count, **chunks_of(kind, chunks))), count
+            assert found == held_by(
+                schedule_of(ScheduleSpec(kind, count, **chunks_of(kind, chunks)), workers * chunks)
+            ), count
 
 
 @pytest.mark.parametrize("kind", CHUNKED)

@@ -10,7 +10,8 @@ import pytest
 from raypipe.errors import PlanError
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.plan import Plan, peak_in_flight
-from raypipe.planner.schedule import make_schedule
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune import Request, make_partition, make_plan, microbatches
 
 GRAPH = ModelGraph(tuple(Node(f"op{i}", f"layers.{i}", (), 1 << 20, 4096) for i in range(8)))
@@ -24,7 +25,7 @@ def _plan(request: Request) -> Plan:
 def test_nothing_asked_for_is_two_stages_of_four_micro_batches_each() -> None:
     plan = _plan(REQUEST)
     assert (plan.partition.num_stages, plan.minibatch_size, plan.num_microbatches) == (2, 32, 8)
-    assert plan.schedule.kind == "slack(r=2)"
+    assert plan.schedule.kind == "slack r=2"
 
 
 def test_workers_offered_become_stages() -> None:
@@ -58,4 +59,4 @@ def test_a_plan_reads_as_a_table_and_as_json() -> None:
 
 @pytest.mark.parametrize(("kind", "peaks"), [("gpipe", (6, 6, 6)), ("1f1b", (3, 2, 1))])
 def test_peak_in_flight_follows_the_rows(kind: str, peaks: tuple[int, ...]) -> None:
-    assert peak_in_flight(make_schedule(kind, 3, 6)) == peaks
+    assert peak_in_flight(schedule_of(ScheduleSpec(kind, 6), 3)) == peaks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.stage_work import PARTED_EVERY, PARTED_FIRST
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
 from raypipe.runtime.run.blueprint import assemble
 from raypipe.runtime.run.journal import Journal
@@ -34,12 +36,12 @@ STEPS, STAGES, COUNT = 9, 3, 4
 ANSWER_S = 120.0
 PATIENCE = {"retune_interval_steps": 1, "link_drift_threshold": 0.1, "min_gain": 0.01}
 KINDS = (
-    Choice("kfkb", COUNT, group_size=3),
-    Choice("slack", COUNT, slack=(1, 3)),
-    Choice("1f1b", COUNT),
-    Choice("gpipe", COUNT),
-    Choice("zb-h1", COUNT, slack=(2, 1)),
-    Choice("slack", COUNT, slack=(4, 2)),
+    Choice(ScheduleSpec("kfkb", COUNT, group_size=3)),
+    Choice(ScheduleSpec("slack", COUNT, slack=(1, 3))),
+    Choice(ScheduleSpec("1f1b", COUNT)),
+    Choice(ScheduleSpec("gpipe", COUNT)),
+    Choice(ScheduleSpec("zb-h1", COUNT, slack=(2, 1))),
+    Choice(ScheduleSpec("slack", COUNT, slack=(4, 2))),
 )
 
 
@@ -48,12 +50,14 @@ class Script:
 
     def __init__(self, setup: Setup, choices: Sequence[Choice]) -> None:
         self._choices = choices
-        self.wanted = setup.choice
+        self.wanted, self._run = setup.choice, setup.choice.spec
         self.events: list[StepDone] = []
 
     def handle(self, event: StepDone) -> list[Decision]:
         self.events.append(event)
-        self.wanted = self._choices[event.step % len(self._choices)]
+        choice, run = self._choices[event.step % len(self._choices)], self._run
+        spec = replace(choice.spec, first_trainable=run.first_trainable, overlap=run.overlap)
+        self.wanted = replace(choice, spec=spec)
         return [Decision(event.step, Verdict.SWITCH, "The script says so.", {"gain": 0.5}, self.wanted)]
 
     def to_json(self) -> str:
@@ -134,7 +138,7 @@ def test_parameters_do_not_show_how_often_the_schedule_was_turned(
     assert any(not torch.equal(initial[key], found[key]) for key in initial)
     # The halves of a backward were measured whatever ran, now and then; nobody waits for the first stage's.
     for event in scripts[0].events:
-        parted = event.choice.kind == "zb-h1"
+        parted = event.choice.spec.kind == "zb-h1"
         for sample in event.stages:
             assert (sample.backward_s == 0.0) == parted
             if not (parted or event.step < PARTED_FIRST or event.step % PARTED_EVERY == 0):
@@ -150,11 +154,11 @@ def test_parameters_do_not_show_how_often_the_schedule_was_turned(
 def test_micro_batches_are_turned_too_and_plain_pytorch_follows(name: str, tmp_path: Path) -> None:
     """Dropout is drawn by the number of the micro-batch and BatchNorm sees smaller batches: both can be followed."""
     choices = (
-        Choice("kfkb", 2, group_size=2),
-        Choice("slack", 4, slack=(1, 2)),
-        Choice("1f1b", 1),
-        Choice("gpipe", 8),
-        Choice("slack", 2, slack=(2, 2)),
+        Choice(ScheduleSpec("kfkb", 2, group_size=2)),
+        Choice(ScheduleSpec("slack", 4, slack=(1, 2))),
+        Choice(ScheduleSpec("1f1b", 1)),
+        Choice(ScheduleSpec("gpipe", 8)),
+        Choice(ScheduleSpec("slack", 2, slack=(2, 2))),
     )
 
     def make(setup: Setup, state: str) -> Retuner:
@@ -185,10 +189,10 @@ def test_micro_batches_are_turned_too_and_plain_pytorch_follows(name: str, tmp_p
 
 def test_a_run_goes_on_with_the_micro_batches_that_it_ended_with(tmp_path: Path) -> None:
     """Stopped while M was 2 instead of the plan's 4; what wanted it comes back from controller.json."""
-    half = Choice("slack", 2, slack=(2, 1))
+    half = Choice(ScheduleSpec("slack", 2, slack=(2, 1)))
 
     def make(setup: Setup, state: str) -> Retuner:
-        machine = Script(setup, (half, half, half, Choice("1f1b", 8)))
+        machine = Script(setup, (half, half, half, Choice(ScheduleSpec("1f1b", 8))))
         if state:
             machine.wanted = half
         return Prompt(setup, state, machine)
@@ -230,11 +234,11 @@ def test_the_controller_is_told_of_every_action_and_message(tmp_path: Path) -> N
 
 
 def test_codecs_are_turned_by_hop_and_direction(tmp_path: Path) -> None:
-    coded = Choice("1f1b", COUNT, forward_codecs=("int8", "none"), backward_codecs=("none", "bf16"))
+    coded = Choice(ScheduleSpec("1f1b", COUNT), forward_codecs=("int8", "none"), backward_codecs=("none", "bf16"))
     scripts: list[Script] = []
 
     def make(setup: Setup, state: str) -> Retuner:
-        scripts.append(Script(setup, (coded, coded, Choice("1f1b", COUNT))))
+        scripts.append(Script(setup, (coded, coded, Choice(ScheduleSpec("1f1b", COUNT)))))
         return Prompt(setup, state, scripts[-1])
 
     train(trainer(tmp_path, "coded", "mlp", codec_forward="auto", codec_backward="auto"), make)
@@ -278,7 +282,7 @@ def test_a_controller_that_fails_ends_nothing(tmp_path: Path) -> None:
 
 def test_a_state_of_another_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     job = trainer(tmp_path, "refused", "mlp")._prepared()
-    setup = retune_setup(PipelineConfig(), job.request, job.planned(), job.programs[0].first_trainable)
+    setup = retune_setup(PipelineConfig(), job.planned)
     assert setup is not None
     retuner = Retuner(setup, '{"wanted": 1}')
     try:
@@ -307,7 +311,7 @@ def test_what_is_left_open_is_turned(given: dict[str, Any], mode: str | None, tm
     patience = {} if mode else dict.fromkeys(PATIENCE, "auto")  # which is refused where nothing is turned
     found = trainer(tmp_path, "open", "mlp", **{**patience, **given})
     job = found._prepared()
-    setup = retune_setup(found._pipeline, job.request, job.planned(), job.programs[0].first_trainable)
+    setup = retune_setup(found._pipeline, job.planned)
     assert (None if setup is None else setup.mode) == mode
     if setup is not None and "retune_interval_steps" not in given:
         assert (setup.retune_interval_steps, setup.link_drift_threshold, setup.min_gain) == tuple(PATIENCE.values())

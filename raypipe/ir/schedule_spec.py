@@ -1,0 +1,205 @@
+"""A schedule in its one form: the kind with its numbers, and one table of what each kind is.
+
+    config, request --> ScheduleSpec --> planner.schedule.schedule_of --> rows of actions
+    plan.json, segments, memory model, controller: the same ScheduleSpec
+
+As text, ``str`` and ``ScheduleSpec.parse``; ``name`` is the part before the first comma:
+
+    1f1b, M=8          kfkb k=2, M=8          slack r=2,2,1, M=8, first_trainable=1          zb-h1 r=1, M=4, overlap
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from raypipe.errors import ScheduleError
+
+__all__ = ["AUTO_KINDS", "KINDS", "ScheduleKind", "ScheduleSpec", "kinds_to_search", "takes"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """What everybody else has to know about one kind of schedule.
+
+    Attributes:
+        takes: the fields of a ScheduleSpec that mean something to it, besides those that all kinds have.
+        synchronous: the pipeline runs empty before every update of the weights.
+        splits_backward: backwards are I and W instead of B.
+        stages_per_worker: 1 or 2; None for as many as ``chunks`` says.
+        searched: the controller searches its numbers where the user leaves them open.
+        memory_formula: planner.memory knows by formula what it holds; rows of other kinds are counted.
+    """
+
+    takes: tuple[str, ...] = ()
+    synchronous: bool = True
+    splits_backward: bool = False
+    stages_per_worker: int | None = 1
+    searched: bool = False
+    memory_formula: bool = True
+
+    @property
+    def turned(self) -> bool:
+        """Whether the controller may turn anything of a run: its schedule, its micro-batches or its codecs."""
+        return self.synchronous and not self.several_stages
+
+    @property
+    def several_stages(self) -> bool:
+        """Whether a worker holds several stages."""
+        return self.stages_per_worker != 1
+
+
+KINDS: Mapping[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(),
+    "1f1b": ScheduleKind(),
+    "kfkb": ScheduleKind(("group_size",), searched=True),
+    "slack": ScheduleKind(("slack",), searched=True),
+    "interleaved": ScheduleKind(("chunks",), stages_per_worker=None, memory_formula=False),
+    "zb-h1": ScheduleKind(("slack",), splits_backward=True, searched=True),
+    "zb-v": ScheduleKind(splits_backward=True, stages_per_worker=2, memory_formula=False),
+    "pipedream": ScheduleKind(("slack", "update_interval"), synchronous=False),
+    "2bw": ScheduleKind(("slack",), synchronous=False),
+}
+"""Every kind of schedule, by the name that a configuration gives it."""
+
+AUTO_KINDS = ("1f1b", "kfkb", "slack", "zb-h1")
+"""What schedule="auto" may become."""
+
+_LETTERS = {"group_size": "k", "slack": "r", "chunks": "v", "update_interval": "u"}
+_UNSET = {"group_size": 1, "slack": (), "chunks": 1, "update_interval": None}
+
+
+def takes(schedule: str, field: str) -> bool:
+    """Whether a field of ScheduleSpec means something to a schedule by its name; "auto" and files take none."""
+    return schedule in KINDS and field in KINDS[schedule].takes
+
+
+def kinds_to_search(schedule: str) -> tuple[str, ...]:
+    """What the controller may turn a schedule into whose numbers are left open; none where it stays as it is."""
+    if schedule == "auto":
+        return AUTO_KINDS
+    return (schedule,) if schedule in KINDS and KINDS[schedule].searched else ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSpec:
+    """All that decides the order of actions, for a number of stages that is given beside it.
+
+    Attributes:
+        kind: of ``KINDS``.
+        num_microbatches: M, per optimizer step.
+        group_size: k of kfkb.
+        slack: r by hop, of slack, zb-h1 and the asynchronous kinds; empty with a single stage.
+        chunks: v, stages per worker of interleaved.
+        first_trainable: lowest stage with a backward.
+        overlap: no stage waits for the gradient norm of all stages before its optimizer step, so that steps of kinds
+            that can do so overlap. It is a property of the run, so that kinds that cannot may have it too.
+        update_interval: u of pipedream, micro-batches per update.
+
+    Raises:
+        ScheduleError: an unknown kind, a field that it does not have, or a number out of range.
+    """
+
+    kind: str
+    num_microbatches: int = 1
+    group_size: int = 1
+    slack: tuple[int, ...] = ()
+    chunks: int = 1
+    first_trainable: int = 0
+    overlap: bool = False
+    update_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            near = get_close_matches(self.kind, KINDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ScheduleError(f"There is no schedule {self.kind!r}: choose one of {', '.join(KINDS)}.{hint}")
+        for field, unset in _UNSET.items():
+            value = getattr(self, field)
+            if value != unset and not takes(self.kind, field):
+                raise ScheduleError(f"The schedule {self.kind!r} has no {field}: leave out {field}={value}.")
+        if any(r < 1 for r in self.slack):
+            raise ScheduleError(f"slack is {self.slack}: every hop needs at least 1, which is 1F1B.")
+        least = {"num_microbatches": 1, "group_size": 1, "chunks": 1, "first_trainable": 0, "update_interval": 1}
+        for field, low in least.items():
+            value = getattr(self, field)
+            if value is not None and value < low:
+                raise ScheduleError(f"The schedule {self.kind!r} with {field}={value}: it must be at least {low}.")
+
+    @property
+    def of_kind(self) -> ScheduleKind:
+        """The row of the table."""
+        return KINDS[self.kind]
+
+    def with_microbatches(self, num_microbatches: int) -> ScheduleSpec:
+        """The same schedule for another number of micro-batches; groups are never larger than that."""
+        group_size = min(self.group_size, max(1, num_microbatches))
+        return replace(self, num_microbatches=num_microbatches, group_size=group_size)
+
+    def as_kind(self, kind: str, *, group_size: int = 1, slack: tuple[int, ...] = ()) -> ScheduleSpec:
+        """Another synchronous kind for the same micro-batches and stages."""
+        return ScheduleSpec(
+            kind,
+            self.num_microbatches,
+            group_size,
+            slack,
+            first_trainable=self.first_trainable,
+            overlap=self.overlap,
+        )
+
+    @property
+    def name(self) -> str:
+        """Kind and numbers for people, without the micro-batches: ``slack r=2,2,1``."""
+        parts = [self.kind]
+        for field in self.of_kind.takes:
+            value = getattr(self, field)
+            if value != () and value is not None:
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                parts.append(f"{_LETTERS[field]}={shown}")
+        return " ".join(parts)
+
+    def __str__(self) -> str:
+        parts = [self.name, f"M={self.num_microbatches}"]
+        if self.first_trainable:
+            parts.append(f"first_trainable={self.first_trainable}")
+        return ", ".join(parts + ["overlap"] * self.overlap)
+
+    @classmethod
+    def parse(cls, text: str) -> ScheduleSpec:
+        """Inverse of ``str``.
+
+        Raises:
+            ScheduleError: the text is no such form.
+        """
+        (kind, *numbers), *rest = [part.split() for part in text.split(", ")] if text.strip() else [[""]]
+        fields = {letter: field for field, letter in _LETTERS.items()} | {"M": "num_microbatches"}
+        found: dict[str, Any] = {}
+        for part in (*numbers, *(" ".join(words) for words in rest)):
+            name, _, value = part.partition("=")
+            field = fields.get(name, name)
+            try:
+                if field == "overlap" and not value:
+                    found[field] = True
+                elif field == "slack":
+                    found[field] = tuple(map(int, value.split(",")))
+                elif field in (*_UNSET, "num_microbatches", "first_trainable"):
+                    found[field] = int(value)
+                else:
+                    raise ValueError
+            except ValueError:
+                raise ScheduleError(
+                    f"{part!r} in the schedule {text!r} cannot be read: write it as 'slack r=2,2,1, M=8'."
+                ) from None
+        return cls(kind, **found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> ScheduleSpec:
+        """Inverse of ``to_dict``, as JSON keeps it (lists for tuples)."""
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+        return cls(**values)
