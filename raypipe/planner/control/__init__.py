@@ -3,10 +3,12 @@
     executors' spans ---> StageSample --+
     frames' headers ----> LinkSample  --+--> StepDone --> Controller.handle --> [Decision, ...]
                                                               |                    |
-         Observer: FIFO model of each link, medians of stages |                    +--> events.jsonl, metrics
-         search:   k, r, codecs that fit, run on the measured |                    +--> choice: rows of the next flush
-                   messages; the quickest                     |
-         Trial:    predicted against achieved gain            +--> to_json, for a driver that comes back
+         Observer:   FIFO model of each link, medians of      |                    +--> events.jsonl, metrics
+                     stages                                   |                    +--> choice: rows of the next flush
+         transition: one of four states, one step on          |
+         search:     k, r, codecs that fit, run on the        |
+                     measured messages; the quickest          |
+         Comparison: predicted against achieved gain          +--> to_json, for a driver that comes back
 
 Pure: no clock, no thread, no socket, no chance. The driver feeds it and carries out what it says; nothing is rebuilt
 for it, a retune exchanges rows of actions. Its model is ``planner.simulate``'s, with a time of its own for every

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-from raypipe.ir.links import LinkEstimate, LinkSample, StageSample
+from raypipe.ir.links import LinkEstimate, LinkSample
 from raypipe.planner.control.drift import News
+from raypipe.planner.control.events import StepDone
 from raypipe.planner.control.links import LinkEstimator
 from raypipe.planner.control.measured import Measured
 from raypipe.planner.control.stages import StageEstimator
 
-__all__ = ["Observer", "hop_name"]
+__all__ = ["Observed", "Observer"]
 
 MOST_REPLAYS = 4
 """Steps that a candidate is run for where messages differ from each other."""
@@ -19,39 +19,63 @@ ALIKE = 0.02
 """Messages whose middle four fifths differ by less, relatively to a micro-batch's computation, are alike."""
 
 
-def hop_name(hop: int) -> str:
-    """What a person is told that changed."""
-    return f"link {hop} - {hop + 1}"
+class Observed(NamedTuple):
+    """What one step says.
+
+    Attributes:
+        news: the most alarming word about any link or stage.
+        who: it is about, in words; "" for nobody.
+        hops: it is about.
+    """
+
+    news: News = News.STEADY
+    who: str = ""
+    hops: tuple[int, ...] = ()
 
 
 class Observer:
     """Measurements in, estimates out.
 
     Args:
+        num_microbatches: M that the run begins with.
         drift_threshold: relative change that counts as one.
     """
 
-    def __init__(self, num_stages: int, drift_threshold: float) -> None:
-        self._links = [LinkEstimator(hop, drift_threshold) for hop in range(num_stages - 1)]
-        self._stages = StageEstimator(num_stages, drift_threshold)
+    def __init__(self, num_stages: int, num_microbatches: int, drift_threshold: float) -> None:
+        self._num_stages, self._num_microbatches, self._threshold = num_stages, num_microbatches, drift_threshold
+        self._forget()
 
-    def add(self, stages: Iterable[StageSample], messages: Iterable[LinkSample]) -> tuple[News, str]:
-        """Take in one step; the most alarming word about any link or stage, and who it is about."""
+    def _forget(self) -> None:
+        self._links = [LinkEstimator(hop, self._threshold) for hop in range(self._num_stages - 1)]
+        self._stages = StageEstimator(self._num_stages, self._threshold)
+
+    def add(self, done: StepDone) -> Observed:
+        """Take in one step.
+
+        With another M actions and messages are others than those measured so far, and the first step with it is like
+        no other: all is forgotten, and that step is left out.
+        """
+        if done.choice.num_microbatches != self._num_microbatches:
+            self._num_microbatches = done.choice.num_microbatches
+            self._forget()
+            return Observed()
         by_hop: dict[int, list[LinkSample]] = {}
-        for m in messages:
+        for m in done.messages:
             by_hop.setdefault(m.hop, []).append(m)
-        words = {hop_name(link.hop): link.add(by_hop.get(link.hop, ())) for link in self._links}
-        words["a stage's computation"] = self._stages.add(stages)
+        links = [link.add(by_hop.get(link.hop, ())) for link in self._links]
+        stages = self._stages.add(done.stages)
         for news in (News.CHANGED, News.SUSPECT):
-            who = [name for name, word in words.items() if word is news]
-            if who:
-                return news, ", ".join(who)
-        return News.STEADY, ""
+            hops = tuple(hop for hop, word in enumerate(links) if word is news)
+            names = [f"link {hop} - {hop + 1}" for hop in hops] + ["a stage's computation"] * (stages is news)
+            if names:
+                return Observed(news, ", ".join(names), hops)
+        return Observed()
 
-    def measured(self, num_microbatches: int) -> Measured | None:
+    def measured(self) -> Measured | None:
         """What candidates are scored on; None while a stage has not been heard of."""
         if not self._stages.complete:
             return None
+        num_microbatches = self._num_microbatches
         forward_s, backward_s, optimizer_s = self._stages.seconds()
         links = tuple(link.estimate(forward) for link in self._links for forward in (True, False))
         slowest_s = max(f + b for f, b in zip(forward_s, backward_s, strict=True))
@@ -67,10 +91,15 @@ class Observer:
 
     def to_dict(self) -> dict[str, Any]:
         """The state, for JSON."""
-        return {"links": [link.to_dict() for link in self._links], "stages": self._stages.to_dict()}
+        return {
+            "num_microbatches": self._num_microbatches,
+            "links": [link.to_dict() for link in self._links],
+            "stages": self._stages.to_dict(),
+        }
 
     def load(self, found: dict[str, Any]) -> None:
         """Inverse of ``to_dict``."""
+        self._num_microbatches = int(found["num_microbatches"])
         for link, row in zip(self._links, found["links"], strict=True):
             link.load(row)
         self._stages.load(found["stages"])

@@ -7,9 +7,9 @@ from typing import Any
 
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.control.choice import Choice
+from raypipe.planner.control.comparison import Comparison, typical_s
 from raypipe.planner.control.measured import Measured
 from raypipe.planner.control.search import Found
-from raypipe.planner.control.trial import Trial, typical_s
 
 __all__ = ["gains", "numbers_of", "outcome", "sentence", "why"]
 
@@ -27,7 +27,7 @@ def why(found: Found, gain: float, who: str, name: Name) -> str:
     occasion = f"{who} changed: " if who else ""
     best, current = name(found.best.choice), name(found.current.choice)
     if found.best.choice == found.current.choice:
-        text = f"{occasion}{current} is the quickest, {human_s(found.current.seconds)} a step"
+        text = f"{occasion}{current} stays, no other is faster than its {human_s(found.current.seconds)} a step"
     else:
         text = (
             f"{occasion}{best} would take {human_s(found.best.seconds)} a step, {current} "
@@ -62,16 +62,16 @@ def numbers_of(found: Found, measured: Measured, gain: float, measured_s: float,
     }
 
 
-def outcome(trial: Trial, name: Name) -> str:
+def outcome(trial: Comparison, name: Name) -> str:
     """What a switch was expected to bring, and what it brought; without a full stop."""
     return (
         f"{name(trial.after)} takes {human_s(typical_s(trial.after_s))} a step, {name(trial.before)} took "
-        f"{human_s(typical_s(trial.before_s))}: a gain of {trial.achieved_gain:.1%}, {trial.predicted_gain:.1%} "
-        "were predicted"
+        f"{human_s(typical_s(trial.before_s))}: a gain of {trial.achieved_gain:.1%}, where {trial.predicted_gain:.1%} "
+        "was predicted"
     )
 
 
-def gains(trial: Trial, name: Name) -> dict[str, Any]:
+def gains(trial: Comparison, name: Name) -> dict[str, Any]:
     """Predicted and achieved, for programs."""
     return {
         "before": name(trial.before),

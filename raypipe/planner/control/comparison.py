@@ -1,4 +1,4 @@
-"""Did the switch pay? Steps before it against steps after it."""
+"""Steps before a switch against steps after it: did the switch pay?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from raypipe.planner.control.choice import Choice
 
-__all__ = ["Trial", "typical_s", "uncertainty_s"]
+__all__ = ["Comparison", "typical_s", "uncertainty_s"]
 
 FEWEST = 4
 """Steps after a switch before it is judged."""
@@ -18,16 +18,15 @@ MOST = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """A switch that has been asked for.
+class Comparison:
+    """What is known of a switch that was asked for.
 
     Attributes:
         before, after: what ran, and what runs.
-        predicted_gain: relative; 0.1 is a step shorter by a tenth of what it becomes.
+        predicted_gain: relative; 0.1 means that a step before takes 1.1 times as long as a step after.
         before_s: seconds of the last steps before it, since the links changed last.
-        after_s: seconds of the steps after it; the first, in which the pipeline changed, is left out.
-        began: step in which ``after`` first ran; None while it has not.
-        undoes: it takes back another switch.
+        after_s: seconds of the steps after it, without the first one, in which the pipeline changed.
+        began: step in which ``after`` first ran; None before that.
     """
 
     before: Choice
@@ -36,9 +35,8 @@ class Trial:
     before_s: tuple[float, ...]
     after_s: tuple[float, ...] = ()
     began: int | None = None
-    undoes: bool = False
 
-    def with_step(self, step: int, seconds: float, counts: bool) -> Trial:
+    def with_step(self, step: int, seconds: float, counts: bool) -> Comparison:
         """After one more step with the new choice."""
         if self.began is None:
             return replace(self, began=step)
@@ -51,21 +49,17 @@ class Trial:
             return 0.0
         return typical_s(self.before_s) / typical_s(self.after_s) - 1.0
 
-    @property
-    def plainer(self) -> bool:
-        """It goes without codecs."""
-        return self.before.lossy and not self.after.lossy
+    def paid(self, min_gain: float) -> bool | None:
+        """Whether the switch gained min_gain, or a quarter of what was predicted; None while noise hides the answer.
 
-    def verdict(self, min_gain: float) -> bool | None:
-        """Whether it paid: by min_gain, or by a quarter of what was predicted; None while that cannot be told.
-
-        To go without codecs may cost as much as nobody would switch for.
+        A switch that only drops codecs may cost up to ``min_gain``: no gain below that is worth an approximation.
         """
         if len(self.after_s) < FEWEST:
             return None
         if not self.before_s:
             return True
-        wanted = -min_gain if self.plainer else min(min_gain, self.predicted_gain / 4)
+        drops_codecs = self.before.lossy and not self.after.lossy
+        wanted = -min_gain if drops_codecs else min(min_gain, self.predicted_gain / 4)
         margin = self.achieved_gain - wanted
         doubt = (uncertainty_s(self.before_s) + uncertainty_s(self.after_s)) / typical_s(self.after_s)
         if abs(margin) < doubt and len(self.after_s) < MOST:
@@ -74,11 +68,11 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        rest = {name: getattr(self, name) for name in ("predicted_gain", "before_s", "after_s", "began", "undoes")}
+        rest = {name: getattr(self, name) for name in ("predicted_gain", "before_s", "after_s", "began")}
         return {"before": self.before.to_dict(), "after": self.after.to_dict(), **rest}
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> Trial:
+    def from_dict(cls, found: dict[str, Any]) -> Comparison:
         """Inverse of ``to_dict``, as JSON keeps it."""
         ends = {name: Choice.from_dict(found[name]) for name in ("before", "after")}
         seconds = {name: tuple(found[name]) for name in ("before_s", "after_s")}
@@ -86,7 +80,7 @@ class Trial:
 
 
 def typical_s(seconds: Sequence[float]) -> float:
-    """The median: one slow step is not the rule."""
+    """The median, which a single slow step does not move."""
     return median(seconds) if seconds else 0.0
 
 
