@@ -286,7 +286,7 @@ def test_a_state_of_another_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     assert setup is not None
     retuner = Retuner(setup, '{"wanted": 1}')
     try:
-        assert "begin anew" in retuner.take_complaint()
+        assert "measured anew" in retuner.take_complaint()
         assert retuner.setting.choice == setup.choice
         assert retuner.take_complaint() == "", "told once"
     finally:
