@@ -44,7 +44,7 @@ MOST_DOUBLINGS = 4
 OWN_CHANGE = 6
 """A change of links within so many steps after a switch was taken back is taken for its consequence: the driver is up
 to three steps ahead with its orders, and a change shows after two."""
-MOST_NEWS_SEARCHES = 5
+MOST_NEWS_SEARCHES = 3
 """Searches per interval that news may cause. On a link that is never the same there would be one after every step."""
 
 

@@ -336,7 +336,7 @@ def test_a_link_that_is_never_the_same_is_not_searched_for_after_every_step() ->
             if decision.choice is not None:
                 choice = decision.choice
                 answered.append(step)
-    # Three intervals with five for news and one that is due anyway, and those of the young run: 1, 2, 4, 8, 16, 32.
+    # Three intervals with three for news and one that is due anyway, and those of the young run: 1, 2, 4, 8, 16, 32.
     assert len([step for step in looks if step < 120]) <= 3 * (MOST_NEWS_SEARCHES + 1) + 6
     assert any(120 <= step < 160 for step in answered)
 
