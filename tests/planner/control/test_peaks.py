@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from raypipe.ir.links import StageSample
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Room
 from raypipe.planner.control.peaks import PeakMemory
 
-SMALL, LARGE = Choice("1f1b", 8), Choice("gpipe", 8)  # stage 0 holds two micro-batches, and eight
+SMALL, LARGE = (
+    Choice(ScheduleSpec("1f1b", 8)),
+    Choice(ScheduleSpec("gpipe", 8)),
+)
 ROOM = Room(limit_bytes=1000, fixed_bytes=100, activation_bytes=10)
 
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from raypipe.ir.links import LinkEstimate
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Measured
 from raypipe.planner.control.uncompressed import UncompressedTimes
 
-PLAIN = Choice("1f1b", 4)
+PLAIN = Choice(ScheduleSpec("1f1b", 4))
 BOTH = replace(PLAIN, forward_codecs=("int8",), backward_codecs=("bf16",))
 FORWARD = replace(BOTH, backward_codecs=("none",))
 
