@@ -20,7 +20,14 @@ from jobs.lib.held_links import Delay, Hold
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Room
 from raypipe.planner.schedule import schedule_of
-from raypipe.prepare.job import Job
+from raypipe.runtime.driver.client import connected
+from raypipe.runtime.run.blueprint import assemble
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import stored
 
 __all__ = ["Ran", "run_sleeping"]
 
@@ -79,13 +86,15 @@ def run_sleeping(
             scaling_config=SimpleNamespace(num_workers=len(stages), resources_per_worker={"CPU": CPU_SHARE}),
             run_config=SimpleNamespace(name="run", storage_path=folder),
         )
-        if most_in_flight is not None:
-            trainer._job = _bounded(trainer._prepared(), most_in_flight)
-        result = trainer.fit(num_steps=num_steps, progress=False)
-        rows = pq.read_table(Path(result.path) / "metrics.parquet").to_pylist()
-        spans = pq.read_table(Path(result.path) / "timeline" / "spans.parquet").to_pylist()
-        events = [json.loads(line) for line in (Path(result.path) / "events.jsonl").read_text().splitlines()]
-        weights = raypipe.load_state_dict(result.checkpoint)
+        if most_in_flight is None:
+            trainer.fit(num_steps=num_steps, progress=False)
+        else:
+            _run_bounded(trainer, num_steps, most_in_flight)
+        path = Path(folder) / "run"
+        rows = pq.read_table(path / "metrics.parquet").to_pylist()
+        spans = pq.read_table(path / "timeline" / "spans.parquet").to_pylist()
+        events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+        weights = raypipe.load_state_dict(path)
     check_trained(weights, len(stages), count)
     return Ran(
         [row["seconds"] for row in rows],
@@ -96,15 +105,28 @@ def run_sleeping(
     )
 
 
-def _bounded(job: Job, most_in_flight: int) -> Job:
-    """A run that begins with 1F1B and may hold so many micro-batches.
+def _run_bounded(trainer: raypipe.PipelineTrainer, num_steps: int, most_in_flight: int) -> None:
+    """What a driver does, in this process and with another plan than its own: see _bounded."""
+    job, resources = trainer._prepared(), trainer._resources()
+    blueprint = trainer._blueprint(job, num_steps, local=False)
+    spec, made = blueprint.spec, assemble(blueprint, _bounded(job.planned, most_in_flight))
+    with connected(job.num_workers, resources):
+        fleet = Fleet(job.num_workers, resources, made.run.transport)
+        try:
+            fleet.configure(made.run, made.setup, [stored(job.tensors)])
+            run_loop(fleet, spec, made.plan, Journal(spec.name, str(spec.place)), Requests())
+        finally:
+            fleet.stop()
+
+
+def _bounded(planned: Planned, most_in_flight: int) -> Planned:
+    """A plan that begins with 1F1B and may hold so many micro-batches.
 
     Said in micro-batches, which is what a scenario is about; people say it in bytes.
     """
-    spec = ScheduleSpec("1f1b", job.plan.num_microbatches)
-    plan = dataclasses.replace(job.plan, schedule=schedule_of(spec, job.num_stages), spec=spec)
-    rooms = (Room(most_in_flight=most_in_flight),) * job.num_stages
-    return dataclasses.replace(job, plan=plan, rooms=rooms, request=dataclasses.replace(job.request, schedule="1f1b"))
+    num_stages, spec = planned.plan.partition.num_stages, ScheduleSpec("1f1b", planned.plan.num_microbatches)
+    plan = dataclasses.replace(planned.plan, schedule=schedule_of(spec, num_stages), spec=spec)
+    return dataclasses.replace(planned, plan=plan, rooms=(Room(most_in_flight=most_in_flight),) * num_stages)
 
 
 def _median_s(spans: list[dict[str, Any]], stage: int) -> tuple[float, float]:

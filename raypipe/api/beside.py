@@ -83,16 +83,13 @@ def _in_threads(job: Job) -> Iterator[AnyFleet]:
 
 @contextmanager
 def _as_actors(job: Job, run: RunSetup, resources: Mapping[str, float]) -> Iterator[AnyFleet]:
-    import ray
-
     from raypipe.runtime.workers.fleet import Fleet
-    from raypipe.runtime.workers.packing import pack
+    from raypipe.runtime.workers.packing import stored
 
     setup = generation_setup(job)
     fleet = Fleet(setup.num_workers, resources, run.transport, run.link_ports)
     try:
-        states = [ray.put(pack(job.tensors, setup.tensors(worker))) for worker in range(setup.num_workers)]
-        fleet.configure(run, setup, states)
+        fleet.configure(run, setup, [stored(job.tensors)])
         yield fleet
     finally:
         fleet.stop()

@@ -38,7 +38,6 @@ from raypipe.prepare.resume import free_name, kept_microbatches
 from raypipe.progress import RunProgress
 from raypipe.runfile.write import describe
 from raypipe.runtime.run.blueprint import Blueprint, predicted_step
-from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.resuming import refuse_another_run
 from raypipe.runtime.run.spec import RunSpec
 from raypipe.runtime.run.threads import ThreadLine
@@ -275,8 +274,7 @@ class PipelineTrainer:
         if self._job is None:
             job = prepare(*self._arguments, self._continued(), self._num_workers())
             if self._weights is not None:
-                note = self._weights.note(getattr(self._run, "name", None), self._resume)
-                job = dataclasses.replace(job, plan=dataclasses.replace(job.plan, notes=(*job.plan.notes, note)))
+                job = job.noting(self._weights.note(getattr(self._run, "name", None), self._resume))
             self._job = job
         return self._job
 
@@ -316,18 +314,19 @@ class PipelineTrainer:
     ) -> RunHandle:
         job = self._prepared()
         refuse_replicas(job.plan)
-        recipe = self._recipe(job, self._num_steps(job, num_steps, num_epochs), local=local)
-        spec = recipe[0].spec
+        blueprint = self._blueprint(job, self._num_steps(job, num_steps, num_epochs), local=local)
+        spec = blueprint.spec
         self._begun = spec.place
         if local:
             if detached:
                 raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
             self._check(job)
-            return RunHandle(spec.name, ThreadLine(*recipe, lambda made: LocalFleet(made.run, made.setup, job.tensors)))
-        return self._start_on_ray(job, recipe, detached, connected_to_ray)
+            stages = lambda made: LocalFleet(made.run, made.setup, job.tensors)  # noqa: E731
+            return RunHandle(spec.name, ThreadLine(blueprint, job.planned, stages))
+        return self._start_on_ray(job, blueprint, detached, connected_to_ray)
 
     def _start_on_ray(
-        self, job: Job, recipe: tuple[Blueprint, Planned], detached: bool, connected_to_ray: Callable[[], None]
+        self, job: Job, blueprint: Blueprint, detached: bool, connected_to_ray: Callable[[], None]
     ) -> RunHandle:
         from raypipe.runtime.driver.client import connected, start_run
 
@@ -336,8 +335,8 @@ class PipelineTrainer:
             stack.enter_context(connected(job.num_workers, self._resources(), detached=detached))
             connected_to_ray()  # which takes signals for itself
             check = partial(self._check, job)
-            line = start_run(*recipe, job.tensors, self._resources(), check, detached=detached)
-            return RunHandle(recipe[0].spec.name, line, stack.pop_all().close)
+            line = start_run(blueprint, job.tensors, self._resources(), check, detached=detached)
+            return RunHandle(blueprint.spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
     def _check(self, job: Job) -> None:
@@ -346,12 +345,11 @@ class PipelineTrainer:
             job.check()
             self._checked = job
 
-    def _recipe(self, job: Job, num_steps: int, *, local: bool) -> tuple[Blueprint, Planned]:
-        """What becomes a run wherever it is assembled."""
+    def _blueprint(self, job: Job, num_steps: int, *, local: bool) -> Blueprint:
+        """What becomes a run wherever it is planned and assembled."""
         spec = self._spec(job, num_steps)
         setup = run_setup(job, spec.place, None if local else self._pipeline)
-        blueprint = Blueprint(job.graph, job.request, self._pipeline, setup, spec, turns=not local)
-        return blueprint, job.planned
+        return Blueprint(job.basis, self._pipeline, setup, spec, turns=not local)
 
     def _spec(self, job: Job, num_steps: int) -> RunSpec:
         plan = job.plan

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.checkpoint import FreshOptions, load_stage, take_snapshot
+from raypipe.engine.checkpoint import FreshOptions, GivenTensors, load_stage, read_all, take_snapshot
 from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -60,7 +60,7 @@ class LocalFleet:
         for worker, team in enumerate(teams):
             states = []
             for program in (programs[stage] for stage in team.stages):
-                own = {name: tensors[name].detach().clone() for name in (*program.parameters, *program.buffers)}
+                own = read_all([GivenTensors(tensors)], (*program.parameters, *program.buffers))
                 states.append(StageState(program, own, run.make_optimizer, run.make_scheduler))
             self.executors.append(Executor(run, setup, worker, states, channels[worker]))
         self._writers = [

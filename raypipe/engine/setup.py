@@ -79,8 +79,3 @@ class GenerationSetup:
     def team(self, worker: int) -> Team:
         """Who holds which stage, from the side of one worker."""
         return Team(self.homes, worker)
-
-    def tensors(self, worker: int) -> tuple[str, ...]:
-        """Names of the parameters and buffers that a worker's stages hold."""
-        held = (self.programs[stage] for stage in self.team(worker).stages)
-        return tuple(dict.fromkeys(name for program in held for name in (*program.parameters, *program.buffers)))

@@ -15,5 +15,5 @@
      planning.py           plan, stage programs, one trial of every optimizer  -->  job.py: ready to start
 
 ``arguments.py`` refuses what can be refused at once, ``identity.py`` says what a run is for settings.json,
-``resume.py`` what an earlier run of the same name left, ``stage_words.py`` names stages in the user's words.
+``resume.py`` what an earlier run of the same name left.
 """

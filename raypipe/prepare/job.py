@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,10 @@ from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
-from raypipe.planner.control import Room
 from raypipe.planner.rows import flow_of, rows_for
 from raypipe.planner.segments import Flow
-from raypipe.planner.tune import (
-    Request,
-)
-from raypipe.runtime.run.blueprint import OneCut
 from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.planning import PlanBasis
 
 __all__ = ["Job"]
 
@@ -32,21 +29,21 @@ class Job:
     """A run that is ready to start.
 
     Attributes:
-        plan: what will happen.
+        basis: what its plan was made from, and what others can be made from.
+        planned: what will happen.
         programs: the stages.
         tensors: the user's parameters and buffers by name; read only.
         persistent: names of tensors that belong to the state_dict.
         example: one micro-batch by column.
-        aliases: further names of shared tensors in the state_dict -> the names that we use.
         sources: "train" and perhaps "eval".
         codecs: that were configured; of "auto", what a run begins with.
-        model_labels: what the model is, for settings.json.
-        rooms: memory that is left to the schedule, by stage.
-        microbatch_seconds: as in planner.control.Setup, where their number may change; else empty.
+        aliases: further names of shared tensors in the state_dict -> the names that we use.
         check: compares the user's own module with the stages (engine/verify.py); does nothing where verify="off".
+        model_labels: what the model is, for settings.json.
     """
 
-    plan: Plan
+    basis: PlanBasis
+    planned: Planned
     programs: tuple[StageProgram, ...]
     tensors: Mapping[str, torch.Tensor]
     persistent: frozenset[str]
@@ -56,12 +53,13 @@ class Job:
     codecs: Codecs
     make_optimizer: MakeOptimizer
     make_scheduler: MakeScheduler | None
-    request: Request
     aliases: Mapping[str, str]
-    rooms: tuple[Room, ...]
     check: Callable[[], None]
     model_labels: Mapping[str, Any]
-    microbatch_seconds: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
 
     @property
     def num_stages(self) -> int:
@@ -82,16 +80,11 @@ class Job:
         """As planner.rows.flow_of."""
         return flow_of(self.plan)
 
-    @property
-    def graph(self) -> OneCut:
-        """What travels to the driver."""
-        partition = self.plan.partition
-        return OneCut(self.programs, tuple(partition.cuts), tuple(partition.order))
-
-    @property
-    def planned(self) -> Planned:
-        """The plan for whoever carries it out."""
-        return Planned(self.plan, self.rooms, self.microbatch_seconds)
+    def noting(self, note: str) -> Job:
+        """The same with a further sentence for its plans."""
+        basis = dataclasses.replace(self.basis, notes=(*self.basis.notes, note))
+        plan = dataclasses.replace(self.plan, notes=(*self.plan.notes, note))
+        return dataclasses.replace(self, basis=basis, planned=dataclasses.replace(self.planned, plan=plan))
 
     def schedule(self, num_microbatches: int, *, training: bool = True) -> Schedule:
         """Lowered and checked rows of a step with so many micro-batches."""

@@ -15,22 +15,17 @@ from raypipe.engine.profile_cache import cached_further, cached_profile
 from raypipe.engine.profiling import estimate_graph, first_of, is_far, powers_of_two
 from raypipe.engine.state import MakeOptimizer
 from raypipe.errors import ConfigError, PlanError, StageError
-from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.progress import ProfilingBar
 
 __all__ = [
-    "crowded_notes",
     "further_of",
-    "optimizer_factor",
+    "optimizer_facts",
     "profile_of",
     "refuse_other_graph",
-    "speed_notes",
-    "stale_notes",
+    "shared_processors",
 ]
 
-MOST_EACH = 2
-"""Workers per processor; a plan for more of them must be meant for other machines."""
 ADAM_FACTOR = 2.0
 """Bytes of Adam's state per byte of parameters."""
 
@@ -81,21 +76,10 @@ def further_of(
         bar.close()
 
 
-def crowded_notes(workers: int) -> list[str]:
-    """A sentence where workers on this machine wait for processors, of which predicted steps know nothing."""
+def shared_processors() -> int | None:
+    """Processors of this machine, where all workers will be on it; None where they will not, or nobody knows yet."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not processors < workers <= MOST_EACH * processors or not _alone():
-        return []
-    return [
-        f"{workers} workers share this machine's {processors} processor{'s' * (processors > 1)}, but the prediction "
-        "counts one for each: steps will take longer."
-    ]
-
-
-def speed_notes(profiled: Profile) -> list[str]:
-    """What the speeds of a described cluster are relative to."""
-    where = f": {profiled.device}" if profiled.device else ""
-    return [f"speed 1.0 of a device is that of the machine which timed the model{where}."]
+    return processors if _alone() else None
 
 
 def _alone() -> bool:
@@ -121,31 +105,20 @@ def refuse_other_graph(captured: Capture, profiled: Profile) -> None:
         )
 
 
-def stale_notes(plan: Plan, make_optimizer: MakeOptimizer, captured: Capture) -> list[str]:
-    """A sentence where late gradients are known to hurt: adaptive moments magnify them."""
-    if plan.weights.interval is None or plan.partition.num_stages == 1:
-        return []
-    made = _tried(make_optimizer, captured)
-    if made is None or "adam" not in type(made).__name__.lower():
-        return []
-    return [
-        f"{type(made).__name__} is known to suffer from late gradients (arXiv:2606.30634), SGD with momentum less; a "
-        "synchronous schedule such as '1f1b' has none."
-    ]
+def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[float, str]:
+    """(bytes of optimizer state per byte of parameters, class of the optimizer; "" where it cannot be made).
 
-
-def optimizer_factor(make_optimizer: MakeOptimizer, captured: Capture) -> float:
-    """Bytes of optimizer state per byte of parameters, of one step on a copy of the smallest matrix that is trained.
-
-    An optimizer that cannot be made for one parameter counts as Adam; training will say what is wrong with it.
+    Measured by one step on a copy of the smallest matrix that is trained. An optimizer that cannot be made for one
+    parameter counts as Adam; training will say what is wrong with it.
     """
     made = _tried(make_optimizer, captured)
     if made is None:
-        return ADAM_FACTOR
+        return ADAM_FACTOR, ""
     (copy,) = (p for group in made.param_groups for p in group["params"])
     kept = [x for state in made.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     # A step counter is one number, whatever the size of the parameter.
-    return sum(x.nbytes for x in kept if x.numel() > 1) / max(1, copy.nbytes)
+    factor = sum(x.nbytes for x in kept if x.numel() > 1) / max(1, copy.nbytes)
+    return factor, type(made).__name__
 
 
 def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Optimizer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from raypipe.errors import ConfigError
 from raypipe.runfile.read import read_runfile
 from raypipe.runtime.driver.client import NAMESPACE
 from raypipe.runtime.driver.driver import driver_name
+from raypipe.runtime.run.lease import LOCK
 from tests import processes
 from tests.exactness import same_bits
 from tests.hugging_face import _gpt2
@@ -198,21 +200,26 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_detached_run_needs_nothing_of_a_client_that_is_killed_before_its_stages_are_there(
-    folder: Path, cluster: None
-) -> None:
+def test_a_run_is_planned_in_the_driver_after_its_client_was_killed(folder: Path, cluster: None) -> None:
     """Its parameters lie in the object store, where things die with the process that put them there."""
     name, module = folder.name, next(path.stem for path in folder.glob("task_*.py"))
     wide = [f"model.target={module}:Wide", "model.args={}", "optimizer.args.lr=1e-5"]
-    client = subprocess.run(
-        [sys.executable, "-c", LEAVES, *wide], cwd=folder, capture_output=True, text=True, timeout=200, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
-    )  # fmt: skip
-    assert (client.returncode, client.stdout) == (-signal.SIGKILL, "starting\n"), client.stderr
+    lock = folder / "runs" / name / LOCK
+    lock.parent.mkdir(parents=True)
+    with lock.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the driver takes the run's lease before it plans, and waits for this
+        client = subprocess.run(
+            [sys.executable, "-c", LEAVES, *wide], cwd=folder, capture_output=True, text=True, timeout=200, check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])},
+        )  # fmt: skip
+        assert (client.returncode, client.stdout) == (-signal.SIGKILL, "starting\n"), client.stderr
+        assert not (lock.parent / "plan.json").exists()
     trained = raypipe.attach(name).wait().records
     settings = read_runfile("run.yaml", [*wide, "run_config.name=local"])
-    alone = make_trainer(settings).fit(6, local=True, progress=False).records
-    assert [record.loss for record in trained] == [record.loss for record in alone]
+    alone = make_trainer(settings).fit(6, local=True, progress=False)
+    assert [record.loss for record in trained] == [record.loss for record in alone.records]
+    found, wanted = (raypipe.load_state_dict(folder / "runs" / run) for run in (name, "local"))
+    assert all(same_bits(found[key], wanted[key]) for key in wanted)
     ray.kill(ray.get_actor(driver_name(name), namespace=NAMESPACE), no_restart=True)
 
 

@@ -6,16 +6,21 @@ import os
 
 import pytest
 
-from raypipe.prepare.profile import crowded_notes
+from raypipe.prepare.profile import shared_processors
+from raypipe.runtime.run.planning import crowded_notes
 
 pytestmark = pytest.mark.engine
 
 
-def test_more_workers_than_processors_are_told_that_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_processors_are_told_that_they_wait() -> None:
+    assert crowded_notes(2, 2) == []
+    assert "3 workers share this machine's 2 processors" in crowded_notes(3, 2)[0]
+    assert crowded_notes(10_000, 2) == [], "which must be meant for elsewhere"
+    assert crowded_notes(3, None) == []
+
+
+def test_processors_are_shared_where_all_workers_will_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    here = len(os.sched_getaffinity(0))
-    assert crowded_notes(here) == []
-    assert f"{here + 1} workers share this machine's {here} processors" in crowded_notes(here + 1)[0]
-    assert crowded_notes(10_000) == [], "which must be meant for elsewhere"
+    assert shared_processors() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert crowded_notes(here + 1) == []
+    assert shared_processors() is None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import ray
-
 from raypipe.api.handle import RunHandle
 from raypipe.api.trainer import PipelineTrainer
 from raypipe.runtime.run.blueprint import Assembled
 from raypipe.runtime.run.threads import ThreadLine
 from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.packing import pack
+from raypipe.runtime.workers.packing import stored
 
 __all__ = ["start_on"]
 
@@ -32,11 +30,10 @@ class _Lent:
 def start_on(fleet: Fleet, trainer: PipelineTrainer, num_steps: int) -> RunHandle:
     """Like ``trainer.start(num_steps)``, without a process that starts."""
     job = trainer._prepared()
-    recipe = trainer._recipe(job, num_steps, local=False)
+    blueprint = trainer._blueprint(job, num_steps, local=False)
 
     def lent(made: Assembled) -> Any:
-        states = [ray.put(pack(job.tensors, made.setup.tensors(worker))) for worker in range(made.setup.num_workers)]
-        fleet.configure(made.run, made.setup, states)
+        fleet.configure(made.run, made.setup, [stored(job.tensors)])
         return _Lent(fleet)
 
-    return RunHandle(recipe[0].spec.name, ThreadLine(*recipe, lent))
+    return RunHandle(blueprint.spec.name, ThreadLine(blueprint, job.planned, lent))

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
-import ray
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -35,7 +34,7 @@ from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.retuner import Retuner
 from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.packing import pack
+from raypipe.runtime.workers.packing import stored
 
 TIMES_S = (0.010, 0.020)
 EVERY = 5
@@ -105,14 +104,12 @@ def run(shape: tuple[int, int], turns: int) -> Ran:
             run_config=SimpleNamespace(name="run", storage_path=folder),
         )
         job = trainer._prepared()
-        recipe = trainer._recipe(job, steps, local=False)
-        spec, assembled = recipe[0].spec, assemble(*recipe)
+        blueprint = trainer._blueprint(job, steps, local=False)
+        spec, assembled = blueprint.spec, assemble(blueprint, job.planned)
         fleet = Fleet(num_stages, needs)
         try:
             processes = [member["process"] for member in fleet.members]
-            setup = assembled.setup
-            states = [ray.put(pack(job.tensors, setup.tensors(worker))) for worker in range(setup.num_workers)]
-            fleet.configure(assembled.run, setup, states)
+            fleet.configure(assembled.run, assembled.setup, [stored(job.tensors)])
             made = lambda setup, state: Retuner(setup, state, Script(setup))  # noqa: E731
             run_loop(fleet, spec, assembled.plan, Journal(spec.name, str(spec.place)), Requests(), made)
             same = all(Path(f"/proc/{process}").exists() for process in processes)

@@ -7,7 +7,7 @@
                                   generation_2/stage_0...         of whoever trained the run second, and so on
 
 save      take_snapshot -> write_snapshot (on every stage) -> make_manifest -> commit -> prune
-restore   find_checkpoint -> check_position -> load_stage (on every stage, of any number)
+restore   find_checkpoint -> check_position -> load_stage (on every stage, of any number), from any StateSource
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ from raypipe.engine.checkpoint.snapshot import (
     take_snapshot,
     write_snapshot,
 )
+from raypipe.engine.checkpoint.source import CheckpointSource, GivenTensors, Kept, StateSource, read_all
 from raypipe.engine.checkpoint.state_dict import load_state_dict
+from raypipe.engine.checkpoint.tensor_file import TensorInfo
 
 __all__ = [
-    "MANIFEST", "Checkpoint", "FreshOptions", "Manifest", "Refusal", "StageSnapshot", "check_position",
-    "checkpoint_name", "clear", "commit", "files_folder", "find_checkpoint", "load_stage", "load_state_dict",
-    "make_manifest", "newest_step", "open_checkpoint", "prune", "take_snapshot", "write_snapshot",
+    "MANIFEST", "Checkpoint", "CheckpointSource", "FreshOptions", "GivenTensors", "Kept", "Manifest", "Refusal",
+    "StageSnapshot", "StateSource", "TensorInfo", "check_position", "checkpoint_name", "clear", "commit",
+    "files_folder", "find_checkpoint", "load_stage", "load_state_dict", "make_manifest", "newest_step",
+    "open_checkpoint", "prune", "read_all", "take_snapshot", "write_snapshot",
 ]  # fmt: skip

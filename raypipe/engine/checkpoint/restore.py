@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
 
-from raypipe.engine.checkpoint.find import Checkpoint, read_manifest
-from raypipe.engine.checkpoint.manifest import Manifest, OptionGroup
-from raypipe.engine.checkpoint.tensor_file import TensorFile, TensorInfo
+from raypipe.engine.checkpoint.find import Checkpoint
+from raypipe.engine.checkpoint.manifest import OptionGroup
+from raypipe.engine.checkpoint.source import Kept, StateSource, opened
+from raypipe.engine.checkpoint.tensor_file import TensorInfo
 from raypipe.engine.checkpoint.values import decode
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
@@ -56,94 +56,58 @@ class FreshOptions(NamedTuple):
 
 
 def load_stage(
-    checkpoint: Checkpoint | Place,
+    source: StateSource | Checkpoint | Place,
     program: StageProgram,
     state: StageState,
     persistent: frozenset[str] | None = None,
     fresh: FreshOptions = FreshOptions(),  # noqa: B008  (immutable)
 ) -> None:
-    """Bring a stage to where the checkpoint was saved. Only files with names that it holds are opened.
+    """Bring a stage to where the state was saved. Of a checkpoint only files with names that it holds are opened.
 
     Parameters and buffers are filled in place. The scheduler takes as many steps as the run had taken, then the
     saved options of the optimizer count.
 
     Args:
-        checkpoint: that ``find_checkpoint`` found good, or its folder: checksums are not compared again.
+        source: or a checkpoint that ``find_checkpoint`` found good, or its folder.
         state: as it was made, before any step; unusable if this raises.
         persistent: names of all parameters and persistent buffers of the model; None skips the check that the
-            checkpoint holds nothing else, and takes the buffers that it has.
+            source holds nothing else, and takes the buffers that it has.
         fresh: options of the optimizer that were changed since and are not taken back.
 
     Raises:
         CheckpointError: another model, another optimizer, or a file that is not there; names the parameter.
     """
-    if isinstance(checkpoint, Place):
-        checkpoint = Checkpoint(checkpoint, read_manifest(checkpoint))
-    manifest = checkpoint.manifest
-    stored = manifest.stored
-    targets = _targets(program, state, persistent, stored)
-    _check_names(targets, persistent, stored, checkpoint)
-    with ExitStack() as files:
-        tensors = _Tensors(checkpoint, files, optimizer=False)
+    with opened(source) as found:
+        targets = _targets(program, state, persistent, found.names)
+        _check_names(targets, persistent, found)
         for name, target in targets.items():
-            _check_like(name, tensors.info(stored[name], name), target)
+            _check_like(name, found.info(name), target)
         with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(tensors.read(stored[name], name))
+            for name, tensor in found.read(targets):
+                targets[name].copy_(tensor)
         if state.optimizer is not None:
-            _replay(state.scheduler, manifest.position["updates"])
-            kept = _Tensors(checkpoint, files, optimizer=True)
-            _load_optimizer(state.optimizer, state.parameters, manifest, kept, fresh)
-
-
-class _Tensors:
-    """The files of a checkpoint, each opened when the first tensor is asked for."""
-
-    def __init__(self, checkpoint: Checkpoint, files: ExitStack, *, optimizer: bool) -> None:
-        self._checkpoint, self._files, self._optimizer = checkpoint, files, optimizer
-        self._opened: dict[int, TensorFile] = {}
-
-    def info(self, stage: int, name: str) -> TensorInfo:
-        found = self._file(stage).tensors.get(name)
-        if found is None:
-            raise CheckpointError(
-                f"{self._checkpoint.place}: stage {stage} holds no {name!r}, though its manifest says so. Use an "
-                "older checkpoint."
-            )
-        return found
-
-    def read(self, stage: int, name: str) -> torch.Tensor:
-        self.info(stage, name)
-        return self._file(stage).read(name)
-
-    def _file(self, stage: int) -> TensorFile:
-        if stage not in self._opened:
-            entry = self._checkpoint.manifest.stages[stage]
-            shard = entry.optimizer if self._optimizer else entry.tensors
-            assert shard is not None
-            self._opened[stage] = self._files.enter_context(TensorFile(self._checkpoint.files / shard.file))
-        return self._opened[stage]
+            _replay(state.scheduler, found.updates)
+            if found.groups is not None:
+                _load_optimizer(state.optimizer, state.parameters, found.groups, found, fresh)
 
 
 def _targets(
-    program: StageProgram, state: StageState, persistent: frozenset[str] | None, stored: Mapping[str, int]
+    program: StageProgram, state: StageState, persistent: frozenset[str] | None, stored: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """What is to be filled: the parameters, and the buffers that a checkpoint holds."""
-    kept = stored.keys() if persistent is None else persistent
+    kept = stored if persistent is None else persistent
     buffers = {name: state.buffers[name] for name in program.buffers if name in kept}
     return {**{name: state.parameters[name].data for name in program.parameters}, **buffers}
 
 
-def _check_names(
-    targets: Iterable[str], persistent: frozenset[str] | None, stored: Mapping[str, int], checkpoint: Checkpoint
-) -> None:
-    missing = [name for name in targets if name not in stored]
-    surplus = sorted(stored.keys() - persistent) if persistent is not None else []
+def _check_names(targets: Iterable[str], persistent: frozenset[str] | None, source: StateSource) -> None:
+    missing = [name for name in targets if name not in source.names]
+    surplus = sorted(set(source.names) - persistent) if persistent is not None else []
     for name, fault in [(n, "lacks") for n in missing] + [(n, "holds, unlike the model,") for n in surplus]:
         others = len(missing) + len(surplus) - 1
         more = f", and {others} other names differ" if others else ""
         raise CheckpointError(
-            f"{checkpoint.place} {fault} {name!r}{more}: it was saved from another model. Give the run another name or "
+            f"{source.title} {fault} {name!r}{more}: it was saved from another model. Give the run another name or "
             "storage_path, or the model that it had."
         )
 
@@ -171,19 +135,14 @@ def _replay(scheduler: Any, steps: int) -> None:
 def _load_optimizer(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.nn.Parameter],
-    manifest: Manifest,
-    tensors: _Tensors,
+    saved: Mapping[str, OptionGroup],
+    source: StateSource,
     fresh: FreshOptions,
 ) -> None:
     """Options and state by name, through ``load_state_dict``, of which subclasses may have their own."""
     title = type(optimizer).__name__
     names = {id(parameter): name for name, parameter in parameters.items()}
-    groups = {
-        name: _kept_options(group, fresh, optimizer.defaults)
-        for entry in manifest.stages
-        for group in entry.groups
-        for name in group.parameters
-    }
+    groups = {name: _kept_options(group, fresh, optimizer.defaults) for name, group in saved.items()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in order):
         raise CheckpointError(f"{title} holds a tensor that is no parameter of the model; leave it out.")
@@ -192,8 +151,8 @@ def _load_optimizer(
         mine = [names[id(parameter)] for parameter in group["params"]]
         packed.append({**_options(title, mine, group, groups), "params": list(range(number, number + len(mine)))})
         number += len(mine)
-    saved = _saved_state({names[id(parameter)]: parameter for parameter in order}, manifest, tensors)
-    states = {at: saved[names[id(parameter)]] for at, parameter in enumerate(order) if names[id(parameter)] in saved}
+    kept = _saved_state({names[id(parameter)]: parameter for parameter in order}, source)
+    states = {at: kept[names[id(parameter)]] for at, parameter in enumerate(order) if names[id(parameter)] in kept}
     try:
         optimizer.load_state_dict({"state": states, "param_groups": packed})
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -210,34 +169,15 @@ def _load_optimizer(
                 held[key] = value.to(now.device)
 
 
-def _saved_state(
-    trained: Mapping[str, torch.nn.Parameter], manifest: Manifest, tensors: _Tensors
-) -> dict[str, dict[str, Any]]:
-    """By parameter, what the optimizer kept for it, where it kept anything."""
-    saved: dict[str, dict[str, Any]] = {}
-    for name, keys in _kept(manifest, trained.keys()).items():
+def _saved_state(trained: Mapping[str, torch.nn.Parameter], source: StateSource) -> Kept:
+    """By parameter, what the optimizer kept for it; tensors of its shape in its own layout, as a step makes them."""
+    found = source.kept(trained.keys())
+    for name, state in found.items():
         like = trained[name]
-        for key, stage in keys:
-            value = tensors.read(stage, f"{key}/{name}")
-            if value.shape == like.shape:  # in the parameter's own layout, as the optimizer would make it
-                value = torch.empty_like(like, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value)
-            saved.setdefault(name, {})[key] = value
-    for entry in manifest.stages:
-        for name, values in entry.scalars.items():
-            if name in trained:
-                decoded = {key: decode(value, f"{key!r} of {name!r}") for key, value in values.items()}
-                saved.setdefault(name, {}).update(decoded)
-    return saved
-
-
-def _kept(manifest: Manifest, wanted: Collection[str]) -> dict[str, list[tuple[str, int]]]:
-    """By parameter, the keys of its state tensors with the stage that wrote them."""
-    found: dict[str, list[tuple[str, int]]] = {}
-    for entry in manifest.stages:
-        for stored in entry.optimizer.names if entry.optimizer else ():
-            key, _, name = stored.partition("/")
-            if name in wanted:
-                found.setdefault(name, []).append((key, entry.stage))
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == like.shape:
+                made = torch.empty_like(like, dtype=value.dtype, device="cpu", requires_grad=False)
+                state[key] = made.copy_(value)
     return found
 
 

@@ -14,10 +14,9 @@ from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.driver import DriverActor, driver_name
-from raypipe.runtime.run.blueprint import Blueprint, assemble
+from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.journal import News
-from raypipe.runtime.run.planned import Planned
-from raypipe.runtime.workers.packing import pack
+from raypipe.runtime.workers.packing import StoredTensors, stored
 from raypipe.runtime.workers.places import release_orphans
 
 __all__ = ["NAMESPACE", "RayLine", "connected", "find_run", "start_run"]
@@ -135,7 +134,6 @@ class RayLine:
 
 def start_run(
     blueprint: Blueprint,
-    planned: Planned,
     tensors: Mapping[str, Any],
     resources: Mapping[str, float],
     check: Callable[[], None],
@@ -145,7 +143,8 @@ def start_run(
     """Start the driver, which starts the stages. A detached one is returned when it needs nothing more from here.
 
     Args:
-        tensors: the user's parameters and buffers by name; each worker gets its own through the object store.
+        tensors: the user's parameters and buffers by name; through the object store each worker takes those of its
+            stages, which the driver's plan decides.
         resources: of one worker.
         check: whether the run may begin; works while the stages start. A detached run is checked before that.
 
@@ -167,11 +166,8 @@ def start_run(
             f"with raypipe.attach({spec.name!r}), or wait for it."
         ) from error
     release_orphans(driver_name(spec.name))  # of a driver that died while nobody looked
-    setup = assemble(blueprint, planned).setup  # here for the names that each worker holds; the driver has its own
-    states = [ray.put(pack(tensors, setup.tensors(worker))) for worker in range(setup.num_workers)]
-    # States travel inside a list, so that Ray passes the references on and not the tensors.
     try:
-        call = driver.run.remote(blueprint, planned, states, dict(resources))
+        call = driver.run.remote(blueprint, _handed_over(driver, tensors, detached), dict(resources))
     except TypeError as error:  # raypipe.prepare.arguments looks for it before, and may have looked past something
         ray.kill(driver, no_restart=True)
         raise ConfigError(
@@ -189,6 +185,20 @@ def start_run(
     while detached and not ray.get(driver.wait_started.remote(1.0)):
         line.check()
     return line
+
+
+def _handed_over(driver: Any, tensors: Mapping[str, Any], detached: bool) -> StoredTensors:
+    """The tensors in the object store, where they outlive this process if the run does.
+
+    An object dies with the process that put it there, so a detached driver has each parcel copied by a task and owns
+    the copy. That is waited for parcel by parcel: the store never holds more than the model and one parcel.
+    """
+
+    def put(packed: Any) -> Any:
+        ref = ray.put(packed)
+        return ray.get(driver.keep.remote([ref])) if detached else ref
+
+    return stored(tensors, put)
 
 
 def find_run(name: str) -> RayLine:

@@ -5,7 +5,8 @@
             --stop(), checkpoint() ------>     |
             <-- records, status, outcome -     |        (3 KB per step of 4 stages and 16 micro-batches)
 
-The controller of the schedule works in here too, see runtime/run/retuner.py.
+It makes the plan (runtime/run/planning.py), and holds all that another plan can be made from. The controller of the
+schedule works in here too, see runtime/run/retuner.py.
 
 It is named ``raypipe/<run>``. The stages belong to it and die with it; it belongs to whoever started it, or to
 nobody when it is detached.
@@ -30,10 +31,11 @@ from raypipe.runtime.run.blueprint import Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
-from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.planning import plan_for
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import Outcome, PlanInForce
 from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import StoredTensors
 
 __all__ = ["DriverActor", "driver_name"]
 
@@ -52,21 +54,20 @@ class _DriverActor:
         self._requests = Requests()
         self._detached = detached
         self._independent = threading.Event()  # of whoever started the run
+        self._kept: list[Any] = []  # copies of parameters that this process owns, until the stages have them
         self._predicted: Timeline | None = None
 
-    def run(self, blueprint: Blueprint, planned: Planned, states: list[Any], resources: Mapping[str, float]) -> None:
+    def run(self, blueprint: Blueprint, tensors: StoredTensors, resources: Mapping[str, float]) -> None:
         """The whole run in one call; ``news`` tells how it goes and how it ended, and no stage is left after it.
 
         Args:
-            states: references to the workers' packed tensors, which only they resolve.
+            tensors: initial parameters and buffers, of which workers fetch their own.
         """
         spec = blueprint.spec
         try:
-            if self._detached:
-                states[:] = _kept(states)
             self._independent.set()
             with Lease.take(spec.place, spec.name, self._journal.begins) as lease:
-                outcome = self._train(blueprint, planned, states, resources, lease)
+                outcome = self._train(blueprint, tensors, resources, lease)
             self._journal.end(outcome, None)
         except Exception as error:  # noqa: BLE001  (told to everybody who asks)
             self._journal.end(None, error)
@@ -78,12 +79,12 @@ class _DriverActor:
     def _train(
         self,
         blueprint: Blueprint,
-        planned: Planned,
-        states: list[Any],
+        tensors: StoredTensors,
         resources: Mapping[str, float],
         lease: Lease,
     ) -> Outcome:
-        spec, (run, setup, plan) = blueprint.spec, assemble(blueprint, planned)
+        self._journal.begins("making the plan")
+        spec, (run, setup, plan) = blueprint.spec, assemble(blueprint, plan_for(blueprint.basis))
         self._predicted = plan.predicted
         count = len(setup.programs)
         stages = "1 stage" if count == 1 else f"{count} stages"
@@ -98,8 +99,10 @@ class _DriverActor:
                 stages=tuple(map(_public, fleet.members)),
                 num_steps=spec.num_steps,
             )
-            fleet.configure(run, setup, states)
-            states.clear()  # the stages have them now
+            fleet.configure(run, setup, [tensors])
+            # The stages have them now. What no checkpoint holds, buffers that are not persistent, another plan needs.
+            tensors.let_go(run.persistent)
+            self._kept.clear()
             # What was imported lives as long as this process. Full collections took 40 % of its processor time
             # (perf, two stages), on hosts where that may be a stage's.
             gc.collect()
@@ -115,6 +118,17 @@ class _DriverActor:
     def news(self, since: int, wait_s: float) -> News:
         """Records number ``since`` and later, and where the run stands; see Journal."""
         return self._journal.news(since, wait_s)
+
+    @ray.method(concurrency_group="control")
+    def keep(self, packed: list[Any]) -> Any:
+        """A copy of an object that belongs to this process, made by a task, so that no tensor passes through here.
+
+        Args:
+            packed: the reference, in a list, so that it is not resolved.
+        """
+        self._kept.append(_copy.remote(packed[0]))
+        ray.wait(self._kept[-1:], fetch_local=False)
+        return self._kept[-1]
 
     @ray.method(concurrency_group="control")
     def wait_started(self, wait_s: float) -> bool:
@@ -173,16 +187,6 @@ class _Published:
 def _copy(packed: Any) -> Any:
     """The same object once more, which belongs to whoever asked for it."""
     return packed
-
-
-def _kept(states: list[Any]) -> list[Any]:
-    """Copies of the packed tensors in the object store that outlive the process that put them there.
-
-    An object dies with its owner. These are made by a task, so that no tensor passes through the driver.
-    """
-    copies = [_copy.remote(state) for state in states]
-    ray.wait(copies, num_returns=len(copies), fetch_local=False)
-    return copies
 
 
 def _public(member: Mapping[str, Any]) -> dict[str, Any]:

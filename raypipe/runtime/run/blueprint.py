@@ -1,22 +1,22 @@
 """From a plan to a run: what no plan changes, and the pure step from both to everything that workers and loop need.
 
-    blueprint (client) --+
-                         +--> assemble --> RunSetup, GenerationSetup (workers), PlanInForce (loop, controller)
-    planned -------------+
+    blueprint --plan_for--> planned        (planning.py)
+        |                      |
+        +------ assemble ------+--> RunSetup, GenerationSetup (workers), PlanInForce (loop, controller)
 
-The driver actor assembles, and threads of the user's process do it alike: nothing here starts or measures anything.
+The driver actor plans and assembles, and threads of the user's process do it alike: nothing here starts or measures
+anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.stage import StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Schedule
@@ -25,37 +25,13 @@ from raypipe.ir.timeline import Timeline
 from raypipe.planner.rows import flow_of, flowing_keys, rows_for
 from raypipe.planner.segments import train_segments
 from raypipe.planner.simulate.serial import simulate
-from raypipe.planner.tune import Request, costs_of
+from raypipe.planner.tune import costs_of
 from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.planning import PlanBasis
 from raypipe.runtime.run.retuning import retune_setup
 from raypipe.runtime.run.spec import PlanInForce, RunSpec
 
-__all__ = ["Assembled", "Blueprint", "Graph", "OneCut", "assemble", "codecs_of", "predicted_step"]
-
-
-class Graph(Protocol):
-    """A captured model that can be cut: ``engine.capture.Capture``, or what travels in its place."""
-
-    def programs(self, cuts: Sequence[int], order: Sequence[int] = ()) -> tuple[StageProgram, ...]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class OneCut:
-    """A captured model that was cut already, and can be cut in no other way."""
-
-    stages: tuple[StageProgram, ...]
-    cuts: tuple[int, ...]
-    order: tuple[int, ...] = ()
-
-    def programs(self, cuts: Sequence[int], order: Sequence[int] = ()) -> tuple[StageProgram, ...]:
-        """The stages.
-
-        Raises:
-            PlanError: other cuts are asked for.
-        """
-        if (tuple(cuts), tuple(order)) != (self.cuts, self.order):
-            raise PlanError(f"The model was cut at {list(self.cuts)} before it travelled, and not at {list(cuts)}.")
-        return self.stages
+__all__ = ["Assembled", "Blueprint", "assemble", "codecs_of", "predicted_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +39,13 @@ class Blueprint:
     """What no plan of a run changes. It holds no parameter and can be sent anywhere.
 
     Attributes:
-        graph: the model.
-        request: what the planner knows of the configuration, settled.
+        basis: what its plans are made from; see ``plan_for``.
         setup: what workers know of the run.
         spec: what the loop knows of it.
         turns: whether a controller may turn anything; threads of one process have no links to measure.
     """
 
-    graph: Graph
-    request: Request
+    basis: PlanBasis
     pipeline: PipelineConfig
     setup: RunSetup
     spec: RunSpec
@@ -87,9 +61,19 @@ class Assembled(NamedTuple):
 
 
 def assemble(blueprint: Blueprint, planned: Planned) -> Assembled:
-    """Programs, setups, rows and the controller's configuration of a plan; the same wherever it is called."""
+    """Programs, setups, rows and the controller's configuration of a plan; the same wherever it is called.
+
+    Raises:
+        PlanError: the plan parts mini-batches in another way than the run, whose bits would change.
+    """
     plan, spec = planned.plan, blueprint.spec
-    programs = blueprint.graph.programs(plan.partition.cuts, plan.partition.order)
+    if (plan.minibatch_size, plan.microbatch_size) != (spec.minibatch_size, spec.microbatch_size):
+        raise PlanError(
+            f"The run has mini-batches of {spec.minibatch_size} samples in micro-batches of {spec.microbatch_size}, "
+            f"but the plan made for it has {plan.minibatch_size} in {plan.microbatch_size}. Give minibatch_size and "
+            "num_microbatches in PipelineConfig, and install one version of raypipe on all nodes."
+        )
+    programs = blueprint.basis.recipe.programs(plan.partition.cuts, plan.partition.order)
     predicted = predicted_step(plan)
     setup = GenerationSetup(
         programs, plan.schedule.wiring.homes, plan.weights, codecs_of(blueprint.pipeline), plan.generation

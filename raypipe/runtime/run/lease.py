@@ -27,7 +27,7 @@ from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, LeaseError
 from raypipe.runtime.run.holder import Holder, myself
 
-__all__ = ["LEASE", "Held", "Lease", "read_lease"]
+__all__ = ["LEASE", "LOCK", "Held", "Lease", "read_lease"]
 
 LEASE, LOCK = "lease.json", "lease.lock"
 FORMAT = 1

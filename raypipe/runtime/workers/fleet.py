@@ -11,31 +11,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import ActorDiedError, RayError
 
-from raypipe.engine.checkpoint import FreshOptions
+from raypipe.engine.checkpoint import FreshOptions, StateSource
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.errors import CheckpointError, ConfigError, PlanError, RaypipeError, StageError
+from raypipe.errors import CheckpointError, RaypipeError
 from raypipe.ir.order import Order
-from raypipe.ir.plan import human_bytes
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
-from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, release, reserve
+from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.root_cause import root_cause
-from raypipe.runtime.workers.worker import StageActor
+from raypipe.runtime.workers.roster import (
+    GRACE_S,
+    Member,
+    chosen,
+    results,
+    shared_memory_notes,
+    start_members,
+    stop_members,
+)
 
 __all__ = ["Fleet"]
 
-START_TIMEOUT_S = 150.0
 OPEN_TIMEOUT_S = 60.0
 SAVE_TIMEOUT_S = 3600.0
-LEAST_SHM_BYTES = 256 << 20
 LEAVE_S = 0.5
 """After a first failure, how long the other stages have to finish what was sent to them and to follow."""
-GRACE_S = 2.0
-"""After a first failure, how long to wait for a better explanation from the other stages."""
 
 
 @dataclass(slots=True)
@@ -80,19 +82,9 @@ class Fleet:
         link_ports: tuple[int, int] | None = None,
         owner: str = "",
     ) -> None:
-        needs = {name: amount for name, amount in resources.items() if amount}
-        if not needs:
-            raise ConfigError(
-                "resources_per_worker asks for nothing, so stages could not be placed; give each at least a share of a "
-                'CPU: ScalingConfig(resources_per_worker={"CPU": 0.1}).'
-            )
-        extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         self._links = -1  # times that links were opened
         self._run_setup: RunSetup | None = None
-        self._joined: list[Any] = []  # workers that have it
-        self.workers: list[Any] = []
-        self._places = reserve(owner, num_workers, needs)
-        self.actors: list[Any] = []
+        self.in_use: list[Member] = []  # by worker
         self._rows: set[RowsKey] = set()
         self._run = 0
         self._held: list[tuple[int, ...]] = []  # stages, by worker
@@ -100,68 +92,73 @@ class Fleet:
         self._halting = threading.Lock()
         self._halted = False
         self._flight: _Flight | None = None
-        try:
-            for place in self._places:
-                options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
-                strategy = PlacementGroupSchedulingStrategy(placement_group=place)
-                self.workers.append(StageActor.options(scheduling_strategy=strategy, **options).remote())
-            self.members = self._start(transport, link_ports)
-            self.notes = _shared_memory_notes(self.members)
-        except BaseException:
-            self.stop()
-            raise
+        self.roster = start_members(num_workers, resources, transport, link_ports, owner)
+        self.notes = shared_memory_notes(self.members)
 
-    def configure(self, run: RunSetup, setup: GenerationSetup, states: Sequence[Any]) -> None:
-        """Give the first workers their stages and open links anew; processes stay.
+    @property
+    def actors(self) -> list[Any]:
+        """Of the members in use, by worker."""
+        return [member.actor for member in self.in_use]
+
+    @property
+    def members(self) -> list[Mapping[str, Any]]:
+        """What every member says of itself, in the roster's order."""
+        return [member.facts for member in self.roster]
+
+    def configure(
+        self,
+        run: RunSetup,
+        setup: GenerationSetup,
+        sources: Sequence[StateSource | str],
+        members: Sequence[int] | None = None,
+    ) -> None:
+        """Make members the workers of a plan and open links anew; processes stay, and the others are spares.
 
         Args:
-            run: sent to each worker when a plan first uses it, however often the run is planned anew.
+            run: sent to each member when a plan first uses it, however often the run is planned anew.
             setup: what the plan says; addresses are filled in here.
-            states: references to each worker's packed tensors, or None for one that keeps what it has.
+            sources: where the workers find the parameters and buffers that they hold, see StageActor.configure; none
+                where every worker keeps the stages that it has.
+            members: positions in the roster of workers 0, 1, ...; None takes those in use, then spares.
 
         Raises:
+            PlanError: there are fewer members than workers.
             RaypipeError: what went wrong on the first stage that failed.
         """
         self._links += 1
-        count = setup.num_workers
-        self.actors = self.workers[:count]
+        workers = chosen(self.roster, setup.num_workers, members)
+        resting = [m for m in self.in_use if not m.lost and not any(m is one for one in workers)]
+        for member in self.roster:
+            member.worker = None
+        for worker, member in enumerate(workers):
+            member.worker = worker
+        self.in_use = workers
         self._rows, self._halted = set(), False
         team = setup.team(0)
-        self._held = [team.stages_of(worker) for worker in range(count)]
-        self._names = [team.name_of(worker).capitalize() for worker in range(count)]
-        if run is not self._run_setup:
-            self._run_setup, self._joined = run, []
-        if new := [actor for actor in self.actors if not any(actor is known for known in self._joined)]:
-            shared = ray.put(run)
-            self._all([actor.join.remote(shared) for actor in new], PLACE_TIMEOUT_S, "joining the run")
-            self._joined += new
-        addressed = ray.put(replace(setup, addresses=tuple(member["address"] for member in self.members[:count])))
-        self._all(
+        self._held = [team.stages_of(worker) for worker in range(len(workers))]
+        self._names = [team.name_of(worker).capitalize() for worker in range(len(workers))]
+        results([member.actor.rest.remote() for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
+        self._join(run, workers)
+        addressed = ray.put(replace(setup, addresses=tuple(member.facts["address"] for member in workers)))
+        results(
             [
-                actor.configure.remote(worker, addressed, self._links, state)
-                for worker, (actor, state) in enumerate(zip(self.actors, states, strict=True))
+                actor.configure.remote(worker, addressed, self._links, list(sources))
+                for worker, actor in enumerate(self.actors)
             ],
             OPEN_TIMEOUT_S + PLACE_TIMEOUT_S,
             "configuring",
         )
 
-    def _start(self, transport: str, link_ports: tuple[int, int] | None) -> list[dict[str, Any]]:
-        """Start an actor in each place; its process imports torch, which takes a while on a busy machine."""
-        refs = [worker.listen.remote(transport, link_ports) for worker in self.workers]
-        _, waiting = ray.wait(refs, num_returns=len(refs), timeout=START_TIMEOUT_S)
-        if waiting:
-            raise PlanError(
-                f"Worker {refs.index(waiting[0])} has its place, but its process did not start within "
-                f"{START_TIMEOUT_S:g} s. Look at that node's load and at Ray's worker logs."
-            )
-        members = self._all(refs, GRACE_S, "starting")
-        for worker, member in enumerate(members):
-            if member["versions"] != members[0]["versions"]:
-                raise PlanError(
-                    f"Worker {worker} on {member['host']} runs {member['versions']}, but worker 0 on "
-                    f"{members[0]['host']} runs {members[0]['versions']}. Install the same versions on every node."
-                )
-        return members
+    def _join(self, run: RunSetup, members: Sequence[Member]) -> None:
+        if run is not self._run_setup:
+            self._run_setup = run
+            for member in self.roster:
+                member.joined = False
+        if new := [member for member in members if not member.joined]:
+            shared = ray.put(run)
+            results([member.actor.join.remote(shared) for member in new], PLACE_TIMEOUT_S, "joining the run")
+            for member in new:
+                member.joined = True
 
     def run(
         self,
@@ -214,7 +211,7 @@ class Fleet:
                 raise failure
         with self._halting:
             self._flight = None
-        self._all(list(flight.works), GRACE_S, "finishing")
+        results(list(flight.works), GRACE_S, "finishing")
 
     def halt(self) -> None:
         """From another thread: end after the segments that some stage has begun; runs that begin later are empty."""
@@ -264,10 +261,14 @@ class Fleet:
         ray.wait(list(flight.works), num_returns=len(flight.works), timeout=LEAVE_S)
         aborts = [actor.abort.remote(self._links, "another stage failed") for actor in self.actors]
         ray.wait([*aborts, *flight.works], num_returns=len(aborts) + len(flight.works), timeout=GRACE_S)
-        for worker, actor in enumerate(self.actors):
-            with contextlib.suppress(RayError):
-                last = actor.reports.remote(flight.run, len(flight.received[worker]), 0.0)
+        for worker, member in enumerate(self.in_use):
+            try:
+                last = member.actor.reports.remote(flight.run, len(flight.received[worker]), 0.0)
                 flight.received[worker] += ray.get(last, timeout=GRACE_S)
+            except ActorDiedError:
+                member.lost = True
+            except RayError:  # what it has not told by now is lost with it
+                pass
         return root_cause(flight.works, self._names, flight.complete)
 
     def _by_stage(self, by_worker: Sequence[list[list[StepReport]]]) -> list[list[StepReport]]:
@@ -276,21 +277,9 @@ class Fleet:
         found = {stage: of_stage for held, of_worker in pairs for stage, of_stage in zip(held, of_worker, strict=True)}
         return [found[stage] for stage in sorted(found)]
 
-    def _all(self, refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
-        try:
-            return ray.get(list(refs), timeout=timeout_s)
-        except GetTimeoutError:
-            raise StageError(f"The stages did not finish {doing} within {timeout_s:g} s.") from None
-        except RayTaskError as error:
-            if isinstance(error.cause, RaypipeError):
-                raise error.cause from None
-            raise StageError(f"A stage failed while {doing}: {error}") from None
-        except RayActorError as error:
-            raise StageError(f"A stage died while {doing}: {error}") from None
-
     def save(self, folder: str) -> None:
         """Every stage takes a snapshot, between two runs, and writes it to ``folder``; see ``entries``."""
-        self._all([actor.save.remote(folder) for actor in self.actors], SAVE_TIMEOUT_S, "taking a snapshot")
+        results([actor.save.remote(folder) for actor in self.actors], SAVE_TIMEOUT_S, "taking a snapshot")
 
     def entries(self, folder: str) -> list[dict[str, Any]]:
         """Wait until every stage has written its part of checkpoint ``folder``; the manifest's entries.
@@ -303,7 +292,7 @@ class Fleet:
         missing = set(range(len(self.actors)))
         while missing and time.monotonic() < deadline_s:
             asked = {worker: self.actors[worker].entries.remote(folder) for worker in sorted(missing)}
-            answers = self._all(list(asked.values()), SAVE_TIMEOUT_S, "writing a checkpoint")
+            answers = results(list(asked.values()), SAVE_TIMEOUT_S, "writing a checkpoint")
             for worker, entries in zip(asked, answers, strict=True):
                 if entries is not None:
                     found |= zip(self._held[worker], entries, strict=True)
@@ -319,31 +308,14 @@ class Fleet:
             CheckpointError: it does not fit this model, or cannot be read.
         """
         reads = [actor.restore.remote(folder, fresh) for actor in self.actors]
-        self._all(reads, SAVE_TIMEOUT_S, "reading a checkpoint")
+        results(reads, SAVE_TIMEOUT_S, "reading a checkpoint")
 
     def spans(self) -> list[Any]:
         """Spans of the last segment run with keep_spans, of all stages."""
         return [
-            span
-            for spans in self._all([a.spans.remote() for a in self.actors], 60.0, "sending spans")
-            for span in spans
+            span for spans in results([a.spans.remote() for a in self.actors], 60.0, "sending spans") for span in spans
         ]
 
     def stop(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in."""
-        with contextlib.suppress(RayError, GetTimeoutError):
-            ray.get([worker.close.remote() for worker in self.workers], timeout=GRACE_S)
-        for actor in self.workers:
-            with contextlib.suppress(RayError):
-                ray.kill(actor, no_restart=True)
-        release(self._places)
-
-
-def _shared_memory_notes(members: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A warning for every host whose /dev/shm is too small for Ray's object store; a container's default is 64 MiB."""
-    small = {m["host"]: m["shm_bytes"] for m in members if 0 < m["shm_bytes"] < LEAST_SHM_BYTES}
-    return [
-        f"/dev/shm on {host} has {human_bytes(size)}, so Ray's object store spills to disk: give it more "
-        "(docker run --shm-size=8g)."
-        for host, size in small.items()
-    ]
+        stop_members(self.roster)

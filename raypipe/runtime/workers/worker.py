@@ -15,7 +15,7 @@ import platform
 import shutil
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,14 @@ from typing import Any
 import ray
 import torch
 
-from raypipe.engine.checkpoint import FreshOptions, load_stage, take_snapshot
+from raypipe.engine.checkpoint import (
+    CheckpointSource,
+    FreshOptions,
+    StateSource,
+    load_stage,
+    read_all,
+    take_snapshot,
+)
 from raypipe.engine.executor import Executor
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
@@ -42,7 +49,6 @@ from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor
 from raypipe.runtime.links.opening import make_endpoint
 from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.order_gate import OrderGate
-from raypipe.runtime.workers.packing import PackedTensor, unpack
 
 __all__ = ["StageActor"]
 
@@ -79,6 +85,7 @@ class _StageActor(LinkedActor):
             self._endpoint = make_endpoint(transport, ray.util.get_node_ip_address(), ports)
         return {
             "address": self._endpoint.address,
+            "node": ray.get_runtime_context().get_node_id(),
             "host": platform.node(),
             "process": os.getpid(),
             "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
@@ -89,14 +96,13 @@ class _StageActor(LinkedActor):
         """Belong to a run; once for all its plans."""
         self._setup = run
 
-    def configure(
-        self, worker: int, setup: GenerationSetup, links: int, packed: Mapping[str, PackedTensor] | None
-    ) -> None:
-        """Become a worker, or the same one with another plan; the state stays when ``packed`` is None.
+    def configure(self, worker: int, setup: GenerationSetup, links: int, sources: Sequence[StateSource | str]) -> None:
+        """Become a worker, or the same one with another plan; the state stays where there are no sources.
 
         Args:
             links: counts the times that links were opened; messages of others are dropped.
-            packed: initial parameters and buffers of its stages.
+            sources: of the parameters and buffers of its stages, each taken from the first that has it; a text names a
+                checkpoint's folder below the run's.
         """
         run, addresses = self._setup, setup.addresses
         assert self._endpoint is not None, "listen() comes first"
@@ -104,8 +110,8 @@ class _StageActor(LinkedActor):
         self._close_links()
         team, programs = setup.team(worker), setup.programs
         held = [(*programs[stage].parameters, *programs[stage].buffers) for stage in team.stages]
-        if packed is not None:
-            self._states = [_initial(run, programs[stage], packed) for stage in team.stages]
+        if sources:
+            self._states = _states(run, [programs[stage] for stage in team.stages], sources)
             self._held = held
         if held != self._held:
             raise StageError(
@@ -257,6 +263,13 @@ class _StageActor(LinkedActor):
             ]
         return self._writers
 
+    def rest(self) -> None:
+        """Hold no stage until a plan needs this worker again; the process and its endpoint stay."""
+        self._close_links()
+        for writer in self._writers:
+            writer.close()
+        self._states, self._held, self._writers, self._rows = [], [], [], {}
+
     def close(self) -> None:
         """Close links and endpoint."""
         self._close_links()
@@ -273,10 +286,24 @@ class _StageActor(LinkedActor):
         self._executor = None
 
 
-def _initial(run: RunSetup, program: StageProgram, packed: Mapping[str, PackedTensor]) -> StageState:
-    """Of one stage; mates that share a parameter get a copy each."""
-    own = {name: packed[name] for name in (*program.parameters, *program.buffers)}
-    return StageState(program, unpack(own), run.make_optimizer, run.make_scheduler)
+def _states(run: RunSetup, programs: Sequence[StageProgram], sources: Sequence[StateSource | str]) -> list[StageState]:
+    """Of these stages, with new optimizers; those that share a parameter get a copy each."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for source in sources:
+            if isinstance(source, str):
+                assert run.place is not None, "a run without a folder has no checkpoints"
+                source = stack.enter_context(CheckpointSource(run.place / source))
+            found.append(source)
+        return [
+            StageState(
+                program,
+                read_all(found, (*program.parameters, *program.buffers)),
+                run.make_optimizer,
+                run.make_scheduler,
+            )
+            for program in programs
+        ]
 
 
 def _version() -> str:

@@ -101,8 +101,8 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train in threads with a retuner, which ``fit(local=True)`` leaves out; the rows of metrics.parquet."""
     job = found._prepared()
-    recipe = found._recipe(job, num_steps, local=make_retuner is None)
-    spec, made = recipe[0].spec, assemble(*recipe)
+    blueprint = found._blueprint(job, num_steps, local=make_retuner is None)
+    spec, made = blueprint.spec, assemble(blueprint, job.planned)
     fleet = LocalFleet(made.run, made.setup, job.tensors)
     try:
         run_loop(fleet, spec, made.plan, Journal(spec.name, str(spec.place)), Requests(), make_retuner or Retuner)

@@ -39,7 +39,7 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import build_schedule, microbatches
 from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.packing import pack
+from raypipe.runtime.workers.packing import stored
 from tests.exactness import (
     SCHEDULES,
     SHAPES,
@@ -122,8 +122,7 @@ def configure(
     run_id, sources = uuid.uuid4().hex, {"train": open_data(data, seed=settings.seed)}
     run = RunSetup(optimizer, None, sources, settings, frozenset(tensors), place, run_id, open_timeout_s=30.0)
     setup = GenerationSetup(stages, single_homes(placement or range(len(stages))))
-    states = [ray.put(pack(tensors, setup.tensors(worker))) for worker in range(setup.num_workers)]
-    fleet.configure(run, setup, states)
+    fleet.configure(run, setup, [stored(tensors)])
 
 
 def saved_state(fleet: Fleet, folder: Path) -> dict[str, torch.Tensor]:
@@ -217,7 +216,7 @@ def test_what_a_worker_holds_is_not_taken_for_other_stages(fleet: Fleet) -> None
         r"Worker (0 does not hold the parameters of stages 0 and 3|1 does .* of stages 1 and 2) as they are cut now"
     )
     with pytest.raises(StageError, match=either):
-        fleet.configure(run, setup, [None, None])
+        fleet.configure(run, setup, [])
 
 
 def test_a_segment_of_another_plan_is_refused(fleet: Fleet) -> None:

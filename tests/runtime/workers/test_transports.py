@@ -109,13 +109,12 @@ def test_killed_stages_are_named_and_the_others_go_on(fleet: Fleet) -> None:
         configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, LINK_S))
         running = steps(fleet, stages, SHAPES["even"], "1f1b", count=100_000)
         next(running)
-        of_stages = pids(fleet)[:num_stages]
+        of_stages = [member.facts["process"] for member in fleet.in_use]
         killed_s = kill_soon(of_stages[victim])
         with pytest.raises(StageError, match=rf"^Stage {victim} died"):
             list(running)
         assert time.monotonic() - killed_s[0] < SOON_S
         assert [alive(pid) for pid in of_stages] == [stage != victim for stage in range(num_stages)]
-        fleet.workers.append(fleet.workers.pop(victim))
-        fleet.members.append(fleet.members.pop(victim))
+        assert [member.lost for member in fleet.in_use] == [stage == victim for stage in range(num_stages)]
     fleet.stop()
     assert all(gone_within(pid, SOON_S) for pid in pids(fleet))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Mapping, Sequence
 
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
@@ -12,11 +10,14 @@ from raypipe.ir.plan import Partition
 __all__ = ["stage_words"]
 
 
-def stage_words(model: torch.nn.Module, graph: ModelGraph, partition: Partition) -> tuple[tuple[str, str], ...]:
+def stage_words(classes: Mapping[str, str], graph: ModelGraph, partition: Partition) -> tuple[tuple[str, str], ...]:
     """("stage 0", the modules from the first to the last that it holds), as Plan.reasons keep them.
 
     Named are the largest modules of which no other stage has a part. A stage without one, cut out of the middle of a
     module, gets that module's name; where operations belong to no module, their own names stand in.
+
+    Args:
+        classes: class name of every module of the model, by path.
     """
     order = partition.order or range(len(graph.nodes))
     paths = [[graph.nodes[i].module for i in order[stage.start : stage.stop]] for stage in partition.stages]
@@ -29,9 +30,9 @@ def stage_words(model: torch.nn.Module, graph: ModelGraph, partition: Partition)
     for stage, found in zip(partition.stages, paths, strict=True):
         wholes = [whole for path in found if (whole := _largest_alone(path, holders))]
         if wholes:
-            held = _from_to([_called(model, wholes[0]), _called(model, wholes[-1])])
+            held = _from_to([_called(classes, wholes[0]), _called(classes, wholes[-1])])
         elif any(found):
-            held = "a part of " + _called(model, next(filter(None, found)))
+            held = "a part of " + _called(classes, next(filter(None, found)))
         else:
             held = _from_to([stage.first_node, stage.last_node])
         words.append((f"stage {stage.index}", held))
@@ -49,12 +50,10 @@ def _largest_alone(path: str, holders: dict[str, set[int]]) -> str:
     return alone[0] if alone else ""
 
 
-def _called(model: torch.nn.Module, path: str) -> str:
-    try:
-        kind = type(model.get_submodule(path)).__name__
-    except AttributeError:  # of the loss, say
+def _called(classes: Mapping[str, str], path: str) -> str:
+    if path not in classes:  # an operation of the loss, say
         return path
-    return f"layer {path} ({kind})" if path.isdigit() else f"{path} ({kind})"
+    return f"layer {path} ({classes[path]})" if path.isdigit() else f"{path} ({classes[path]})"
 
 
 def _from_to(ends: Sequence[str]) -> str:

@@ -1,0 +1,260 @@
+"""Making a plan, in whichever process: the client, the driver actor, or threads. The same basis gives the same plan.
+
+    PlanBasis   recipe of the model, profile, request, cluster, facts about optimizer and machine
+        |  plan_for: decide, cut, schedule, shares, memory budgets, notes
+        v
+    Planned
+
+Nothing here looks at a clock, at the environment or at a tensor. ``another`` is the basis of a later plan of a run that
+has begun, with another number of stages or other links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raypipe.engine.capture.recipe import ModelRecipe
+from raypipe.engine.stage import StageProgram
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.plan import Plan
+from raypipe.ir.profile import Profile
+from raypipe.planner.columns import workspace_lines
+from raypipe.planner.control import Room, rooms_of, unknown_rooms
+from raypipe.planner.partition.fit import memory_of
+from raypipe.planner.tune import (
+    Decision,
+    Request,
+    decide,
+    make_partition,
+    make_plan,
+    plan_of,
+    seconds_by_count,
+)
+from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.stage_words import stage_words
+
+__all__ = ["PlanBasis", "another", "crowded_notes", "decided", "plan_for"]
+
+MOST_EACH = 2
+"""Workers per processor; a plan for more of them must be meant for other machines."""
+ONE_SIZE = "retune_microbatches has no effect: only one size of micro-batches is possible or was measured."
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBasis:
+    """What a plan is made from.
+
+    Attributes:
+        recipe: of the model.
+        request: what was configured; what it leaves open is decided anew with every plan.
+        profile: seconds and bytes of every operation; None where nothing is left open that these decide.
+        cluster: what to plan for; None for equal workers.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameters.
+        optimizer_class: its name; "" where it cannot be made for one parameter alone.
+        retunes_microbatches: the controller may change the number of micro-batches.
+        module_classes: class name of every module of the model, by path.
+        loss_words: what the loss averages over; "" where it goes without saying.
+        processors: of the machine that all workers will share; None where they will not, or nobody knows.
+        notes: further sentences for every plan.
+    """
+
+    recipe: ModelRecipe
+    request: Request
+    profile: Profile | None = None
+    cluster: Cluster | None = None
+    optimizer_factor: float = 2.0
+    optimizer_class: str = ""
+    retunes_microbatches: bool = False
+    module_classes: Mapping[str, str] = field(default_factory=dict)
+    loss_words: str = ""
+    processors: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def another(
+    basis: PlanBasis, plan: Plan, *, num_stages: int, num_workers: int | None = None, cluster: Cluster | None = None
+) -> PlanBasis:
+    """The basis of a later plan of the same run. Mini-batches are parted as before, so that no bit changes.
+
+    Args:
+        plan: that the run began with.
+        num_workers: that are offered now; None for as many as there are stages.
+        cluster: as it is now; None for equal workers.
+    """
+    request = dataclasses.replace(
+        basis.request,
+        num_stages=num_stages,
+        num_workers=num_workers,
+        minibatch_size=plan.minibatch_size,
+        num_microbatches=plan.num_microbatches,
+        split_points=(),
+        partitioner=basis.request.partitioner if basis.profile is not None else "parameters",
+    )
+    return dataclasses.replace(basis, request=request, cluster=cluster)
+
+
+def decided(basis: PlanBasis) -> Decision:
+    """Everything that the request leaves open, chosen.
+
+    Raises:
+        PlanError: nothing fits; names stage or field, and numbers.
+    """
+    assert basis.profile is not None, "without a profile there is nothing to decide by"
+    sizes = [size for size, _ in basis.profile.seconds_by_size]
+    known = dataclasses.replace(
+        basis.request,
+        optimizer_factor=basis.optimizer_factor,
+        least_microbatch=min(sizes) if len(sizes) > 1 else 1,  # the fewest samples that the model ran with
+    )
+    return decide(known, basis.profile, basis.cluster)
+
+
+def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: int = 0) -> Planned:
+    """The plan, and what its making tells besides.
+
+    Args:
+        decision: of this basis, where it has been made already.
+        generation: of the plan: how many plans the run had before.
+
+    Raises:
+        PlanError: nothing fits, or the stages cannot run as they were asked to; names the field.
+        CaptureError: the model cannot be cut like this.
+    """
+    counts: tuple[tuple[int, float], ...] = ()
+    if basis.profile is None:
+        partition = make_partition(basis.recipe.graph, basis.request)
+        programs = basis.recipe.programs(partition.cuts)
+        request = dataclasses.replace(basis.request, ties=_ties(programs))
+        plan = make_plan(request, partition, programs[0].first_trainable, _notes(basis.recipe, programs))
+        rooms = unknown_rooms(len(programs))
+    else:
+        decision = decision or decided(basis)
+        partition = decision.partition
+        programs = basis.recipe.programs(partition.cuts, partition.order)
+        request = dataclasses.replace(decision.request, ties=_ties(programs))
+        decision = dataclasses.replace(decision, request=request)
+        notes = [*_notes(basis.recipe, programs), *_profile_notes(basis, decision)]
+        plan = plan_of(decision, programs[0].first_trainable, notes)
+        rooms = _rooms(decision)
+        if basis.retunes_microbatches:
+            sizes = decision.minibatch_size, decision.num_microbatches, request.least_microbatch
+            counts = seconds_by_count(basis.profile, *sizes)
+    plan = _with_shares(plan, basis.recipe, programs)
+    still = [ONE_SIZE] if basis.retunes_microbatches and len(counts) < 2 else []
+    plan = dataclasses.replace(
+        plan,
+        generation=generation,
+        notes=(*plan.notes, *_late_notes(plan, basis.optimizer_class), *still, *basis.notes),
+        reasons=(
+            *stage_words(basis.module_classes, basis.recipe.graph, partition),
+            *plan.reasons,
+            *_further_reasons(basis, programs),
+        ),
+    )
+    return Planned(plan, rooms, counts)
+
+
+def _rooms(decision: Decision) -> tuple[Room, ...]:
+    memory = decision.limits.memory
+    if not memory.spec.of_kind.turned:  # the controller leaves it alone
+        return unknown_rooms(decision.partition.num_stages)
+    graph, partition = decision.graph, decision.partition
+    order = partition.order or range(len(graph.nodes))
+    lines = [workspace_lines(graph, order[stage.start : stage.stop]) for stage in partition.stages]
+    limits = [stage.limit_bytes for stage in decision.prediction.stages]
+    return rooms_of(memory_of(graph, partition, memory), memory, limits, lines)
+
+
+def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgram]) -> Plan:
+    """The plan with each stage's share of what learns, where stages clip their own norms.
+
+    Raises:
+        PlanError: stages that do not wait for each other share a parameter.
+    """
+    interval = plan.weights.interval
+    if interval is None:
+        return plan
+    shared = sorted({name for program in programs for name in program.shared_with})
+    if shared and interval < len(programs):
+        raise PlanError(
+            f"{shared[0]!r} belongs to several stages, which add its gradients before every update; with one every "
+            f"{interval} micro-batches they would wait for each other all the time. Take schedule='2bw', an "
+            f"update_interval of at least {len(programs)}, or split points that keep its uses on one stage."
+        )
+    owned = [
+        sum(recipe.sizes[name] for name in program.trainable if name not in program.shared_with) for program in programs
+    ]
+    total = sum(owned) or 1
+    shares = tuple(count / total for count in owned)
+    # Whoever shares a parameter exchanges gradients at every update, and with them waits anyway.
+    alone = plan.weights.norm_per_stage and not shared
+    return dataclasses.replace(
+        plan,
+        weights=dataclasses.replace(plan.weights, shares=shares, norm_per_stage=alone),
+        schedule=dataclasses.replace(
+            plan.schedule, wiring=dataclasses.replace(plan.schedule.wiring, norm_per_stage=alone)
+        ),
+        spec=plan.spec and dataclasses.replace(plan.spec, overlap=alone),
+    )
+
+
+def _ties(programs: Sequence[StageProgram]) -> bool:
+    return any(program.shared_with for program in programs)
+
+
+def _notes(recipe: ModelRecipe, programs: Sequence[StageProgram]) -> list[str]:
+    notes = []
+    frozen = len(recipe.sizes) - len(recipe.trainable)
+    if frozen:
+        notes.append(f"{frozen} of {len(recipe.sizes)} parameters are frozen and stay as they are.")
+    unused = [name for name in recipe.trainable if name not in programs[0].num_sites]
+    if unused:
+        notes.append(f"Never used by forward, so never trained: {', '.join(sorted(unused)[:5])}.")
+    return notes
+
+
+def _profile_notes(basis: PlanBasis, decision: Decision) -> list[str]:
+    """What the speeds of a described cluster are relative to; of one machine, that workers share its processors."""
+    if basis.cluster is None:
+        devices = {device for stage in decision.partition.stages for device in stage.devices}
+        return crowded_notes(len(devices), basis.processors)
+    device = basis.profile.device if basis.profile is not None else ""
+    where = f": {device}" if device else ""
+    return [f"speed 1.0 of a device is that of the machine which timed the model{where}."]
+
+
+def crowded_notes(workers: int, processors: int | None) -> list[str]:
+    """A sentence where workers wait for processors, of which predicted steps know nothing.
+
+    Args:
+        processors: that all of them share; None where nobody knows.
+    """
+    if processors is None or not processors < workers <= MOST_EACH * processors:
+        return []
+    return [
+        f"{workers} workers share this machine's {processors} processor{'s' * (processors > 1)}, but the prediction "
+        "counts one for each: steps will take longer."
+    ]
+
+
+def _late_notes(plan: Plan, optimizer_class: str) -> list[str]:
+    """A sentence where late gradients are known to hurt: adaptive moments magnify them."""
+    late = plan.weights.interval is not None and plan.partition.num_stages > 1
+    if not late or "adam" not in optimizer_class.lower():
+        return []
+    return [
+        f"{optimizer_class} is known to suffer from late gradients (arXiv:2606.30634), SGD with momentum less; a "
+        "synchronous schedule such as '1f1b' has none."
+    ]
+
+
+def _further_reasons(basis: PlanBasis, programs: Sequence[StageProgram]) -> list[tuple[str, str]]:
+    """What was found on the way, for whoever wants to know all of it."""
+    found = [("loss", basis.loss_words)] if basis.loss_words else []
+    shared = sorted({name for program in programs for name in program.shared_with})
+    if shared:
+        found.append(("shared", f"several stages use {', '.join(shared)} and add up its gradients before every step"))
+    return found + [("profile", note) for note in (basis.profile.notes if basis.profile is not None else ())]

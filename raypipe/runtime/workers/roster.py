@@ -1,0 +1,150 @@
+"""The actors of a fleet: starting them in places of their own, who is in use and who is spare, ending them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError
+from raypipe.ir.plan import human_bytes
+from raypipe.runtime.workers.places import release, reserve
+from raypipe.runtime.workers.worker import StageActor
+
+__all__ = ["GRACE_S", "Member", "chosen", "results", "shared_memory_notes", "start_members", "stop_members"]
+
+START_TIMEOUT_S = 150.0
+LEAST_SHM_BYTES = 256 << 20
+GRACE_S = 2.0
+"""How long to wait for what should come at once, such as the other stages' word after a failure."""
+
+
+@dataclass(slots=True)
+class Member:
+    """An actor of the fleet, in use or spare.
+
+    Attributes:
+        place: its placement group.
+        facts: what it says of itself: address, node, host, process, versions.
+        worker: its number in the pipeline; None for a spare.
+        joined: it knows the run.
+        lost: its process has ended, so that no plan can use it again.
+    """
+
+    actor: Any
+    place: PlacementGroup
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    worker: int | None = None
+    joined: bool = False
+    lost: bool = False
+
+
+def start_members(
+    num_workers: int,
+    resources: Mapping[str, float],
+    transport: str,
+    link_ports: tuple[int, int] | None,
+    owner: str,
+) -> list[Member]:
+    """Actors, each in a place of its own; see Fleet for the arguments and for what is raised. None is left then."""
+    needs = {name: amount for name, amount in resources.items() if amount}
+    if not needs:
+        raise ConfigError(
+            "resources_per_worker asks for nothing, so stages could not be placed; give each at least a share of a "
+            'CPU: ScalingConfig(resources_per_worker={"CPU": 0.1}).'
+        )
+    extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+    options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
+    places = reserve(owner, num_workers, needs)
+    roster: list[Member] = []
+    try:
+        for place in places:
+            strategy = PlacementGroupSchedulingStrategy(placement_group=place)
+            roster.append(Member(StageActor.options(scheduling_strategy=strategy, **options).remote(), place))
+        _introduce(roster, transport, link_ports)
+    except BaseException:
+        stop_members(roster)
+        release(places)
+        raise
+    return roster
+
+
+def stop_members(roster: Sequence[Member]) -> None:
+    """Close the links, then end the actors; within seconds, whatever state they are in."""
+    with contextlib.suppress(RayError, GetTimeoutError):
+        ray.get([member.actor.close.remote() for member in roster], timeout=GRACE_S)
+    for member in roster:
+        with contextlib.suppress(RayError):
+            ray.kill(member.actor, no_restart=True)
+    release([member.place for member in roster])
+
+
+def chosen(roster: Sequence[Member], count: int, members: Sequence[int] | None) -> list[Member]:
+    """The members that become workers 0, 1, ...
+
+    Args:
+        members: their positions in the roster; None takes those in use, in their order, then spares.
+
+    Raises:
+        PlanError: there are not so many.
+    """
+    if members is not None:
+        return [roster[at] for at in members]
+    there = [member for member in roster if not member.lost]
+    if count > len(there):
+        raise PlanError(f"The plan needs {count} workers, but only {len(there)} are there.")
+    return sorted(there, key=lambda member: math.inf if member.worker is None else member.worker)[:count]
+
+
+def _introduce(roster: Sequence[Member], transport: str, link_ports: tuple[int, int] | None) -> None:
+    """Wait for an actor in each place; its process imports torch, which takes a while on a busy machine."""
+    refs = [member.actor.listen.remote(transport, link_ports) for member in roster]
+    _, waiting = ray.wait(refs, num_returns=len(refs), timeout=START_TIMEOUT_S)
+    if waiting:
+        raise PlanError(
+            f"Worker {refs.index(waiting[0])} has its place, but its process did not start within "
+            f"{START_TIMEOUT_S:g} s. Look at that node's load and at Ray's worker logs."
+        )
+    found = results(refs, GRACE_S, "starting")
+    for worker, (member, facts) in enumerate(zip(roster, found, strict=True)):
+        member.facts = facts
+        if facts["versions"] != found[0]["versions"]:
+            raise PlanError(
+                f"Worker {worker} on {facts['host']} runs {facts['versions']}, but worker 0 on "
+                f"{found[0]['host']} runs {found[0]['versions']}. Install the same versions on every node."
+            )
+
+
+def results(refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
+    """Of all these calls.
+
+    Raises:
+        RaypipeError: of the first stage that failed; one did not answer in time, or died.
+    """
+    try:
+        return ray.get(list(refs), timeout=timeout_s)
+    except GetTimeoutError:
+        raise StageError(f"The stages did not finish {doing} within {timeout_s:g} s.") from None
+    except RayTaskError as error:
+        if isinstance(error.cause, RaypipeError):
+            raise error.cause from None
+        raise StageError(f"A stage failed while {doing}: {error}") from None
+    except RayActorError as error:
+        raise StageError(f"A stage died while {doing}: {error}") from None
+
+
+def shared_memory_notes(members: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A warning for every host whose /dev/shm is too small for Ray's object store; a container's default is 64 MiB."""
+    small = {m["host"]: m["shm_bytes"] for m in members if 0 < m["shm_bytes"] < LEAST_SHM_BYTES}
+    return [
+        f"/dev/shm on {host} has {human_bytes(size)}, so Ray's object store spills to disk: give it more "
+        "(docker run --shm-size=8g)."
+        for host, size in small.items()
+    ]

@@ -1,0 +1,69 @@
+"""Plans that are made in other processes than the user's, and carried out on workers that live on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from raypipe import load_state_dict
+from raypipe.engine.checkpoint import find_checkpoint
+from raypipe.runtime.run.blueprint import Blueprint, assemble
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.planning import another, plan_for
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import stored
+from tests.exactness import same_bits
+from tests.runtime.run.test_planning import STEPS, StopsAfter, trainer
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+STAGES = (2, 3, 2)
+"""Of one plan after the other."""
+
+
+@ray.remote(num_cpus=0)
+def planned_there(blueprint: Blueprint) -> Planned:
+    return plan_for(blueprint.basis)
+
+
+def test_another_process_makes_the_same_plan(local_ray: None, tmp_path: Path) -> None:
+    made = trainer(tmp_path, "run", "unet", partitioner="auto", num_microbatches="auto", memory_limit_bytes=1 << 30)
+    job = made._prepared()
+    there = ray.get(planned_there.remote(made._blueprint(job, STEPS, local=False)))
+    assert there == job.planned
+    assert there.plan.prediction is not None
+    assert there.plan.to_json() == job.plan.to_json()
+
+
+def test_living_workers_take_one_plan_after_the_other(fleet: Fleet, tmp_path: Path) -> None:
+    """Two stages, three, and two again, of other members: processes are kept, and the bits are those of one plan."""
+    made = trainer(tmp_path, "changed", "noisy")
+    job = made._prepared()
+    blueprint = made._blueprint(job, STEPS, local=False)
+    place, tensors = blueprint.spec.place, stored(job.tensors)
+    processes = [member.facts["process"] for member in fleet.roster]
+    planned, used = plan_for(blueprint.basis), []
+    for generation, count in enumerate(STAGES):
+        sources = []
+        if generation:
+            planned = plan_for(another(blueprint.basis, job.plan, num_stages=count), generation=generation)
+            newest, _ = find_checkpoint(place)
+            assert newest is not None
+            sources = [newest.folder]
+            tensors.let_go(job.persistent)
+        requests, (run, setup, plan) = Requests(), assemble(blueprint, planned)
+        members = (3, 0) if generation == 2 else None
+        fleet.configure(run, setup, [*sources, tensors], members)
+        used.append([fleet.roster.index(member) for member in fleet.in_use])
+        run_loop(fleet, blueprint.spec, plan, StopsAfter(requests, 2 * (generation + 1)), requests)
+    assert [len(workers) for workers in used] == list(STAGES)
+    assert used[2] == [3, 0]
+    assert [member.worker for member in fleet.roster] == [1, None, None, 0]
+    assert [member.facts["process"] for member in fleet.roster] == processes
+    alone = trainer(tmp_path, "alone", "noisy").fit(STEPS, local=True, progress=False)
+    found, wanted = load_state_dict(place.path), load_state_dict(alone.checkpoint)
+    assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
