@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.sources import ROOT, tree_of
+
 HOP = re.compile(r"`([a-z_/]+\.py)(?:::([\w.]+))?`")
 
 
@@ -15,9 +15,9 @@ def hops(text: str) -> list[tuple[str, str]]:
     return [(file, name) for file, name in HOP.findall(text) if not file.startswith("tests/")]
 
 
-def defines(source: str, name: str) -> bool:
+def defines(tree: ast.Module, name: str) -> bool:
     """Whether a module defines the class, function or method of this dotted name."""
-    body: list[ast.stmt] = ast.parse(source).body
+    body: list[ast.stmt] = tree.body
     for part in name.split("."):
         found = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
         if not found:
@@ -32,7 +32,7 @@ def test_every_hop_exists() -> None:
     missing = []
     for file, name in found:
         path = ROOT / "raypipe" / file
-        if not path.is_file() or (name and not defines(path.read_text("utf-8"), name)):
+        if not path.is_file() or (name and not defines(tree_of(path), name)):
             missing.append(f"{file}::{name}")
     assert missing == []
 
@@ -43,4 +43,10 @@ def test_a_hop_that_is_gone_is_found() -> None:
         ("engine/local.py", ""),
     ]
     source = "class A:\n    def b(self): ...\ndef c(): ..."
-    assert [defines(source, name) for name in ("A", "A.b", "c", "A.c", "b")] == [True, True, True, False, False]
+    assert [defines(ast.parse(source), name) for name in ("A", "A.b", "c", "A.c", "b")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]

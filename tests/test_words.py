@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.sources import FILES, ROOT, tree_of
+
 FOLDERS = ("raypipe", "jobs", "tests", "docs", "dashboards", ".ci")
 KINDS = {"", ".py", ".md", ".toml", ".cfg", ".txt", ".yaml", ".yml", ".json", ".csv", ".ipynb", ".sh"}
 TEXTS = sorted(
@@ -19,7 +19,6 @@ TEXTS = sorted(
 # Put together from pieces, so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.~$})-])/(?:" + "|".join(["work", "home", "root", "Users", "mnt", "opt"]) + r")/\w")
 UNPICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
-SOURCES = sorted((ROOT / "raypipe").rglob("*.py"))
 
 
 def test_no_path_of_one_machine() -> None:
@@ -35,12 +34,12 @@ def test_the_pattern_finds_paths() -> None:
     assert not MACHINE_PATH.search(f"runs{slash}work{slash}x, https:{slash}{slash}host{slash}home{slash}x")
 
 
-def unpicklers(source: str) -> list[str]:
+def unpicklers(tree: ast.Module) -> list[str]:
     """Everything in a module that could run code out of a message or a file."""
     found = []
-    tree = ast.parse(source)
-    safe = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and _weights_only(node)}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    safe = {id(node.func) for node in nodes if isinstance(node, ast.Call) and _weights_only(node)}
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNPICKLERS]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -62,8 +61,8 @@ def _weights_only(call: ast.Call) -> bool:
 
 
 def test_nothing_unpickles() -> None:
-    assert len(SOURCES) > 150
-    found = {str(path.relative_to(ROOT)): unpicklers(path.read_text(encoding="utf-8")) for path in SOURCES}
+    assert len(FILES) > 150
+    found = {str(path.relative_to(ROOT)): unpicklers(tree_of(path)) for path in FILES}
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -80,7 +79,7 @@ def test_nothing_unpickles() -> None:
     ],
 )
 def test_unpicklers_are_found(source: str) -> None:
-    assert len(unpicklers(source)) == 1
+    assert len(unpicklers(ast.parse(source))) == 1
 
 
 RIDDLES = (
@@ -95,12 +94,12 @@ RIDDLES = (
 )
 
 
-def spoken(source: str) -> list[str]:
+def spoken(tree: ast.Module) -> list[str]:
     """All texts of a module that a person may see: strings and the fixed parts of f-strings, no docstrings."""
-    tree = ast.parse(source)
-    silent = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = list(ast.walk(tree))
+    silent = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             found.append("".join(p.value if isinstance(p, ast.Constant) else "{}" for p in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
@@ -108,13 +107,13 @@ def spoken(source: str) -> list[str]:
     return found
 
 
-def riddles(source: str) -> list[str]:
+def riddles(tree: ast.Module) -> list[str]:
     """Texts that whoever did not write the planner would not understand at first reading."""
-    return [text for text in spoken(source) if any(riddle in text for riddle in RIDDLES)]
+    return [text for text in spoken(tree) if any(riddle in text for riddle in RIDDLES)]
 
 
 def test_nothing_that_is_printed_is_a_riddle() -> None:
-    found = {str(path.relative_to(ROOT)): riddles(path.read_text(encoding="utf-8")) for path in SOURCES}
+    found = {str(path.relative_to(ROOT)): riddles(tree_of(path)) for path in FILES}
     assert {path: texts for path, texts in found.items() if texts} == {}
 
 
@@ -122,9 +121,9 @@ def test_nothing_that_is_printed_is_a_riddle() -> None:
     "source", ["x = 'decided by optimum'", "x = f'{a}, bubble {b:.0%}'", "print(f'{a} before scaling')"]
 )
 def test_riddles_are_found(source: str) -> None:
-    assert riddles(source)
-    assert not riddles("'''The closed form, decided by the free links.'''")
+    assert riddles(ast.parse(source))
+    assert not riddles(ast.parse("'''The closed form, decided by the free links.'''"))
 
 
 def test_reading_weights_only_is_no_unpickling() -> None:
-    assert unpicklers("import torch\ntorch.load('x', weights_only=True)") == []
+    assert unpicklers(ast.parse("import torch\ntorch.load('x', weights_only=True)")) == []

@@ -75,16 +75,6 @@ def test_an_error_shows_where_it_comes_from_when_asked_to() -> None:
     assert "There is no schedule 'kfbk'" in run.stderr
 
 
-def test_a_mistake_in_a_run_file_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("model: {target: 'm:f'}\npipeline: {shedule: 1f1b}\n")
-    for verb in ("train", "plan", "simulate"):
-        run = command(verb, path)
-        assert run.returncode == 1
-        assert f"{path}, line 2: pipeline.shedule: unknown; did you mean schedule?" in run.stderr
-        assert "Traceback" not in run.stderr
-
-
 def test_mistakes_in_the_command_end_with_2(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     for arguments in (
@@ -102,16 +92,33 @@ def test_mistakes_in_the_command_end_with_2(tmp_path: Path) -> None:
         assert result.exit_code == 2, (arguments, result.output)
 
 
+def ends_light(*commands: list[str]) -> subprocess.CompletedProcess[str]:
+    """One process that is given these commands in turn and then names what it imported that takes its time."""
+    heavy = ("torch", "ray", "numpy", "pyarrow", "pandas")
+    check = (
+        "import sys; from raypipe.cli import main\n"
+        f"for arguments in {commands!r}:\n"
+        "    sys.argv[1:] = arguments\n"
+        "    try: main()\n"
+        "    except SystemExit as end: print('status', end.code)\n"
+        f"print('heavy:', *sorted(set({heavy!r}) & set(sys.modules)), 'yaml:', 'yaml' in sys.modules)"
+    )
+    return subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=240, check=True)
+
+
 def test_help_and_version_import_nothing_heavy() -> None:
-    heavy = ("torch", "ray", "numpy", "pyarrow", "pandas", "yaml")
-    for arguments in (["version"], ["--help"], ["train", "--help"]):
-        check = (
-            "import sys; from raypipe.cli import main; sys.argv[1:] = " + repr(arguments) + "\n"
-            "try: main()\nexcept SystemExit: pass\n"
-            f"print('heavy:', *sorted(set({heavy!r}) & set(sys.modules)))"
-        )
-        done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=240, check=True)
-        assert done.stdout.rstrip().endswith("heavy:")
+    done = ends_light(["version"], ["--help"], ["train", "--help"])
+    assert done.stdout.rstrip().endswith("heavy: yaml: False")
+
+
+def test_a_mistake_in_a_run_file_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {target: 'm:f'}\npipeline: {shedule: 1f1b}\n")
+    done = ends_light(*([verb, str(path)] for verb in ("train", "plan", "simulate")))
+    assert done.stderr.count(f"{path}, line 2: pipeline.shedule: unknown; did you mean schedule?") == 3
+    assert "Traceback" not in done.stderr
+    assert done.stdout.split("\n")[:3] == ["status 1"] * 3
+    assert done.stdout.rstrip().endswith("heavy: yaml: True")
 
 
 def folder_of_a_run(tmp_path: Path, *decisions: str) -> Path:
