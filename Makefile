@@ -11,7 +11,7 @@ TIERS ?=
 .PHONY: help install lint test train clean
 
 help:
-	@echo "make install | lint | test [TIERS='lint core engine ray gpu'] | train | clean"
+	@echo "make install | lint | test [TIERS='lint core laws engine ray gpu'] | train | clean"
 
 install: $(INSTALLED)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
+
 from tests.sources import ROOT, tree_of
 
 HOP = re.compile(r"`([a-z_/]+\.py)(?:::([\w.]+))?`")
@@ -26,6 +28,7 @@ def defines(tree: ast.Module, name: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_every_hop_exists() -> None:
     found = hops((ROOT / "docs" / "flow.md").read_text("utf-8"))
     assert len(found) > 40

@@ -170,12 +170,14 @@ def imported_files() -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_files_import_what_their_layer_allows() -> None:
     assert len(FILES) > 150
     found = {path: breaches(path.relative_to(ROOT / "raypipe").as_posix(), tree_of(path)) for path in FILES}
     assert {str(path.relative_to(ROOT)): what for path, what in found.items() if what} == {}
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle() -> None:
     found = imported_files()
     assert len(found) > 150
@@ -233,6 +235,7 @@ def test_the_light_layers_load_alone(module: str) -> None:
     assert done.stdout.split() == []
 
 
+@pytest.mark.slow
 def test_every_module_of_the_planner_loads_alone() -> None:
     modules = [
         "raypipe." + path.relative_to(ROOT / "raypipe").with_suffix("").as_posix().replace("/", ".")

@@ -14,9 +14,15 @@ BY_NAME = {tier.name: tier for tier in tiers.TIERS}
 
 
 def test_every_test_file_is_in_one_tier() -> None:
-    counts = Counter(path for tier in tiers.TIERS for path in tiers.files_of(tier))
+    counts = Counter(path for tier in tiers.TIERS if not tier.of for path in tiers.files_of(tier))
     assert set(counts) == set(TESTS.rglob("test_*.py"))
     assert set(counts.values()) == {1}
+
+
+def test_what_core_leaves_out_is_in_laws() -> None:
+    core, laws = BY_NAME["core"], BY_NAME["laws"]
+    assert tiers.files_of(core) == tiers.files_of(laws)
+    assert (core.options[-2:], laws.options[-2:]) == (("-m", "not slow"), ("-m", "slow"))
 
 
 def test_every_file_that_a_tier_names_exists() -> None:
@@ -68,9 +74,10 @@ def test_a_failure_fails_the_run_and_later_tiers_still_run(
 ) -> None:
     outcomes(monkeypatch, core=tiers.Outcome("FAILED", "2 ran"))
     assert tiers.main([]) == 1
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-5:]] == [
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-6:]] == [
         ["lint", "passed"],
         ["core", "FAILED"],
+        ["laws", "passed"],
         ["engine", "passed"],
         ["ray", "passed"],
         ["gpu", "passed"],

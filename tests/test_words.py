@@ -60,6 +60,7 @@ def _weights_only(call: ast.Call) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_nothing_unpickles() -> None:
     assert len(FILES) > 150
     found = {str(path.relative_to(ROOT)): unpicklers(tree_of(path)) for path in FILES}
@@ -112,6 +113,7 @@ def riddles(tree: ast.Module) -> list[str]:
     return [text for text in spoken(tree) if any(riddle in text for riddle in RIDDLES)]
 
 
+@pytest.mark.slow
 def test_nothing_that_is_printed_is_a_riddle() -> None:
     found = {str(path.relative_to(ROOT)): riddles(tree_of(path)) for path in FILES}
     assert {path: texts for path, texts in found.items() if texts} == {}

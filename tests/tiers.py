@@ -52,6 +52,7 @@ class Tier:
             priority, in a process of their own.
         long: those that take longest, as globs: they are begun first, so that no core waits for another at the end.
         optional: may have no tests yet, or a machine that cannot run it.
+        of: the tier whose files it takes, where its own are those that ``options`` choose among them.
     """
 
     name: str
@@ -60,11 +61,13 @@ class Tier:
     patient: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     optional: bool = False
+    of: str = ""
 
 
 TIERS = (
     Tier("lint", 60),
-    Tier("core", 10, ("--forbid=torch,ray", *PARALLEL)),
+    Tier("core", 10, ("--forbid=torch,ray", *PARALLEL, "-m", "not slow")),
+    Tier("laws", 60, ("--forbid=torch,ray", *PARALLEL, "-m", "slow"), of="core"),
     Tier(
         "engine",
         180,
@@ -110,7 +113,7 @@ def tier_of(path: Path, root: Path = ROOT / "tests") -> str:
         for node in ast.parse(text).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
                 marks = {part.attr for part in ast.walk(node.value) if isinstance(part, ast.Attribute)}
-                if own := marks & {tier.name for tier in TIERS}:
+                if own := marks & {tier.name for tier in TIERS if not tier.of}:
                     return own.pop()
     return FOLDERS.get(path.relative_to(root).parts[0], "core")
 
@@ -118,7 +121,9 @@ def tier_of(path: Path, root: Path = ROOT / "tests") -> str:
 def files_of(tier: Tier, root: Path = ROOT / "tests") -> list[Path]:
     """The tier's test files: the long ones first, else sorted."""
     long = [path for pattern in tier.long for path in sorted(root.glob(pattern))]
-    return long + sorted({path for path in root.rglob("test_*.py") if tier_of(path, root) == tier.name} - set(long))
+    return long + sorted(
+        {path for path in root.rglob("test_*.py") if tier_of(path, root) == (tier.of or tier.name)} - set(long)
+    )
 
 
 def has_gpu(devices: Path = Path("/dev")) -> bool:

@@ -59,6 +59,7 @@ def command(*arguments: object, **environment: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.slow
 def test_an_error_is_one_paragraph_on_standard_error() -> None:
     run = command("simulate", "--schedule", "kfbk")
     assert run.returncode == 1
@@ -68,6 +69,7 @@ def test_an_error_is_one_paragraph_on_standard_error() -> None:
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_an_error_shows_where_it_comes_from_when_asked_to() -> None:
     run = command("simulate", "--schedule", "kfbk", RAYPIPE_DEBUG="1")
     assert run.returncode == 1
@@ -75,6 +77,7 @@ def test_an_error_shows_where_it_comes_from_when_asked_to() -> None:
     assert "There is no schedule 'kfbk'" in run.stderr
 
 
+@pytest.mark.slow
 def test_mistakes_in_the_command_end_with_2(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     for arguments in (
@@ -106,11 +109,13 @@ def ends_light(*commands: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=240, check=True)
 
 
+@pytest.mark.slow
 def test_help_and_version_import_nothing_heavy() -> None:
     done = ends_light(["version"], ["--help"], ["train", "--help"])
     assert done.stdout.rstrip().endswith("heavy: yaml: False")
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_run_file_is_named_before_anything_heavy_is_imported(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: {target: 'm:f'}\npipeline: {shedule: 1f1b}\n")

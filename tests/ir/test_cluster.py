@@ -21,6 +21,7 @@ DEVICES = st.builds(
 LINKS = st.builds(Link, st.sampled_from([math.inf, 3e9]), st.sampled_from([0.0, 1e-3]))
 
 
+@pytest.mark.slow
 @given(st.lists(DEVICES, min_size=1, max_size=4), st.lists(LINKS, min_size=1, max_size=3))
 def test_json_there_and_back(devices: list[Device], links: list[Link]) -> None:
     cluster = Cluster(tuple(devices), tuple(links))

@@ -46,6 +46,7 @@ def reachable(graph: ModelGraph) -> dict[int, set[int]]:
     return below
 
 
+@pytest.mark.slow
 @given(graphs(), st.data())
 def test_any_grouping_keeps_every_sum_or_is_refused(graph: ModelGraph, data: st.DataObject) -> None:
     size = len(graph.nodes)
@@ -81,6 +82,7 @@ def cyclic(graph: ModelGraph, labels: list[int]) -> bool:
     return bool(left)
 
 
+@pytest.mark.slow
 @given(graphs(), st.sampled_from([None, 1, 2]))
 def test_runs_of_a_module_are_always_whole(graph: ModelGraph, depth: int | None) -> None:
     """And a cut between them costs what the fine graph says."""
@@ -95,6 +97,7 @@ def test_runs_of_a_module_are_always_whole(graph: ModelGraph, depth: int | None)
         assert a != b
 
 
+@pytest.mark.slow
 @given(graphs())
 def test_a_group_per_node_changes_nothing(graph: ModelGraph) -> None:
     assert group_nodes(graph, range(len(graph.nodes))).graph == dataclasses.replace(
@@ -102,6 +105,7 @@ def test_a_group_per_node_changes_nothing(graph: ModelGraph) -> None:
     )
 
 
+@pytest.mark.slow
 @given(graphs())
 def test_a_graph_survives_its_text(graph: ModelGraph) -> None:
     assert ModelGraph.from_json(graph.to_json()) == graph

@@ -18,6 +18,7 @@ def test_json_there_and_back(graph: ModelGraph) -> None:
     assert ModelGraph.from_json(graph.to_json()) == graph
 
 
+@pytest.mark.slow
 @given(graphs(most=8, together=True), st.data())
 def test_a_cut_carries_every_output_that_is_still_used_once(graph: ModelGraph, data: st.DataObject) -> None:
     position = data.draw(st.integers(1, len(graph.nodes)))

@@ -24,6 +24,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> corpus.Corpus:
     return corpus.build_corpus(tmp_path_factory.mktemp("corpus"), context=16, max_bytes=400_000)
 
 
+@pytest.mark.slow
 def test_rows_are_the_text_and_targets_one_byte_later(built: corpus.Corpus) -> None:
     for path, text in [(built.train, built.train_text), (built.heldout, built.heldout_text)]:
         table = pq.read_table(path)

@@ -44,6 +44,7 @@ def pipelines(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...], Costs]:
     return stages, draw(st.integers(1, 8)), slack, costs
 
 
+@pytest.mark.slow
 @given(pipelines())
 def test_a_run_of_overlapping_steps_is_never_longer_and_holds_no_more(
     found: tuple[int, int, tuple[int, ...], Costs],
@@ -63,6 +64,7 @@ def test_a_run_of_overlapping_steps_is_never_longer_and_holds_no_more(
     assert period_s >= max(s + step for s, step in zip(own_s, costs.step_s, strict=True)) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @given(pipelines(), st.integers(1, 4))
 def test_the_controller_counts_by_how_much_steps_make_the_run_longer(
     found: tuple[int, int, tuple[int, ...], Costs], replays: int

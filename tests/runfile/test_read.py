@@ -119,6 +119,7 @@ NAMES = st.from_regex(r"[a-z]{1,6}", fullmatch=True)
 ARGS = st.dictionaries(NAMES, st.one_of(st.integers(), st.floats(allow_nan=False), st.text("no3e-41:'\"# "), st.none()))
 
 
+@pytest.mark.slow
 @given(args=ARGS, width=st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=False)))
 def test_the_effective_settings_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, args: dict, width: float

@@ -31,6 +31,7 @@ def typed(value: Any) -> Any:
     return [typed(item) for item in value] if isinstance(value, list) else (type(value), value)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(TEXTS, VALUES, max_size=4))
 def test_what_is_written_is_read_here_and_by_any_other_reader(values: dict[str, Any]) -> None:
     text = dump(values)

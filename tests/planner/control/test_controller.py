@@ -61,6 +61,7 @@ def test_a_slow_link_is_answered_after_two_looks_and_the_answer_judged():
     assert paid.numbers["achieved_gain"] == pytest.approx(paid.numbers["predicted_gain"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_every_decision_has_a_sentence_and_plain_numbers():
     _, _, decisions = run_controlled(pipeline_of({10: (0, 0.025), 30: (1, 0.025)}, noise=0.02), setup_of(), 60)
     assert len(decisions) > 8
@@ -83,6 +84,7 @@ def test_one_odd_step_changes_nothing():
     assert verdicts(decisions) == ["10 wait"]
 
 
+@pytest.mark.slow
 def test_a_switch_that_does_not_pay_is_undone_and_not_tried_again_soon():
     """A codec that in truth saves nothing: the link takes 25 ms whatever it carries."""
     pipeline = pipeline_of({0: (0, 0.025)}, codecs={"bf16": 1.0})
@@ -101,6 +103,7 @@ def test_a_switch_that_does_not_pay_is_undone_and_not_tried_again_soon():
     assert sum(choice.lossy for choice in choices) < 45
 
 
+@pytest.mark.slow
 def test_a_change_ends_the_quiet_after_switches_that_did_not_pay():
     """Three switches to a codec that saved nothing; then the link is slow in another way, and the codec pays."""
     setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
@@ -122,6 +125,7 @@ def test_a_change_ends_the_quiet_after_switches_that_did_not_pay():
     assert choices[-1].codec(0, True) == "bf16"
 
 
+@pytest.mark.slow
 def test_the_quiet_after_a_switch_that_did_not_pay_has_a_limit():
     pipeline = pipeline_of({0: (0, 0.025)}, codecs={"bf16": 1.0})
     setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
@@ -133,6 +137,7 @@ def test_the_quiet_after_a_switch_that_did_not_pay_has_a_limit():
     assert gaps.count(gaps[-1]) >= 3
 
 
+@pytest.mark.slow
 def test_a_codec_goes_when_the_link_is_free_again():
     pipeline = pipeline_of({5: (0, 0.04), 40: (0, 0.0)}, codecs={"bf16": 2.0})
     setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
@@ -167,6 +172,7 @@ def test_a_measured_peak_above_the_limit_takes_slack_back_at_once():
     assert controller.wanted == switch.choice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "kfkb", "slack"])
 def test_the_state_survives_json_between_any_two_steps(mode):
     setup = setup_of(mode=mode, rooms=(Room(),) * 4, choice=Choice(ONE.spec.as_kind("kfkb")) if mode == "kfkb" else ONE)

@@ -27,6 +27,7 @@ def choices(draw: st.DrawFn, stages: int, first_trainable: int = 0) -> Choice:
     return Choice(spec_for(kind, stages, count, group_size=group_size, slack=r, first_trainable=first_trainable))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
     stages = data.draw(st.integers(1, 5))
@@ -47,6 +48,7 @@ def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
     assert found == makespan_s(lower(schedule_of(choice.spec, stages)), costs)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_messages_with_times_of_their_own_give_what_the_pipeline_takes(data):
     stages = data.draw(st.integers(2, 4))

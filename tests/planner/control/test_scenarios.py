@@ -247,6 +247,7 @@ def test_on_a_noisy_steady_link_it_settles(seed, occupancy_s, latency_s, noise, 
     assert sum(step >= 60 for step in changes) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uncounted", [(), (PHASE,), (PHASE, PHASE + 1), (PHASE + 1,), range(PHASE - 8, PHASE + 9)])
 def test_a_change_in_steps_that_do_not_count_is_answered_too(uncounted: Sequence[int]) -> None:
     """The steps of before the change say nothing of the choice that it made slow."""
@@ -287,6 +288,7 @@ def behind_a_bucket(link: Link, bucket_bytes: int, seed: int = 1) -> tuple[Pipel
     return Pipeline([(0.024, 0.045)] * 2, link, noise=0.02, stamp_noise_s=2e-4, seed=seed, **wire), setup
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through_json", [False, True])
 @pytest.mark.parametrize(("mbit", "bucket_bytes"), [(12, 131_072), (12, 200_000), (25, 131_072)])
 def test_small_messages_do_not_speak_for_whole_ones(mbit: int, bucket_bytes: int, through_json: bool) -> None:
@@ -365,6 +367,7 @@ def with_microbatches(overhead: float, count: int = 4) -> Setup:
     return Setup("auto", Choice(ScheduleSpec("1f1b", count)), (Room(),) * 4, microbatch_seconds=times)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through_json", [False, True])
 def test_more_and_smaller_micro_batches_fill_the_pipeline(through_json: bool) -> None:
     """Four stages with four micro-batches idle for three sevenths of the time."""

@@ -39,6 +39,7 @@ def at_most(*counts: int) -> tuple[Room, ...]:
     return tuple(Room(most_in_flight=count) for count in counts)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.floats(0.0, 0.045), st.floats(0.0, 0.06)), min_size=1, max_size=3),
@@ -56,6 +57,7 @@ def test_the_choice_is_as_quick_as_the_best_of_all_that_fit(hops, spare):
     assert found.best == found.lossless
 
 
+@pytest.mark.slow
 @given(st.floats(0.0, 0.08), st.floats(0.0, 0.04), st.integers(1, 10), st.integers(2, 4))
 def test_k_is_the_optimum_of_all_k_that_fit(latency_s, occupancy_s, most, stages):
     count = 12
@@ -68,6 +70,7 @@ def test_k_is_the_optimum_of_all_k_that_fit(latency_s, occupancy_s, most, stages
     assert found.best.seconds <= min(seconds.values()) * 1.005
 
 
+@pytest.mark.slow
 def test_modes_turn_what_they_are_named_after():
     measured, rooms = measured_of([(0.025, 0.0)] * 3), at_most(16, 16, 16, 16)
     kinds = {
@@ -83,6 +86,7 @@ def test_modes_turn_what_they_are_named_after():
     assert kinds["1f1b"].tried == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hops", [[(0.0, 0.0)] * 3, [(0.015, 0.0), (0.0, 0.01), (0.02, 0.0)]])
 def test_parted_backwards_are_taken_where_halves_are_known(hops):
     """As quick as any slack by hop, and not at all where stages cannot part them."""
@@ -143,6 +147,7 @@ def test_memory_for_one_group_only_is_said_and_compression_takes_its_place():
     assert "its limit is" in found.limit
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(st.lists(st.floats(0.02, 0.4), min_size=1, max_size=2), st.integers(0, 6))
 def test_the_order_suits_the_compressed_messages(occupancy_s, spare):
@@ -189,6 +194,7 @@ def test_a_codec_that_costs_more_than_it_saves_is_not_used():
     assert not found.best.choice.lossy
 
 
+@pytest.mark.slow
 def test_slack_comes_before_compression():
     space = Space("auto", at_most(*(64,) * 4), forward_codecs=(BF16,), backward_codecs=(BF16,))
     found = search(space, measured_of([(0.002, 0.03)] * 3, count=64), Choice(ScheduleSpec("1f1b", 64)))

@@ -190,6 +190,7 @@ def test_one_stage_on_each_worker_is_noted() -> None:
     assert plan_of(decide(asked(num_workers=2), chain(8))).notes == ()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 12))
 def test_the_smallest_bubble_is_the_simulators_with_equal_stages(workers: int, chunks: int, rounds: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ def test_the_least_is_found(lowest: int, more: int, leap: int, slack: int, told:
     assert least_feasible(lambda number: None, lowest, highest, **(hints if told else {})) is None
 
 
+@pytest.mark.slow
 @given(graphs(chain=True), clusters(), limits())
 def test_hints_change_no_answer(graph, cluster, bounds: Limits) -> None:
     """A period that the hint skips has no cut, and one that it promises has one."""

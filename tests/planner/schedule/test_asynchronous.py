@@ -43,6 +43,7 @@ def test_the_picture_of_the_module() -> None:
     )
 
 
+@pytest.mark.slow
 @given(SHAPES, st.integers(1, 3))
 def test_every_micro_batch_once_and_nothing_waits_forever(shape: tuple[int, ...], repeats: int) -> None:
     schedule = made(shape)  # type: ignore[arg-type]
@@ -57,6 +58,7 @@ def test_every_micro_batch_once_and_nothing_waits_forever(shape: tuple[int, ...]
         assert steps == list(range(shape[2] - 1, total, shape[2])), f"stage {stage}"
 
 
+@pytest.mark.slow
 @given(SHAPES, st.integers(1, 4))
 def test_finite_is_prologue_bodies_and_epilogue(shape: tuple[int, ...], more: int) -> None:
     schedule = made(shape)  # type: ignore[arg-type]
@@ -67,6 +69,7 @@ def test_finite_is_prologue_bodies_and_epilogue(shape: tuple[int, ...], more: in
         assert finite(schedule, fewer).num_microbatches() == fewer * shape[1]
 
 
+@pytest.mark.slow
 @given(SHAPES)
 def test_the_phases_make_up_the_whole(shape: tuple[int, ...]) -> None:
     lowered = lower(made(shape))  # type: ignore[arg-type]
@@ -76,6 +79,7 @@ def test_the_phases_make_up_the_whole(shape: tuple[int, ...]) -> None:
         assert tuple(shifted) == lowered.row(worker, 2)
 
 
+@pytest.mark.slow
 @given(st.integers(2, 6), st.integers(1, 8), st.floats(0.1, 2.0))
 def test_no_bubble_between_mini_batches(stages: int, count: int, backward_s: float) -> None:
     lowered = lower(continuous("x", stages, count, 1))
@@ -101,6 +105,7 @@ def updates_before(row: tuple, forward: int) -> int:
     return sum(a.op is Op.STEP for a in row[:at])
 
 
+@pytest.mark.slow
 @given(SHAPES)
 def test_the_newest_version_is_what_the_row_says(shape: tuple[int, ...]) -> None:
     stages, _count, interval, slack, _ = shape
@@ -113,6 +118,7 @@ def test_the_newest_version_is_what_the_row_says(shape: tuple[int, ...]) -> None
                 assert found == updates_before(row, action.microbatch)
 
 
+@pytest.mark.slow
 @given(SHAPES, st.sampled_from(VersionRule))
 def test_no_more_versions_are_alive_than_needed(shape: tuple[int, ...], rule: VersionRule) -> None:
     """A version lives from the update that makes it to the last backward of a micro-batch that uses it."""

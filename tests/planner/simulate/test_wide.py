@@ -63,6 +63,7 @@ def costs_of(stages: int, random: Random) -> Costs:
     return Costs(*(some(stages) for _ in range(4)), *(some(stages - 1) for _ in range(4)), some(stages))
 
 
+@pytest.mark.slow
 @given(st.one_of(schedules(), named_schedules()), st.integers(1, 3), st.integers(0, 1_000))
 def test_waves_give_the_bits_of_the_loop(schedule: Schedule, repeats: int, seed: int) -> None:
     program = build(lower(schedule), repeats)
@@ -79,6 +80,7 @@ def test_waves_give_the_bits_of_the_loop(schedule: Schedule, repeats: int, seed:
     assert waves.last_end_s(program, tables) == end_s.max()
 
 
+@pytest.mark.slow
 @given(st.integers(0, 20))
 def test_a_wide_pipeline_goes_in_waves_and_gives_the_same_timeline(seed: int) -> None:
     random = Random(seed)

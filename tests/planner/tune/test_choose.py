@@ -64,6 +64,7 @@ def requests(draw: st.DrawFn) -> Request:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(graphs(), clusters(), requests(), st.booleans())
 def test_a_plan_keeps_every_limit_and_every_word_of_the_request(
@@ -99,6 +100,7 @@ def test_a_plan_keeps_every_limit_and_every_word_of_the_request(
     assert again.explain() == plan.explain()  # so every number of the table is in the JSON
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=7), st.integers(1, 4), st.sampled_from([0.1, 1.0, 10.0]))
 def test_no_other_number_of_stages_is_predicted_to_be_faster(ticks: list[int], workers: int, gbit_s: float) -> None:
@@ -112,6 +114,7 @@ def test_no_other_number_of_stages_is_predicted_to_be_faster(ticks: list[int], w
         assert free.prediction.step_s <= given_so_many.prediction.step_s * 1.0051
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_workers_offered_are_used_as_far_as_that_pays(workers: int) -> None:
     plan = plan_of(decide(dataclasses.replace(REQUEST, num_workers=workers), chain(12)))
@@ -189,6 +192,7 @@ def test_slack_goes_before_a_plan_is_refused() -> None:
     assert decide(dataclasses.replace(request, memory_limit_bytes=limit), chain(4, kept=MIB)).request.schedule == "1f1b"
 
 
+@pytest.mark.slow
 def test_a_refusal_names_stage_action_numbers_and_what_would_do() -> None:
     request = dataclasses.replace(REQUEST, minibatch_size=8)
     with pytest.raises(PlanError) as caught:
@@ -303,6 +307,7 @@ def test_a_long_chain_gets_a_cut_of_all_its_nodes(factor: int, workers: int) -> 
     assert all(a.stop == b.start for a, b in itertools.pairwise(decision.partition.stages))
 
 
+@pytest.mark.slow
 def test_more_memory_never_makes_llama_slower() -> None:
     """On 8 hosts at 25 Gbit/s. Slack was taken where 1F1B was quicker, for memory was not what decided its size."""
     arguments = argparse.Namespace(minibatch=64, partitioner="auto", bytes=4, sequence=2048, gpus=8)

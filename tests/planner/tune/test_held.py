@@ -26,6 +26,7 @@ def chunks_of(kind: str, chunks: int) -> dict[str, int]:
     return {"chunks": chunks} if kind == "interleaved" else {}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
 def test_the_count_is_the_formula_where_there_is_one(stages: int, count: int, number: int) -> None:
@@ -43,6 +44,7 @@ def test_what_waits_for_its_weights_counts_twice() -> None:
     assert found.activation_sets == tuple(formula.activation_sets(4 - s) + 1 for s in range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHUNKED)
 @settings(max_examples=30, deadline=None)
 @given(workers=st.integers(1, 4), count=st.integers(1, 20))

@@ -43,6 +43,7 @@ def test_nodes_add_up_to_the_whole(profile: Profile, samples: int) -> None:
         assert after.busy_s * before.forward_s == pytest.approx(before.busy_s * after.forward_s)
 
 
+@pytest.mark.slow
 @given(profiles(), st.integers(1, 64))
 def test_every_node_follows_its_line(profile: Profile, samples: int) -> None:
     if profile.small is None:
