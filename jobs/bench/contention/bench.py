@@ -1,4 +1,4 @@
-"""kFkB and slack with the controller on contended links, against 1F1B: three named levels, four and eight stages.
+"""kFkB and slack with the controller on contended links, against 1F1B: three levels of delays, and a shared wire.
 
 Stages sleep 10 and 20 ms, M = 32; messages are held as the level says (jobs/lib/contention.py), the same
 ones for every candidate. The first steps, in which the controller makes up its mind, are left out of all of them.
@@ -10,6 +10,9 @@ ones for every candidate. The first steps, in which the controller makes up its 
     simulated   the mean step on paper with these very delays and the stages' measured seconds over the mean measured
                 one, of the steps that ran k
     prediction  the controller's last predictions, which are means over the delays it drew, over the same
+
+Those delays are ours and say nothing of a network. ``lab_*`` are of real compute on two namespaces whose wire a real
+flow takes in bursts, with kFkB's k and M chosen together under a memory limit (shared_link.py); it takes root.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from jobs.bench.contention import shared_link
 from jobs.lib import common
 from jobs.lib.common import machine_line, median, quantile
 from jobs.lib.contention import LEVELS, delay_s
@@ -44,6 +48,10 @@ LAYOUT: dict[str, str] = {
     "predicted / measured": r"prediction_(\w+_s\d+)",
     "1F1B / slack": r"slack_((?:light|moderate|heavy)_s\d+)",
     "held, slack / kFkB": r"slack_held_vs_kfkb_(\w+_s\d+)",
+    "shared wire: best 1F1B / kFkB": r"lab_gain_(light|moderate|heavy)",
+    "1F1B with M = 8 / kFkB": r"lab_gain_m8_(light|moderate|heavy)",
+    "kFkB's k": r"lab_k_(light|moderate|heavy)",
+    "kFkB's M": r"lab_microbatches_(light|moderate|heavy)",
 }
 TARGETS: dict[str, str] = {
     r"contention_light_s\d+": ">= 1.04",
@@ -126,10 +134,8 @@ def judged(level: str, num_stages: int, runs: dict[str, Ran], settings: Settings
     return figures, row
 
 
-def main() -> int:
-    """Every level at every number of stages."""
-    asked = common.arguments(__doc__)
-    settings = QUICK if asked.quick else Settings()
+def levels(settings: Settings) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures and raw numbers of every level at every number of stages; prints a table."""
     raw: dict[str, Any] = {"settings": settings._asdict()}
     figures: dict[str, float] = {}
     rows = []
@@ -148,16 +154,26 @@ def main() -> int:
             figures |= some
             rows.append(row)
     columns = (
-        "level",
-        "1F1B ms",
-        "kFkB gain",
-        "p95",
-        "k (best)",
-        "simulated",
-        "predicted",
-        "slack gain",
+        "level", "1F1B ms", "kFkB gain", "p95", "k (best)", "simulated", "predicted", "slack gain",
         "held 1F1B / k / r",
-    )
+    )  # fmt: skip
     print("\n" + common.table(f"contended links; {machine_line()}", columns, rows))
+    return figures, raw
+
+
+def main() -> int:
+    """Both parts, or the one that was asked for."""
+    parts = {"choices": ("all", "levels", "lab"), "default": "all", "help": "one of the two; no record"}
+    asked = common.arguments(__doc__, options={"--part": parts})
+    asked.no_record |= asked.part != "all"
+    figures: dict[str, float] = {}
+    raw: dict[str, Any] = {}
+    if asked.part != "lab":
+        some, raw["levels"] = levels(QUICK if asked.quick else Settings())
+        figures |= some
+    if asked.part == "lab" or (asked.part == "all" and not asked.quick):
+        raw["lab"] = shared_link.measure(shared_link.QUICK if asked.quick else shared_link.Settings())
+        figures |= shared_link.figures_of(raw["lab"])
+        print("\n" + shared_link.table_of(raw["lab"]))
     common.finish("bench_contention", figures, raw, asked)
     return 0

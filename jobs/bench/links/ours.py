@@ -42,8 +42,12 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
             train_data=data,
             pipeline=raypipe.PipelineConfig(
                 minibatch_size=gpt.MICROBATCHES * gpt.MICROBATCH_SIZE,
-                num_microbatches=gpt.MICROBATCHES,
-                **{"num_stages": 2, "partitioner": ("5",), **asked["pipeline"]},
+                **{
+                    "num_stages": 2,
+                    "partitioner": ("5",),
+                    "num_microbatches": gpt.MICROBATCHES,
+                    **asked["pipeline"],
+                },
             ),
             scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": asked.get("cpu", 1)}),
             run_config=RunConfig(name=name, storage_path=folder),
