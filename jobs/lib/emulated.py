@@ -22,6 +22,7 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,16 @@ from torch.utils.data import TensorDataset
 import raypipe
 from jobs.lib.held_links import LEARNING_RATE, Hold
 
-__all__ = ["CPU_SHARE", "Block", "StageTimes", "check_trained", "own_seconds", "plan_of_step", "run_in_turn"]
+__all__ = [
+    "CPU_SHARE",
+    "Block",
+    "StageTimes",
+    "check_trained",
+    "own_seconds",
+    "plan_of_step",
+    "run_in_turn",
+    "trainer_of",
+]
 
 WIDTH = 4096  # float32; a micro-batch is one sample
 WARM_UP_STEPS = 2
@@ -146,6 +156,34 @@ def held_of_plan(holds: Sequence[Sequence[float]], hop: int, forward: bool, step
     return holds[plan_of_step(step, len(holds))][hop]
 
 
+def trainer_of(
+    blocks: Sequence[Block], num_microbatches: int, num_steps: int, optimizer: Any, folder: str, **pipeline: Any
+) -> raypipe.PipelineTrainer:
+    """A trainer with one block for each stage, one sample for each micro-batch, and data for so many steps.
+
+    Args:
+        optimizer: made from named parameters.
+        folder: where the run's own folder, of the same name, will lie; another one for every run.
+        pipeline: further fields of PipelineConfig.
+    """
+    count = num_microbatches * num_steps
+    return raypipe.PipelineTrainer(
+        nn.Sequential(*blocks),
+        loss_fn=loss_of,
+        optimizer=optimizer,
+        train_data=TensorDataset(torch.ones(count, 1), torch.ones(count, 1)),
+        pipeline=raypipe.PipelineConfig(
+            num_stages=len(blocks),
+            minibatch_size=num_microbatches,
+            num_microbatches=num_microbatches,
+            partitioner=tuple(str(stage) for stage in range(1, len(blocks))),
+            **pipeline,
+        ),
+        scaling_config=SimpleNamespace(num_workers=len(blocks), resources_per_worker={"CPU": CPU_SHARE}),
+        run_config=SimpleNamespace(name=Path(folder).name, storage_path=folder),
+    )
+
+
 def run_in_turn(
     plans: Sequence[StageTimes],
     num_microbatches: int,
@@ -175,26 +213,11 @@ def run_in_turn(
         Block([times[stage] for times in plans], num_microbatches, last=stage == num_stages - 1, own_s=own_s)
         for stage in range(num_stages)
     ]
-    count = num_microbatches * num_steps
-    held = functools.partial(held_of_plan, holds or [[0.0] * (num_stages - 1)])
+    optimizer = Hold(functools.partial(held_of_plan, holds or [[0.0] * (num_stages - 1)]), num_microbatches)
+    fixed = {"schedule": "slack", "slack": slack, "transport": "tcp"}
     with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
-        result = raypipe.PipelineTrainer(
-            nn.Sequential(*blocks),
-            loss_fn=loss_of,
-            optimizer=Hold(held, num_microbatches),
-            train_data=TensorDataset(torch.ones(count, 1), torch.ones(count, 1)),
-            pipeline=raypipe.PipelineConfig(
-                num_stages=num_stages,
-                minibatch_size=num_microbatches,
-                num_microbatches=num_microbatches,
-                partitioner=tuple(str(stage) for stage in range(1, num_stages)),
-                schedule="slack",
-                slack=slack,
-                transport="tcp",
-            ),
-            scaling_config=SimpleNamespace(num_workers=num_stages, resources_per_worker={"CPU": CPU_SHARE}),
-            run_config=SimpleNamespace(name=f"emulated-{time.time_ns()}", storage_path=folder),
-        ).fit(num_steps=num_steps, local=local, progress=False)
+        trainer = trainer_of(blocks, num_microbatches, num_steps, optimizer, folder, **fixed)
+        result = trainer.fit(num_steps=num_steps, local=local, progress=False)
         weights = raypipe.load_state_dict(result.checkpoint)
     done = num_microbatches * sum(1 + plan_of_step(step, len(plans)) for step in range(num_steps))
     check_trained(weights, num_stages, done)

@@ -6,16 +6,12 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
 import raypipe
-from jobs.lib.emulated import CPU_SHARE, Block, check_trained, loss_of
+from jobs.lib.emulated import Block, check_trained, trainer_of
 from jobs.lib.held_links import Delay, Hold
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Room
@@ -70,27 +66,13 @@ def run_sleeping(
     count = num_microbatches * num_steps
     blocks = [Block([times], num_microbatches, last=index == len(stages) - 1) for index, times in enumerate(stages)]
     with tempfile.TemporaryDirectory(prefix="sleeping-") as folder:
-        trainer = raypipe.PipelineTrainer(
-            nn.Sequential(*blocks),
-            loss_fn=loss_of,
-            optimizer=Hold(delay, num_microbatches),
-            train_data=TensorDataset(torch.ones(count, 1), torch.ones(count, 1)),
-            pipeline=raypipe.PipelineConfig(
-                num_stages=len(stages),
-                minibatch_size=num_microbatches,
-                num_microbatches=num_microbatches,
-                partitioner=tuple(str(index) for index in range(1, len(stages))),
-                transport="tcp",
-                **pipeline,
-            ),
-            scaling_config=SimpleNamespace(num_workers=len(stages), resources_per_worker={"CPU": CPU_SHARE}),
-            run_config=SimpleNamespace(name="run", storage_path=folder),
-        )
+        hold = Hold(delay, num_microbatches)
+        trainer = trainer_of(blocks, num_microbatches, num_steps, hold, folder, transport="tcp", **pipeline)
         if most_in_flight is None:
             trainer.fit(num_steps=num_steps, progress=False)
         else:
             _run_bounded(trainer, num_steps, most_in_flight)
-        path = Path(folder) / "run"
+        path = Path(folder) / Path(folder).name
         rows = pq.read_table(path / "metrics.parquet").to_pylist()
         spans = pq.read_table(path / "timeline" / "spans.parquet").to_pylist()
         events = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]

@@ -14,18 +14,14 @@ import json
 import statistics
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
-import raypipe
 from jobs.lib import common
 from jobs.lib.common import machine_line, median
-from jobs.lib.emulated import CPU_SHARE, Block, loss_of
+from jobs.lib.emulated import CPU_SHARE, Block, trainer_of
 from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
 from raypipe.runtime.driver.client import connected
 from raypipe.runtime.run.blueprint import assemble
@@ -82,6 +78,10 @@ class Ran(NamedTuple):
     same_processes: bool
 
 
+def optimizer(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.01)
+
+
 def run(shape: tuple[int, int], turns: int) -> Ran:
     """One run; its first steps, which warm up, are left out."""
     num_stages, count = shape
@@ -89,20 +89,7 @@ def run(shape: tuple[int, int], turns: int) -> Ran:
     blocks = [Block([TIMES_S], count, last=index == num_stages - 1) for index in range(num_stages)]
     needs = {"CPU": CPU_SHARE}
     with tempfile.TemporaryDirectory(prefix="bench-retune-") as folder, connected(num_stages, needs):
-        trainer = raypipe.PipelineTrainer(
-            nn.Sequential(*blocks),
-            loss_fn=loss_of,
-            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
-            train_data=TensorDataset(torch.ones(count * steps, 1), torch.ones(count * steps, 1)),
-            pipeline=raypipe.PipelineConfig(
-                num_stages=num_stages,
-                minibatch_size=count,
-                num_microbatches=count,
-                partitioner=tuple(str(index) for index in range(1, num_stages)),
-            ),
-            scaling_config=SimpleNamespace(num_workers=num_stages, resources_per_worker=needs),
-            run_config=SimpleNamespace(name="run", storage_path=folder),
-        )
+        trainer = trainer_of(blocks, count, steps, optimizer, folder)
         job = trainer._prepared()
         blueprint = trainer._blueprint(job, steps, local=False)
         spec, assembled = blueprint.spec, assemble(blueprint, job.planned)
@@ -115,7 +102,7 @@ def run(shape: tuple[int, int], turns: int) -> Ran:
             same = all(Path(f"/proc/{process}").exists() for process in processes)
         finally:
             fleet.stop()
-        rows = pq.read_table(Path(folder) / "run" / "metrics.parquet").to_pylist()
+        rows = pq.read_table(Path(folder) / Path(folder).name / "metrics.parquet").to_pylist()
     turned = [row["schedule"] != before["schedule"] for before, row in itertools.pairwise(rows)]
     seconds = [row["seconds"] for row in rows[1:]]
     excess_s: dict[bool, list[float]] = {True: [], False: []}
