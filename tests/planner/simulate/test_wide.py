@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.packed import PackedRow
-from raypipe.ir.schedule import Op, Schedule, Wiring, parse_action, single_homes
-from raypipe.ir.spans import PackedSpans
+from raypipe.ir.schedule import Schedule, Wiring, parse_action, single_homes
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.lower import lower
@@ -22,7 +18,7 @@ from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.simulate import serial as simulation
 from raypipe.planner.simulate import wide as waves
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
-from raypipe.planner.tables import build, encode, pack
+from raypipe.planner.tables import build
 from tests.planner.plain import any_order, lowered_rows, row_in_turns
 from tests.planner.specs import spec_for
 
@@ -133,41 +129,3 @@ def test_interleaved_rows_warm_up_and_then_take_turns(workers: int, microbatches
         ops = [action.op for action in row_in_turns(0, [[i] for i in range(count)], warmup)]
         assert [action.op for action in row] == ops
         assert len(set(row)) == 2 * count
-
-
-def test_a_packed_row_is_the_tuple_of_its_actions() -> None:
-    row = tuple(map(parse_action, ["2RECV_F0", "2F0", "2SEND_F0", "2STEP7"]))
-    packed = pack(*encode(row))
-    assert isinstance(packed, PackedRow)
-    assert packed == row
-    assert row == packed
-    assert hash(packed) == hash(row)
-    assert (packed[1], packed[-1], packed[1:3], list(packed)) == (row[1], row[-1], row[1:3], list(row))
-    assert packed[0].op is Op.RECV_F
-    assert packed == pack(*encode(row))
-    assert packed != row[:3]
-    assert packed != pack(*encode(row[:3]))
-    assert packed != "2F0"
-    assert pickle.loads(pickle.dumps(packed)) == row
-    assert parse_action("2F0") in packed
-    assert repr(packed) == "<4 actions: 2RECV_F0 2F0 2SEND_F0 2STEP7>"
-    assert [column.tolist() for column in encode(())] == [[], [], []]
-
-
-def test_packed_spans_are_the_tuple_of_their_spans() -> None:
-    spans = simulate(lower(gpipe(2, 2)), Costs.uniform(2)).spans
-    assert isinstance(spans, PackedSpans)
-    plain = tuple(spans)
-    assert spans == plain
-    assert plain == spans
-    assert hash(spans) == hash(plain)
-    assert (spans[0], spans[1:3]) == (plain[0], plain[1:3])
-    assert spans != plain[1:]
-    assert pickle.loads(pickle.dumps(spans)) == plain
-    assert repr(spans) == f"<{len(plain)} spans>"
-
-
-def test_columns_come_back_as_they_went_in() -> None:
-    row = one_f_one_b(3, 5).body[1]
-    assert pack(*encode(row)) == row
-    assert all(np.array_equal(a, b) for a, b in zip(encode(row), encode(tuple(row)), strict=True))
