@@ -20,10 +20,10 @@ from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings, StageState
 from raypipe.engine.storage import Place
-from raypipe.ir.order import Order
 from raypipe.ir.report import merge_reports
 from raypipe.ir.schedule import single_homes
 from raypipe.ir.segment import RowsKey
+from raypipe.ir.work_order import Order
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import Position, train_segments
 from raypipe.planner.tune import build_schedule, microbatches

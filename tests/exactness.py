@@ -20,9 +20,9 @@ from raypipe.engine.randomness import RandomKey
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
-from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport, merge_reports
 from raypipe.ir.segment import RowsKey
+from raypipe.ir.work_order import Order
 from raypipe.planner.partition.chain import equal_parameters
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate

@@ -69,7 +69,7 @@ class Picture:
         Path(path).write_text(self.svg)
 
 
-class Line(Protocol):
+class RunConnection(Protocol):
     """How a handle reaches its run: over Ray, or within this process."""
 
     def news(self, since: int, wait_s: float) -> News: ...
@@ -80,20 +80,20 @@ class Line(Protocol):
 
     def predicted(self) -> Timeline | None: ...
 
-    def hang_up(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class RunHandle:
     """A run that was started with ``trainer.start`` or found with ``raypipe.attach``.
 
     Args:
-        line: to the run.
+        connection: to the run.
         ended: called once when the run is over or the handle is closed.
     """
 
-    def __init__(self, name: str, line: Line, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, connection: RunConnection, ended: Callable[[], None] = lambda: None) -> None:
         self.name = name
-        self._line = line
+        self._connection = connection
         self._ended: Callable[[], None] | None = ended
         self._records: list[StepRecord] = []
         self._news: News | None = None
@@ -115,7 +115,7 @@ class RunHandle:
 
     def timeline(self) -> Timeline | None:
         """The predicted timeline of one step; the measured one lies in the run's folder at the end."""
-        return self._line.predicted()
+        return self._connection.predicted()
 
     def plot(self) -> Picture:
         """Loss over steps as a picture."""
@@ -129,7 +129,7 @@ class RunHandle:
             CheckpointError: the run ended before, or it could not be written in time.
         """
         before = self._fetch(0.0).status
-        self._line.checkpoint()
+        self._connection.checkpoint()
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             news = self._fetch(POLL_S)
@@ -149,7 +149,7 @@ class RunHandle:
 
     def request_stop(self, reason: str) -> None:
         """``stop`` without a look at the run first: safe while another thread waits for it."""
-        self._line.stop(reason)
+        self._connection.stop(reason)
 
     @property
     def last_status(self) -> RunStatus | None:
@@ -188,7 +188,7 @@ class RunHandle:
         """Let go of the run; the process that started it (not detached) ends it."""
         ended, self._ended = self._ended, None
         if ended is not None:
-            self._line.hang_up()
+            self._connection.close()
             ended()
 
     def _fetch(self, wait_s: float) -> News:
@@ -196,7 +196,7 @@ class RunHandle:
         with self._fetching:
             if self._news is not None and self._news.ended:
                 return self._news._replace(records=[])
-            self._news = self._line.news(len(self._records), wait_s)
+            self._news = self._connection.news(len(self._records), wait_s)
             self._records += self._news.records
             return self._news
 

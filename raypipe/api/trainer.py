@@ -40,7 +40,7 @@ from raypipe.runfile.write import describe
 from raypipe.runtime.run.blueprint import Blueprint, predicted_step
 from raypipe.runtime.run.resuming import refuse_another_run
 from raypipe.runtime.run.spec import RunSpec
-from raypipe.runtime.run.threads import ThreadLine
+from raypipe.runtime.run.threads import ThreadConnection
 
 __all__ = ["PipelineTrainer"]
 
@@ -322,7 +322,7 @@ class PipelineTrainer:
                 raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
             self._check(job)
             stages = lambda made: LocalFleet(made.run, made.setup, job.tensors)  # noqa: E731
-            return RunHandle(spec.name, ThreadLine(blueprint, job.planned, stages))
+            return RunHandle(spec.name, ThreadConnection(blueprint, job.planned, stages))
         return self._start_on_ray(job, blueprint, detached, connected_to_ray)
 
     def _start_on_ray(

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypipe.engine.columns import check_type, dense, ragged
-from raypipe.engine.order import EpochOrder
+from raypipe.engine.epoch_order import EpochOrder
 from raypipe.engine.user_lines import short
 from raypipe.errors import DataError
 

@@ -24,11 +24,11 @@ from raypipe.engine.shard_writer import ShardWriter
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
 from raypipe.errors import CheckpointError, StageError
-from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
+from raypipe.ir.work_order import Order
 
 __all__ = ["LocalFleet"]
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
+from raypipe.engine.epoch_order import EpochOrder
 from raypipe.engine.item_randomness import generator_states, own_generators, seed_generators
-from raypipe.engine.order import EpochOrder
 from raypipe.engine.remembered import first_change, read_memory_of
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import DataError

@@ -16,10 +16,10 @@ from raypipe.engine.codec import NONE, Codec, Codecs
 from raypipe.engine.codec.choice import message_bytes
 from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
+from raypipe.engine.in_flight import InFlight
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.state import StageState
-from raypipe.engine.under_way import UnderWay
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError, StageError
 from raypipe.ir.links import MessageTimes, stage_sample
@@ -67,7 +67,7 @@ class StageWork:
         self.ring = WeightRing(
             self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
         )
-        self._under_way = UnderWay(self.sink, self.ring, answers=stage > self.program.first_trainable)
+        self._in_flight = InFlight(self.sink, self.ring, answers=stage > self.program.first_trainable)
         self._modes = self.program.modes
         self.feed = Feed(
             run.sources,
@@ -113,7 +113,7 @@ class StageWork:
         parts = measure and (step < PARTED_FIRST or step % PARTED_EVERY == 0)
         self._parted, self._halves_s = middle if parts else None, None
         self._wait_s = self._busy_s = 0.0
-        self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._under_way)
+        self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._in_flight)
         self._losses.clear()
         self._seed_tensors.clear()
 
@@ -194,7 +194,7 @@ class StageWork:
                 if stage - 1 in self._mates and stage > self.program.first_trainable:
                     self._send_back(Action(stage, Op.SEND_B, microbatch))
             case Op.W:
-                self._under_way.backward_weight(microbatch)
+                self._in_flight.backward_weight(microbatch)
             case Op.SEND_F:
                 self._send_forward(action)
             case Op.RECV_F:
@@ -230,21 +230,21 @@ class StageWork:
         if self.last:
             outputs = self._take_loss(outputs, data, microbatch)
         if training or not self.last:
-            self._under_way.hold(microbatch, inputs, outputs)
-            self._peak = max(self._peak, len(self._under_way))
+            self._in_flight.hold(microbatch, inputs, outputs)
+            self._peak = max(self._peak, len(self._in_flight))
 
     def _backward(self, op: Op, microbatch: int) -> None:
         if op is Op.I:
-            self._under_way.backward_input(microbatch)
+            self._in_flight.backward_input(microbatch)
         elif microbatch == self._parted:
             # To the same bits, and it tells what a schedule that parts backwards would be worth.
             begin_s = time.monotonic()
-            self._under_way.backward_input(microbatch)
+            self._in_flight.backward_input(microbatch)
             between_s = time.monotonic()
-            self._under_way.backward_weight(microbatch)
+            self._in_flight.backward_weight(microbatch)
             self._halves_s = between_s - begin_s, time.monotonic() - between_s
         else:
-            self._under_way.backward(microbatch)
+            self._in_flight.backward(microbatch)
 
     def _take_loss(
         self, outputs: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int
@@ -266,7 +266,7 @@ class StageWork:
         self._losses += [(at, parts[at], data.shares[at]) for at in counting]
         if self._training:
             seeds = tuple(self._seed(data.weights[at], parts[at].dtype) for at in counting)
-            self._under_way.seed(microbatch, seeds)
+            self._in_flight.seed(microbatch, seeds)
         return tuple(parts[at] for at in counting)
 
     def _seed(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
@@ -296,11 +296,11 @@ class StageWork:
     def _send_forward(self, action: Action) -> None:
         # Kept for the backward, where there is one: none in evaluation and below the first trainable stage.
         kept = self._training and self.stage >= self.program.first_trainable
-        outputs = self._under_way.outputs(action.microbatch, keep=kept)
+        outputs = self._in_flight.outputs(action.microbatch, keep=kept)
         self._send(self.stage + 1, action, outputs, self.ring.version(action.microbatch))
 
     def _send_back(self, action: Action) -> None:
-        self._send(self.stage - 1, action, self._under_way.take_answer(action.microbatch))
+        self._send(self.stage - 1, action, self._in_flight.take_answer(action.microbatch))
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         if peer not in self._mates:
@@ -309,7 +309,7 @@ class StageWork:
 
     def _hear_seeds(self, microbatch: int) -> None:
         above = self.stage + 1
-        self._under_way.seed(microbatch, self._hear(Op.RECV_B, above, Action(above, Op.SEND_B, microbatch)))
+        self._in_flight.seed(microbatch, self._hear(Op.RECV_B, above, Action(above, Op.SEND_B, microbatch)))
 
     def _hear(self, op: Op, peer: int, action: Action) -> Message:
         """Receive an activation or a gradient, and note how it travelled where that is asked for."""

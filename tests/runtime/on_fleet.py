@@ -7,7 +7,7 @@ from typing import Any
 from raypipe.api.handle import RunHandle
 from raypipe.api.trainer import PipelineTrainer
 from raypipe.runtime.run.blueprint import Assembled
-from raypipe.runtime.run.threads import ThreadLine
+from raypipe.runtime.run.threads import ThreadConnection
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import stored
 
@@ -36,4 +36,4 @@ def start_on(fleet: Fleet, trainer: PipelineTrainer, num_steps: int) -> RunHandl
         fleet.configure(made.run, made.setup, [stored(job.tensors)])
         return _Lent(fleet)
 
-    return RunHandle(blueprint.spec.name, ThreadLine(blueprint, job.planned, lent))
+    return RunHandle(blueprint.spec.name, ThreadConnection(blueprint, job.planned, lent))

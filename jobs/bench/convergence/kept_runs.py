@@ -26,7 +26,7 @@ class KeptRuns(Generic[Found]):
         self._path, self._make = path, make
         self._lock = threading.Lock()
         self._known: dict[str, list[Any]] = {}
-        self._under_way: dict[str, Future[Found]] = {}
+        self._in_flight: dict[str, Future[Found]] = {}
         if path is not None and path.exists():
             whole, _, cut_off = path.read_text().rpartition("\n")
             if cut_off:
@@ -44,9 +44,9 @@ class KeptRuns(Generic[Found]):
             done: Future[Found] = Future()
             done.set_result(self._make(*self._known[key]))
             return done
-        if key in self._under_way:
-            return self._under_way[key]
-        future = self._under_way[key] = pool.submit(run, *asked)
+        if key in self._in_flight:
+            return self._in_flight[key]
+        future = self._in_flight[key] = pool.submit(run, *asked)
         future.add_done_callback(lambda ended: self._keep(asked, ended))
         return future
 

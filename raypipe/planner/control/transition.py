@@ -100,7 +100,7 @@ def _note(state: State, heard: Heard, setup: Setup) -> Answer:
 def _time(state: State, heard: Heard, setup: Setup) -> Answer:
     """Keep the step's seconds, if they may be compared with others."""
     done, known = heard.done, state.known
-    if _under_way(state, heard) or not done.counts:
+    if _in_flight(state, heard) or not done.counts:
         return state, []
     if isinstance(state, Trial) and state.comparison.began is None:
         return state, []  # in its first step with another choice the pipeline is neither full nor empty
@@ -111,7 +111,7 @@ def _time(state: State, heard: Heard, setup: Setup) -> Answer:
 def _change(state: State, heard: Heard, setup: Setup) -> Answer:
     """What belongs to the links as they were is forgotten."""
     seen, step, known = heard.seen, heard.done.step, state.known
-    if seen.news is not News.CHANGED or _under_way(state, heard):
+    if seen.news is not News.CHANGED or _in_flight(state, heard):
         return state, []
     uncompressed = known.uncompressed.at(step)
     if not isinstance(state, Trial):  # after a switch of its own a link may look changed without being so
@@ -134,7 +134,7 @@ def _end_quiet(state: State, heard: Heard, setup: Setup) -> Answer:
 def _judge(state: State, heard: Heard, setup: Setup) -> Answer:
     """Whether the switch on trial paid."""
     done, known = heard.done, state.known
-    if not isinstance(state, Trial) or _under_way(state, heard):
+    if not isinstance(state, Trial) or _in_flight(state, heard):
         return state, []
     if heard.seen.news is News.CHANGED and state.comparison.began is not None:
         name = setup.name(state.comparison.after)
@@ -235,7 +235,7 @@ def _judged_search(found: Found, measured: Measured, known: Known, heard: Heard,
 
 def _due(state: State, heard: Heard) -> bool:
     """Whether to search after this step."""
-    if isinstance(state, Trial | Quiet) or _under_way(state, heard):
+    if isinstance(state, Trial | Quiet) or _in_flight(state, heard):
         return False
     return _due_anyway(state, heard) or _due_for_news(state.known, heard)
 
@@ -250,7 +250,7 @@ def _due_for_news(known: Known, heard: Heard) -> bool:
     return len(known.news_searches) < MOST_NEWS_SEARCHES
 
 
-def _under_way(state: State, heard: Heard) -> bool:
+def _in_flight(state: State, heard: Heard) -> bool:
     """Whether the step still ran with another choice than the one that was asked for."""
     return heard.done.choice != state.known.wanted
 

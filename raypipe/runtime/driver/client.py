@@ -1,4 +1,4 @@
-"""The trainer's side of a run on Ray: connect or start, hand over, and a line to the driver."""
+"""The trainer's side of a run on Ray: connect or start, hand over, and a connection to the driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raypipe.runtime.run.journal import News
 from raypipe.runtime.workers.packing import StoredTensors, stored
 from raypipe.runtime.workers.places import release_orphans
 
-__all__ = ["NAMESPACE", "RayLine", "connected", "find_run", "start_run"]
+__all__ = ["NAMESPACE", "RayConnection", "connected", "find_run", "start_run"]
 
 NAMESPACE = "raypipe"
 CONTROL_TIMEOUT_S = 30.0
@@ -66,11 +66,11 @@ def connected(num_workers: int, resources: Mapping[str, float], *, detached: boo
         ray.shutdown()
 
 
-class RayLine:
-    """A line to the driver actor of one run.
+class RayConnection:
+    """A connection to the driver actor of one run.
 
     Args:
-        owner: this process started the run and ends the driver with ``hang_up``; others only listen.
+        owner: this process started the run and ends the driver with ``close``; others only listen.
         call: the owner's reference to the driver's long call.
     """
 
@@ -117,7 +117,7 @@ class RayLine:
     def predicted(self) -> Timeline | None:
         return self._ask(self._driver.predicted.remote())
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Let go of the driver; its owner ends it, and with it whatever of the run is left."""
         if self._owner and self._driver is not None:
             with contextlib.suppress(RayError):
@@ -139,7 +139,7 @@ def start_run(
     check: Callable[[], None],
     *,
     detached: bool,
-) -> RayLine:
+) -> RayConnection:
     """Start the driver, which starts the stages. A detached one is returned when it needs nothing more from here.
 
     Args:
@@ -174,17 +174,17 @@ def start_run(
             f"Something of the run cannot be sent to Ray's actors: {str(error).splitlines()[-1]} Define model, "
             "loss_fn, optimizer and data at module level, without locks, open files or connections in them."
         ) from None
-    line = RayLine(driver, spec.name, owner=not detached, call=call)
+    connection = RayConnection(driver, spec.name, owner=not detached, call=call)
     if not detached:
         try:
             check()
         except BaseException:
-            line.hang_up()
+            connection.close()
             raise
     driver.go_on.remote()
     while detached and not ray.get(driver.wait_started.remote(1.0)):
-        line.check()
-    return line
+        connection.check()
+    return connection
 
 
 def _handed_over(driver: Any, tensors: Mapping[str, Any], detached: bool) -> StoredTensors:
@@ -201,8 +201,8 @@ def _handed_over(driver: Any, tensors: Mapping[str, Any], detached: bool) -> Sto
     return stored(tensors, put)
 
 
-def find_run(name: str) -> RayLine:
-    """A line to a run that is on the cluster; connects to the one that RAY_ADDRESS names where nobody has.
+def find_run(name: str) -> RayConnection:
+    """A connection to a run that is on the cluster; connects to the one that RAY_ADDRESS names where nobody has.
 
     Raises:
         ConfigError: no cluster, or no run of this name on it; says which there are.
@@ -222,4 +222,4 @@ def find_run(name: str) -> RayLine:
             f"No run named {name!r} is on this cluster. Running: {', '.join(runs) or 'none'}. How a finished run ended "
             "is in events.jsonl of its folder."
         ) from None
-    return RayLine(driver, name, owner=False)
+    return RayConnection(driver, name, owner=False)

@@ -10,10 +10,10 @@ import torch
 
 from raypipe.engine.capture import giving
 from raypipe.engine.stage import StageProgram
-from raypipe.ir.order import Order
 from raypipe.ir.report import Averages
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
+from raypipe.ir.work_order import Order
 from raypipe.planner.segments import evaluation_segments
 from raypipe.runtime.run.spec import AnyFleet
 

@@ -19,11 +19,11 @@ from raypipe.engine.checkpoint import Manifest, make_manifest
 from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import CheckpointError
-from raypipe.ir.order import Order
 from raypipe.ir.report import StepRecord, StepReport, mean_loss, merge_reports
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey, Segment
 from raypipe.ir.timeline import Timeline
+from raypipe.ir.work_order import Order
 from raypipe.planner.control import Setup
 from raypipe.planner.rows import rows_for
 from raypipe.planner.segments import (

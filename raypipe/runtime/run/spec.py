@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 from raypipe.engine.checkpoint import FreshOptions
 from raypipe.engine.storage import Place
-from raypipe.ir.order import Order
 from raypipe.ir.plan import Plan
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span, Timeline
+from raypipe.ir.work_order import Order
 from raypipe.planner.control import Decision, Setup
 from raypipe.planner.segments import Flow
 from raypipe.runtime.run.checkpoints import CheckpointPolicy

@@ -14,10 +14,10 @@ from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import AnyFleet
 
-__all__ = ["ThreadLine"]
+__all__ = ["ThreadConnection"]
 
 
-class ThreadLine:
+class ThreadConnection:
     """Carries out a plan in a thread, and answers for it.
 
     Args:
@@ -47,7 +47,7 @@ class ThreadLine:
     def predicted(self) -> Timeline | None:
         return self._predicted
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """End the run, if it goes on, and wait for its thread."""
         self._requests.stop("its handle was closed")
         self._thread.join()

@@ -16,10 +16,10 @@ from ray.exceptions import ActorDiedError, RayError
 from raypipe.engine.checkpoint import FreshOptions, StateSource
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.errors import CheckpointError, RaypipeError
-from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
+from raypipe.ir.work_order import Order
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.root_cause import root_cause
 from raypipe.runtime.workers.roster import (

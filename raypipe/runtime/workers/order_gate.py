@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 
-from raypipe.ir.order import Order
+from raypipe.ir.work_order import Order
 
 __all__ = ["OrderGate"]
 

@@ -39,11 +39,11 @@ from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
 from raypipe.errors import LinkError, RaypipeError, StageError
-from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
+from raypipe.ir.work_order import Order
 from raypipe.runtime.links.endpoint import Endpoint, Opening
 from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor
 from raypipe.runtime.links.opening import make_endpoint

@@ -31,10 +31,10 @@ from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.engine.storage import Place
 from raypipe.errors import LinkError, PlanError, StageError
-from raypipe.ir.order import Order
 from raypipe.ir.report import StepReport, merge_reports
 from raypipe.ir.schedule import single_homes
 from raypipe.ir.segment import RowsKey
+from raypipe.ir.work_order import Order
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import build_schedule, microbatches

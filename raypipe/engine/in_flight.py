@@ -20,12 +20,12 @@ from raypipe.engine.gradients import GradientSink
 from raypipe.engine.split_backward import input_gradients
 from raypipe.engine.weight_ring import WeightRing
 
-__all__ = ["UnderWay"]
+__all__ = ["InFlight"]
 
 _Gradients = Sequence[torch.Tensor | None]
 
 
-class UnderWay:
+class InFlight:
     """Micro-batches between F and the end of their backward, by number.
 
     Args:

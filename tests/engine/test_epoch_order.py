@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.engine.order import EpochOrder, permutation
+from raypipe.engine.epoch_order import EpochOrder, permutation
 
 GROUPS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 KEYS = st.tuples(st.integers(0, 2**40), st.integers(0, 50), st.integers(0, 40))
