@@ -32,6 +32,10 @@ class PipelineFields:
             order that the model allows, "hierarchical" with replicas (to plan with, not to run yet);
             "auto" takes the first two. "parameters" profiles nothing and gives every stage about the
             same parameter bytes; a list of module names starts a new stage at each of them.
+        profile_budget_s: seconds of processor time that measuring the model may take before the first run; a profile is
+            kept, and read where it was made with the same budget. Operations that are alike are measured once, and
+            what is not measured is estimated; the plan's reasons say how much. A longer one measures larger
+            micro-batches.
         schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for, kFkB or,
             where the halves of the backwards that the run measures say so, "zb-h1", turned by the controller while the
             run trains. "zb-h1" parts backwards and puts off what only the weights need: shorter steps for more
@@ -90,6 +94,7 @@ class PipelineFields:
     num_microbatches: int | Auto = "auto"
     loss_reduction: str | Callable[[Any], float] = "auto"
     partitioner: str | Sequence[str] = "auto"
+    profile_budget_s: float = 10.0
     schedule: str = "auto"
     group_size: int | Auto = "auto"
     slack: int | Sequence[int] | Auto = "auto"

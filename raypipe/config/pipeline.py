@@ -96,6 +96,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     | _Rule(callable, "a function (target) -> number of items that the loss is averaged over"),
     "partitioner": _one_of("auto", "parameters", "prefix_sum", "antichain", "hierarchical")
     | _each(_MODULE, "a list of module names, each the first of a stage"),
+    "profile_budget_s": _number(0),
     "schedule": _one_of("auto", *KINDS) | _CSV,
     "group_size": _AUTO | _integer(1),
     "slack": _AUTO | _integer(1) | _each(_integer(1), "a list of integers, one per hop"),

@@ -22,28 +22,26 @@ import torch
 
 from raypipe import __version__
 from raypipe.engine.capture import Capture
-from raypipe.engine.profiling.further import measure_further
 from raypipe.engine.profiling.measure import (
     Progress,
     device_name,
     larger_sizes,
     powers_of_two,
-    profile_graph,
 )
+from raypipe.engine.profiling.within import PROFILE_BUDGET_S, profile_within
 from raypipe.engine.stage import GraphFunction, StageProgram
 from raypipe.errors import PlanError
 from raypipe.ir.profile import Profile
 
 __all__ = [
     "cache_folder",
-    "cached_further",
     "cached_profile",
     "load_profile",
     "profile_key",
     "save_profile",
 ]
 
-MEASURING = 4
+MEASURING = 5
 """Number of the way in which seconds are measured: profiles of another one are not mixed with these."""
 
 
@@ -61,50 +59,36 @@ def cached_profile(
     folder: Path | None = None,
     sizes: Sequence[int] | None = None,
     repeats: int = 5,
+    budget_s: float = PROFILE_BUDGET_S,
     progress: Progress | None = None,
 ) -> tuple[Profile, bool]:
     """(profile, whether it was read): the saved one of exactly this model on this machine, else a new one, saved.
 
     Args:
         folder: of the cache, None for ``cache_folder()``. One that cannot be written to is no reason to fail.
-        columns, larger, sizes, repeats, progress: see ``profile_graph``.
+        columns, larger, sizes, repeats, budget_s, progress: see ``profile_within``.
     """
     folder = folder if folder is not None else cache_folder()
     samples = min(len(t) for t in columns.values() if t.dim())
     tried = [*(powers_of_two(samples) if sizes is None else sizes), *larger_sizes(samples, larger or {})]
-    key = profile_key(captured, columns, tried, repeats)
+    key = profile_key(captured, columns, tried, repeats, budget_s)
     found = load_profile(folder, key)
     if found is not None and [n.name for n in found.graph.nodes] == [n.name for n in captured.graph.nodes]:
         return found, True
-    measured = profile_graph(captured, columns, larger, sizes=sizes, repeats=repeats, progress=progress)
+    measured = profile_within(
+        captured, columns, larger, sizes=sizes, budget_s=budget_s, repeats=repeats, progress=progress
+    )
     with suppress(OSError):
         save_profile(folder, key, measured)
     return measured, False
 
 
-def cached_further(
-    captured: Capture,
-    profile: Profile,
-    columns: Mapping[Any, torch.Tensor],
-    *,
-    folder: Path | None = None,
-    progress: Progress | None = None,
-) -> Profile:
-    """``measure_further``, read where it was saved before."""
-    folder = folder if folder is not None else cache_folder()
-    key = profile_key(captured, columns, [size for size, _ in profile.seconds_by_size], 0)
-    found = load_profile(folder, key)
-    if found is not None and [n.name for n in found.graph.nodes] == [n.name for n in captured.graph.nodes]:
-        return found
-    measured = measure_further(captured, profile, columns, progress=progress)
-    if len(measured.seconds_by_size) > len(profile.seconds_by_size):
-        with suppress(OSError):
-            save_profile(folder, key, measured)
-    return measured
-
-
 def profile_key(
-    captured: Capture, columns: Mapping[Any, torch.Tensor], sizes: Sequence[int] = (), repeats: int = 5
+    captured: Capture,
+    columns: Mapping[Any, torch.Tensor],
+    sizes: Sequence[int] = (),
+    repeats: int = 5,
+    budget_s: float = PROFILE_BUDGET_S,
 ) -> str:
     """Content key of a profile, as hexadecimal digits.
 
@@ -123,6 +107,7 @@ def profile_key(
         "columns": [[str(name), list(t.shape), str(t.dtype)] for name, t in columns.items()],
         "sizes": list(sizes),
         "repeats": repeats,
+        "budget_s": budget_s,
         "measuring": MEASURING,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -40,7 +40,6 @@ class Profile:
         notes: what a person should know, one sentence each.
         small: (samples, forward and backward seconds by node) at a smaller size than ``microbatch_size``; None where
             nodes were measured at one size only.
-        large: the same at a larger size that a plan takes, where that was asked.
     """
 
     graph: ModelGraph
@@ -50,7 +49,6 @@ class Profile:
     device: str = ""
     notes: tuple[str, ...] = ()
     small: tuple[int, tuple[float, ...]] | None = None
-    large: tuple[int, tuple[float, ...]] | None = None
 
     @property
     def forward_s(self) -> float:
@@ -91,7 +89,6 @@ class Profile:
                 device=str(found["device"]),
                 notes=tuple(map(str, found["notes"])),
                 small=_by_node(found["small"]),
-                large=_by_node(found.get("large")),
             )
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"This is not a saved profile ({error!r}): {ANEW}.") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,7 +22,6 @@ from raypipe.prepare.inputs import Opened, example_of, needs_profile, open_argum
 from raypipe.prepare.job import Job
 from raypipe.prepare.loss_reduction import find_reduction
 from raypipe.prepare.profile import (
-    further_of,
     optimizer_facts,
     profile_of,
     refuse_other_graph,
@@ -68,7 +66,9 @@ def prepare(
     reduction, counted = find_reduction(found.model, loss_fn, captured, found.example, pipeline)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
     if here:
-        profiled = profile_of(captured, found.example, found.larger, by_size=wants_curve(pipeline))
+        profiled = profile_of(
+            captured, found.example, found.larger, by_size=wants_curve(pipeline), budget_s=pipeline.profile_budget_s
+        )
     if profiled is not None:
         refuse_other_graph(captured, profiled)
     factor, optimizer_class = optimizer_facts(optimizer, captured)
@@ -85,13 +85,6 @@ def prepare(
         shared_processors() if here else None,
     )
     decision = None if profiled is None else decided(basis)
-    if here and decision is not None and wants_curve(pipeline):
-        assert profiled is not None
-        read = partial(example_of, found.sources["train"], found.with_loss_fn)
-        further = further_of(captured, profiled, decision.microbatch_size, read)
-        if further is not profiled:
-            basis = dataclasses.replace(basis, profile=further)
-            decision = decided(basis)
     planned = plan_for(basis, decision)
     plan = planned.plan
     programs = captured.programs(plan.partition.cuts, plan.partition.order)
@@ -135,7 +128,7 @@ def profile(
         RaypipeError: one paragraph that says what to change.
     """
     found = open_arguments(model, loss_fn, train_data, None, pipeline, num_workers)
-    return profile_of(found.captured, found.example, found.larger, by_size=True)
+    return profile_of(found.captured, found.example, found.larger, by_size=True, budget_s=pipeline.profile_budget_s)
 
 
 def _check(found: Opened, programs: tuple[StageProgram, ...], size: int, pipeline: PipelineConfig) -> None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from raypipe.engine.capture import Capture
-from raypipe.engine.profile_cache import cached_further, cached_profile
-from raypipe.engine.profiling import estimate_graph, first_of, is_far, powers_of_two
+from raypipe.engine.profile_cache import cached_profile
+from raypipe.engine.profiling import PROFILE_BUDGET_S, estimate_graph, powers_of_two
 from raypipe.engine.state import MakeOptimizer
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.profile import Profile
 from raypipe.progress import ProfilingBar
 
 __all__ = [
-    "further_of",
     "optimizer_facts",
     "profile_of",
     "refuse_other_graph",
@@ -36,6 +35,7 @@ def profile_of(
     larger: Mapping[Any, torch.Tensor] | None = None,
     *,
     by_size: bool,
+    budget_s: float = PROFILE_BUDGET_S,
 ) -> Profile:
     """The graph with seconds, measured here or read from the cache; estimated where the model cannot be run alone.
 
@@ -45,33 +45,19 @@ def profile_of(
         example: one micro-batch by column.
         larger: more samples, see ``profile_graph``; they count with ``by_size`` only.
         by_size: measure smaller micro-batches too.
+        budget_s: of processor time.
     """
     samples = min((len(x) for x in example.values() if x.dim()), default=1)
+    if any(p.is_meta for p in captured.parameters.values()):  # what has no memory runs in no time
+        return estimate_graph(captured, samples, sizes=powers_of_two(samples) if by_size else ())
     bar = ProfilingBar()
     try:
         sizes, more = (None, larger) if by_size else ((), None)
-        return cached_profile(captured, example, more, sizes=sizes, progress=bar)[0]
+        return cached_profile(captured, example, more, sizes=sizes, budget_s=budget_s, progress=bar)[0]
     except StageError as error:
         with contextlib.suppress(ConfigError):  # an nn.Sequential cannot be estimated: what stopped it counts
             return estimate_graph(captured, samples, sizes=powers_of_two(samples) if by_size else ())
         raise error from None
-    finally:
-        bar.close()
-
-
-def further_of(
-    captured: Capture, profiled: Profile, samples: int, read: Callable[[int], Mapping[Any, torch.Tensor]]
-) -> Profile:
-    """The profile with one more size, measured or from the cache, where it says nothing of so many samples.
-
-    Args:
-        read: so many samples by column; asked for them only where they are measured.
-    """
-    if not is_far(profiled, samples) or profiled.source != "measured" or not profiled.seconds_by_size:
-        return profiled
-    bar = ProfilingBar()
-    try:
-        return cached_further(captured, profiled, first_of(read(samples), samples), progress=bar)
     finally:
         bar.close()
 

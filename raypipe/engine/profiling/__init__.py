@@ -1,8 +1,8 @@
 """Seconds and bytes of every operation of a captured model.
 
-    capture --> steps.py: one operation at a time --> observe.py: what happens in it --> measure.py: Profile
-                                                                 one more size     --> further.py: Profile
-                                                                 FLOPs and bytes   --> estimate.py: Profile
+    capture --> steps.py: one operation at a time --> observe.py: what happens in it  --> measure.py: Profile
+                                                                 within a budget      --> within.py: Profile
+                                                                 FLOPs and bytes      --> estimate.py: Profile
 
 What is measured is one micro-batch on one CPU thread, in this process: forward, backward for inputs, backward for
 parameters with the sums of their gradients, and the bytes that autograd keeps in between.
@@ -11,18 +11,16 @@ parameters with the sums of their gradients, and the bytes that autograd keeps i
 from __future__ import annotations
 
 from raypipe.engine.profiling.estimate import Rates, estimate_graph, measure_rates
-from raypipe.engine.profiling.further import is_far, measure_further
 from raypipe.engine.profiling.measure import Progress, powers_of_two, profile_graph
-from raypipe.engine.profiling.steps import first_of
+from raypipe.engine.profiling.within import PROFILE_BUDGET_S, profile_within
 
 __all__ = [
+    "PROFILE_BUDGET_S",
     "Progress",
     "Rates",
     "estimate_graph",
-    "first_of",
-    "is_far",
-    "measure_further",
     "measure_rates",
     "powers_of_two",
     "profile_graph",
+    "profile_within",
 ]

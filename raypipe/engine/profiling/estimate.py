@@ -10,6 +10,7 @@ loss.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -24,12 +25,13 @@ from raypipe.engine.capture.analyse import is_open
 from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import KeptBytes, tensors_in
 from raypipe.engine.profiling.steps import Columns, Steps, steps_of
-from raypipe.engine.profiling.workspace import Passes, workspaces
+from raypipe.engine.profiling.workspace import Loss, Passes, kept_bytes, workspaces
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import ConfigError
+from raypipe.ir.lines import Lines
 from raypipe.ir.profile import Profile
 
-__all__ = ["Rates", "estimate_graph", "measure_rates"]
+__all__ = ["Rates", "bytes_unrun", "estimate_graph", "measure_rates"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def estimate_graph(
             "An nn.Sequential runs its children as they are, so it can be measured but not estimated. Profile it on an "
             "example, or put it into an nn.Module whose forward torch.export can trace."
         )
-    picking = next((node for node in captured.model.train.nodes if is_open(node.meta.get("val"))), None)
+    picking = _picking(captured.model)
     if picking is not None:
         raise ConfigError(
             f"The size of {picking.name!r} depends on values, so the model can be measured but not estimated. Profile "
@@ -139,6 +141,30 @@ def estimate_graph(
     )
 
 
+def bytes_unrun(captured: Capture, samples: int, loss: Loss) -> tuple[list[int], list[Lines]] | None:
+    """By operation, bytes kept for the backward and needed besides, exactly and without running the model.
+
+    Args:
+        samples: that the kept bytes are of.
+        loss: of outputs and columns; one that does not run on the meta device is stood in for.
+
+    Returns:
+        None where the model cannot be run on the meta device.
+    """
+    if not isinstance(captured.model, TracedModel) or _picking(captured.model) is not None:
+        return None
+    try:
+        steps, leaves, buffers, columns = _on_meta(captured, samples)
+        twice = _on_meta(captured, 2 * samples)[3]
+        for one in (loss, _stand_in_loss):
+            passes = Passes(steps, leaves, buffers, one)
+            with contextlib.suppress(Exception):  # it looks at values
+                return kept_bytes(passes, columns, held=(*leaves, *buffers)), workspaces(passes, columns, twice)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    return None
+
+
 _MORE_FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_args, **_kwargs: sdpa_flop_count(
         q, k, v
@@ -163,6 +189,11 @@ class _Counts:
         self.moved_bytes.append(sum(t.nbytes for t in (*inputs, *tensors_in(outputs))))
         self.passes.append(any(t.requires_grad and not t.is_leaf for t in inputs))
         return outputs
+
+
+def _picking(model: TracedModel) -> Any:
+    """The first operation whose size depends on values, if there is one."""
+    return next((node for node in model.train.nodes if is_open(node.meta.get("val"))), None)
 
 
 def _run(captured: Capture, samples: int) -> _Counts:

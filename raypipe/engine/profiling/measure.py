@@ -29,17 +29,26 @@ from raypipe.engine.backward import gradients
 from raypipe.engine.capture import Capture
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.local import one_thread
-from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, KeptBytes, Shares
+from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, Shares
 from raypipe.engine.profiling.rounds import Moment, Round, Seconds, seconds_between, seconds_of
 from raypipe.engine.profiling.steps import KEY, Columns, Steps, first_of, samples_of, steps_of
-from raypipe.engine.profiling.workspace import Passes, workspaces
+from raypipe.engine.profiling.workspace import Passes, kept_bytes, workspaces
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
 from raypipe.ir.lines import Lines
 from raypipe.ir.profile import DOUBTFUL, Profile
 
-__all__ = ["Bench", "Progress", "device_name", "larger_sizes", "powers_of_two", "profile_graph", "settle_allocator"]
+__all__ = [
+    "Bench",
+    "Progress",
+    "device_name",
+    "larger_sizes",
+    "powers_of_two",
+    "profile_graph",
+    "settle_allocator",
+    "unprofiled",
+]
 
 CHEAP_S = 0.25
 """Seconds that all rounds of one larger size, one turn of the others, or further turns of those may take."""
@@ -93,8 +102,7 @@ def profile_graph(
             bench = Bench.of(captured)
             kept = bench.kept(columns)
             advance()
-            passes = Passes(bench.steps, bench.leaves, bench.buffers, bench.loss)
-            spaces = workspaces(passes, columns, first_of(columns, samples // 2) if samples > 1 else None)
+            spaces = workspaces(bench.passes(), columns, first_of(columns, samples // 2) if samples > 1 else None)
             advance()
             shares = bench.shares(columns)
             advance()
@@ -107,11 +115,16 @@ def profile_graph(
             found.alone.update(more)
             found.notes.extend(doubts)
     except (RuntimeError, ValueError, IndexError) as error:
-        raise StageError(
-            f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
-            "Check that the example has the shapes of the training data."
-        ) from error
+        raise unprofiled(samples, error) from error
     return _profile(captured, samples, seconds_of(rounds[1:], found.alone[samples]), kept, spaces, shares, found)
+
+
+def unprofiled(samples: int, error: Exception) -> StageError:
+    """The refusal of a model that does not run on its example."""
+    return StageError(
+        f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
+        "Check that the example has the shapes of the training data."
+    )
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
@@ -218,14 +231,13 @@ class Bench:
             seconds.append(time.perf_counter() - begin_s if known else 0.0)
         return seconds
 
+    def passes(self) -> Passes:
+        """For what counts bytes."""
+        return Passes(self.steps, self.leaves, self.buffers, self.loss)
+
     def kept(self, columns: Columns) -> list[int]:
         """By operation, bytes that its backward keeps."""
-        observer = KeptBytes((*self.leaves, *self.buffers))
-        outputs = self.steps.run(self.leaves, self.buffers, columns, observer)
-        last = len(self.steps.sites) - 1
-        loss = observer(last, self.loss, (outputs, columns), {})
-        del outputs, loss
-        return [observer.bytes_of.get(position, 0) for position in range(last + 1)]
+        return kept_bytes(self.passes(), columns, (*self.leaves, *self.buffers))
 
     def shares(self, columns: Columns) -> list[float]:
         """By operation, the part of its backward that is for parameters."""

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from raypipe.engine.backward import gradients
 
-__all__ = ["BackwardClock", "ForwardClock", "KeptBytes", "Shares", "tensors_in"]
+__all__ = ["BackwardClock", "ForwardClock", "KeptBytes", "Shares", "engine_seconds", "tensors_in"]
 
 Call = Callable[..., Any]
 
@@ -164,7 +164,7 @@ class Shares:
                 seconds[wanted].append(time.perf_counter() - begin_s)
         except RuntimeError:  # it works in place on what it is given, which a leaf does not allow
             return 0.5
-        engine_s = _engine_seconds()
+        engine_s = engine_seconds()
         for_weights, for_inputs = (max(min(seconds[which]) - engine_s, 1e-7) for which in (True, False))
         return for_weights / (for_weights + for_inputs)
 
@@ -207,6 +207,6 @@ def _hook_seconds() -> float:
 
 
 @cache
-def _engine_seconds() -> float:
+def engine_seconds() -> float:
     """What a backward costs in which nothing happens."""
     return min(_times(1, False))

@@ -27,7 +27,7 @@ from raypipe.engine.randomness import RandomKey, dropout, keyed_call
 from raypipe.engine.recompute import untraced_checkpoints
 from raypipe.engine.stage import StageProgram
 
-__all__ = ["Columns", "Observe", "Steps", "first_of", "samples_of", "steps_of"]
+__all__ = ["Columns", "Observe", "Steps", "child_of", "first_of", "samples_of", "steps_of"]
 
 Columns = Mapping[Any, torch.Tensor]
 
@@ -101,6 +101,21 @@ class _Child:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.function.run_child(self.position, x, KEY)
+
+
+def child_of(call: Callable[..., Any]) -> str | None:
+    """What a child of an nn.Sequential computes, in words: equal words mean the same computation; None for others."""
+    if not isinstance(call, _Child):
+        return None
+    child = call.function.children[call.position]
+    plain = (bool, int, float, str, tuple, list, type(None))
+
+    def described(module: torch.nn.Module) -> str:
+        own = {n: v if isinstance(v, plain) else id(v) for n, v in vars(module).items() if not n.startswith("_")}
+        return f"{type(module).__module__}.{type(module).__qualname__} {sorted(own.items())}"
+
+    parts = "; ".join(f"{name}={described(module)}" for name, module in child.module.named_modules())
+    return f"{parts}; draws {child.num_draws}, changes input {child.changes_input}"
 
 
 def _traced_steps(analysis: Analysis, program: StageProgram, place: Mapping[Any, int]) -> Steps:

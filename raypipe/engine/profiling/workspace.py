@@ -29,7 +29,9 @@ from raypipe.engine.profiling.observe import BackwardClock, Call, KeptBytes, ten
 from raypipe.engine.profiling.steps import Columns, Steps, samples_of
 from raypipe.ir.lines import Lines, pruned
 
-__all__ = ["LiveBytes", "Passes", "workspaces"]
+__all__ = ["LiveBytes", "Loss", "Passes", "kept_bytes", "workspaces"]
+
+Loss = Callable[[Any, Columns], torch.Tensor]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -77,7 +79,7 @@ class Passes:
     steps: Steps
     leaves: Sequence[torch.Tensor]
     buffers: Sequence[torch.Tensor]
-    loss: Callable[[Any, Columns], torch.Tensor]
+    loss: Loss
 
 
 def workspaces(passes: Passes, columns: Columns, other: Columns | None = None) -> list[Lines]:
@@ -156,11 +158,21 @@ def _readings(passes: Passes, columns: Columns) -> list[tuple[int, int]]:
 
 def _kept_up_to(passes: Passes, columns: Columns) -> list[int]:
     """By operation, what it and those before it keep, the data apart."""
-    observer = KeptBytes((*passes.leaves, *passes.buffers, *columns.values()))
+    held = (*passes.leaves, *passes.buffers, *columns.values())
+    return list(itertools.accumulate(kept_bytes(passes, columns, held)))
+
+
+def kept_bytes(passes: Passes, columns: Columns, held: Sequence[torch.Tensor]) -> list[int]:
+    """By operation, bytes that its backward keeps; the loss belongs to the last one.
+
+    Args:
+        held: tensors that are there anyway.
+    """
+    observer = KeptBytes(held)
     outputs = passes.steps.run(passes.leaves, passes.buffers, columns, observer)
     last = len(passes.steps.sites) - 1
     observer(last, passes.loss, (outputs, columns), {})
-    return list(itertools.accumulate(observer.bytes_of.get(position, 0) for position in range(last + 1)))
+    return [observer.bytes_of.get(position, 0) for position in range(last + 1)]
 
 
 def _given_back(leaf: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -76,8 +76,7 @@ def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) 
         return graph
     busy_s = columns_of(graph).busy_s
     factors = np.ones(len(graph.nodes))
-    # The size that the nodes' own seconds are of, and another one on the same side of it, where there is one.
-    other = profile.large if profile.large is not None and samples > profile.microbatch_size else profile.small
+    other = profile.small
     if graph is profile.graph and other is not None:
         factors = _factors(other, busy_s, (samples - other[0]) / (profile.microbatch_size - other[0]))
     factors *= total_s / (float((factors * busy_s).sum()) or 1.0)

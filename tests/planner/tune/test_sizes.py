@@ -89,19 +89,3 @@ def test_the_cut_follows_what_the_nodes_take_at_the_size_that_is_run() -> None:
     assert decide(request, profile).partition.cuts == (7,)
     assert decide(dataclasses.replace(request, num_microbatches=1), profile).partition.cuts == (4,)
     assert decide(request, dataclasses.replace(profile, small=None)).partition.cuts == (4,)
-
-
-@given(profiles(), st.integers(LARGE + 1, 64))
-def test_lines_bend_where_a_third_size_is_known(profile: Profile, samples: int) -> None:
-    """The first node takes no longer from eight samples on; below nothing changes."""
-    if len(profile.graph.nodes) < 2:
-        return
-    first_s, *others_s = (node.busy_s for node in profile.graph.nodes)
-    large = (2 * LARGE, (first_s, *(2 * seconds for seconds in others_s)))
-    points = (*profile.seconds_by_size, (2 * LARGE, sum(large[1])))
-    bent = dataclasses.replace(profile, large=large, seconds_by_size=points)
-    total_s = first_s + sum(others_s) * samples / LARGE
-    found = graph_at(bent, samples, total_s, bent.graph)
-    wanted_s = [first_s, *(seconds * samples / LARGE for seconds in others_s)]
-    assert [node.busy_s for node in found.nodes] == pytest.approx(wanted_s)
-    assert graph_at(bent, 2, total_s, bent.graph) == graph_at(profile, 2, total_s, profile.graph)
