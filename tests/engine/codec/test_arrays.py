@@ -8,10 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.engine.codec import NONE, Codec, Codecs, arrays, host
-from raypipe.engine.codec.choice import CODECS, applies, rounding_key, wire_bytes
-from raypipe.errors import ConfigError
-from raypipe.ir.schedule import Op
+from raypipe.engine.codec import arrays, host
+from raypipe.engine.codec.choice import rounding_key, wire_bytes
 
 LOSSY = ("bf16", "fp16", "int8")
 BLOCK = arrays.BLOCK
@@ -182,28 +180,3 @@ def test_draws_differ_by_every_part_of_their_key_and_are_even() -> None:
         for lag in (1, 2, BLOCK):
             assert abs(np.corrcoef(row[lag:], row[:-lag])[0, 1]) < 0.04
     assert np.array_equal(arrays.draws(keys[0], 640, 101, np), drawn[0][640:741])
-
-
-def test_sizes_are_known_beforehand_and_what_grows_is_left_alone() -> None:
-    f32, f16 = torch.float32, torch.float16
-    assert [wire_bytes(name, f32, 300) for name in CODECS] == [1200, 600, 600, 300 + 3 * 4]
-    assert [applies(name, f32, 0) for name in CODECS] == [False] * 4
-    assert [applies(name, f32, 1) for name in CODECS] == [False, True, True, False]
-    assert [applies(name, f32, 2) for name in CODECS] == [False, True, True, True]
-    assert [applies(name, f16, 300) for name in CODECS] == [False, False, False, True]
-    assert not applies("int8", f16, 3)
-    for dtype in (torch.bool, torch.int32, torch.int64, torch.uint8, torch.float64, torch.complex64):
-        assert not any(applies(name, dtype, 300) for name in CODECS)
-
-
-def test_only_activations_and_their_gradients_are_encoded() -> None:
-    pair = Codecs(Codec("int8"), Codec("bf16"))
-    used = {op: pair.of(op).name for op in Op if pair.of(op) != NONE}
-    assert used == {Op.SEND_F: "int8", Op.SEND_B: "bf16"}
-
-
-def test_a_wrong_codec_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'int7' is not one of 'none', 'bf16', 'fp16', 'int8'"):
-        Codec("int7")
-    with pytest.raises(ConfigError, match="'bf16' does not round at random: leave rounding_seed=3 out, or take 'int8'"):
-        Codec("bf16", rounding_seed=3)
