@@ -110,19 +110,23 @@ class RunProgress:
 
 
 class ProfilingBar:
-    """How far a profile is, on a terminal only; what it wrote is gone when it is closed."""
+    """What is done before a run can start, on a terminal only; what it wrote is gone when it is closed.
+
+    Called with (done, total), it shows how many operations have been profiled.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stderr
         self._live = self._stream.isatty()
 
     def __call__(self, done: int, total: int) -> None:
+        self.say(f"profiling {done} of {total} operations")
+
+    def say(self, text: str) -> None:
+        """Show this in place of what was there."""
         if self._live:
-            filled = done * 30 // max(1, total)
-            self._stream.write(f"\rprofiling the model [{'=' * filled}{' ' * (30 - filled)}] {done}/{total}\x1b[K")
+            self._stream.write(f"\r{text}\x1b[K")
             self._stream.flush()
 
     def close(self) -> None:
-        if self._live:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+        self.say("")

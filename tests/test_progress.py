@@ -7,7 +7,7 @@ import io
 import pytest
 
 from raypipe.ir.report import StepRecord
-from raypipe.progress import RunProgress
+from raypipe.progress import ProfilingBar, RunProgress
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.spec import Outcome
 
@@ -60,3 +60,20 @@ def test_a_wish_to_stop_is_seen_until_the_end() -> None:
     journal.begins(num_steps=3)
     status = journal.news(0, 0.0).status
     assert (status.state, status.message, status.num_steps) == ("stopping", "enough", 3)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_is_done_before_a_run_shows_on_a_terminal_only() -> None:
+    shown, hidden = Terminal(), io.StringIO()
+    for stream in (shown, hidden):
+        bar = ProfilingBar(stream)
+        bar.say("tracing the model")
+        bar(48, 120)
+        bar.close()
+    assert hidden.getvalue() == ""
+    lines = [text.removesuffix("\x1b[K") for text in shown.getvalue().split("\r")[1:]]
+    assert lines == ["tracing the model", "profiling 48 of 120 operations", ""]

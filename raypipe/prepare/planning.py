@@ -27,6 +27,7 @@ from raypipe.prepare.profile import (
     refuse_other_graph,
     shared_processors,
 )
+from raypipe.progress import ProfilingBar
 from raypipe.runtime.run.blueprint import codecs_of
 from raypipe.runtime.run.planning import PlanBasis, decided, plan_for
 
@@ -61,7 +62,12 @@ def prepare(
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
-    found = open_arguments(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
+    bar = ProfilingBar()
+    bar.say("tracing the model")
+    try:
+        found = open_arguments(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
+    finally:
+        bar.close()
     captured = found.captured
     reduction, counted = find_reduction(found.model, loss_fn, captured, found.example, pipeline)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
