@@ -12,14 +12,14 @@ the partition solvers do.
 from __future__ import annotations
 
 from raypipe.planner.tune.choose import ASSUMED_LINK, decide, plan_of
-from raypipe.planner.tune.cut import make_partition
 from raypipe.planner.tune.decision import Decision
-from raypipe.planner.tune.plain import make_plan
 from raypipe.planner.tune.predict import costs_of, step_of, timeline_of
 from raypipe.planner.tune.profile_table import profile_table
 from raypipe.planner.tune.request import DEFAULT_STAGES, Request, microbatches
-from raypipe.planner.tune.settled import build_schedule, memory_model, spec_of
-from raypipe.planner.tune.sizes import seconds_by_count
+from raypipe.planner.tune.rescale import seconds_by_count
+from raypipe.planner.tune.resolve import build_schedule, memory_model, spec_of
+from raypipe.planner.tune.solvers import make_partition
+from raypipe.planner.tune.unprofiled import make_plan
 from raypipe.planner.tune.weights import weight_policy, weight_reason
 
 __all__ = [

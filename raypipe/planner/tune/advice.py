@@ -10,9 +10,9 @@ from raypipe.ir.plan_table import human_bytes
 from raypipe.planner.partition.fit import solve_within
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.attempt import Problem
-from raypipe.planner.tune.cut import quick_cut
 from raypipe.planner.tune.request import microbatches
-from raypipe.planner.tune.settled import memory_model
+from raypipe.planner.tune.resolve import memory_model
+from raypipe.planner.tune.solvers import quick_cut
 
 __all__ = ["what_would_fit"]
 

@@ -18,13 +18,13 @@ from raypipe.planner.microbatch import Hop, MicrobatchChoice, StageTime, choose_
 from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, refilled, solve_within
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.coarse import coarse
-from raypipe.planner.tune.cut import quick_cut, solver_of
 from raypipe.planner.tune.decision import Decision
-from raypipe.planner.tune.fits import memory_test
+from raypipe.planner.tune.feasibility import memory_test
 from raypipe.planner.tune.predict import first_trainable_stage, hops_of, predict, stages_of
 from raypipe.planner.tune.request import Request, microbatches
-from raypipe.planner.tune.settled import build_schedule, memory_model, spec_of
-from raypipe.planner.tune.sizes import graph_at, seconds_at, times_of
+from raypipe.planner.tune.rescale import graph_at, seconds_at, times_of
+from raypipe.planner.tune.resolve import build_schedule, memory_model, spec_of
+from raypipe.planner.tune.solvers import quick_cut, solver_of
 from raypipe.planner.tune.workers import rounds_of
 
 __all__ = ["Problem", "attempt", "predicted"]

@@ -22,12 +22,12 @@ from raypipe.ir.profile import Profile
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.advice import what_would_fit
 from raypipe.planner.tune.attempt import Problem, attempt, predicted
-from raypipe.planner.tune.cut import solver_of
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
 from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
-from raypipe.planner.tune.settled import spec_of
+from raypipe.planner.tune.resolve import spec_of
+from raypipe.planner.tune.solvers import solver_of
 from raypipe.planner.tune.weights import weight_policy
 from raypipe.planner.tune.workers import idle_notes, settled_workers, single_notes, used_devices
 

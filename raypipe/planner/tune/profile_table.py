@@ -8,7 +8,7 @@ from raypipe.ir.graph import Node
 from raypipe.ir.plan_table import human_bytes, human_s
 from raypipe.ir.profile import Profile
 from raypipe.planner.tune.predict import source_of
-from raypipe.planner.tune.sizes import times_of
+from raypipe.planner.tune.rescale import times_of
 
 __all__ = ["profile_table"]
 

@@ -21,7 +21,7 @@ from raypipe.ir.profile import Profile
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.tune import Decision, Request, decide, plan_of, profile_table, timeline_of
 from raypipe.planner.tune.coarse import coarse
-from raypipe.planner.tune.fits import memory_test
+from raypipe.planner.tune.feasibility import memory_test
 from tests.planner.partition_cases import chain_of, clusters, graphs
 from tests.planner.specs import spec_for
 

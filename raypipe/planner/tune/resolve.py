@@ -8,8 +8,8 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.schedule_spec import ScheduleSpec, takes
 from raypipe.planner.memory import Held, MemoryModel
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.tune.held import held_by
 from raypipe.planner.tune.request import AUTO_SLACK, Request
+from raypipe.planner.tune.row_memory import held_by
 from raypipe.planner.tune.weights import by_hop, slack_of, weight_policy
 
 __all__ = ["build_schedule", "memory_model", "placement_of", "spec_of"]

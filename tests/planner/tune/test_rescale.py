@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raypipe.ir.profile import Profile
 from raypipe.planner.tune import Request, decide
-from raypipe.planner.tune.sizes import graph_at, seconds_at, seconds_by_count, times_of
+from raypipe.planner.tune.rescale import graph_at, seconds_at, seconds_by_count, times_of
 from tests.planner.partition_cases import chain_of
 
 LARGE = 8

@@ -17,7 +17,7 @@ from raypipe.planner.partition.hierarchical import hierarchical
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import any_cut, prefix_sum
 from raypipe.planner.tune.request import DEFAULT_STAGES, Request
-from raypipe.planner.tune.settled import placement_of
+from raypipe.planner.tune.resolve import placement_of
 from raypipe.planner.tune.workers import settled_workers
 
 __all__ = ["branches", "make_partition", "placed", "quick_cut", "solver_of"]

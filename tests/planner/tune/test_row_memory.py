@@ -12,7 +12,7 @@ from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.tables import build
 from raypipe.planner.tune import Request, memory_model
-from raypipe.planner.tune.held import held_by
+from raypipe.planner.tune.row_memory import held_by
 from tests.planner.specs import spec_for
 
 CHUNKED = ["interleaved", "zb-v"]

@@ -8,7 +8,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.plan import Partition, Plan
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.request import Request, microbatches
-from raypipe.planner.tune.settled import spec_of
+from raypipe.planner.tune.resolve import spec_of
 from raypipe.planner.tune.weights import weight_policy, weight_reason
 from raypipe.planner.tune.workers import idle_notes, single_notes
 
