@@ -9,7 +9,7 @@ import pytest
 
 from jobs.lib.contention import EPISODE_STEPS, LEVELS, delay_s
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, Room, Setup, Verdict
+from raypipe.planner.control import Choice, ControllerConfig, Room, Verdict
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from tests.planner.control.lab import Pipeline, run_controlled
 
@@ -64,7 +64,9 @@ def test_groups_gain_what_the_level_is_named_for(name, stages):
 )
 def test_the_controller_finds_the_best_k_that_fits(name, stages, most):
     """Within one percent: near the optimum several k take the same time, and then the smaller one is taken."""
-    setup = Setup("kfkb", Choice(ScheduleSpec("kfkb", COUNT)), rooms_for(stages, most), retune_interval_steps=10)
+    setup = ControllerConfig(
+        "kfkb", Choice(ScheduleSpec("kfkb", COUNT)), rooms_for(stages, most), retune_interval_steps=10
+    )
     pipeline = Pipeline(
         [(FORWARD_S, BACKWARD_S)] * stages,
         lambda hop, forward, step, m: (late_s(name, hop, forward, step, m), 1e-4),

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
-from raypipe.planner.control import Choice, Space, predicted_s, search
+from raypipe.planner.control import Choice, ControllerConfig, predicted_s, search
 from raypipe.planner.control.replay import FILLING, Wire, compiled, step_s
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
@@ -20,6 +20,9 @@ from tests.planner.control.test_search import at_most, measured_of
 from tests.planner.specs import spec_for
 
 SECONDS = st.floats(0.01, 1.0)
+
+FIRST = Choice(ScheduleSpec("1f1b", 4))
+"""What a configuration begins with; a search asks for what runs."""
 
 
 @st.composite
@@ -115,7 +118,11 @@ def test_the_search_takes_more_slack_where_steps_overlap() -> None:
     """At 50 Mbit/s, in the numbers of docs/design/0020."""
     measured = replace(measured_of([(0.044, 0.0005)], 8, (0.0182, 0.0362)), halves_s=((0.0181, 0.0181),) * 2)
     apart, together = (
-        search(Space("auto", at_most(16, 16)), measured, Choice(spec_for("slack", 2, 8, slack=2, overlap=overlap))).best
+        search(
+            ControllerConfig("auto", FIRST, at_most(16, 16)),
+            measured,
+            Choice(spec_for("slack", 2, 8, slack=2, overlap=overlap)),
+        ).best
         for overlap in (False, True)
     )
     assert apart.choice.spec.kind == together.choice.spec.kind == "zb-h1"

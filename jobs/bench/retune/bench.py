@@ -22,13 +22,13 @@ import torch
 from jobs.lib import common
 from jobs.lib.common import machine_line, median
 from jobs.lib.emulated import CPU_SHARE, Block, trainer_of
-from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
+from raypipe.planner.control import Choice, ControllerConfig, ControllerDecision, StepDone, Verdict
 from raypipe.runtime.driver.client import connected
 from raypipe.runtime.run.blueprint import assemble
+from raypipe.runtime.run.controller_thread import ControllerThread
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.run.retuner import Retuner
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import stored
 
@@ -53,17 +53,17 @@ QUICK = Settings(((2, 8),), 4, 1)
 class Script:
     """Asks for one more slack every few steps."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ControllerConfig) -> None:
         self.wanted = setup.choice
         self._hops = len(setup.rooms) - 1
         self._slack = 2
 
-    def handle(self, event: StepDone) -> list[Decision]:
+    def handle(self, event: StepDone) -> list[ControllerDecision]:
         if event.step % EVERY:
             return []
         self._slack = self._slack + 1 if self._slack < self.wanted.num_microbatches else 3
         self.wanted = Choice(self.wanted.spec.as_kind("slack", slack=(self._slack,) * self._hops))
-        return [Decision(event.step, Verdict.SWITCH, "The benchmark turns.", {}, self.wanted)]
+        return [ControllerDecision(event.step, Verdict.SWITCH, "The benchmark turns.", {}, self.wanted)]
 
     def to_json(self) -> str:
         return "{}"
@@ -97,7 +97,7 @@ def run(shape: tuple[int, int], turns: int) -> Ran:
         try:
             processes = [member["process"] for member in fleet.members]
             fleet.configure(assembled.run, assembled.setup, [stored(job.tensors)])
-            made = lambda setup, state: Retuner(setup, state, Script(setup))  # noqa: E731
+            made = lambda setup, state: ControllerThread(setup, state, Script(setup))  # noqa: E731
             run_loop(fleet, spec, assembled.plan, Journal(spec.name, str(spec.place)), Requests(), made)
             same = all(Path(f"/proc/{process}").exists() for process in processes)
         finally:

@@ -1,7 +1,7 @@
 """The controller: measure the links while training runs, and turn the schedule when that pays.
 
     executors' spans ---> StageSample --+
-    frames' headers ----> LinkSample  --+--> StepDone --> Controller.handle --> [Decision, ...]
+    frames' headers ----> LinkSample  --+--> StepDone --> Controller.handle --> [ControllerDecision, ...]
                                                               |                    |
          Observer:   FIFO model of each link, medians of      |                    +--> events.jsonl, metrics
                      stages                                   |                    +--> choice: rows of the next flush
@@ -19,29 +19,28 @@ Left out: links that share one wire, the processor time that a codec takes from 
 
 from __future__ import annotations
 
-from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
+from raypipe.planner.control.choice import NO_CODEC, Choice, CodecCost
+from raypipe.planner.control.config import ControllerConfig
 from raypipe.planner.control.controller import Controller
-from raypipe.planner.control.events import Decision, StepDone, Verdict
+from raypipe.planner.control.events import ControllerDecision, StepDone, Verdict
 from raypipe.planner.control.links import LinkEstimator
 from raypipe.planner.control.measured import Measured, predicted_s
 from raypipe.planner.control.room import UNKNOWN_IN_FLIGHT, Room, fits, rooms_of, unknown_rooms, why_not
-from raypipe.planner.control.search import Found, Scored, Space, search
-from raypipe.planner.control.setup import Setup
+from raypipe.planner.control.search import Found, Scored, search
 
 __all__ = [
     "NO_CODEC",
     "UNKNOWN_IN_FLIGHT",
     "Choice",
-    "Codec",
+    "CodecCost",
     "Controller",
-    "Decision",
+    "ControllerConfig",
+    "ControllerDecision",
     "Found",
     "LinkEstimator",
     "Measured",
     "Room",
     "Scored",
-    "Setup",
-    "Space",
     "StepDone",
     "Verdict",
     "fits",

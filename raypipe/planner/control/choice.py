@@ -13,11 +13,11 @@ from raypipe.errors import PlanError
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
 
-__all__ = ["NO_CODEC", "Choice", "Codec"]
+__all__ = ["NO_CODEC", "Choice", "CodecCost"]
 
 
 @dataclass(frozen=True, slots=True)
-class Codec:
+class CodecCost:
     """What compressing one direction of a link costs and saves, as measured.
 
     Attributes:
@@ -36,7 +36,7 @@ class Codec:
             raise PlanError(f"{self}: give a ratio above 0 and seconds per byte from 0 up.")
 
 
-NO_CODEC = Codec("none")
+NO_CODEC = CodecCost("none")
 
 
 @dataclass(frozen=True, slots=True)

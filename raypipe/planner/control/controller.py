@@ -15,11 +15,11 @@ import json
 from raypipe.errors import PlanError
 from raypipe.ir.links import LinkEstimate
 from raypipe.planner.control.choice import Choice
-from raypipe.planner.control.events import Decision, StepDone
+from raypipe.planner.control.config import ControllerConfig
+from raypipe.planner.control.events import ControllerDecision, StepDone
 from raypipe.planner.control.observer import Observer
 from raypipe.planner.control.peaks import PeakMemory
 from raypipe.planner.control.saved import state_from_dict, state_to_dict
-from raypipe.planner.control.setup import Setup
 from raypipe.planner.control.states import Known, Measure, State
 from raypipe.planner.control.transition import Heard, after
 
@@ -36,7 +36,7 @@ class Controller:
         setup: of the run.
     """
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ControllerConfig) -> None:
         self.setup = setup
         self._observer = Observer(len(setup.rooms), setup.choice.num_microbatches, setup.link_drift_threshold)
         self._state: State = Measure(Known(setup.choice, PeakMemory(setup.rooms)))
@@ -55,7 +55,7 @@ class Controller:
         """Of every hop and direction, for metrics and people."""
         return self._observer.estimates()
 
-    def handle(self, event: StepDone) -> list[Decision]:
+    def handle(self, event: StepDone) -> list[ControllerDecision]:
         """Take in one step.
 
         Returns:
@@ -71,7 +71,7 @@ class Controller:
         return json.dumps({"format": FORMAT, "setup": self.setup.identity, **parts})
 
     @classmethod
-    def from_json(cls, setup: Setup, text: str) -> Controller:
+    def from_json(cls, setup: ControllerConfig, text: str) -> Controller:
         """The controller that wrote ``text``, in a run with the same setup.
 
         Raises:

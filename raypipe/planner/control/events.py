@@ -1,6 +1,6 @@
 """What the controller is told, and what it says.
 
-StepDone ------------> Controller.handle ------------> Decision, Decision, ...
+StepDone ------------> Controller.handle ------------> ControllerDecision, ControllerDecision, ...
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from raypipe.ir.links import LinkSample, StageSample
 from raypipe.planner.control.choice import Choice
 
-__all__ = ["Decision", "StepDone", "Verdict"]
+__all__ = ["ControllerDecision", "StepDone", "Verdict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ControllerDecision:
     """One line of events.jsonl.
 
     Attributes:

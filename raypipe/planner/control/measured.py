@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from raypipe.ir.links import LinkEstimate
-from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
+from raypipe.planner.control.choice import NO_CODEC, Choice, CodecCost
 from raypipe.planner.control.replay import Wire, compiled, step_s
 
 __all__ = ["Measured", "busiest_hops", "predicted_s", "squeezed"]
@@ -100,7 +100,7 @@ class Measured:
 def predicted_s(
     measured: Measured,
     choice: Choice,
-    codecs: Mapping[tuple[str, bool], Codec],
+    codecs: Mapping[tuple[str, bool], CodecCost],
 ) -> float:
     """Seconds of a step under ``choice``.
 
@@ -126,7 +126,7 @@ def predicted_s(
     )
 
 
-def squeezed(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool], Codec]) -> Measured:
+def squeezed(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool], CodecCost]) -> Measured:
     """Links as messages in the codecs of ``choice`` find them.
 
     Args:
@@ -145,7 +145,7 @@ def busiest_hops(measured: Measured) -> Sequence[int]:
     return sorted(range(measured.num_stages - 1), key=lambda h: -measured.round_trip_s(h))
 
 
-def _wire(measured: Measured, place: int, codec: Codec) -> Wire:
+def _wire(measured: Measured, place: int, codec: CodecCost) -> Wire:
     link = measured.links[place]
     if link is None:
         return Wire()

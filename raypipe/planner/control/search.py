@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from raypipe.ir.schedule_spec import kinds_to_search
-from raypipe.planner.control.choice import NO_CODEC, Choice, Codec
+from raypipe.planner.control.choice import NO_CODEC, Choice, CodecCost
+from raypipe.planner.control.config import ControllerConfig
 from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s, squeezed
-from raypipe.planner.control.room import Room, fits, why_not
+from raypipe.planner.control.room import fits, why_not
 
-__all__ = ["EVEN", "Found", "Scored", "Space", "search"]
+__all__ = ["EVEN", "Found", "Scored", "search"]
 
 EVEN = 0.005
 """Seconds this near to each other, relatively, count as equal."""
@@ -35,30 +36,6 @@ MOST_MOVES = 48
 """Moves of slack that are tried in one search."""
 FARTHEST = 4
 """Times as many or as few micro-batches as those measured are tried; what is farther away comes after a step there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What may be chosen.
-
-    Attributes:
-        mode: the schedule asked for: "auto", "kfkb", "slack", "zb-h1"; any other is kept and only codecs are turned.
-        rooms: memory by stage.
-        forward_codecs, backward_codecs: allowed besides "none", the mildest first.
-        microbatch_seconds: (M, seconds of one micro-batch, whose ratios count) where M may change; empty else.
-        codec_gain: what codecs must save, relatively, to be used at all.
-    """
-
-    mode: str
-    rooms: tuple[Room, ...]
-    forward_codecs: tuple[Codec, ...] = ()
-    backward_codecs: tuple[Codec, ...] = ()
-    microbatch_seconds: tuple[tuple[int, float], ...] = ()
-    codec_gain: float = 0.03
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.rooms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +65,13 @@ class Found:
     limit: str
 
 
-def search(space: Space, measured: Measured, current: Choice) -> Found:
-    """The quickest choice of the space; ``current`` is among the candidates where it fits."""
+def search(config: ControllerConfig, measured: Measured, current: Choice) -> Found:
+    """The quickest choice that the configuration allows; ``current`` is among the candidates where it fits."""
     scores: dict[Choice, float] = {}
-    codecs = {(c.name, True): c for c in space.forward_codecs} | {(c.name, False): c for c in space.backward_codecs}
+    codecs = {(c.name, True): c for c in config.forward_codecs} | {(c.name, False): c for c in config.backward_codecs}
     at = {measured.num_microbatches: measured}
-    own_s = dict(space.microbatch_seconds).get(measured.num_microbatches)
-    for count, seconds in space.microbatch_seconds:
+    own_s = dict(config.microbatch_seconds).get(measured.num_microbatches)
+    for count, seconds in config.microbatch_seconds:
         near = measured.num_microbatches <= FARTHEST * count and count <= FARTHEST * measured.num_microbatches
         if own_s and near and count != measured.num_microbatches:
             at[count] = measured.scaled(count, seconds / own_s)
@@ -107,39 +84,41 @@ def search(space: Space, measured: Measured, current: Choice) -> Found:
 
     now = Scored(current, score(current))
     plain = replace(current, forward_codecs=(), backward_codecs=())
-    orders = [plain] if fits(plain, space.rooms) else []
+    orders = [plain] if fits(plain, config.rooms) else []
     for here in at.values():
-        orders.extend(_orders(space, here, plain, score))
+        orders.extend(_orders(config, here, plain, score))
     if not orders:  # nothing fits: what holds least is what comes nearest
-        orders.append(_thriftiest(space, _with_count(plain, _nearest_count(space, current, at))))
-    lossless = _pick(space, orders, score)
+        orders.append(_thriftiest(config, _with_count(plain, _nearest_count(config, current, at))))
+    lossless = _pick(config, orders, score)
     here = at[lossless.choice.num_microbatches]
-    compressed = _compressed(space, here, lossless.choice, codecs, score)
+    compressed = _compressed(config, here, lossless.choice, codecs, score)
     best = lossless
-    if compressed is not None and compressed.seconds * (1 + space.codec_gain) < lossless.seconds:
+    if compressed is not None and compressed.seconds * (1 + config.min_gain) < lossless.seconds:
         best = compressed
-    return Found(best, lossless, now, len(scores), _limit(space, best.choice))
+    return Found(best, lossless, now, len(scores), _limit(config, best.choice))
 
 
-def _orders(space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]) -> Iterator[Choice]:
+def _orders(
+    config: ControllerConfig, measured: Measured, plain: Choice, score: Callable[[Choice], float]
+) -> Iterator[Choice]:
     """Lossless candidates that fit."""
     count = measured.num_microbatches
-    kinds, spec = kinds_to_search(space.mode), plain.spec.with_microbatches(count)
+    kinds, spec = kinds_to_search(config.mode), plain.spec.with_microbatches(count)
     if not kinds:
         same = replace(plain, spec=spec)
-        if max(plain.spec.group_size, *spec.slack, 1) <= count and fits(same, space.rooms):
+        if max(plain.spec.group_size, *spec.slack, 1) <= count and fits(same, config.rooms):
             yield same
         return
     if "kfkb" in kinds:
         for k in _group_sizes(count):
             wanted = spec.as_kind("1f1b") if k == 1 and "1f1b" in kinds else spec.as_kind("kfkb", group_size=k)
             choice = Choice(wanted)
-            if not fits(choice, space.rooms):
+            if not fits(choice, config.rooms):
                 break
             yield choice
-    for kind in ("slack", "zb-h1") if space.num_stages > 1 else ():
-        if kind in kinds and (kind == space.mode or kind == "slack" or measured.halves_s):
-            yield from _slacks(kind, space, measured, plain, score)
+    for kind in ("slack", "zb-h1") if len(config.rooms) > 1 else ():
+        if kind in kinds and (kind == config.mode or kind == "slack" or measured.halves_s):
+            yield from _slacks(kind, config, measured, plain, score)
 
 
 def _group_sizes(count: int) -> Iterator[int]:
@@ -150,20 +129,20 @@ def _group_sizes(count: int) -> Iterator[int]:
 
 
 def _slacks(
-    kind: str, space: Space, measured: Measured, plain: Choice, score: Callable[[Choice], float]
+    kind: str, config: ControllerConfig, measured: Measured, plain: Choice, score: Callable[[Choice], float]
 ) -> Iterator[Choice]:
     """Of "slack" or "zb-h1"."""
-    count, hops = measured.num_microbatches, space.num_stages - 1
+    count, hops = measured.num_microbatches, len(config.rooms) - 1
     seeds = {(1,) * hops}
     for quantile in (0.5, 0.9):
-        seeds.update(_poured(kind, space, measured, plain, quantile))
+        seeds.update(_poured(kind, config, measured, plain, quantile))
     if plain.spec.slack:
         seeds.add(plain.spec.slack)
     for uniform in (2, 3, 4):
         seeds.add((uniform,) * hops)
     spec = plain.spec.with_microbatches(count)
     choices = {r: Choice(spec.as_kind(kind, slack=r)) for r in sorted(seeds)}
-    known = {r: score(choice) for r, choice in choices.items() if fits(choice, space.rooms)}
+    known = {r: score(choice) for r, choice in choices.items() if fits(choice, config.rooms)}
     yield from (choices[r] for r in known)
     moves = MOST_MOVES
     while known and moves > 0:
@@ -171,7 +150,7 @@ def _slacks(
         before_s = known[centre]
         for r in _neighbours(centre, count):
             choice = Choice(spec.as_kind(kind, slack=r))
-            if moves > 0 and r not in known and fits(choice, space.rooms):
+            if moves > 0 and r not in known and fits(choice, config.rooms):
                 moves -= 1
                 known[r] = score(choice)
                 yield choice
@@ -194,10 +173,12 @@ def _neighbours(centre: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]
             yield (*centre[:down], centre[down] - 1, *centre[down + 1 :])
 
 
-def _poured(kind: str, space: Space, measured: Measured, plain: Choice, quantile: float) -> Iterator[tuple[int, ...]]:
+def _poured(
+    kind: str, config: ControllerConfig, measured: Measured, plain: Choice, quantile: float
+) -> Iterator[tuple[int, ...]]:
     """Slack from 1F1B up, each drop on the hop where it shortens the period most, until nothing helps or fits."""
     busy_s = [f + b for f, b in zip(measured.forward_s, measured.backward_s, strict=True)]
-    trips_s = [measured.round_trip_s(hop, quantile) for hop in range(space.num_stages - 1)]
+    trips_s = [measured.round_trip_s(hop, quantile) for hop in range(len(config.rooms) - 1)]
     r = (1,) * len(trips_s)
     period_s = _period_s(busy_s, trips_s, r)
     while max(r) < measured.num_microbatches:
@@ -205,7 +186,7 @@ def _poured(kind: str, space: Space, measured: Measured, plain: Choice, quantile
         for hop in range(len(r)):
             more = (*r[:hop], r[hop] + 1, *r[hop + 1 :])
             spec = plain.spec.with_microbatches(measured.num_microbatches).as_kind(kind, slack=more)
-            if fits(Choice(spec), space.rooms):
+            if fits(Choice(spec), config.rooms):
                 # Where a drop alone changes nothing (two hops as slow as each other), the slowest run counts.
                 options.append((_period_s(busy_s, trips_s, more), -trips_s[hop] / r[hop], more))
         if not options or period_s <= max(busy_s) * (1 + 1e-9):
@@ -226,18 +207,18 @@ def _period_s(busy_s: Sequence[float], trips_s: Sequence[float], r: Sequence[int
 
 
 def _compressed(
-    space: Space,
+    config: ControllerConfig,
     measured: Measured,
     order: Choice,
-    codecs: Mapping[tuple[str, bool], Codec],
+    codecs: Mapping[tuple[str, bool], CodecCost],
     score: Callable[[Choice], float],
 ) -> Scored | None:
     """The best with codecs: on all hops first, in the order that suits them, then without those that save nothing."""
-    hops = space.num_stages - 1
-    if not hops or not (space.forward_codecs or space.backward_codecs):
+    hops = len(config.rooms) - 1
+    if not hops or not (config.forward_codecs or config.backward_codecs):
         return None
-    thrifty = dict.fromkeys((order, _thriftiest(space, order)))
-    pairs = [(f.name, b.name) for f in (NO_CODEC, *space.forward_codecs) for b in (NO_CODEC, *space.backward_codecs)]
+    thrifty = dict.fromkeys((order, _thriftiest(config, order)))
+    pairs = [(f.name, b.name) for f in (NO_CODEC, *config.forward_codecs) for b in (NO_CODEC, *config.backward_codecs)]
     everywhere = [
         replace(one, forward_codecs=(f,) * hops, backward_codecs=(b,) * hops) for one in thrifty for f, b in pairs[1:]
     ]
@@ -246,8 +227,8 @@ def _compressed(
     choice = next(one for one in everywhere if score(one) <= best_s * (1 + EVEN))
     # A link that is far too slow as it is makes all orders alike, and the thriftiest was taken: not so behind a codec.
     coded = partial(replace, forward_codecs=choice.forward_codecs, backward_codecs=choice.backward_codecs)
-    orders = _orders(space, squeezed(measured, choice, codecs), order, lambda one: score(coded(one)))
-    choice = _pick(space, [choice, *map(coded, orders)], score).choice
+    orders = _orders(config, squeezed(measured, choice, codecs), order, lambda one: score(coded(one)))
+    choice = _pick(config, [choice, *map(coded, orders)], score).choice
     best_s = score(choice)
     for hop in reversed(busiest_hops(measured)):
         for forward in (True, False):
@@ -257,23 +238,24 @@ def _compressed(
     return Scored(choice, score(choice)) if choice.lossy else None
 
 
-def _nearest_count(space: Space, current: Choice, counts: Iterable[int]) -> int:
+def _nearest_count(config: ControllerConfig, current: Choice, counts: Iterable[int]) -> int:
     """M where nothing fits: the most, if smaller micro-batches can help; what is there anyway does not shrink."""
     hopeless = any(
-        room.limit_bytes is not None and room.fixed_bytes + room.extra_bytes >= room.limit_bytes for room in space.rooms
+        room.limit_bytes is not None and room.fixed_bytes + room.extra_bytes >= room.limit_bytes
+        for room in config.rooms
     )
     return current.num_microbatches if hopeless else max(counts)
 
 
-def _thriftiest(space: Space, plain: Choice) -> Choice:
+def _thriftiest(config: ControllerConfig, plain: Choice) -> Choice:
     """The order of the same micro-batches that holds the fewest of them."""
-    match space.mode:
+    match config.mode:
         case "auto":
             return Choice(plain.spec.as_kind("1f1b"))
         case "kfkb":
             return Choice(plain.spec.as_kind("kfkb"))
         case "slack" | "zb-h1":
-            return Choice(plain.spec.as_kind(space.mode, slack=(1,) * (space.num_stages - 1)))
+            return Choice(plain.spec.as_kind(config.mode, slack=(1,) * (len(config.rooms) - 1)))
     return plain
 
 
@@ -289,13 +271,13 @@ def _without(choice: Choice, hop: int, forward: bool) -> Choice:
     return replace(choice, backward_codecs=tuple(codecs))
 
 
-def _pick(space: Space, candidates: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
+def _pick(config: ControllerConfig, candidates: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
     """The quickest; of equals the one that holds the fewest micro-batches on all stages."""
 
     def held(choice: Choice) -> float:
         """In mini-batches."""
         model = choice.memory_model()
-        count = sum(model.activation_sets(depth) for depth in range(1, space.num_stages + 1)) + model.message_slots
+        count = sum(model.activation_sets(depth) for depth in range(1, len(config.rooms) + 1)) + model.message_slots
         return count / choice.num_microbatches
 
     best_s = min(map(score, candidates))
@@ -304,7 +286,7 @@ def _pick(space: Space, candidates: Sequence[Choice], score: Callable[[Choice], 
     return Scored(choice, score(choice))
 
 
-def _limit(space: Space, choice: Choice) -> str:
+def _limit(config: ControllerConfig, choice: Choice) -> str:
     """What forbids one more of k, or of r on every hop."""
     spec = choice.spec
     if spec.slack:
@@ -315,5 +297,5 @@ def _limit(space: Space, choice: Choice) -> str:
         name = f"k={more.group_size}"
     if more.group_size > more.num_microbatches:
         return ""
-    reason = why_not(Choice(more), space.rooms)
+    reason = why_not(Choice(more), config.rooms)
     return f"memory does not allow {name}: {reason}" if reason else ""

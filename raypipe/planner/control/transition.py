@@ -1,4 +1,4 @@
-"""One step of the controller: (state, what a step showed, setup) -> (state, decisions). No clock, no chance, no I/O.
+"""One step of the controller: (state, what a step showed, config) -> (state, decisions). No clock, no chance, no I/O.
 
 A step passes through the parts in their order. Each may change the state and add decisions:
 
@@ -19,13 +19,13 @@ from typing import NamedTuple
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.control.choice import Choice
 from raypipe.planner.control.comparison import Comparison, typical_s
+from raypipe.planner.control.config import ControllerConfig
 from raypipe.planner.control.drift import News
-from raypipe.planner.control.events import Decision, StepDone, Verdict
+from raypipe.planner.control.events import ControllerDecision, StepDone, Verdict
 from raypipe.planner.control.measured import Measured
 from raypipe.planner.control.observer import Observed
 from raypipe.planner.control.room import fits
 from raypipe.planner.control.search import EVEN, Found, search
-from raypipe.planner.control.setup import Setup
 from raypipe.planner.control.states import Confirm, Known, Measure, Quiet, State, Trial
 from raypipe.planner.control.words import gains, numbers_of, outcome, sentence, why
 
@@ -62,19 +62,19 @@ class Heard(NamedTuple):
     measure: Callable[[], Measured | None]
 
 
-def after(state: State, heard: Heard, setup: Setup) -> tuple[State, list[Decision]]:
+def after(state: State, heard: Heard, config: ControllerConfig) -> tuple[State, list[ControllerDecision]]:
     """The state after one more step, and what was decided, in order."""
-    decisions = list[Decision]()
+    decisions = list[ControllerDecision]()
     for part in PARTS:
-        state, more = part(state, heard, setup)
+        state, more = part(state, heard, config)
         decisions.extend(more)
     return state, decisions
 
 
-Answer = tuple[State, list[Decision]]
+Answer = tuple[State, list[ControllerDecision]]
 
 
-def _note(state: State, heard: Heard, setup: Setup) -> Answer:
+def _note(state: State, heard: Heard, config: ControllerConfig) -> Answer:
     """Count the step. Where a stage is found to need more memory than it has, search at once."""
     done, known = heard.done, state.known
     if done.step <= known.step:  # a run that goes on from an older checkpoint
@@ -83,7 +83,7 @@ def _note(state: State, heard: Heard, setup: Setup) -> Answer:
     memory = known.memory.after(done.choice, done.stages)
     tight = memory.rooms != known.memory.rooms and not fits(done.choice, memory.rooms)
     first = done.step + SETTLE if known.steps == 0 else known.search_at
-    since = done.step - setup.retune_interval_steps
+    since = done.step - config.retune_interval_steps
     known = replace(
         known,
         memory=memory,
@@ -97,7 +97,7 @@ def _note(state: State, heard: Heard, setup: Setup) -> Answer:
     return replace(state, known=known), []
 
 
-def _time(state: State, heard: Heard, setup: Setup) -> Answer:
+def _time(state: State, heard: Heard, config: ControllerConfig) -> Answer:
     """Keep the step's seconds, if they may be compared with others."""
     done, known = heard.done, state.known
     if _in_flight(state, heard) or not done.counts:
@@ -108,7 +108,7 @@ def _time(state: State, heard: Heard, setup: Setup) -> Answer:
     return replace(state, known=replace(known, recent=recent)), []
 
 
-def _change(state: State, heard: Heard, setup: Setup) -> Answer:
+def _change(state: State, heard: Heard, config: ControllerConfig) -> Answer:
     """What belongs to the links as they were is forgotten."""
     seen, step, known = heard.seen, heard.done.step, state.known
     if seen.news is not News.CHANGED or _in_flight(state, heard):
@@ -119,72 +119,74 @@ def _change(state: State, heard: Heard, setup: Setup) -> Answer:
     # This step and the one before it have shown the change.
     recent = tuple(pair for pair in known.recent if pair[0] >= step - 1)
     known = replace(known, uncompressed=uncompressed, recent=recent)
-    decision = Decision(step, Verdict.DRIFT, sentence(f"{seen.who} changed for good."), {"who": seen.who})
+    decision = ControllerDecision(step, Verdict.DRIFT, sentence(f"{seen.who} changed for good."), {"who": seen.who})
     if isinstance(state, Quiet) and step >= state.since + OWN_CHANGE:
         return Measure(replace(known, search_at=step)), [decision]
     return replace(state, known=known), [decision]
 
 
-def _end_quiet(state: State, heard: Heard, setup: Setup) -> Answer:
+def _end_quiet(state: State, heard: Heard, config: ControllerConfig) -> Answer:
     if isinstance(state, Quiet) and heard.done.step >= state.until:
         return Measure(replace(state.known, search_at=heard.done.step)), []
     return state, []
 
 
-def _judge(state: State, heard: Heard, setup: Setup) -> Answer:
+def _judge(state: State, heard: Heard, config: ControllerConfig) -> Answer:
     """Whether the switch on trial paid."""
     done, known = heard.done, state.known
     if not isinstance(state, Trial) or _in_flight(state, heard):
         return state, []
     if heard.seen.news is News.CHANGED and state.comparison.began is not None:
-        name = setup.name(state.comparison.after)
+        name, numbers = config.name(state.comparison.after), gains(state.comparison, config.name)
         reason = f"The links changed while {name} was on trial: whether it paid cannot be told."
-        return Measure(known), [Decision(done.step, Verdict.OPEN, reason, gains(state.comparison, setup.name))]
+        return Measure(known), [ControllerDecision(done.step, Verdict.OPEN, reason, numbers)]
     comparison = state.comparison.with_step(done.step, done.seconds, done.counts)
-    paid = comparison.paid(setup.min_gain)
+    paid = comparison.paid(config.min_gain)
     if paid is None:
         return Trial(known, comparison), []
     if not paid:
-        return _taken_back(known, comparison, heard, setup)
-    reason = sentence(f"{outcome(comparison, setup.name)}.")
+        return _taken_back(known, comparison, heard, config)
+    reason = sentence(f"{outcome(comparison, config.name)}.")
     # Links are fuller now than when they were measured, and stages had time to settle: search again at once.
     known = replace(known, failed=0, search_at=done.step)
-    return Measure(known), [Decision(done.step, Verdict.PAID, reason, gains(comparison, setup.name))]
+    return Measure(known), [ControllerDecision(done.step, Verdict.PAID, reason, gains(comparison, config.name))]
 
 
-def _taken_back(known: Known, comparison: Comparison, heard: Heard, setup: Setup) -> Answer:
+def _taken_back(known: Known, comparison: Comparison, heard: Heard, config: ControllerConfig) -> Answer:
     """Ask for what ran before, and be quiet: twice as long after each switch that did not pay, up to a limit."""
     step, failed = heard.done.step, known.failed + 1
-    quiet = setup.retune_interval_steps * 2 ** min(failed, MOST_DOUBLINGS)
-    known = replace(_asking(known, comparison.before, heard, setup), failed=failed)
-    reason = f"{sentence(outcome(comparison, setup.name))}. It did not pay: back, and no switch for {quiet} steps."
-    decision = Decision(step, Verdict.UNDO, reason, gains(comparison, setup.name), comparison.before)
+    quiet = config.retune_interval_steps * 2 ** min(failed, MOST_DOUBLINGS)
+    known = replace(_asking(known, comparison.before, heard, config), failed=failed)
+    reason = f"{sentence(outcome(comparison, config.name))}. It did not pay: back, and no switch for {quiet} steps."
+    decision = ControllerDecision(step, Verdict.UNDO, reason, gains(comparison, config.name), comparison.before)
     return Quiet(known, step, step + quiet), [decision]
 
 
-def _search_again(state: State, heard: Heard, setup: Setup) -> Answer:
+def _search_again(state: State, heard: Heard, config: ControllerConfig) -> Answer:
     """Score all candidates, where it is time to or something is new."""
     done = heard.done
     if not _due(state, heard) or (measured := heard.measure()) is None:
         return state, []
-    known = _searched(state, heard, setup)
-    measured = known.uncompressed.at(done.step).added_to(measured, _ratios(setup, done.choice, len(measured.links)))
-    found = search(replace(setup.space, rooms=known.memory.rooms), measured, done.choice)
-    look = _judged_search(found, measured, known, heard, setup)
+    known = _searched(state, heard, config)
+    measured = known.uncompressed.at(done.step).added_to(measured, _ratios(config, done.choice, len(measured.links)))
+    found = search(replace(config, rooms=known.memory.rooms), measured, done.choice)
+    look = _judged_search(found, measured, known, heard, config)
     best = found.best.choice
     if look.verdict is Verdict.KEEP:
         state = Measure(known)
     elif look.too_large:
-        state = Measure(_asking(known, best, heard, setup))
+        state = Measure(_asking(known, best, heard, config))
     elif isinstance(state, Confirm):
         comparison = Comparison(done.choice, best, look.gain, look.recent_s)
-        state = Trial(_asking(known, best, heard, setup), comparison)
+        state = Trial(_asking(known, best, heard, config), comparison)
     else:
         look = look._replace(verdict=Verdict.WAIT, text=f"{look.text} It is used if the next step agrees.")
         state = Confirm(known)
-    numbers = numbers_of(found, measured, look.gain, typical_s(look.recent_s), setup.name)
+    numbers = numbers_of(found, measured, look.gain, typical_s(look.recent_s), config.name)
     return state, [
-        Decision(done.step, look.verdict, look.text, numbers, best if look.verdict is Verdict.SWITCH else None)
+        ControllerDecision(
+            done.step, look.verdict, look.text, numbers, best if look.verdict is Verdict.SWITCH else None
+        )
     ]
 
 
@@ -206,7 +208,7 @@ class _Look(NamedTuple):
     text: str
 
 
-def _judged_search(found: Found, measured: Measured, known: Known, heard: Heard, setup: Setup) -> _Look:
+def _judged_search(found: Found, measured: Measured, known: Known, heard: Heard, config: ControllerConfig) -> _Look:
     """Whether the best choice is worth a switch."""
     done, best = heard.done, found.best
     recent_s = known.recent_s
@@ -215,22 +217,22 @@ def _judged_search(found: Found, measured: Measured, known: Known, heard: Heard,
     # Whatever the model does not explain is there with every candidate.
     rest_s = max(0.0, typical_s(recent_s) - found.current.seconds)
     gain = (found.current.seconds + rest_s) / (best.seconds + rest_s) - 1.0
-    text = why(found, gain, heard.seen.who, setup.name)
+    text = why(found, gain, heard.seen.who, config.name)
     differs = best.choice != done.choice
     too_large = differs and not fits(done.choice, known.memory.rooms)
     drops_codecs = done.choice.lossy and not best.choice.lossy and best.seconds <= found.current.seconds * (1 + EVEN)
     # The prediction for the best must be below what a step is measured to take, whatever the model says of now.
-    odd = differs and best.seconds > typical_s(recent_s) * (1 + setup.min_gain)
+    odd = differs and best.seconds > typical_s(recent_s) * (1 + config.min_gain)
     if too_large:
-        text = f"{setup.name(done.choice)} needs more memory than there is. {text}"
+        text = f"{config.name(done.choice)} needs more memory than there is. {text}"
     elif odd:
         text = (
             f"{text} But steps are measured to take only {human_s(typical_s(recent_s))}: the prediction is not trusted."
         )
-    wanted = too_large or (differs and not odd and (gain > setup.min_gain or drops_codecs))
-    if wanted and setup.frozen:
+    wanted = too_large or (differs and not odd and (gain > config.min_gain or drops_codecs))
+    if wanted and config.frozen:
         text = f"Frozen, else it would change. {text}"
-    return _Look(Verdict.SWITCH if wanted and not setup.frozen else Verdict.KEEP, gain, recent_s, too_large, text)
+    return _Look(Verdict.SWITCH if wanted and not config.frozen else Verdict.KEEP, gain, recent_s, too_large, text)
 
 
 def _due(state: State, heard: Heard) -> bool:
@@ -255,25 +257,25 @@ def _in_flight(state: State, heard: Heard) -> bool:
     return heard.done.choice != state.known.wanted
 
 
-def _searched(state: State, heard: Heard, setup: Setup) -> Known:
+def _searched(state: State, heard: Heard, config: ControllerConfig) -> Known:
     """After one more search. A run's first steps are slow and unlike all others: while it is young, search sooner."""
-    known, step, interval = state.known, heard.done.step, setup.retune_interval_steps
+    known, step, interval = state.known, heard.done.step, config.retune_interval_steps
     for_news = known.news_searches if _due_anyway(state, heard) else (*known.news_searches, step)
     return replace(known, news_searches=for_news, search_at=step + min(interval, known.steps))
 
 
-def _asking(known: Known, choice: Choice, heard: Heard, setup: Setup) -> Known:
+def _asking(known: Known, choice: Choice, heard: Heard, config: ControllerConfig) -> Known:
     """After another choice was asked for."""
     step, uncompressed = heard.done.step, known.uncompressed
     if (measured := heard.measure()) is not None:
-        until = step + REMEMBER_INTERVALS * setup.retune_interval_steps
+        until = step + REMEMBER_INTERVALS * config.retune_interval_steps
         uncompressed = uncompressed.at(step).after_switch(heard.done.choice, choice, measured, until)
     return replace(known, wanted=choice, recent=(), uncompressed=uncompressed)
 
 
-def _ratios(setup: Setup, choice: Choice, places: int) -> list[float]:
+def _ratios(config: ControllerConfig, choice: Choice, places: int) -> list[float]:
     """By place, how many times smaller the codecs of a choice make a message."""
-    ways = [{codec.name: codec.ratio for codec in codecs} for codecs in (setup.forward_codecs, setup.backward_codecs)]
+    ways = [{codec.name: codec.ratio for codec in codecs} for codecs in (config.forward_codecs, config.backward_codecs)]
     return [ways[p % 2].get(choice.codec(p // 2, p % 2 == 0), 1.0) for p in range(places)]
 
 

@@ -6,7 +6,7 @@
             <-- records, status, outcome -     |        (3 KB per step of 4 stages and 16 micro-batches)
 
 It makes the plan (runtime/run/planning.py), and holds all that another plan can be made from. The controller of the
-schedule works in here too, see runtime/run/retuner.py.
+schedule works in here too, see runtime/run/controller_thread.py.
 
 It is named ``raypipe/<run>``. The stages belong to it and die with it; it belongs to whoever started it, or to
 nobody when it is detached.
@@ -25,7 +25,7 @@ import ray
 from raypipe.engine.rundir import RunFolder
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.timeline import Timeline
-from raypipe.planner.control import Decision
+from raypipe.planner.control import ControllerDecision
 from raypipe.runtime.driver.publish import Publisher
 from raypipe.runtime.run.blueprint import Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
@@ -176,7 +176,7 @@ class _Published:
         self._journal.step(record, reports)
         self._publisher.step(record, reports)
 
-    def decided(self, decision: Decision) -> None:
+    def decided(self, decision: ControllerDecision) -> None:
         self._journal.decided(decision)
         if decision.choice is not None:
             self._publisher.event("retunes")

@@ -7,7 +7,7 @@
                                       v
     resuming.py  where to begin -->  loop.py  -->  orders for the stages, a segment at a time
                                       |  ^
-                     retuner.py  <----+  +---- reports
+            controller_thread.py <----+  +---- reports
                      checkpoints.py
                      journal.py     what everybody who watches is told
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from raypipe.errors import RaypipeError, StageError
 from raypipe.ir.report import StepRecord, StepReport
-from raypipe.planner.control import Decision
+from raypipe.planner.control import ControllerDecision
 from raypipe.runtime.run.spec import Outcome
 from raypipe.runtime.run.status import RunStatus
 
@@ -63,7 +63,7 @@ class Journal:
             self._status = self._status.after(record)
             self._changed.notify_all()
 
-    def decided(self, decision: Decision) -> None:
+    def decided(self, decision: ControllerDecision) -> None:
         """The controller has said something; what it turned counts."""
         if decision.choice is not None:
             with self._changed:

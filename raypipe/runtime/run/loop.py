@@ -3,7 +3,7 @@
 newest checkpoint --> where to begin
 orders --> fleet --> reports of all stages --> one StepRecord per step --> progress, metrics, run folder
    ^                        |
-   +------- retuner <-------+                  now and then, and at the end: a checkpoint
+   +------- controller <-------+                  now and then, and at the end: a checkpoint
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey, Segment
 from raypipe.ir.timeline import Timeline
 from raypipe.ir.work_order import Order
-from raypipe.planner.control import Setup
+from raypipe.planner.control import ControllerConfig
 from raypipe.planner.rows import rows_for
 from raypipe.planner.segments import (
     Flow,
@@ -34,11 +34,11 @@ from raypipe.planner.segments import (
     next_segment,
 )
 from raypipe.runtime.run.checkpoints import Checkpoints
+from raypipe.runtime.run.controller_thread import ActiveSettings, ControllerThread, step_done
 from raypipe.runtime.run.forwards import evaluation_orders, forwards
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.resuming import beginning
-from raypipe.runtime.run.retuner import Retuner, Setting, step_done
 from raypipe.runtime.run.spec import AnyFleet, Outcome, PlanInForce, RunSpec, Watcher
 
 __all__ = ["run_loop"]
@@ -54,20 +54,21 @@ def run_loop(
     plan: PlanInForce,
     watcher: Watcher,
     requests: Requests,
-    make_retuner: Callable[[Setup, str], Retuner] = Retuner,
+    make_controller: Callable[[ControllerConfig, str], ControllerThread] = ControllerThread,
     *,
     lease: Lease | None = None,
 ) -> Outcome:
     """Begin where the newest checkpoint ends, train, evaluate, save. Metrics are written whatever happens.
 
     Args:
-        make_retuner: called with ``plan.retune`` and the state that an earlier submission left, where that is wanted.
+        make_controller: called with ``plan.retune`` and the state that an earlier submission left, where that is
+            wanted.
         lease: on the run's folder; None where nobody else can know of it.
 
     Raises:
         LeaseError: another process has taken the run over; nothing more is written then.
     """
-    loop = _Loop(fleet, spec, plan, watcher, requests, make_retuner, lease)
+    loop = _Loop(fleet, spec, plan, watcher, requests, make_controller, lease)
     try:
         outcome = loop.run()
     except BaseException as error:
@@ -91,7 +92,7 @@ class _Ordered(NamedTuple):
 
     segment: Segment
     after: Position
-    setting: Setting = Setting()
+    setting: ActiveSettings = ActiveSettings()
     counts: bool = True
 
 
@@ -110,14 +111,14 @@ class _Loop:
         plan: PlanInForce,
         watcher: Watcher,
         requests: Requests,
-        make_retuner: Callable[[Setup, str], Retuner],
+        make_controller: Callable[[ControllerConfig, str], ControllerThread],
         lease: Lease | None,
     ) -> None:
         self._lease = lease
         self.fleet, self.spec, self.watcher, self.requests = fleet, spec, watcher, requests
         self.plan = plan
-        self._make_retuner = make_retuner
-        self._retuner: Retuner | None = None
+        self._make_controller = make_controller
+        self._controller: ControllerThread | None = None
         self._schedules = dict(plan.schedules)
         self.folder = RunFolder(spec.place)
         self.records: list[StepRecord] = []
@@ -193,19 +194,19 @@ class _Loop:
             return
         known = self.at.step and spec.place.exists(CONTROLLER)
         state = spec.place.read_bytes(CONTROLLER).decode(errors="replace") if known else ""
-        self._retuner = self._make_retuner(self.plan.retune, state)
+        self._controller = self._make_controller(self.plan.retune, state)
 
     def end_retuning(self) -> None:
         """End the controller, once; what it has decided is told, and what it knows stays in the run's folder."""
-        retuner = self._retuner
-        if retuner is not None:
-            retuner.close()
-            self._hear(retuner)
-            self._keep(retuner)
-            self._retuner = None
+        controller = self._controller
+        if controller is not None:
+            controller.close()
+            self._hear(controller)
+            self._keep(controller)
+            self._controller = None
 
-    def _keep(self, retuner: Retuner) -> None:
-        self.try_to(lambda: self.spec.place.write_bytes(CONTROLLER, retuner.state.encode()))
+    def _keep(self, controller: ControllerThread) -> None:
+        self.try_to(lambda: self.spec.place.write_bytes(CONTROLLER, controller.state.encode()))
 
     def _train(self) -> None:
         """Train to the end, to a stop, or to a checkpoint whose score is an evaluation."""
@@ -247,15 +248,15 @@ class _Loop:
             why = f"the loss is {record.loss:g} and the gradient norm {record.grad_norm:g}"
             self.try_to(lambda: self.folder.event("skip", why, step=record.step, skipped=self._skipped))
 
-    def _retune(self, seconds: float, of_step: Sequence[StepReport], setting: Setting, *, counts: bool) -> None:
+    def _retune(self, seconds: float, of_step: Sequence[StepReport], setting: ActiveSettings, *, counts: bool) -> None:
         """Tell the controller of a step, and hear what it has decided meanwhile."""
-        if self._retuner is not None:
-            self._retuner.told(step_done(seconds, setting, of_step, counts=counts))
-            self._hear(self._retuner)
+        if self._controller is not None:
+            self._controller.told(step_done(seconds, setting, of_step, counts=counts))
+            self._hear(self._controller)
 
-    def _hear(self, retuner: Retuner) -> None:
+    def _hear(self, controller: ControllerThread) -> None:
         """Tell everybody of what was decided; a change is kept at once, for the driver may die."""
-        decisions = retuner.decisions()
+        decisions = controller.decisions()
         for found in decisions:
             numbers = found.numbers
             if found.choice is not None and self.plan.retune is not None:
@@ -263,8 +264,8 @@ class _Loop:
             self.try_to(partial(self.folder.event, found.verdict, found.reason, step=found.step, **numbers))
             self.watcher.decided(found)
         if any(found.choice is not None for found in decisions):
-            self._keep(retuner)
-        if complaint := retuner.take_complaint():
+            self._keep(controller)
+        if complaint := controller.take_complaint():
             self._tell("controller", complaint, step=self.at.step)
 
     def _orders(self) -> Iterator[Order]:
@@ -283,12 +284,12 @@ class _Loop:
             calm = not due and not traced
             self._ordered[segment.first_step] = _Ordered(segment, after, setting, counts=self._calm and calm)
             self._calm = calm
-            measured = self._retuner is not None
+            measured = self._controller is not None
             yield Order(segment, keep_spans=traced, save_to=save_to, measure=measured, codecs=setting.codecs)
             if due and self._evaluates_after(after.step):
                 return
 
-    def _segments(self) -> Iterator[tuple[Segment, Position, Setting]]:
+    def _segments(self) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
         """What comes next, the position after it, and what it runs with: the controller's word of that moment."""
         spec = self.spec
         if self.plan.flow is not None:
@@ -302,11 +303,11 @@ class _Loop:
                 empty_after=self.checkpoints.due_at,
                 empty_soon=lambda: self._asked or self.requests.wants_checkpoint or self.checkpoints.overdue,
             )
-            yield from ((segment, after, Setting()) for segment, after in flowing)
+            yield from ((segment, after, ActiveSettings()) for segment, after in flowing)
             return
         at = self.at
         while at.step < spec.num_steps:
-            setting = self._retuner.setting if self._retuner is not None else Setting()
+            setting = self._controller.setting if self._controller is not None else ActiveSettings()
             count = setting.num_microbatches
             size = spec.microbatch_size if count is None else math.ceil(spec.minibatch_size / count)
             segment, at = next_segment(spec.num_samples["train"], spec.minibatch_size, size, at)

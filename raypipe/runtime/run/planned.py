@@ -16,7 +16,7 @@ class Planned:
 
     Attributes:
         rooms: memory that is left to the schedule, by stage.
-        microbatch_seconds: as in planner.control.Setup, where their number may change; else empty.
+        microbatch_seconds: as in planner.control.ControllerConfig, where their number may change; else empty.
     """
 
     plan: Plan

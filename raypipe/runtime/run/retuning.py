@@ -1,11 +1,11 @@
-"""What the controller of a run may turn: from the configuration and the plan to its Setup."""
+"""What the controller of a run may turn: from the configuration and the plan to its ControllerConfig."""
 
 from __future__ import annotations
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.codec.cost import codec_cost
 from raypipe.ir.schedule_spec import kinds_to_search
-from raypipe.planner.control import Choice, Codec, Setup
+from raypipe.planner.control import Choice, CodecCost, ControllerConfig
 from raypipe.runtime.run.planned import Planned
 
 __all__ = ["retune_setup"]
@@ -15,7 +15,7 @@ BACKWARD_CODECS = ("bf16",)
 """What "auto" may take, the mildest first: gradients are treated more mildly than activations."""
 
 
-def retune_setup(pipeline: PipelineConfig, planned: Planned) -> Setup | None:
+def retune_setup(pipeline: PipelineConfig, planned: Planned) -> ControllerConfig | None:
     """None where nothing is to be turned.
 
     That is with one stage, an asynchronous schedule, several stages on a worker, everything given, or forbidden.
@@ -29,13 +29,13 @@ def retune_setup(pipeline: PipelineConfig, planned: Planned) -> Setup | None:
     spec = planned.plan.spec
     if never or planned.plan.partition.num_stages < 2 or spec is None or not spec.of_kind.turned:
         return None
-    forward, backward = (tuple(Codec(name, *codec_cost(name)) for name in names) for names in wanted)
+    forward, backward = (tuple(CodecCost(name, *codec_cost(name)) for name in names) for names in wanted)
     given = {
         "retune_interval_steps": pipeline.retune_interval_steps,
         "link_drift_threshold": pipeline.link_drift_threshold,
         "min_gain": pipeline.min_gain,
     }
-    return Setup(
+    return ControllerConfig(
         pipeline.schedule if kinds else "fixed",
         Choice(spec),
         planned.rooms,

@@ -14,7 +14,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.ir.work_order import Order
-from raypipe.planner.control import Decision, Setup
+from raypipe.planner.control import ControllerConfig, ControllerDecision
 from raypipe.planner.segments import Flow
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 from raypipe.runtime.run.same_run import Settings
@@ -31,7 +31,7 @@ class Watcher(Protocol):
 
     def tell(self, **changes: Any) -> None: ...
 
-    def decided(self, decision: Decision) -> None: ...
+    def decided(self, decision: ControllerDecision) -> None: ...
 
 
 class AnyFleet(Protocol):
@@ -105,7 +105,7 @@ class PlanInForce:
     predicted: Timeline | None
     predicted_step_s: float
     flow: Flow | None = None
-    retune: Setup | None = None
+    retune: ControllerConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

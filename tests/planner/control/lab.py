@@ -15,7 +15,7 @@ from random import Random
 from raypipe.ir.links import LinkSample, StageSample
 from raypipe.ir.schedule import COMPUTE, Action, Op
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone, fits
+from raypipe.planner.control import Choice, Controller, ControllerConfig, ControllerDecision, StepDone, fits
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 
@@ -157,12 +157,12 @@ def run_fixed(pipeline: Pipeline, choice: Choice, steps: int) -> list[float]:
 
 def run_controlled(
     pipeline: Pipeline,
-    setup: Setup,
+    setup: ControllerConfig,
     steps: int,
     lag: int = 1,
     through_json: bool = False,
     uncounted: Collection[int] = (),
-) -> tuple[list[float], list[Choice], list[Decision]]:
+) -> tuple[list[float], list[Choice], list[ControllerDecision]]:
     """Seconds, choice and decisions of a run; a choice takes effect ``lag`` steps after it was asked for.
 
     Args:
@@ -184,7 +184,7 @@ def run_controlled(
     return seconds, choices, decisions
 
 
-def all_choices(setup: Setup, num_microbatches: int, most_slack: int) -> Iterable[Choice]:
+def all_choices(setup: ControllerConfig, num_microbatches: int, most_slack: int) -> Iterable[Choice]:
     """Everything that fits: 1F1B, every k, and every r up to ``most_slack`` on each hop."""
     hops = len(setup.rooms) - 1
     every = [Choice(ScheduleSpec("1f1b", num_microbatches))]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raypipe.errors import PlanError
 from raypipe.ir.links import StageSample
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, Codec, Controller, Room, Setup, StepDone, Verdict, states
+from raypipe.planner.control import Choice, CodecCost, Controller, ControllerConfig, Room, StepDone, Verdict, states
 from raypipe.planner.control.comparison import Comparison, uncertainty_s
 from raypipe.planner.control.observer import Observer
 from raypipe.planner.control.transition import MOST_NEWS_SEARCHES, PARTS, Heard
@@ -26,9 +26,9 @@ ONE, SLACK = Choice(ScheduleSpec("1f1b", 16)), Choice(ScheduleSpec("slack", 16, 
 STAGES = [(0.01, 0.02)] * 4
 
 
-def setup_of(**changes: object) -> Setup:
+def setup_of(**changes: object) -> ControllerConfig:
     rooms = tuple(Room(most_in_flight=most) for most in (6, 16, 16, 16))
-    return replace(Setup("auto", ONE, rooms, retune_interval_steps=5), **changes)
+    return replace(ControllerConfig("auto", ONE, rooms, retune_interval_steps=5), **changes)
 
 
 def pipeline_of(slow: dict[int, tuple[int, float]] | None = None, **changes: object) -> Pipeline:
@@ -88,7 +88,7 @@ def test_one_odd_step_changes_nothing():
 def test_a_switch_that_does_not_pay_is_undone_and_not_tried_again_soon():
     """A codec that in truth saves nothing: the link takes 25 ms whatever it carries."""
     pipeline = pipeline_of({0: (0, 0.025)}, codecs={"bf16": 1.0})
-    setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
+    setup = setup_of(mode="1f1b", forward_codecs=(CodecCost("bf16", 2.0),), backward_codecs=(CodecCost("bf16", 2.0),))
     _, choices, decisions = run_controlled(pipeline, setup, 200)
     found = verdicts(decisions)
     assert [line.split()[1] for line in found[:3]] == ["wait", "switch", "undo"]
@@ -106,7 +106,7 @@ def test_a_switch_that_does_not_pay_is_undone_and_not_tried_again_soon():
 @pytest.mark.slow
 def test_a_change_ends_the_quiet_after_switches_that_did_not_pay():
     """Three switches to a codec that saved nothing; then the link is slow in another way, and the codec pays."""
-    setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
+    setup = setup_of(mode="1f1b", forward_codecs=(CodecCost("bf16", 2.0),), backward_codecs=(CodecCost("bf16", 2.0),))
     vain = pipeline_of({0: (0, 0.025)}, codecs={"bf16": 1.0})
     paying = pipeline_of({0: (0, 0.06)}, codecs={"bf16": 2.0})
     controller, decisions, choices = Controller(setup), [], []
@@ -128,7 +128,7 @@ def test_a_change_ends_the_quiet_after_switches_that_did_not_pay():
 @pytest.mark.slow
 def test_the_quiet_after_a_switch_that_did_not_pay_has_a_limit():
     pipeline = pipeline_of({0: (0, 0.025)}, codecs={"bf16": 1.0})
-    setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
+    setup = setup_of(mode="1f1b", forward_codecs=(CodecCost("bf16", 2.0),), backward_codecs=(CodecCost("bf16", 2.0),))
     _, _, decisions = run_controlled(pipeline, setup, 600)
     undone = [d.step for d in decisions if d.verdict is Verdict.UNDO]
     gaps = [b - a for a, b in pairwise(undone)]
@@ -140,7 +140,7 @@ def test_the_quiet_after_a_switch_that_did_not_pay_has_a_limit():
 @pytest.mark.slow
 def test_a_codec_goes_when_the_link_is_free_again():
     pipeline = pipeline_of({5: (0, 0.04), 40: (0, 0.0)}, codecs={"bf16": 2.0})
-    setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
+    setup = setup_of(mode="1f1b", forward_codecs=(CodecCost("bf16", 2.0),), backward_codecs=(CodecCost("bf16", 2.0),))
     _, choices, _ = run_controlled(pipeline, setup, 70)
     assert choices[20].codec(0, True) == "bf16"
     assert choices[20].codec(1, True) == "none"
@@ -193,7 +193,7 @@ def test_the_state_survives_json_between_any_two_steps(mode):
 )
 def test_same_events_give_same_decisions_wherever_the_state_went_through_json(seed, changes, saved_after, ratio):
     """With links that change, codecs that save time or do not, and noise; saved after any of the steps."""
-    setup = setup_of(mode="1f1b", forward_codecs=(Codec("bf16", 2.0),), backward_codecs=(Codec("bf16", 2.0),))
+    setup = setup_of(mode="1f1b", forward_codecs=(CodecCost("bf16", 2.0),), backward_codecs=(CodecCost("bf16", 2.0),))
     pipeline = pipeline_of(changes, noise=0.03, seed=seed, codecs={"bf16": ratio})
     plain, saved = Controller(setup), Controller(setup)
     for step in range(30):
@@ -204,7 +204,7 @@ def test_same_events_give_same_decisions_wherever_the_state_went_through_json(se
             assert saved.state == plain.state
 
 
-def edges_of(done: Iterable[StepDone], setup: Setup) -> set[tuple[str, str, str]]:
+def edges_of(done: Iterable[StepDone], setup: ControllerConfig) -> set[tuple[str, str, str]]:
     """Transitions as (from, verdict, to); a verdict that is no decision is "time"."""
     observer, state, found = Observer(len(setup.rooms), 16, setup.link_drift_threshold), Controller(setup).state, set()
     for event in done:
@@ -220,7 +220,7 @@ def edges_of(done: Iterable[StepDone], setup: Setup) -> set[tuple[str, str, str]
 
 def test_the_picture_shows_all_transitions_and_no_others():
     """Each event list leads somewhere else; the choice that a step ran with follows the controller at once."""
-    codec = Codec("bf16", 2.0)
+    codec = CodecCost("bf16", 2.0)
     coded = setup_of(mode="1f1b", forward_codecs=(codec,), backward_codecs=(codec,))
     limited = setup_of(rooms=(Room(limit_bytes=1000, fixed_bytes=100, activation_bytes=100),) * 4, choice=SLACK)
 
@@ -333,7 +333,9 @@ def test_a_link_that_is_never_the_same_is_not_searched_for_after_every_step() ->
         return (0.0002, 0.004)[step // 2 % 2] * (1 + rng.random()), 0.0
 
     pipeline = Pipeline([(0.010, 0.020)] * 2, restless)
-    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, retune_interval_steps=40)
+    setup = ControllerConfig(
+        "auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, retune_interval_steps=40
+    )
     controller, choice, looks, answered = Controller(setup), setup.choice, [], []
     for step in range(160):
         for decision in controller.handle(pipeline.step(step, choice)):
@@ -349,7 +351,7 @@ def test_a_link_that_is_never_the_same_is_not_searched_for_after_every_step() ->
 
 def test_there_and_back_is_not_done_again_and_again() -> None:
     """A link that looks faster while it is compressed: each switch makes the next look take it back."""
-    codec = Codec("int8", ratio=4.0)
+    codec = CodecCost("int8", ratio=4.0)
 
     def link(hop: int, forward: bool, step: int, microbatch: int) -> tuple[float, float]:
         # What a token bucket does: compressed messages get through it at once.
@@ -357,7 +359,7 @@ def test_there_and_back_is_not_done_again_and_again() -> None:
 
     compressed = [False]
     pipeline = Pipeline([(0.010, 0.020)] * 2, link, codecs={"int8": 4.0})
-    setup = Setup(
+    setup = ControllerConfig(
         "slack", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(most_in_flight=4),) * 2, retune_interval_steps=10,
         forward_codecs=(codec,), backward_codecs=(codec,),
     )  # fmt: skip
@@ -376,7 +378,7 @@ def test_there_and_back_is_not_done_again_and_again() -> None:
     "other",
     [
         {"mode": "kfkb"},
-        {"forward_codecs": (Codec("int8", ratio=4.0),)},
+        {"forward_codecs": (CodecCost("int8", ratio=4.0),)},
         {"rooms": (Room(most_in_flight=4),) * 4},
         {"choice": SLACK},
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypipe.ir.links import StageSample
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, Codec, Controller, Room, Setup, StepDone, Verdict, fits
+from raypipe.planner.control import Choice, CodecCost, Controller, ControllerConfig, Room, StepDone, Verdict, fits
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from raypipe.planner.control.stages import StageEstimator
 from tests.planner.control.lab import Link, Pipeline, all_choices, constant, run_controlled, run_fixed
@@ -29,7 +29,7 @@ class Scenario:
         phases: by phase, (hop, forward, step, micro-batch) -> (occupancy_s, latency_s).
     """
 
-    def __init__(self, stages: list[tuple[float, float]], phases: list[Link], setup: Setup) -> None:
+    def __init__(self, stages: list[tuple[float, float]], phases: list[Link], setup: ControllerConfig) -> None:
         self.stages, self.phases, self.setup = stages, phases, setup
         self._seen: dict[int, tuple[Wire, ...]] = {}
 
@@ -102,7 +102,7 @@ def competitor(forward: bool, step: int, m: int) -> bool:
 
 def scenario_a(count: int = 8) -> Scenario:
     """Two stages; the link is free, then 50, 200, 200 Mbit/s shared with somebody, then free."""
-    setup = Setup("auto", Choice(ScheduleSpec("slack", count, slack=(2,))), (Room(),) * 2)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", count, slack=(2,))), (Room(),) * 2)
     phases = [rate(None), rate(50), rate(200), rate(200, competitor), rate(None)]
     return Scenario([(0.018, 0.035)] * 2, phases, setup)
 
@@ -110,7 +110,7 @@ def scenario_a(count: int = 8) -> Scenario:
 def scenario_b() -> Scenario:
     """Four stages; 25 ms on hop 0, then 1, then 2, then on none; at most 6 micro-batches on stage 0."""
     rooms = tuple(Room(most_in_flight=most) for most in (6, 16, 16, 16))
-    setup = Setup("auto", Choice(ScheduleSpec("1f1b", 16)), rooms)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("1f1b", 16)), rooms)
     return Scenario([(0.01, 0.02)] * 4, [moving(0), moving(1), moving(2), moving(None)], setup)
 
 
@@ -154,7 +154,7 @@ def test_frozen_scenario_b_is_not_good_enough():
 @pytest.mark.parametrize("through_json", [False, True])
 def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
     """Stages tell their halves from the first step on; the switch pays what was predicted."""
-    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
     pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.5))
     controller, seconds, choice = Controller(setup), list[float](), setup.choice
     paid = []
@@ -173,7 +173,7 @@ def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
 
 def test_slow_first_steps_do_not_decide_for_the_usual_interval() -> None:
     """What they take besides is three quarters of them, and hides what there is to gain; the usual interval is 20."""
-    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
     pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.5))
     controller, choice, verdicts = Controller(setup), setup.choice, list[tuple[int, Verdict]]()
     for step in range(12):
@@ -187,7 +187,7 @@ def test_slow_first_steps_do_not_decide_for_the_usual_interval() -> None:
 
 @pytest.mark.parametrize(("share", "parting"), [(0.0, 1.0), (0.5, 1.2), (0.5, 1.6)])
 def test_stages_that_lose_by_parting_their_backward_are_left_alone(share: float, parting: float) -> None:
-    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
     stages = [(0.018, 0.035)] * 2
     pipeline = Pipeline(stages, rate(100), noise=0.01, weight_shares=(1.0, share), parting=parting)
     _, choices, decisions = run_controlled(pipeline, setup, 60)
@@ -238,7 +238,7 @@ def test_on_a_noisy_steady_link_it_settles(seed, occupancy_s, latency_s, noise, 
         "kfkb": Choice(ScheduleSpec("kfkb", 8)),
         "slack": Choice(ScheduleSpec("slack", 8, slack=(1, 1))),
     }[mode]
-    setup = Setup(mode, first, rooms, retune_interval_steps=10)
+    setup = ControllerConfig(mode, first, rooms, retune_interval_steps=10)
     pipeline = Pipeline([(0.01, 0.02)] * 3, link, noise=noise, stamp_noise_s=2e-4, seed=seed)
     _, choices, _ = run_controlled(pipeline, setup, 120)
     assert all(fits(choice, rooms) for choice in choices)
@@ -263,8 +263,8 @@ def test_a_change_in_steps_that_do_not_count_is_answered_too(uncounted: Sequence
 @pytest.mark.parametrize("mbit", [12, 25, 50])
 def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
     """Also behind a token bucket, through which compressed messages pass as if the link were quicker."""
-    codecs = (Codec("bf16", 2.0, 2e-10, 2e-10), Codec("int8", 3.9, 6e-10, 6e-10))
-    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, codecs, codecs[:1])
+    codecs = (CodecCost("bf16", 2.0, 2e-10, 2e-10), CodecCost("int8", 3.9, 6e-10, 6e-10))
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, codecs, codecs[:1])
     wire = {"codecs": {"bf16": 2.0, "int8": 3.9}, "bucket_bytes": bucket_bytes}
     pipeline = Pipeline([(0.029, 0.058)] * 2, rate(mbit), noise=0.02, stamp_noise_s=2e-4, seed=3, **wire)
     seconds, choices, _ = run_controlled(pipeline, setup, 60, lag=2)
@@ -278,12 +278,14 @@ def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
     assert sum(seconds[-20:]) / 20 <= 1.03 * best_s
 
 
-BUCKET_CODECS = (Codec("bf16", 2.0, 2e-10, 2e-10), Codec("int8", 3.9, 6e-10, 6e-10))
+BUCKET_CODECS = (CodecCost("bf16", 2.0, 2e-10, 2e-10), CodecCost("int8", 3.9, 6e-10, 6e-10))
 
 
-def behind_a_bucket(link: Link, bucket_bytes: int, seed: int = 1) -> tuple[Pipeline, Setup]:
+def behind_a_bucket(link: Link, bucket_bytes: int, seed: int = 1) -> tuple[Pipeline, ControllerConfig]:
     """Two stages whose messages of 256 KiB may be a half or a quarter as large."""
-    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, BUCKET_CODECS, BUCKET_CODECS[:1])
+    setup = ControllerConfig(
+        "auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, BUCKET_CODECS, BUCKET_CODECS[:1]
+    )
     wire = {"codecs": {"bf16": 2.0, "int8": 3.9}, "bucket_bytes": bucket_bytes, "weight_shares": (1.0, 0.5)}
     return Pipeline([(0.024, 0.045)] * 2, link, noise=0.02, stamp_noise_s=2e-4, seed=seed, **wire), setup
 
@@ -318,8 +320,8 @@ def test_a_link_that_became_free_unseen_is_found_to_be_free() -> None:
 @pytest.mark.parametrize(("mbit", "bucket_bytes"), [(30, 65_536), (40, 65_536), (30, 131_072)])
 def test_a_gain_that_falls_short_is_looked_at_again_at_once(mbit: int, bucket_bytes: int) -> None:
     """Full links are slower than their buckets let them look before the switch; the usual interval is 20 steps."""
-    codecs = (Codec("bf16", 2.0),)
-    setup = Setup("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, codecs, codecs)
+    codecs = (CodecCost("bf16", 2.0),)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, codecs, codecs)
     wire = {"codecs": {"bf16": 2.0}, "bucket_bytes": bucket_bytes, "weight_shares": (1.0, 0.5)}
     seconds, choices, decisions = run_controlled(Pipeline([(0.018, 0.035)] * 2, rate(mbit), **wire), setup, 29, lag=2)
     paid = next(d for d in decisions if d.verdict is Verdict.PAID)
@@ -333,8 +335,8 @@ def test_a_gain_that_falls_short_is_looked_at_again_at_once(mbit: int, bucket_by
 @pytest.mark.parametrize(("occupancy_s", "latency_s"), [(0.045, 0.0003), (0.0, 0.06)])
 def test_codecs_that_save_no_time_are_taken_back(occupancy_s: float, latency_s: float) -> None:
     """A message takes as long whatever its size: the bytes shrink and the seconds do not."""
-    codec = Codec("int8", 3.9, 6e-10, 6e-10)
-    setup = Setup(
+    codec = CodecCost("int8", 3.9, 6e-10, 6e-10)
+    setup = ControllerConfig(
         "slack", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(most_in_flight=3),) * 2, (codec,), (codec,)
     )
     pipeline = Pipeline(
@@ -361,10 +363,10 @@ def shrinking(overhead: float, count: int = 4) -> dict[int, tuple[float, float]]
     return {m: ((b + overhead) / (1 + overhead), b) for m, b in sizes.items()}
 
 
-def with_microbatches(overhead: float, count: int = 4) -> Setup:
+def with_microbatches(overhead: float, count: int = 4) -> ControllerConfig:
     """A controller that may turn M, told of this overhead per micro-batch."""
     times = tuple((m, seconds) for m, (seconds, _) in shrinking(overhead, count).items())
-    return Setup("auto", Choice(ScheduleSpec("1f1b", count)), (Room(),) * 4, microbatch_seconds=times)
+    return ControllerConfig("auto", Choice(ScheduleSpec("1f1b", count)), (Room(),) * 4, microbatch_seconds=times)
 
 
 @pytest.mark.slow

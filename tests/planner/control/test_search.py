@@ -11,13 +11,31 @@ from hypothesis import strategies as st
 
 from raypipe.ir.links import LinkEstimate
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, Codec, Measured, Room, Space, fits, predicted_s, rooms_of, search, why_not
+from raypipe.planner.control import (
+    Choice,
+    CodecCost,
+    ControllerConfig,
+    Measured,
+    Room,
+    fits,
+    predicted_s,
+    rooms_of,
+    search,
+    why_not,
+)
 from raypipe.planner.memory import MemoryModel, StageMemory
 from tests.planner.control.lab import all_choices
 from tests.planner.control.test_controller import setup_of
 
 HALVES = ((0.0, 0.02), (0.01, 0.01), (0.01, 0.01), (0.01, 0.01))
-BF16, INT8 = Codec("bf16", 2.0, 1e-10, 1e-10), Codec("int8", 3.9, 4e-10, 4e-10)
+BF16, INT8 = CodecCost("bf16", 2.0, 1e-10, 1e-10), CodecCost("int8", 3.9, 4e-10, 4e-10)
+
+ONE = Choice(ScheduleSpec("1f1b", 16))
+
+
+def config(mode: str, rooms: tuple[Room, ...], **codecs_and_counts: object) -> ControllerConfig:
+    """What may be chosen; a search is told what runs, so that what the run began with plays no part."""
+    return ControllerConfig(mode, ONE, rooms, **codecs_and_counts)  # type: ignore[arg-type]
 
 
 def link(hop: int, forward: bool, occupancy_s: float, latency_s: float = 0.0, raw_bytes: int = 262_144) -> LinkEstimate:
@@ -49,7 +67,7 @@ def test_the_choice_is_as_quick_as_the_best_of_all_that_fit(hops, spare):
     stages, count = len(hops) + 1, 10
     rooms = at_most(*(stages - s + spare for s in range(stages)))
     measured = measured_of(hops, count)
-    found = search(Space("auto", rooms), measured, Choice(ScheduleSpec("1f1b", count)))
+    found = search(config("auto", rooms), measured, Choice(ScheduleSpec("1f1b", count)))
     every = all_choices(setup_of(rooms=rooms), count, most_slack=6)
     best_s = min(predicted_s(measured, choice, {}) for choice in every)
     assert fits(found.best.choice, rooms)
@@ -63,7 +81,7 @@ def test_k_is_the_optimum_of_all_k_that_fit(latency_s, occupancy_s, most, stages
     count = 12
     rooms = at_most(*(most * (stages - s) for s in range(stages)))
     measured = measured_of([(occupancy_s, latency_s)] * (stages - 1), count)
-    found = search(Space("kfkb", rooms), measured, Choice(ScheduleSpec("kfkb", count)))
+    found = search(config("kfkb", rooms), measured, Choice(ScheduleSpec("kfkb", count)))
     every = [Choice(ScheduleSpec("kfkb", count, group_size=k)) for k in range(1, count + 1)]
     seconds = {one: predicted_s(measured, one, {}) for one in every if fits(one, rooms)}
     assert found.best.choice in seconds
@@ -75,7 +93,9 @@ def test_modes_turn_what_they_are_named_after():
     measured, rooms = measured_of([(0.025, 0.0)] * 3), at_most(16, 16, 16, 16)
     kinds = {
         mode: search(
-            Space(mode, rooms), measured, Choice(ScheduleSpec(kind, 16, slack=(1, 1, 1) if kind == "slack" else ()))
+            config(mode, rooms),
+            measured,
+            Choice(ScheduleSpec(kind, 16, slack=(1, 1, 1) if kind == "slack" else ())),
         )
         for mode, kind in (("kfkb", "kfkb"), ("slack", "slack"), ("auto", "1f1b"), ("1f1b", "1f1b"), ("gpipe", "gpipe"))
     }
@@ -92,30 +112,32 @@ def test_parted_backwards_are_taken_where_halves_are_known(hops):
     """As quick as any slack by hop, and not at all where stages cannot part them."""
     rooms = at_most(16, 16, 16, 16)
     known = replace(measured_of(hops), halves_s=HALVES)
-    found = search(Space("auto", rooms), known, Choice(ScheduleSpec("1f1b", 16)))
+    found = search(config("auto", rooms), known, ONE)
     every = [Choice(ScheduleSpec("zb-h1", 16, slack=r)) for r in product(range(1, 6), repeat=3)]
     assert found.best.choice.spec.kind == "zb-h1"
     assert found.best.seconds <= 1.02 * min(predicted_s(known, one, {}) for one in every if fits(one, rooms))
-    whole = search(Space("auto", rooms), measured_of(hops), Choice(ScheduleSpec("1f1b", 16)))
+    whole = search(config("auto", rooms), measured_of(hops), ONE)
     assert whole.best.choice.spec.kind != "zb-h1"
     assert found.best.seconds < whole.best.seconds
     nothing = search(
-        Space("auto", rooms), replace(known, halves_s=(HALVES[0], *[(0.02, 0.0)] * 3)), Choice(ScheduleSpec("1f1b", 16))
+        config("auto", rooms),
+        replace(known, halves_s=(HALVES[0], *[(0.02, 0.0)] * 3)),
+        ONE,
     )
     assert nothing.best.choice.spec.kind != "zb-h1"
-    asked = search(Space("zb-h1", rooms), measured_of(hops), Choice(ScheduleSpec("zb-h1", 16, slack=(1, 1, 1))))
+    asked = search(config("zb-h1", rooms), measured_of(hops), Choice(ScheduleSpec("zb-h1", 16, slack=(1, 1, 1))))
     assert asked.best.choice.spec.kind == "zb-h1"
     dear = search(
-        Space("auto", rooms),
+        config("auto", rooms),
         replace(known, halves_s=((0.0, 0.04), *[(0.02, 0.02)] * 3)),
-        Choice(ScheduleSpec("1f1b", 16)),
+        ONE,
     )
     assert dear.best.choice.spec.kind != "zb-h1"
 
 
 def test_parted_backwards_need_room_on_every_stage():
     known = replace(measured_of([(0.0, 0.0)] * 3), halves_s=HALVES)
-    tight = search(Space("auto", at_most(16, 16, 16, 3)), known, Choice(ScheduleSpec("1f1b", 16)))
+    tight = search(config("auto", at_most(16, 16, 16, 3)), known, ONE)
     assert tight.best.choice.spec.kind != "zb-h1"
 
 
@@ -123,22 +145,26 @@ def test_slack_goes_to_the_hop_that_needs_it():
     """Six micro-batches on stage 0 leave five to three hops; the slow one takes three of them."""
     for slow in range(3):
         hops = [(0.025, 0.0) if h == slow else (0.0, 0.0) for h in range(3)]
-        found = search(Space("auto", at_most(6, 16, 16, 16)), measured_of(hops), Choice(ScheduleSpec("1f1b", 16)))
+        found = search(config("auto", at_most(6, 16, 16, 16)), measured_of(hops), ONE)
         assert found.best.choice == Choice(
             ScheduleSpec("slack", 16, slack=tuple(3 if h == slow else 1 for h in range(3)))
         )
 
 
 def test_free_links_ask_for_nothing():
-    found = search(Space("auto", at_most(*(64,) * 4)), measured_of([(0.0, 0.0)] * 3), Choice(ScheduleSpec("1f1b", 16)))
-    assert found.best.choice == Choice(ScheduleSpec("1f1b", 16))
+    found = search(
+        config("auto", at_most(*(64,) * 4)),
+        measured_of([(0.0, 0.0)] * 3),
+        ONE,
+    )
+    assert found.best.choice == ONE
     assert found.limit == ""
 
 
 def test_memory_for_one_group_only_is_said_and_compression_takes_its_place():
     rooms = tuple(Room(limit_bytes=1000, fixed_bytes=400, activation_bytes=150) for _ in range(4))
-    space = Space("auto", rooms, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
-    found = search(space, measured_of([(0.025, 0.0)] * 3), Choice(ScheduleSpec("1f1b", 16)))
+    space = config("auto", rooms, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
+    found = search(space, measured_of([(0.025, 0.0)] * 3), ONE)
     assert found.lossless.choice.spec.kind == "1f1b"
     assert found.best.choice.lossy
     assert found.best.seconds < 0.8 * found.lossless.seconds
@@ -155,7 +181,7 @@ def test_the_order_suits_the_compressed_messages(occupancy_s, spare):
     stages, count = len(occupancy_s) + 1, 8
     rooms = at_most(*(stages - s + spare for s in range(stages)))
     measured = measured_of([(s, 0.0003) for s in occupancy_s], count)
-    space = Space("auto", rooms, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
+    space = config("auto", rooms, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
     found = search(space, measured, Choice(ScheduleSpec("1f1b", count)))
     hops = stages - 1
     every = [
@@ -171,8 +197,8 @@ def test_the_order_suits_the_compressed_messages(occupancy_s, spare):
 
 
 def test_codecs_stay_away_from_hops_that_are_free():
-    space = Space("1f1b", at_most(*(16,) * 4), forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
-    found = search(space, measured_of([(0.0, 0.0), (0.04, 0.0), (0.0, 0.0)]), Choice(ScheduleSpec("1f1b", 16)))
+    space = config("1f1b", at_most(*(16,) * 4), forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
+    found = search(space, measured_of([(0.0, 0.0), (0.04, 0.0), (0.0, 0.0)]), ONE)
     choice = found.best.choice
     assert [choice.codec(h, f) for h in (0, 2) for f in (True, False)] == ["none"] * 4
     assert choice.codec(1, True) == "int8"
@@ -181,22 +207,22 @@ def test_codecs_stay_away_from_hops_that_are_free():
 
 def test_the_mildest_codec_that_does_the_job_is_taken():
     """Of two that save about as much, the one that comes first in the list."""
-    both = (BF16, Codec("int8", 2.05, 1e-10, 1e-10))
-    space = Space("slack", at_most(*(32,) * 2), forward_codecs=both, backward_codecs=both)
+    both = (BF16, CodecCost("int8", 2.05, 1e-10, 1e-10))
+    space = config("slack", at_most(*(32,) * 2), forward_codecs=both, backward_codecs=both)
     found = search(space, measured_of([(0.04, 0.0)]), Choice(ScheduleSpec("slack", 16, slack=(2,))))
     assert {found.best.choice.codec(0, True), found.best.choice.codec(0, False)} == {"bf16"}
 
 
 def test_a_codec_that_costs_more_than_it_saves_is_not_used():
-    slow = Codec("int8", 4.0, 3e-7, 3e-7)  # 79 ms for 256 KiB
-    space = Space("1f1b", at_most(*(16,) * 4), forward_codecs=(slow,), backward_codecs=(slow,))
-    found = search(space, measured_of([(0.025, 0.0)] * 3), Choice(ScheduleSpec("1f1b", 16)))
+    slow = CodecCost("int8", 4.0, 3e-7, 3e-7)  # 79 ms for 256 KiB
+    space = config("1f1b", at_most(*(16,) * 4), forward_codecs=(slow,), backward_codecs=(slow,))
+    found = search(space, measured_of([(0.025, 0.0)] * 3), ONE)
     assert not found.best.choice.lossy
 
 
 @pytest.mark.slow
 def test_slack_comes_before_compression():
-    space = Space("auto", at_most(*(64,) * 4), forward_codecs=(BF16,), backward_codecs=(BF16,))
+    space = config("auto", at_most(*(64,) * 4), forward_codecs=(BF16,), backward_codecs=(BF16,))
     found = search(space, measured_of([(0.002, 0.03)] * 3, count=64), Choice(ScheduleSpec("1f1b", 64)))
     assert found.best.choice.spec.kind == "slack"
     assert not found.best.choice.lossy
@@ -204,9 +230,9 @@ def test_slack_comes_before_compression():
 
 def test_micro_batches_stay_unless_they_may_change():
     measured, rooms = measured_of([(0.0, 0.0)] * 3, count=4), at_most(*(64,) * 4)
-    assert search(Space("1f1b", rooms), measured, Choice(ScheduleSpec("1f1b", 4))).best.choice.num_microbatches == 4
+    assert search(config("1f1b", rooms), measured, Choice(ScheduleSpec("1f1b", 4))).best.choice.num_microbatches == 4
     times = ((4, 0.03), (8, 0.016), (16, 0.0095))  # halving the size does not quite halve the time
-    found = search(Space("1f1b", rooms, microbatch_seconds=times), measured, Choice(ScheduleSpec("1f1b", 4)))
+    found = search(config("1f1b", rooms, microbatch_seconds=times), measured, Choice(ScheduleSpec("1f1b", 4)))
     assert found.best.choice.num_microbatches == 8
     assert found.best.seconds == pytest.approx(11 * 0.016, rel=1e-6)
 
@@ -217,9 +243,7 @@ def test_rooms_are_the_plan_s_own_memory():
     (room,) = rooms_of([stage], model, [2000], [((0, 20), (30, 4))])
     assert room.need_bytes(Choice(ScheduleSpec("slack", 8, slack=(2, 2))), 3) == stage.total_bytes
     assert room.need_bytes(Choice(ScheduleSpec("1f1b", 8)), 3) == 417 + 3 * 100 + 30 + 40
-    assert (
-        room.need_bytes(Choice(ScheduleSpec("1f1b", 16)), 3) == 417 + (3 * 100 + 30) // 2 + 30 + 4
-    )  # half as large each
+    assert room.need_bytes(ONE, 3) == 417 + (3 * 100 + 30) // 2 + 30 + 4  # half as large each
     assert "stage 0 would hold 8 micro-batches" in why_not(
         Choice(ScheduleSpec("gpipe", 8)), (Room(limit_bytes=1, fixed_bytes=2),)
     )
@@ -231,7 +255,7 @@ def test_where_nothing_fits_the_smallest_micro_batches_come_nearest(mode: str) -
     current = Choice(ScheduleSpec("gpipe" if mode == "gpipe" else "1f1b", 8))
     for fixed_bytes, count in ((2, 16), (100, 8)):  # what is there anyway grows no smaller
         room = Room(limit_bytes=20, fixed_bytes=fixed_bytes, activation_bytes=100, num_microbatches=8)
-        found = search(Space(mode, (room,) * 2, microbatch_seconds=counts), measured_of([(0.0, 0.0)], 8), current)
+        found = search(config(mode, (room,) * 2, microbatch_seconds=counts), measured_of([(0.0, 0.0)], 8), current)
         assert found.best.choice.num_microbatches == count
 
 

@@ -6,15 +6,14 @@ import json
 from dataclasses import asdict, dataclass
 
 from raypipe.errors import PlanError
-from raypipe.planner.control.choice import Choice, Codec
+from raypipe.planner.control.choice import Choice, CodecCost
 from raypipe.planner.control.room import Room
-from raypipe.planner.control.search import Space
 
-__all__ = ["Setup"]
+__all__ = ["ControllerConfig"]
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ControllerConfig:
     """What the controller may do, and how patient it is.
 
     Attributes:
@@ -34,8 +33,8 @@ class Setup:
     mode: str
     choice: Choice
     rooms: tuple[Room, ...]
-    forward_codecs: tuple[Codec, ...] = ()
-    backward_codecs: tuple[Codec, ...] = ()
+    forward_codecs: tuple[CodecCost, ...] = ()
+    backward_codecs: tuple[CodecCost, ...] = ()
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
     retune_interval_steps: int = 20
     link_drift_threshold: float = 0.25
@@ -53,18 +52,6 @@ class Setup:
             )
         # Whose memory the planner does not know cannot be kept within it.
         self.choice.memory_model()
-
-    @property
-    def space(self) -> Space:
-        """What ``search`` may choose from."""
-        return Space(
-            self.mode,
-            self.rooms,
-            self.forward_codecs,
-            self.backward_codecs,
-            self.microbatch_seconds,
-            self.min_gain,
-        )
 
     @property
     def identity(self) -> str:

@@ -18,12 +18,12 @@ from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.stage_work import PARTED_EVERY, PARTED_FIRST
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, Decision, Setup, StepDone, Verdict
+from raypipe.planner.control import Choice, ControllerConfig, ControllerDecision, StepDone, Verdict
 from raypipe.runtime.run.blueprint import assemble
+from raypipe.runtime.run.controller_thread import ControllerThread
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.run.retuner import Retuner
 from raypipe.runtime.run.retuning import retune_setup
 from raypipe.testing import reference
 from tests.exactness import same_bits
@@ -48,23 +48,23 @@ KINDS = (
 class Script:
     """A controller that asks for one choice after the other, whatever it is told."""
 
-    def __init__(self, setup: Setup, choices: Sequence[Choice]) -> None:
+    def __init__(self, setup: ControllerConfig, choices: Sequence[Choice]) -> None:
         self._choices = choices
         self.wanted, self._run = setup.choice, setup.choice.spec
         self.events: list[StepDone] = []
 
-    def handle(self, event: StepDone) -> list[Decision]:
+    def handle(self, event: StepDone) -> list[ControllerDecision]:
         self.events.append(event)
         choice, run = self._choices[event.step % len(self._choices)], self._run
         spec = replace(choice.spec, first_trainable=run.first_trainable, overlap=run.overlap)
         self.wanted = replace(choice, spec=spec)
-        return [Decision(event.step, Verdict.SWITCH, "The script says so.", {"gain": 0.5}, self.wanted)]
+        return [ControllerDecision(event.step, Verdict.SWITCH, "The script says so.", {"gain": 0.5}, self.wanted)]
 
     def to_json(self) -> str:
         return json.dumps({"steps": len(self.events)})
 
 
-class Prompt(Retuner):
+class Prompt(ControllerThread):
     """Has decided before the loop goes on, so that every step runs something else."""
 
     def told(self, event: StepDone) -> None:
@@ -97,15 +97,17 @@ def trainer(folder: Path, run: str, name: str, **pipeline: Any) -> Any:
 
 
 def train(
-    found: Any, make_retuner: Callable[[Setup, str], Retuner] | None, num_steps: int = STEPS
+    found: Any, make_controller: Callable[[ControllerConfig, str], ControllerThread] | None, num_steps: int = STEPS
 ) -> list[dict[str, Any]]:
-    """Train in threads with a retuner, which ``fit(local=True)`` leaves out; the rows of metrics.parquet."""
+    """Train in threads with a controller, which ``fit(local=True)`` leaves out; the rows of metrics.parquet."""
     job = found._prepared()
-    blueprint = found._blueprint(job, num_steps, local=make_retuner is None)
+    blueprint = found._blueprint(job, num_steps, local=make_controller is None)
     spec, made = blueprint.spec, assemble(blueprint, job.planned)
     fleet = LocalFleet(made.run, made.setup, job.tensors)
     try:
-        run_loop(fleet, spec, made.plan, Journal(spec.name, str(spec.place)), Requests(), make_retuner or Retuner)
+        run_loop(
+            fleet, spec, made.plan, Journal(spec.name, str(spec.place)), Requests(), make_controller or ControllerThread
+        )
     finally:
         fleet.stop()
     rows: list[dict[str, Any]] = pq.read_table(Path(str(spec.place)) / "metrics.parquet").to_pylist()
@@ -124,7 +126,7 @@ def test_parameters_do_not_show_how_often_the_schedule_was_turned(
     still = train(trainer(tmp_path, "still", name, max_grad_norm=limit), None)
     scripts: list[Script] = []
 
-    def make(setup: Setup, state: str) -> Retuner:
+    def make(setup: ControllerConfig, state: str) -> ControllerThread:
         scripts.append(Script(setup, KINDS))
         return Prompt(setup, state, scripts[-1])
 
@@ -161,7 +163,7 @@ def test_micro_batches_are_turned_too_and_plain_pytorch_follows(name: str, tmp_p
         Choice(ScheduleSpec("slack", 2, slack=(2, 2))),
     )
 
-    def make(setup: Setup, state: str) -> Retuner:
+    def make(setup: ControllerConfig, state: str) -> ControllerThread:
         assert [count for count, _ in setup.microbatch_seconds] == [1, 2, 4, 8]
         return Prompt(setup, state, Script(setup, choices))
 
@@ -191,7 +193,7 @@ def test_a_run_goes_on_with_the_micro_batches_that_it_ended_with(tmp_path: Path)
     """Stopped while M was 2 instead of the plan's 4; what wanted it comes back from controller.json."""
     half = Choice(ScheduleSpec("slack", 2, slack=(2, 1)))
 
-    def make(setup: Setup, state: str) -> Retuner:
+    def make(setup: ControllerConfig, state: str) -> ControllerThread:
         machine = Script(setup, (half, half, half, Choice(ScheduleSpec("1f1b", 8))))
         if state:
             machine.wanted = half
@@ -215,7 +217,7 @@ def test_a_run_goes_on_with_the_micro_batches_that_it_ended_with(tmp_path: Path)
 def test_the_controller_is_told_of_every_action_and_message(tmp_path: Path) -> None:
     scripts: list[Script] = []
 
-    def make(setup: Setup, state: str) -> Retuner:
+    def make(setup: ControllerConfig, state: str) -> ControllerThread:
         scripts.append(Script(setup, KINDS[2:3] * 2))
         return Prompt(setup, state, scripts[-1])
 
@@ -237,7 +239,7 @@ def test_codecs_are_turned_by_hop_and_direction(tmp_path: Path) -> None:
     coded = Choice(ScheduleSpec("1f1b", COUNT), forward_codecs=("int8", "none"), backward_codecs=("none", "bf16"))
     scripts: list[Script] = []
 
-    def make(setup: Setup, state: str) -> Retuner:
+    def make(setup: ControllerConfig, state: str) -> ControllerThread:
         scripts.append(Script(setup, (coded, coded, Choice(ScheduleSpec("1f1b", COUNT)))))
         return Prompt(setup, state, scripts[-1])
 
@@ -252,7 +254,7 @@ def test_codecs_are_turned_by_hop_and_direction(tmp_path: Path) -> None:
 def test_decisions_are_written_down_and_the_state_is_kept(tmp_path: Path) -> None:
     seen: list[str] = []
 
-    def make(setup: Setup, state: str) -> Retuner:
+    def make(setup: ControllerConfig, state: str) -> ControllerThread:
         seen.append(state)
         return Prompt(setup, state, Script(setup, KINDS))
 
@@ -272,10 +274,12 @@ def test_decisions_are_written_down_and_the_state_is_kept(tmp_path: Path) -> Non
 
 def test_a_controller_that_fails_ends_nothing(tmp_path: Path) -> None:
     class Broken(Script):
-        def handle(self, event: StepDone) -> list[Decision]:
+        def handle(self, event: StepDone) -> list[ControllerDecision]:
             raise ZeroDivisionError("no such number")
 
-    rows = train(trainer(tmp_path, "broken", "mlp"), lambda setup, state: Retuner(setup, state, Broken(setup, KINDS)))
+    rows = train(
+        trainer(tmp_path, "broken", "mlp"), lambda setup, state: ControllerThread(setup, state, Broken(setup, KINDS))
+    )
     assert len(rows) == STEPS
     assert "no such number" in (tmp_path / "broken" / "events.jsonl").read_text()
 
@@ -284,13 +288,13 @@ def test_a_state_of_another_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     job = trainer(tmp_path, "refused", "mlp")._prepared()
     setup = retune_setup(PipelineConfig(), job.planned)
     assert setup is not None
-    retuner = Retuner(setup, '{"wanted": 1}')
+    controller = ControllerThread(setup, '{"wanted": 1}')
     try:
-        assert "measured anew" in retuner.take_complaint()
-        assert retuner.setting.choice == setup.choice
-        assert retuner.take_complaint() == "", "told once"
+        assert "measured anew" in controller.take_complaint()
+        assert controller.setting.choice == setup.choice
+        assert controller.take_complaint() == "", "told once"
     finally:
-        retuner.close()
+        controller.close()
 
 
 @pytest.mark.parametrize(
@@ -324,13 +328,13 @@ def test_what_is_decided_last_is_told_too(tmp_path: Path) -> None:
     """A controller that answers late is heard before the run is over."""
 
     class Late(Script):
-        def handle(self, event: StepDone) -> list[Decision]:
+        def handle(self, event: StepDone) -> list[ControllerDecision]:
             if event.step < STEPS - 1:
                 return []
             time.sleep(0.2)
             return super().handle(event)
 
-    train(trainer(tmp_path, "late", "mlp"), lambda setup, state: Retuner(setup, state, Late(setup, KINDS)))
+    train(trainer(tmp_path, "late", "mlp"), lambda setup, state: ControllerThread(setup, state, Late(setup, KINDS)))
     lines = [json.loads(line) for line in (tmp_path / "late" / "events.jsonl").read_text().splitlines()]
     assert [line["decision"] for line in lines][-2:] == ["switch", "finish"]
     assert json.loads((tmp_path / "late" / "controller.json").read_text()) == {"steps": 1}

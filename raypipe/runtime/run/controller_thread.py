@@ -18,14 +18,14 @@ from typing import NamedTuple, Protocol
 from raypipe.errors import PlanError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, Controller, Decision, Setup, StepDone
+from raypipe.planner.control import Choice, Controller, ControllerConfig, ControllerDecision, StepDone
 
-__all__ = ["Retuner", "Setting", "step_done"]
+__all__ = ["ActiveSettings", "ControllerThread", "step_done"]
 
 END_TIMEOUT_S = 1.0
 
 
-class Setting(NamedTuple):
+class ActiveSettings(NamedTuple):
     """What an order runs with.
 
     Attributes:
@@ -48,12 +48,12 @@ class _Machine(Protocol):
     @property
     def wanted(self) -> Choice: ...
 
-    def handle(self, event: StepDone) -> list[Decision]: ...
+    def handle(self, event: StepDone) -> list[ControllerDecision]: ...
 
     def to_json(self) -> str: ...
 
 
-class Retuner:
+class ControllerThread:
     """Runs the controller in a thread of its own.
 
     Args:
@@ -62,7 +62,7 @@ class Retuner:
         machine: instead of the controller.
     """
 
-    def __init__(self, setup: Setup, state: str = "", machine: _Machine | None = None) -> None:
+    def __init__(self, setup: ControllerConfig, state: str = "", machine: _Machine | None = None) -> None:
         self._setup = setup
         self._complaint = ""
         if machine is None:
@@ -76,12 +76,12 @@ class Retuner:
         self._state = machine.to_json()
         self._setting = self._setting_of(machine.wanted)
         self._events: SimpleQueue[StepDone | None] = SimpleQueue()
-        self._decided: SimpleQueue[Decision] = SimpleQueue()
+        self._decided: SimpleQueue[ControllerDecision] = SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="raypipe controller", daemon=True)
         self._thread.start()
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> ActiveSettings:
         """What the next order runs with."""
         return self._setting
 
@@ -89,7 +89,7 @@ class Retuner:
         """A step is over."""
         self._events.put(event)
 
-    def decisions(self) -> list[Decision]:
+    def decisions(self) -> list[ControllerDecision]:
         """What was decided since the last call."""
         found = []
         while not self._decided.empty():
@@ -124,17 +124,17 @@ class Retuner:
         except Exception as error:  # noqa: BLE001  (told to people; the run goes on as it is)
             self._complaint = f"The controller failed and turns nothing any more: {error!r}"
 
-    def _setting_of(self, choice: Choice) -> Setting:
+    def _setting_of(self, choice: Choice) -> ActiveSettings:
         setup = self._setup
         # A direction that the controller may not turn stays as it was configured.
         forward = choice.forward_codecs if setup.forward_codecs else ()
         backward = choice.backward_codecs if setup.backward_codecs else ()
         spec = None if choice.spec == setup.choice.spec else choice.spec
         count = None if choice.num_microbatches == setup.choice.num_microbatches else choice.num_microbatches
-        return Setting(choice, setup.name(choice), count, spec, (forward, backward))
+        return ActiveSettings(choice, setup.name(choice), count, spec, (forward, backward))
 
 
-def step_done(seconds: float, setting: Setting, reports: Sequence[StepReport], *, counts: bool) -> StepDone:
+def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool) -> StepDone:
     """The controller's event, from what the stages report.
 
     Args:
