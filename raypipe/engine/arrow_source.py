@@ -237,13 +237,7 @@ def survey(
     schema: pa.Schema | None = None
     decoded_bytes = 0
     for path, kind in paths:
-        try:
-            with filesystem.open_input_file(path) as opened:
-                own, rows, size = _parquet_footer(opened) if kind == "parquet" else _arrow_footer(opened)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"Data file {path} cannot be read as {kind}: {error}. Write it again, or take it out of the folder."
-            ) from error
+        own, rows, size = _footer(filesystem, path, kind)
         if schema is None:
             schema = own
         elif not own.equals(schema):
@@ -261,6 +255,17 @@ def survey(
         )
     fitting = _WINDOW_BYTES * total // max(decoded_bytes, 1)
     return files, schema, max(1, min(_WINDOW_ROWS, fitting))
+
+
+def _footer(filesystem: pyarrow.fs.FileSystem, path: str, kind: str) -> tuple[pa.Schema, tuple[int, ...], int]:
+    """Schema, rows of each group and decoded bytes of a file; DataError where it is damaged."""
+    try:
+        with filesystem.open_input_file(path) as opened:
+            return _parquet_footer(opened) if kind == "parquet" else _arrow_footer(opened)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"Data file {path} cannot be read as {kind}: {error}. Write it again, or take it out of the folder."
+        ) from error
 
 
 def _parquet_footer(opened: Any) -> tuple[pa.Schema, tuple[int, ...], int]:

@@ -123,17 +123,22 @@ def goes_on(
         )
     if not free:
         return found.changes
-    if not resume:
+    _refuse_to_take_over(free, begun, asked=bool(resume), steps_left=num_steps - done)
+    return (*found.changes, Change(done, tuple(free.values()), _fresh(free)))
+
+
+def _refuse_to_take_over(free: Mapping[str, str], begun: str, *, asked: bool, steps_left: int) -> None:
+    """ConfigError where nobody asked for the settings that differ, or no step is left to train with them."""
+    if not asked:
         raise ConfigError(
             f"{begun} with other settings:\n{_listed(free.values())}\nGive resume=True to go on with the new ones, "
             "resume=False to begin anew in another folder, or another name."
         )
-    if done == num_steps:
+    if not steps_left:
         raise ConfigError(
             f"{begun}, which are all, so that nothing would be trained with what differs:\n{_listed(free.values())}\n"
             "Give more steps, or resume=False to begin anew in another folder."
         )
-    return (*found.changes, Change(done, tuple(free.values()), _fresh(free)))
 
 
 def fresh_after(changes: Iterable[Change], step: int) -> FreshOptions:
