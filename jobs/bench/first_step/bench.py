@@ -1,0 +1,80 @@
+"""The first minute: a whole process of one step on two workers, ours and Ray Train's TorchTrainer, in turns.
+
+    cold    ours with an empty profile cache       warm    ours with what the run before it has kept
+
+``cold_*`` and ``warm_*`` are our seconds over TorchTrainer's of the same round, the median over rounds. Ours leaves the
+cut and the micro-batches to the planner; TorchTrainer gives each worker half of the mini-batch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobs.lib import common
+from jobs.lib.common import median
+from jobs.lib.machine import machine_line
+
+NETS = ("readme", "resnet50", "gpt2")
+ROUNDS = 3
+LIMIT_S = 900.0
+Round = dict[str, float]
+
+
+def process_s(script: str, net: str, folder: Path, cache: Path) -> float:
+    """Seconds from start to end of one process.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    command = [sys.executable, str(Path(__file__).with_name(script)), net, str(folder)]
+    environment = {**os.environ, "RAYPIPE_CACHE_DIR": str(cache)}
+    begin_s = time.perf_counter()
+    with tempfile.TemporaryFile() as said:
+        done = subprocess.run(command, env=environment, stdout=said, stderr=said, timeout=LIMIT_S, check=False)
+        if done.returncode:
+            said.seek(0)
+            sys.stderr.write(said.read().decode()[-3000:])
+            raise subprocess.CalledProcessError(done.returncode, command)
+    return time.perf_counter() - begin_s
+
+
+def one_round(net: str) -> Round:
+    """Cold, TorchTrainer, warm: TorchTrainer stands between ours, in the same minutes."""
+    with tempfile.TemporaryDirectory(prefix="first-step-") as name:
+        folder = Path(name)
+        cache = folder / "cache"
+        return {
+            "cold": process_s("ours.py", net, folder / "cold", cache),
+            "torch_trainer": process_s("ray_train.py", net, folder / "peer", cache),
+            "warm": process_s("ours.py", net, folder / "warm", cache),
+        }
+
+
+def figures_of(net: str, rounds: Sequence[Round]) -> dict[str, float]:
+    """Ratios of each round, then medians; and the median seconds."""
+    ratios = {way: median(one[way] / one["torch_trainer"] for one in rounds) for way in ("cold", "warm")}
+    seconds = {way: median(one[way] for one in rounds) for way in ("cold", "warm", "torch_trainer")}
+    return {f"{way}_{net}": ratio for way, ratio in ratios.items()} | {
+        f"{way}_seconds_{net}": took_s for way, took_s in seconds.items()
+    }
+
+
+def main() -> None:
+    """Round after round over all nets."""
+    asked = common.arguments(__doc__)
+    nets, count = (NETS[:1], 1) if asked.quick else (NETS, ROUNDS)
+    found: dict[str, list[Round]] = {net: [] for net in nets}
+    for _ in range(count):
+        for net in nets:
+            found[net].append(one_round(net))
+            print(f"{net}: {found[net][-1]}; {machine_line()}", flush=True)
+    figures: dict[str, float] = {}
+    for net, rounds in found.items():
+        figures |= figures_of(net, rounds)
+    common.finish("first_step", figures, {"seconds": found}, asked)
