@@ -80,14 +80,15 @@ ROOMS = (
 PARTS = {
     "columns": (),
     "memory": ("columns",),
-    "microbatch": (),
+    "tolerance": (),
+    "microbatch": ("tolerance",),
     "partition": ("columns", "memory"),
     "tables": (),
     "simulate": ("tables",),
     "schedule": ("tables", "simulate"),
-    "tune": ("columns", "memory", "microbatch", "partition", "schedule", "tables", "simulate"),
+    "tune": ("columns", "memory", "microbatch", "partition", "schedule", "tables", "tolerance", "simulate"),
     "elastic": ("tune",),
-    "control": ("tune", "elastic", "memory", "tables", "schedule"),
+    "control": ("tune", "elastic", "memory", "tables", "tolerance", "schedule"),
     "segments": (),
     "rows": ("schedule", "segments"),
 }

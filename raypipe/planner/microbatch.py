@@ -29,6 +29,7 @@ import numpy as np
 
 from raypipe.errors import PlanError
 from raypipe.ir.prediction import CurvePoint
+from raypipe.planner.tolerance import EVEN
 
 __all__ = ["Hop", "MicrobatchChoice", "StageTime", "choose_microbatches", "fit_stage_time"]
 
@@ -36,8 +37,6 @@ STRAIGHT = 0.05
 """Largest relative error of the line; beyond it the measured points themselves are used."""
 GRID = 1024
 """Numbers of micro-batches, in equal ratios from 1 to B, that are looked at where there is no closed form."""
-EVEN = 0.005
-"""Predicted times this near to each other count as equal: then fewer, larger micro-batches are taken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,10 @@ from raypipe.planner.control.choice import NO_CODEC, Choice, CodecCost
 from raypipe.planner.control.config import ControllerConfig
 from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s, squeezed
 from raypipe.planner.control.room import fits, why_not
+from raypipe.planner.tolerance import EVEN
 
-__all__ = ["EVEN", "Found", "Scored", "search"]
+__all__ = ["Found", "Scored", "search"]
 
-EVEN = 0.005
-"""Seconds this near to each other, relatively, count as equal."""
 MOST_SINGLE = 12
 """Groups up to this size are tried one by one, larger ones in growing steps."""
 MOST_MOVES = 48

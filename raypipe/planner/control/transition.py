@@ -25,9 +25,10 @@ from raypipe.planner.control.events import ControllerDecision, StepDone, Verdict
 from raypipe.planner.control.measured import Measured
 from raypipe.planner.control.observer import Observed
 from raypipe.planner.control.room import fits
-from raypipe.planner.control.search import EVEN, Found, search
+from raypipe.planner.control.search import Found, search
 from raypipe.planner.control.states import Confirm, Known, Measure, Quiet, State, Trial
 from raypipe.planner.control.words import gains, numbers_of, outcome, sentence, why
+from raypipe.planner.tolerance import EVEN
 
 __all__ = ["PARTS", "Heard", "after"]
 

@@ -17,6 +17,7 @@ from raypipe.planner.memory import MemoryModel
 from raypipe.planner.microbatch import Hop, MicrobatchChoice, StageTime, choose_microbatches, fit_stage_time
 from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, refilled, solve_within
 from raypipe.planner.partition.limits import Limits
+from raypipe.planner.tolerance import EVEN
 from raypipe.planner.tune.coarse import coarse
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.feasibility import memory_test
@@ -29,8 +30,6 @@ from raypipe.planner.tune.workers import rounds_of
 
 __all__ = ["Problem", "attempt", "predicted"]
 
-GAIN = 0.005
-"""More slack must shorten the step by this much, for it costs memory."""
 MOST_SLACK = 16
 
 
@@ -284,7 +283,7 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
             links="",
             check=False,
         ).step_s
-        if step_s < best_s * (1 - GAIN):
+        if step_s < best_s * (1 - EVEN):
             best, best_s = new, step_s
     return best
 

@@ -20,6 +20,7 @@ from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.planner.schedule import schedule_of
+from raypipe.planner.tolerance import EVEN
 from raypipe.planner.tune.advice import what_would_fit
 from raypipe.planner.tune.attempt import Problem, attempt, predicted
 from raypipe.planner.tune.decision import Decision
@@ -35,8 +36,6 @@ __all__ = ["ASSUMED_LINK", "decide", "plan_of"]
 
 ASSUMED_LINK = Link(bandwidth_bytes_s=1e9, latency_s=1e-4)
 """TCP on one machine, roughly; stands in where no cluster is described, and never changes the schedule."""
-EVEN = 0.005
-"""Predicted steps this near to each other are equal: the one with fewer workers is taken."""
 FEW = 8
 """Numbers of stages up to which every one is tried; beyond it, halves of the largest."""
 
