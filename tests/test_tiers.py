@@ -13,6 +13,7 @@ TESTS = Path(__file__).parent
 BY_NAME = {tier.name: tier for tier in tiers.TIERS}
 
 
+@pytest.mark.slow
 def test_every_test_file_is_in_one_tier() -> None:
     counts = Counter(path for tier in tiers.TIERS if not tier.of for path in tiers.files_of(tier))
     assert set(counts) == set(TESTS.rglob("test_*.py"))

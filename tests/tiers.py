@@ -87,7 +87,6 @@ TIERS = (
             "jobs/test_*.py",
             "lab/test_two_raylets.py",
             "cli/test_runs.py",
-            "jobs/test_lm.py",
             "runtime/driver/test_publish.py",
         ),
         long=("jobs/test_lm.py",),

@@ -13,6 +13,7 @@ from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from tests.planner.partition_cases import graphs
 
 
+@pytest.mark.slow
 @given(graphs(most=8, together=True) | graphs(most=8, chain=True))
 def test_json_there_and_back(graph: ModelGraph) -> None:
     assert ModelGraph.from_json(graph.to_json()) == graph

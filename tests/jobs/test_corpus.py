@@ -35,6 +35,7 @@ def test_rows_are_the_text_and_targets_one_byte_later(built: corpus.Corpus) -> N
         assert flat(path, "targets") == text[1 : table.num_rows * 16 + 1]
 
 
+@pytest.mark.slow
 def test_splits_are_of_whole_files_and_bounded(built: corpus.Corpus) -> None:
     train, heldout = (set(text.split(b"\0")) - {b""} for text in (built.train_text, built.heldout_text))
     assert train.isdisjoint(heldout)

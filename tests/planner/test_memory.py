@@ -217,6 +217,7 @@ def test_a_backward_runs_when_later_nodes_have_let_go(nodes) -> None:
     assert workspace_bytes(graph, range(0), 1) == workspace_bytes(graph, (2,), 1) == 0
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.integers(0, 9), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3)),

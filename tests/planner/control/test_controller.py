@@ -184,6 +184,7 @@ def test_the_state_survives_json_between_any_two_steps(mode):
     assert len(set(runs[0][1])) > 1
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     seed=st.integers(0, 10_000),
@@ -218,6 +219,7 @@ def edges_of(done: Iterable[StepDone], setup: ControllerConfig) -> set[tuple[str
     return found
 
 
+@pytest.mark.slow
 def test_the_picture_shows_all_transitions_and_no_others():
     """Each event list leads somewhere else; the choice that a step ran with follows the controller at once."""
     codec = CodecCost("bf16", 2.0)

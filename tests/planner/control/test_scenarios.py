@@ -386,6 +386,7 @@ def test_more_and_smaller_micro_batches_fill_the_pipeline(through_json: bool) ->
     assert f"M={switch.choice.num_microbatches} would take" in switch.reason
 
 
+@pytest.mark.slow
 def test_micro_batches_that_cost_more_than_was_known_are_taken_back() -> None:
     pipeline = Pipeline([(0.01, 0.02)] * 4, constant(0.001), shares=shrinking(1.0), noise=0.01)
     _, choices, decisions = run_controlled(pipeline, with_microbatches(0.0), 60)
