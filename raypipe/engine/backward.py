@@ -23,17 +23,19 @@ _run = getattr(_engine, "run_backward", None)
 
 def gradients(
     roots: Sequence[torch.Tensor | GradientEdge],
-    seeds: Sequence[torch.Tensor],
+    output_grads: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor | GradientEdge],
 ) -> Sequence[torch.Tensor | None]:
-    """Gradients of sum(roots * seeds) with respect to ``leaves``, None for those that the roots do not reach.
+    """Gradients of sum(roots * output_grads) with respect to ``leaves``, None for those that the roots do not reach.
 
     Args:
         roots, leaves: tensors, or places in the graph where gradients enter and are taken.
-        seeds: one per root, of its shape and dtype. The roots' graph is freed.
+        output_grads: one per root, of its shape and dtype. The roots' graph is freed.
     """
     if _run is None:
-        return torch.autograd.grad(list(roots), list(leaves), list(seeds), allow_unused=True)  # type: ignore[arg-type]
+        return torch.autograd.grad(list(roots), list(leaves), list(output_grads), allow_unused=True)  # type: ignore[arg-type]
     # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-    found: Sequence[torch.Tensor | None] = _run(tuple(roots), tuple(seeds), False, False, tuple(leaves), True, False)
+    found: Sequence[torch.Tensor | None] = _run(
+        tuple(roots), tuple(output_grads), False, False, tuple(leaves), True, False
+    )
     return found

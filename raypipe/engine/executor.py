@@ -19,12 +19,12 @@ from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.norms import norms_told
+from raypipe.engine.placement import Placement
 from raypipe.engine.reduction import Reduction
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
-from raypipe.engine.team import Team
 from raypipe.engine.update import Update
 from raypipe.errors import LinkError, RaypipeError, StageError
 from raypipe.ir.report import StepReport
@@ -41,7 +41,7 @@ class Executor:
     Args:
         worker: this one.
         states: of this worker's stages, in their order.
-        channels: to every worker of ``team.neighbours(programs)``.
+        channels: to every worker of ``placement.neighbours(programs)``.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class Executor:
         channels: Mapping[int, Channel],
     ) -> None:
         programs, settings = setup.programs, run.settings
-        team = self.team = setup.team(worker)
+        placement = self.placement = setup.placement(worker)
         self._codecs = setup.codecs
         self.channels = channels
         self.settings = settings
-        joined = _joined(programs, team, channels)
+        joined = _joined(programs, placement, channels)
         self.works = {
             stage: StageWork(run, setup, stage, worker, state, joined[stage])
-            for stage, state in zip(team.stages, states, strict=True)
+            for stage, state in zip(placement.stages, states, strict=True)
         }
         self._updates = {
             stage: Update(work.program, work.state, work.sink, work.ring, settings, setup.weights)
             for stage, work in self.works.items()
         }
         sinks = {stage: work.sink for stage, work in self.works.items()}
-        self._reduction = Reduction(programs, team, sinks, self._updates, self._send, self._recv)
+        self._reduction = Reduction(programs, placement, sinks, self._updates, self._send, self._recv)
         self.use_codecs(((), ()))
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -148,7 +148,7 @@ class Executor:
         except RaypipeError:
             raise
         except Exception as error:
-            stage, where = self.team.stages[0], ""
+            stage, where = self.placement.stages[0], ""
             if self._action is not None:
                 stage, where = self._action.stage, f" in {self._action}"
             raise StageError(f"Stage {stage} failed{where}: {type(error).__name__}: {error}") from error
@@ -178,7 +178,7 @@ class Executor:
         self._action = None
         spans: list[Span] = []
         if keep_spans or measure:
-            me = self.team.worker
+            me = self.placement.worker
             spans = [Span(me, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False)]
         found = []
         for stage, work in works.items():
@@ -219,7 +219,7 @@ class Executor:
 
     def _send(self, worker: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         nbytes = sum(x.nbytes for x in tensors if x is not None)
-        self.works[action.stage].sent(nbytes, nbytes, ahead=worker > self.team.worker)
+        self.works[action.stage].sent(nbytes, nbytes, ahead=worker > self.placement.worker)
         self.channels[worker].send(action, tensors, 0)
 
     def _recv(self, worker: int, action: Action) -> Message:
@@ -234,18 +234,20 @@ class Executor:
 
 
 def _joined(
-    programs: Sequence[StageProgram], team: Team, channels: Mapping[int, Channel]
+    programs: Sequence[StageProgram], placement: Placement, channels: Mapping[int, Channel]
 ) -> dict[int, dict[int, Channel]]:
-    """By stage of this worker, channels to the stages beside it; mates are joined through the frames of a link.
+    """By stage of this worker, channels to the stages beside it; the frames of a link join co-located ones.
 
     So a stage that writes to its input in place spoils nothing of the one before, and strides arrive as anywhere else.
     """
     found: dict[int, dict[int, Channel]] = {
-        stage: {s: channels[team.home_of(s)] for s in team.beside(stage) if s not in team.mates(stage)}
-        for stage in team.stages
+        stage: {
+            s: channels[placement.home_of(s)] for s in placement.beside(stage) if s not in placement.co_located(stage)
+        }
+        for stage in placement.stages
     }
-    for stage in team.stages:
-        if stage + 1 in team.mates(stage):
+    for stage in placement.stages:
+        if stage + 1 in placement.co_located(stage):
             capacity = max(mode.num_outputs for mode in programs[stage].modes.values())
             ahead, back = InMemoryChannel.pair(f"stage {stage} <-> stage {stage + 1}", 0, capacity)
             found[stage][stage + 1], found[stage + 1][stage] = ahead, back

@@ -1,11 +1,11 @@
-"""The micro-batches that a stage has begun and not ended: what each one still needs, and its backward, whole or parted.
+"""The micro-batches that a stage has begun and not ended: what each still needs, and its backward, whole or split.
 
-    F   inputs, outputs ----------------------------------> hold
-    B   outputs, seeds --> sums of gradients, answer        end
-    I   outputs, seeds --> some sums, answer --> operands   hold less
-    W   operands --> the other sums                         end
+    F   inputs, outputs ---------------------------------> hold
+    B   outputs, output_grads --> all gradients             end
+    I   outputs, output_grads --> input_grads, operands     hold less
+    W   operands --> gradients of the other parameters      end
 
-Seeds are the gradients that the next stage sent, the answer is what the stage before gets.
+``output_grads`` come from the next stage, ``input_grads`` go to the stage before.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class InFlight:
     Args:
         sink: of the parameters' gradients.
         ring: whose versions they use.
-        answers: the stage before waits for gradients.
+        sends_input_grads: the stage before waits for gradients.
     """
 
-    def __init__(self, sink: GradientSink, ring: WeightRing, *, answers: bool) -> None:
-        self._sink, self._ring, self._answering = sink, ring, answers
+    def __init__(self, sink: GradientSink, ring: WeightRing, *, sends_input_grads: bool) -> None:
+        self._sink, self._ring, self._sends_input_grads = sink, ring, sends_input_grads
         self._held: dict[int, tuple[Message, tuple[torch.Tensor, ...]]] = {}
-        self._seeds: dict[int, _Gradients] = {}
-        self._answers: dict[int, _Gradients] = {}
+        self._output_grads: dict[int, _Gradients] = {}
+        self._input_grads: dict[int, _Gradients] = {}
         self._rest: dict[int, Callable[[], _Gradients]] = {}
 
     def __len__(self) -> int:
@@ -52,19 +52,19 @@ class InFlight:
         """Of its forward; without ``keep`` it has come to its end."""
         return (self._held[microbatch] if keep else self._held.pop(microbatch))[1]
 
-    def seed(self, microbatch: int, seeds: _Gradients) -> None:
+    def set_output_grads(self, microbatch: int, output_grads: _Gradients) -> None:
         """The gradients of its outputs are known."""
-        self._seeds[microbatch] = seeds
+        self._output_grads[microbatch] = output_grads
 
-    def take_answer(self, microbatch: int) -> _Gradients:
+    def take_input_grads(self, microbatch: int) -> _Gradients:
         """The gradients of its inputs, once."""
-        return self._answers.pop(microbatch)
+        return self._input_grads.pop(microbatch)
 
     def backward(self, microbatch: int) -> None:
         """B."""
         inputs = self._held[microbatch][0]
         wanted = _differentiable(inputs)
-        self._answer(microbatch, inputs, wanted, self._whole(microbatch, [inputs[i] for i in wanted]))
+        self._keep_input_grads(microbatch, inputs, wanted, self._whole(microbatch, [inputs[i] for i in wanted]))
 
     def backward_input(self, microbatch: int) -> None:
         """I: what the stage before waits for. Where nothing came that wants a gradient, W is all of the backward."""
@@ -72,13 +72,13 @@ class InFlight:
         wanted = _differentiable(inputs)
         found: _Gradients = ()
         if wanted:
-            roots, seeds = self._roots(microbatch)
+            roots, output_grads = self._roots(microbatch)
             received: list[torch.Tensor] = [inputs[i] for i in wanted]  # type: ignore[misc]
-            halves = input_gradients(roots, seeds, received, self._ring.trained(microbatch))
+            halves = input_gradients(roots, output_grads, received, self._ring.trained(microbatch))
             self._rest[microbatch] = halves.finish
             self._sink.add(halves.own)
             found = halves.received
-        self._answer(microbatch, inputs, wanted, found)
+        self._keep_input_grads(microbatch, inputs, wanted, found)
 
     def backward_weight(self, microbatch: int) -> None:
         """W: what only the optimizer's step needs."""
@@ -90,27 +90,27 @@ class InFlight:
 
     def _whole(self, microbatch: int, received: _Gradients) -> _Gradients:
         """Gradients of the parameters go to the sink, those of ``received`` are returned."""
-        roots, seeds = self._roots(microbatch)
+        roots, output_grads = self._roots(microbatch)
         own = self._ring.trained(microbatch)
         leaves = [*own, *received]
         found: _Gradients = (None,) * len(leaves)
         if roots and leaves:
-            found = gradients(roots, seeds, leaves)  # type: ignore[arg-type]
+            found = gradients(roots, output_grads, leaves)  # type: ignore[arg-type]
         self._ring.leave(microbatch)
         self._sink.add(found[: len(own)])
         return found[len(own) :]
 
     def _roots(self, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What the backward begins with, and its seeds; nothing else holds the graph any more."""
+        """Outputs that the backward begins with, and their gradients; nothing else holds the graph any more."""
         _, outputs = self._held.pop(microbatch)
-        pairs = zip(outputs, self._seeds.pop(microbatch, ()), strict=True)
+        pairs = zip(outputs, self._output_grads.pop(microbatch, ()), strict=True)
         known = [(root, seed) for root, seed in pairs if seed is not None]
         return [root for root, _ in known], [seed for _, seed in known]
 
-    def _answer(self, microbatch: int, inputs: Message, wanted: Sequence[int], found: _Gradients) -> None:
-        if self._answering:
+    def _keep_input_grads(self, microbatch: int, inputs: Message, wanted: Sequence[int], found: _Gradients) -> None:
+        if self._sends_input_grads:
             by_input = dict(zip(wanted, found, strict=True))
-            self._answers[microbatch] = tuple(by_input.get(i) for i in range(len(inputs)))
+            self._input_grads[microbatch] = tuple(by_input.get(i) for i in range(len(inputs)))
 
 
 def _differentiable(inputs: Message) -> list[int]:

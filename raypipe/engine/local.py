@@ -47,19 +47,19 @@ class LocalFleet:
         self._setup = run
         self._halted = False
         self._spans: list[Span] = []
-        teams = [setup.team(worker) for worker in range(setup.num_workers)]
-        channels: list[dict[int, InMemoryChannel]] = [{} for _ in teams]
-        for one, team in enumerate(teams):
-            for other in team.neighbours(programs):
+        placements = [setup.placement(worker) for worker in range(setup.num_workers)]
+        channels: list[dict[int, InMemoryChannel]] = [{} for _ in placements]
+        for one, placement in enumerate(placements):
+            for other in placement.neighbours(programs):
                 if one < other:
-                    capacity = team.message_capacity(programs, other)
-                    name = f"{team.name_of(one)} <-> {team.name_of(other)}"
+                    capacity = placement.message_capacity(programs, other)
+                    name = f"{placement.name_of(one)} <-> {placement.name_of(other)}"
                     a, b = InMemoryChannel.pair(name, 0, capacity)
                     channels[one][other], channels[other][one] = a, b
         self.executors = []
-        for worker, team in enumerate(teams):
+        for worker, placement in enumerate(placements):
             states = []
-            for program in (programs[stage] for stage in team.stages):
+            for program in (programs[stage] for stage in placement.stages):
                 own = read_all([GivenTensors(tensors)], (*program.parameters, *program.buffers))
                 states.append(StageState(program, own, run.make_optimizer, run.make_scheduler))
             self.executors.append(Executor(run, setup, worker, states, channels[worker]))
@@ -172,7 +172,7 @@ class LocalFleet:
                     if failure is None or (not isinstance(failure, StageError) and isinstance(outcome, StageError)):
                         failure = outcome
                     for executor in self.executors:
-                        executor.abort(f"{executor.team.name_of(index)} failed")
+                        executor.abort(f"{executor.placement.name_of(index)} failed")
                 else:
                     found[index] = outcome
             for thread in threads:

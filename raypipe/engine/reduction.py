@@ -16,8 +16,8 @@ import torch
 
 from raypipe.engine.gradients import Accumulators, GradientSink
 from raypipe.engine.norms import total_norm
+from raypipe.engine.placement import Placement
 from raypipe.engine.stage import StageProgram
-from raypipe.engine.team import Team
 from raypipe.engine.update import Update
 from raypipe.ir.schedule import Action, Op
 
@@ -31,7 +31,7 @@ class Reduction:
 
     Args:
         programs: of all stages.
-        team: who holds which stage.
+        placement: who holds which stage.
         sinks, updates: of this worker's stages.
         send: (worker, action, tensors) hands a message to another worker.
         receive: (worker, the sender's action) waits for one.
@@ -40,13 +40,13 @@ class Reduction:
     def __init__(
         self,
         programs: Sequence[StageProgram],
-        team: Team,
+        placement: Placement,
         sinks: Mapping[int, GradientSink],
         updates: Mapping[int, Update],
         send: Callable[[int, Action, Tensors], None],
         receive: Callable[[int, Action], tuple[torch.Tensor | None, ...]],
     ) -> None:
-        self._programs, self._team = programs, team
+        self._programs, self._placement = programs, placement
         self._sinks, self._updates = sinks, updates
         self._send, self._receive = send, receive
         self._own = frozenset(sinks)
@@ -58,7 +58,7 @@ class Reduction:
         """The stage has all gradients of its update; behind the last stage's, fill every ``parameter.grad``."""
         if not self._updates[stage].begin():
             return
-        for worker, stages in self._team.sharing(self._programs, stage).items():
+        for worker, stages in self._placement.sharing(self._programs, stage).items():
             self._send(worker, Action(stage, Op.REDUCE_GRAD, microbatch), self._sinks[stage].exported(stages))
         self._done.add(stage)
         if self._done == self._own:
@@ -68,9 +68,9 @@ class Reduction:
     def _finish(self, microbatch: int) -> None:
         found: dict[int, Accumulators] = {}
         for stage in sorted(self._own):
-            for peers in self._team.sharing(self._programs, stage).values():
+            for peers in self._placement.sharing(self._programs, stage).values():
                 for peer in sorted(peers - found.keys()):
-                    tensors = self._receive(self._team.home_of(peer), Action(peer, Op.REDUCE_GRAD, microbatch))
+                    tensors = self._receive(self._placement.home_of(peer), Action(peer, Op.REDUCE_GRAD, microbatch))
                     found[peer] = self._programs[peer].shared_sites(self._own, tensors)
         within = {
             stage: self._programs[stage].shared_sites(self._own, sink.exported(self._own))
@@ -97,12 +97,14 @@ class Reduction:
         return found
 
     def _norm(self, microbatch: int, loss: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        me, team = self._team.worker, self._team
+        me, placement = self._placement.worker, self._placement
         parts = [self._updates[stage].own_norms() for stage in sorted(self._own)]
         where, norms = torch.cat([where for where, _ in parts]), torch.cat([norms for _, norms in parts])
-        action = Action(team.first_stage(me), Op.REDUCE_NORM, microbatch)
-        if me + 1 < team.num_workers:
-            above, more, known = self._receive(me + 1, Action(team.first_stage(me + 1), Op.REDUCE_NORM, microbatch))
+        action = Action(placement.first_stage(me), Op.REDUCE_NORM, microbatch)
+        if me + 1 < placement.num_workers:
+            above, more, known = self._receive(
+                me + 1, Action(placement.first_stage(me + 1), Op.REDUCE_NORM, microbatch)
+            )
             assert above is not None
             assert more is not None
             where, norms = torch.cat([where, above]), torch.cat([norms, more])
@@ -110,10 +112,10 @@ class Reduction:
         total: torch.Tensor | None
         if me:
             self._send(me - 1, action, [where, norms, loss])
-            total, loss = self._receive(me - 1, Action(team.first_stage(me - 1), Op.REDUCE_NORM, microbatch))
+            total, loss = self._receive(me - 1, Action(placement.first_stage(me - 1), Op.REDUCE_NORM, microbatch))
         else:
             total = total_norm(where, norms)
-        if me + 1 < team.num_workers:
+        if me + 1 < placement.num_workers:
             self._send(me + 1, action, [total, loss])
         assert total is not None
         assert loss is not None

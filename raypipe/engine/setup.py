@@ -12,10 +12,10 @@ from typing import Any
 
 from raypipe.engine.codec import Codecs
 from raypipe.engine.data import Source
+from raypipe.engine.placement import Placement
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
 from raypipe.engine.storage import Place
-from raypipe.engine.team import Team
 from raypipe.ir.schedule import Homes
 from raypipe.ir.weights import SYNCHRONOUS, WeightPolicy
 
@@ -74,8 +74,8 @@ class GenerationSetup:
 
     @property
     def num_workers(self) -> int:
-        return self.team(0).num_workers
+        return self.placement(0).num_workers
 
-    def team(self, worker: int) -> Team:
+    def placement(self, worker: int) -> Placement:
         """Who holds which stage, from the side of one worker."""
-        return Team(self.homes, worker)
+        return Placement(self.homes, worker)

@@ -63,29 +63,29 @@ class _Island(NamedTuple):
 
 
 class _Later(NamedTuple):
-    """What W does for one island: ``seeds`` makes the gradients that enter it."""
+    """What W does for one island: ``output_grads`` makes the gradients that enter it."""
 
     island: _Island
-    seeds: Callable[[], Sequence[Gradient]]
+    output_grads: Callable[[], Sequence[Gradient]]
 
 
 def input_gradients(
     roots: Sequence[torch.Tensor],
-    seeds: Sequence[torch.Tensor],
+    output_grads: Sequence[torch.Tensor],
     received: Sequence[torch.Tensor],
     own: Sequence[torch.Tensor],
 ) -> Halves:
-    """I: the gradients of sum(roots * seeds) with respect to ``received``, and what W needs for those of ``own``.
+    """I: gradients of sum(roots * output_grads) with respect to ``received``, and what W needs for those of ``own``.
 
     Args:
-        seeds: one per root, of its shape and dtype. The roots' graph is freed on the path.
+        output_grads: one per root, of its shape and dtype. The roots' graph is freed on the path.
         received, own: leaves that require a gradient.
     """
     position = {id(leaf): place for place, leaf in enumerate(own)}
     begins = [get_gradient_edge(root) for root in roots]
     on_path = _on_path((edge.node for edge in begins), {id(leaf) for leaf in received})
     if not all(on_path[edge.node] for edge in begins):
-        whole = gradients(roots, seeds, [*received, *own]) if received or own else ()
+        whole = gradients(roots, output_grads, [*received, *own]) if received or own else ()
         return Halves(whole[: len(received)], whole[len(received) :], lambda: (None,) * len(own))
     entries = _entries(on_path)
     now: list[torch.Tensor] = []
@@ -96,7 +96,7 @@ def input_gradients(
         else:
             now += island.leaves
     wanted = [*received, *now]
-    found = gradients(roots, seeds, wanted) if roots and wanted else (None,) * len(wanted)
+    found = gradients(roots, output_grads, wanted) if roots and wanted else (None,) * len(wanted)
     with_them: list[Gradient] = [None] * len(own)
     for leaf, gradient in zip(now, found[len(received) :], strict=True):
         with_them[position[id(leaf)]] = gradient

@@ -61,13 +61,13 @@ class StageWork:
         self.settings = settings
         self._channels = channels
         # Those that the same worker holds: no link is crossed, and rows have no messages to them.
-        self._mates = setup.team(worker).mates(stage)
+        self._co_located = setup.placement(worker).co_located(stage)
         self._codecs = setup.codecs
         self.sink = GradientSink(self.program, state.parameters)
         self.ring = WeightRing(
             self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
         )
-        self._in_flight = InFlight(self.sink, self.ring, answers=stage > self.program.first_trainable)
+        self._in_flight = InFlight(self.sink, self.ring, sends_input_grads=stage > self.program.first_trainable)
         self._modes = self.program.modes
         self.feed = Feed(
             run.sources,
@@ -90,7 +90,7 @@ class StageWork:
     def use_codecs(self, ahead: Codec, back: Codec) -> None:
         """What the messages to other workers travel in from now on, for the bytes that are told."""
         self._codecs = Codecs(
-            NONE if self.stage + 1 in self._mates else ahead, NONE if self.stage - 1 in self._mates else back
+            NONE if self.stage + 1 in self._co_located else ahead, NONE if self.stage - 1 in self._co_located else back
         )
 
     def begin_segment(self, segment: Segment, *, training: bool) -> None:
@@ -125,10 +125,10 @@ class StageWork:
         """For a message of another stage."""
         self._wait_s += seconds
 
-    def sent(self, plain_bytes: int, wire_bytes: int, *, ahead: bool) -> None:
+    def sent(self, uncompressed_bytes: int, wire_bytes: int, *, ahead: bool) -> None:
         """To a worker with later stages, or with earlier ones."""
         direction = 0 if ahead else 1
-        self._plain[direction] += plain_bytes
+        self._plain[direction] += uncompressed_bytes
         self._sent[direction] += wire_bytes
 
     def report(
@@ -163,7 +163,7 @@ class StageWork:
             busy_s=self._busy_s,
             wait_s=self._wait_s,
             sent_bytes=(self._sent[0], self._sent[1]),
-            plain_bytes=(self._plain[0], self._plain[1]),
+            uncompressed_bytes=(self._plain[0], self._plain[1]),
             peak_in_flight=self._peak,
             weight_versions=self.ring.held,
             spans=tuple(spans) if keep_spans else (),
@@ -182,16 +182,16 @@ class StageWork:
         stage, op, microbatch = action
         match op:
             case Op.F:
-                if stage - 1 in self._mates:
+                if stage - 1 in self._co_located:
                     self._arrived[microbatch] = self._hear(op, stage - 1, Action(stage - 1, Op.SEND_F, microbatch))
                 self._forward(microbatch)
-                if stage + 1 in self._mates:
+                if stage + 1 in self._co_located:
                     self._send_forward(Action(stage, Op.SEND_F, microbatch))
             case Op.B | Op.I:
-                if stage + 1 in self._mates:
+                if stage + 1 in self._co_located:
                     self._hear_seeds(microbatch)
                 self._backward(op, microbatch)
-                if stage - 1 in self._mates and stage > self.program.first_trainable:
+                if stage - 1 in self._co_located and stage > self.program.first_trainable:
                     self._send_back(Action(stage, Op.SEND_B, microbatch))
             case Op.W:
                 self._in_flight.backward_weight(microbatch)
@@ -249,7 +249,7 @@ class StageWork:
     def _take_loss(
         self, outputs: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int
     ) -> tuple[torch.Tensor, ...]:
-        """The parts of the loss as the last stage's outputs; their weights enter as the gradients' seeds."""
+        """The parts of the loss as the last stage's outputs; their weights enter as the gradients of the outputs."""
         if not any(data.weights):  # no valid target: an average over nothing, which would be nan
             return ()
         assert self.program.loss is not None
@@ -265,8 +265,8 @@ class StageWork:
         counting = [at for at, weight in enumerate(data.weights) if weight != 0.0]
         self._losses += [(at, parts[at], data.shares[at]) for at in counting]
         if self._training:
-            seeds = tuple(self._seed(data.weights[at], parts[at].dtype) for at in counting)
-            self._in_flight.seed(microbatch, seeds)
+            output_grads = tuple(self._seed(data.weights[at], parts[at].dtype) for at in counting)
+            self._in_flight.set_output_grads(microbatch, output_grads)
         return tuple(parts[at] for at in counting)
 
     def _seed(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
@@ -300,16 +300,16 @@ class StageWork:
         self._send(self.stage + 1, action, outputs, self.ring.version(action.microbatch))
 
     def _send_back(self, action: Action) -> None:
-        self._send(self.stage - 1, action, self._in_flight.take_answer(action.microbatch))
+        self._send(self.stage - 1, action, self._in_flight.take_input_grads(action.microbatch))
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
-        if peer not in self._mates:
+        if peer not in self._co_located:
             self.sent(*message_bytes(action.op, tensors, self._codecs), ahead=peer > self.stage)
         self._channels[peer].send(action, tensors, weight_version)
 
     def _hear_seeds(self, microbatch: int) -> None:
         above = self.stage + 1
-        self._in_flight.seed(microbatch, self._hear(Op.RECV_B, above, Action(above, Op.SEND_B, microbatch)))
+        self._in_flight.set_output_grads(microbatch, self._hear(Op.RECV_B, above, Action(above, Op.SEND_B, microbatch)))
 
     def _hear(self, op: Op, peer: int, action: Action) -> Message:
         """Receive an activation or a gradient, and note how it travelled where that is asked for."""
@@ -321,7 +321,7 @@ class StageWork:
             raise type(error)(f"Stage {self.stage} in {at}: {error}") from error
         finally:
             self._wait_s += time.monotonic() - begin_s
-        if self._times and peer not in self._mates:
+        if self._times and peer not in self._co_located:
             sent_at_s, arrived_at_s, wire_bytes = message.stamp
             raw_bytes = sum(x.nbytes for x in message if x is not None)
             self._times[op].add(wire_bytes, raw_bytes, sent_at_s, arrived_at_s)

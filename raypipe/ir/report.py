@@ -48,7 +48,7 @@ class StepReport:
         busy_s: in F, B, I and W.
         wait_s: waiting for messages.
         sent_bytes: handed to the next stage and to the one before, as they travel.
-        plain_bytes: the same without a codec.
+        uncompressed_bytes: the same without a codec.
         peak_in_flight: most micro-batches whose activations were held at once.
         weight_versions: copies of the weights that the stage holds.
         spans: every action, where asked for (monotonic clock).
@@ -72,7 +72,7 @@ class StepReport:
     peak_in_flight: int
     stage_grad_norm: float | None = None
     weight_versions: int = 1
-    plain_bytes: tuple[int, int] = (0, 0)
+    uncompressed_bytes: tuple[int, int] = (0, 0)
     spans: tuple[Span, ...] = ()
     sample: StageSample | None = None
     messages: tuple[MessageTimes, ...] = ()

@@ -51,13 +51,13 @@ def _end_of_update(wiring: Wiring, stage: int, update: int, progress: Counter[tu
     if progress[stage, update] != wiring.update_interval:
         return []
     last = (update + 1) * wiring.update_interval - 1
-    mates = [s for s, worker in enumerate(wiring.placement) if worker == wiring.placement[stage]]
-    if any(progress[s, update] < wiring.update_interval for s in mates):
+    co_located = [s for s, worker in enumerate(wiring.placement) if worker == wiring.placement[stage]]
+    if any(progress[s, update] < wiring.update_interval for s in co_located):
         return [Action(stage, Op.REDUCE_GRAD, last)]
     return [
         Action(stage, Op.REDUCE_GRAD, last),
-        *(Action(s, Op.REDUCE_NORM, last) for s in mates),
-        *(Action(s, Op.STEP, last) for s in mates),
+        *(Action(s, Op.REDUCE_NORM, last) for s in co_located),
+        *(Action(s, Op.STEP, last) for s in co_located),
     ]
 
 

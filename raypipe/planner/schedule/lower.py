@@ -206,11 +206,11 @@ def _close(wiring: Wiring, stage: int, update: int, progress: Progress) -> list[
     """A stage has finished an update; if it is the last of its worker, the worker steps."""
     last = (update + 1) * wiring.update_interval - 1
     home = wiring.worker_of(stage, last)
-    mates = [s for s in range(wiring.num_stages) if wiring.worker_of(s, last) == home]
+    co_located = [s for s in range(wiring.num_stages) if wiring.worker_of(s, last) == home]
     actions = [Action(stage, Op.REDUCE_GRAD, last)]
-    if all(progress[s, update] == wiring.update_interval for s in mates):
-        actions += [Action(s, op, last) for op in (Op.REDUCE_NORM, Op.STEP) for s in mates]
-        for s in mates:
+    if all(progress[s, update] == wiring.update_interval for s in co_located):
+        actions += [Action(s, op, last) for op in (Op.REDUCE_NORM, Op.STEP) for s in co_located]
+        for s in co_located:
             del progress[s, update]
     return actions
 

@@ -88,7 +88,9 @@ class Publisher:
         self._set("raypipe_stage_busy_seconds", report.busy_s, tags)
         self._set("raypipe_link_wait_seconds", report.wait_s, tags)
         self._set("raypipe_weight_versions", report.weight_versions, tags)
-        for link, sent, plain in zip(self._links[report.stage], report.sent_bytes, report.plain_bytes, strict=True):
+        for link, sent, plain in zip(
+            self._links[report.stage], report.sent_bytes, report.uncompressed_bytes, strict=True
+        ):
             if link is not None and seconds > 0:
                 self._set("raypipe_link_bytes_per_second", sent / seconds, link)
                 self._set("raypipe_codec_ratio", plain / sent if sent else 1.0, link)

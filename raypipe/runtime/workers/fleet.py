@@ -134,9 +134,9 @@ class Fleet:
             member.worker = worker
         self.in_use = workers
         self._rows, self._halted = set(), False
-        team = setup.team(0)
-        self._held = [team.stages_of(worker) for worker in range(len(workers))]
-        self._names = [team.name_of(worker).capitalize() for worker in range(len(workers))]
+        placement = setup.placement(0)
+        self._held = [placement.stages_of(worker) for worker in range(len(workers))]
+        self._names = [placement.name_of(worker).capitalize() for worker in range(len(workers))]
         results([member.actor.rest.remote() for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
         self._join(run, workers)
         addressed = ray.put(replace(setup, addresses=tuple(member.facts["address"] for member in workers)))

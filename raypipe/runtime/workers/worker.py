@@ -108,25 +108,25 @@ class _StageActor(LinkedActor):
         assert self._endpoint is not None, "listen() comes first"
         assert run is not None, "join() comes first"
         self._close_links()
-        team, programs = setup.team(worker), setup.programs
-        held = [(*programs[stage].parameters, *programs[stage].buffers) for stage in team.stages]
+        placement, programs = setup.placement(worker), setup.programs
+        held = [(*programs[stage].parameters, *programs[stage].buffers) for stage in placement.stages]
         if sources:
-            self._states = _states(run, [programs[stage] for stage in team.stages], sources)
+            self._states = _states(run, [programs[stage] for stage in placement.stages], sources)
             self._held = held
         if held != self._held:
             raise StageError(
-                f"Worker {team.worker} does not hold the parameters of {team.name_of(team.worker)} as they are cut "
-                "now; configure it with its initial state first."
+                f"Worker {placement.worker} does not hold the parameters of {placement.name_of(placement.worker)} "
+                "as they are cut now; configure it with its initial state first."
             )
-        peers = team.neighbours(programs)
+        peers = placement.neighbours(programs)
         opening = Opening(
-            me=team.worker,
+            me=placement.worker,
             addresses={peer: addresses[peer] for peer in peers},
             generation=links,
             run_id=run.run_id,
-            capacity={peer: team.message_capacity(programs, peer) for peer in peers},
+            capacity={peer: placement.message_capacity(programs, peer) for peer in peers},
             timeout_s=run.open_timeout_s,
-            names={peer: f"{team.name_of(team.worker)} <-> {team.name_of(peer)}" for peer in peers},
+            names={peer: f"{placement.name_of(placement.worker)} <-> {placement.name_of(peer)}" for peer in peers},
             secret=run.secret,
         )
         channels = self._endpoint.open(opening)
@@ -199,7 +199,7 @@ class _StageActor(LinkedActor):
                     self._grown.notify_all()
         except RaypipeError as error:
             # The neighbours must not wait for what will never come, but they may finish the steps before.
-            executor.leave(f"{executor.team.name_of(executor.team.worker)} failed")
+            executor.leave(f"{executor.placement.name_of(executor.placement.worker)} failed")
             raise type(error)(_with_traceback(error)) from None
         finally:
             with self._grown:

@@ -1,6 +1,6 @@
 """Who holds which stage, as one worker sees it, and whom it therefore exchanges messages with.
 
-homes (0) (1) (1) (0)      worker 0 holds stages 0 and 3, worker 1 holds 1 and 2, which are mates
+homes (0) (1) (1) (0)      worker 0 holds stages 0 and 3, worker 1 holds 1 and 2, which are co-located
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from raypipe.engine.stage import StageProgram
 from raypipe.ir.schedule import Homes
 
-__all__ = ["Team"]
+__all__ = ["Placement"]
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class Placement:
     """The workers of a pipeline, from the side of one of them.
 
     Attributes:
@@ -52,7 +52,7 @@ class Team:
         """Stages before and behind it."""
         return tuple(s for s in (stage - 1, stage + 1) if 0 <= s < len(self.homes))
 
-    def mates(self, stage: int) -> frozenset[int]:
+    def co_located(self, stage: int) -> frozenset[int]:
         """Those of ``beside`` that the same worker holds."""
         return frozenset(s for s in self.beside(stage) if self.home_of(s) == self.home_of(stage))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.engine.team import Team
+from raypipe.engine.placement import Placement
 from raypipe.ir.schedule import single_homes
 from tests.exactness import (
     SHAPES,
@@ -70,14 +70,14 @@ def test_what_crosses_no_link_is_no_traffic() -> None:
 
 def test_a_team_knows_its_neighbours() -> None:
     cut = programs("sequential", 4)
-    there_and_back = Team(single_homes((0, 1, 1, 0)), 1)
+    there_and_back = Placement(single_homes((0, 1, 1, 0)), 1)
     assert there_and_back.stages == (1, 2)
-    assert there_and_back.mates(1) == {2}
-    assert there_and_back.mates(0) == frozenset()
+    assert there_and_back.co_located(1) == {2}
+    assert there_and_back.co_located(0) == frozenset()
     assert there_and_back.neighbours(cut) == {0}
     assert there_and_back.name_of(0) == "stages 0 and 3"
-    round_and_round = [Team(single_homes((0, 1, 2, 0, 1, 2)), worker) for worker in range(3)]
+    round_and_round = [Placement(single_homes((0, 1, 2, 0, 1, 2)), worker) for worker in range(3)]
     six = programs("unet", 6)
     # The last worker hands on to the first.
-    assert [team.neighbours(six) for team in round_and_round] == [{1, 2}, {0, 2}, {0, 1}]
+    assert [placement.neighbours(six) for placement in round_and_round] == [{1, 2}, {0, 2}, {0, 1}]
     assert round_and_round[0].message_capacity(six, 2) == round_and_round[2].message_capacity(six, 0)
