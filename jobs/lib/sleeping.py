@@ -14,7 +14,7 @@ import raypipe
 from jobs.lib.emulated import Block, check_trained, trainer_of
 from jobs.lib.held_links import Delay, Hold
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Room
+from raypipe.planner.control import MemoryBudget
 from raypipe.planner.schedule import schedule_of
 from raypipe.runtime.driver.client import connected
 from raypipe.runtime.run.blueprint import assemble
@@ -108,7 +108,7 @@ def _bounded(planned: Planned, most_in_flight: int) -> Planned:
     """
     num_stages, spec = planned.plan.partition.num_stages, ScheduleSpec("1f1b", planned.plan.num_microbatches)
     plan = dataclasses.replace(planned.plan, schedule=schedule_of(spec, num_stages), spec=spec)
-    return dataclasses.replace(planned, plan=plan, rooms=(Room(most_in_flight=most_in_flight),) * num_stages)
+    return dataclasses.replace(planned, plan=plan, budgets=(MemoryBudget(most_in_flight=most_in_flight),) * num_stages)
 
 
 def _median_s(spans: list[dict[str, Any]], stage: int) -> tuple[float, float]:

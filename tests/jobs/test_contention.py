@@ -9,7 +9,7 @@ import pytest
 
 from jobs.lib.contention import EPISODE_STEPS, LEVELS, delay_s
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, ControllerConfig, Room, Verdict
+from raypipe.planner.control import Choice, ControllerConfig, MemoryBudget, Verdict
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from tests.planner.control.lab import Pipeline, run_controlled
 
@@ -41,9 +41,9 @@ def fixed(name: str, stages: int, k: int) -> tuple[float, ...]:
     return tuple(step_s(program, *busy, wires(name, stages, step)) for step in range(STEPS))
 
 
-def rooms_for(stages: int, k: int) -> tuple[Room, ...]:
+def budgets_for(stages: int, k: int) -> tuple[MemoryBudget, ...]:
     """Memory for groups of k."""
-    return tuple(Room(most_in_flight=k * (stages - s)) for s in range(stages))
+    return tuple(MemoryBudget(most_in_flight=k * (stages - s)) for s in range(stages))
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_groups_gain_what_the_level_is_named_for(name, stages):
 def test_the_controller_finds_the_best_k_that_fits(name, stages, most):
     """Within one percent: near the optimum several k take the same time, and then the smaller one is taken."""
     setup = ControllerConfig(
-        "kfkb", Choice(ScheduleSpec("kfkb", COUNT)), rooms_for(stages, most), retune_interval_steps=10
+        "kfkb", Choice(ScheduleSpec("kfkb", COUNT)), budgets_for(stages, most), retune_interval_steps=10
     )
     pipeline = Pipeline(
         [(FORWARD_S, BACKWARD_S)] * stages,

@@ -55,7 +55,7 @@ class Script:
 
     def __init__(self, setup: ControllerConfig) -> None:
         self.wanted = setup.choice
-        self._hops = len(setup.rooms) - 1
+        self._hops = len(setup.budgets) - 1
         self._slack = 2
 
     def handle(self, event: StepDone) -> list[ControllerDecision]:

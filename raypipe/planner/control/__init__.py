@@ -25,7 +25,14 @@ from raypipe.planner.control.controller import Controller
 from raypipe.planner.control.events import ControllerDecision, StepDone, Verdict
 from raypipe.planner.control.links import LinkEstimator
 from raypipe.planner.control.measured import Measured, predicted_s
-from raypipe.planner.control.room import UNKNOWN_IN_FLIGHT, Room, fits, rooms_of, unknown_rooms, why_not
+from raypipe.planner.control.memory_budget import (
+    UNKNOWN_IN_FLIGHT,
+    MemoryBudget,
+    budgets_of,
+    fits,
+    unknown_budgets,
+    why_not,
+)
 from raypipe.planner.control.search import Found, Scored, search
 
 __all__ = [
@@ -39,14 +46,14 @@ __all__ = [
     "Found",
     "LinkEstimator",
     "Measured",
-    "Room",
+    "MemoryBudget",
     "Scored",
     "StepDone",
     "Verdict",
+    "budgets_of",
     "fits",
     "predicted_s",
-    "rooms_of",
     "search",
-    "unknown_rooms",
+    "unknown_budgets",
     "why_not",
 ]

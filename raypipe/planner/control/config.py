@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from raypipe.errors import PlanError
 from raypipe.planner.control.choice import Choice, CodecCost
-from raypipe.planner.control.room import Room
+from raypipe.planner.control.memory_budget import MemoryBudget
 
 __all__ = ["ControllerConfig"]
 
@@ -20,7 +20,7 @@ class ControllerConfig:
         mode: the schedule asked for; "auto" turns k and r, "kfkb" k, "slack" and "zb-h1" r, any other only codecs
             and M.
         choice: what the run begins with.
-        rooms: memory by stage.
+        budgets: memory by stage.
         forward_codecs, backward_codecs: allowed besides "none", the mildest first.
         microbatch_seconds: (M, seconds of one micro-batch, on any stage or on all: their ratios count) where M may
             change (retune_microbatches); empty where it stays.
@@ -32,7 +32,7 @@ class ControllerConfig:
 
     mode: str
     choice: Choice
-    rooms: tuple[Room, ...]
+    budgets: tuple[MemoryBudget, ...]
     forward_codecs: tuple[CodecCost, ...] = ()
     backward_codecs: tuple[CodecCost, ...] = ()
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
@@ -42,8 +42,8 @@ class ControllerConfig:
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        if not self.rooms:
-            raise PlanError("The controller has no rooms: give one Room per stage.")
+        if not self.budgets:
+            raise PlanError("The controller has no budgets: give one MemoryBudget per stage.")
         if self.retune_interval_steps < 1 or not min(self.link_drift_threshold, self.min_gain) > 0:
             raise PlanError(
                 f"retune_interval_steps={self.retune_interval_steps}, "
@@ -57,9 +57,9 @@ class ControllerConfig:
     def identity(self) -> str:
         """What a controller's state belongs to: its measurements and its choice mean nothing to another plan."""
         codecs = [[codec.name for codec in codecs] for codecs in (self.forward_codecs, self.backward_codecs)]
-        rooms = [asdict(room) for room in self.rooms]
+        budgets = [asdict(budget) for budget in self.budgets]
         counts = [count for count, _ in self.microbatch_seconds]
-        return json.dumps([self.mode, asdict(self.choice), rooms, codecs, counts])
+        return json.dumps([self.mode, asdict(self.choice), budgets, codecs, counts])
 
     def name(self, choice: Choice) -> str:
         """A choice in words, with its micro-batches where their number may change."""

@@ -38,8 +38,8 @@ class Controller:
 
     def __init__(self, setup: ControllerConfig) -> None:
         self.setup = setup
-        self._observer = Observer(len(setup.rooms), setup.choice.num_microbatches, setup.link_drift_threshold)
-        self._state: State = Measure(Known(setup.choice, PeakMemory(setup.rooms)))
+        self._observer = Observer(len(setup.budgets), setup.choice.num_microbatches, setup.link_drift_threshold)
+        self._state: State = Measure(Known(setup.choice, PeakMemory(setup.budgets)))
 
     @property
     def state(self) -> State:
@@ -85,10 +85,10 @@ class Controller:
                 raise ValueError("it was written by a run with other stages, limits or settings")
             controller = cls(setup)
             controller._observer.load(found["observer"])
-            controller._state = state_from_dict(found["state"], setup.rooms)
+            controller._state = state_from_dict(found["state"], setup.budgets)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
-                f"The saved state of the controller cannot be used by a run of {len(setup.rooms)} stages ({error}): "
+                f"The saved state of the controller cannot be used by a run of {len(setup.budgets)} stages ({error}): "
                 "begin without it, and the links are measured anew."
             ) from None
         return controller

@@ -6,8 +6,8 @@ from typing import Any
 
 from raypipe.planner.control.choice import Choice
 from raypipe.planner.control.comparison import Comparison
+from raypipe.planner.control.memory_budget import MemoryBudget
 from raypipe.planner.control.peaks import PeakMemory
-from raypipe.planner.control.room import Room
 from raypipe.planner.control.states import Confirm, Known, Measure, Quiet, State, Trial
 from raypipe.planner.control.uncompressed import UncompressedTimes
 
@@ -23,7 +23,7 @@ def state_to_dict(state: State) -> dict[str, Any]:
     found: dict[str, Any] = {
         "state": type(state).__name__,
         "wanted": known.wanted.to_dict(),
-        "extra_bytes": [room.extra_bytes for room in known.memory.rooms],
+        "extra_bytes": [budget.extra_bytes for budget in known.memory.budgets],
         "fullest_bytes": known.memory.fullest_bytes,
         "uncompressed": [known.uncompressed.seconds, known.uncompressed.num_microbatches, known.uncompressed.until],
         "recent": known.recent,
@@ -38,11 +38,11 @@ def state_to_dict(state: State) -> dict[str, Any]:
     return found
 
 
-def state_from_dict(found: dict[str, Any], rooms: tuple[Room, ...]) -> State:
+def state_from_dict(found: dict[str, Any], budgets: tuple[MemoryBudget, ...]) -> State:
     """Inverse of ``state_to_dict``, as JSON keeps it.
 
     Args:
-        rooms: of the run, before anything was measured.
+        budgets: of the run, before anything was measured.
 
     Raises:
         KeyError, TypeError, ValueError: it is no such state.
@@ -50,7 +50,7 @@ def state_from_dict(found: dict[str, Any], rooms: tuple[Room, ...]) -> State:
     seconds, count, until = found["uncompressed"]
     known = Known(
         Choice.from_dict(found["wanted"]),
-        PeakMemory(rooms, tuple(found["fullest_bytes"])).with_extra(found["extra_bytes"]),
+        PeakMemory(budgets, tuple(found["fullest_bytes"])).with_extra(found["extra_bytes"]),
         UncompressedTimes(tuple(seconds), count, until),
         tuple((step, step_s) for step, step_s in found["recent"]),
         news_searches=tuple(found["news_searches"]),

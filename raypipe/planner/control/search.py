@@ -24,7 +24,7 @@ from raypipe.ir.schedule_spec import kinds_to_search
 from raypipe.planner.control.choice import NO_CODEC, Choice, CodecCost
 from raypipe.planner.control.config import ControllerConfig
 from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s, squeezed
-from raypipe.planner.control.room import fits, why_not
+from raypipe.planner.control.memory_budget import fits, why_not
 from raypipe.planner.tolerance import EVEN
 
 __all__ = ["Found", "Scored", "search"]
@@ -83,7 +83,7 @@ def search(config: ControllerConfig, measured: Measured, current: Choice) -> Fou
 
     now = Scored(current, score(current))
     plain = replace(current, forward_codecs=(), backward_codecs=())
-    orders = [plain] if fits(plain, config.rooms) else []
+    orders = [plain] if fits(plain, config.budgets) else []
     for here in at.values():
         orders.extend(_orders(config, here, plain, score))
     if not orders:  # nothing fits: what holds least is what comes nearest
@@ -105,17 +105,17 @@ def _orders(
     kinds, spec = kinds_to_search(config.mode), plain.spec.with_microbatches(count)
     if not kinds:
         same = replace(plain, spec=spec)
-        if max(plain.spec.group_size, *spec.slack, 1) <= count and fits(same, config.rooms):
+        if max(plain.spec.group_size, *spec.slack, 1) <= count and fits(same, config.budgets):
             yield same
         return
     if "kfkb" in kinds:
         for k in _group_sizes(count):
             wanted = spec.as_kind("1f1b") if k == 1 and "1f1b" in kinds else spec.as_kind("kfkb", group_size=k)
             choice = Choice(wanted)
-            if not fits(choice, config.rooms):
+            if not fits(choice, config.budgets):
                 break
             yield choice
-    for kind in ("slack", "zb-h1") if len(config.rooms) > 1 else ():
+    for kind in ("slack", "zb-h1") if len(config.budgets) > 1 else ():
         if kind in kinds and (kind == config.mode or kind == "slack" or measured.halves_s):
             yield from _slacks(kind, config, measured, plain, score)
 
@@ -131,7 +131,7 @@ def _slacks(
     kind: str, config: ControllerConfig, measured: Measured, plain: Choice, score: Callable[[Choice], float]
 ) -> Iterator[Choice]:
     """Of "slack" or "zb-h1"."""
-    count, hops = measured.num_microbatches, len(config.rooms) - 1
+    count, hops = measured.num_microbatches, len(config.budgets) - 1
     seeds = {(1,) * hops}
     for quantile in (0.5, 0.9):
         seeds.update(_poured(kind, config, measured, plain, quantile))
@@ -141,7 +141,7 @@ def _slacks(
         seeds.add((uniform,) * hops)
     spec = plain.spec.with_microbatches(count)
     choices = {r: Choice(spec.as_kind(kind, slack=r)) for r in sorted(seeds)}
-    known = {r: score(choice) for r, choice in choices.items() if fits(choice, config.rooms)}
+    known = {r: score(choice) for r, choice in choices.items() if fits(choice, config.budgets)}
     yield from (choices[r] for r in known)
     moves = MOST_MOVES
     while known and moves > 0:
@@ -149,7 +149,7 @@ def _slacks(
         before_s = known[centre]
         for r in _neighbours(centre, count):
             choice = Choice(spec.as_kind(kind, slack=r))
-            if moves > 0 and r not in known and fits(choice, config.rooms):
+            if moves > 0 and r not in known and fits(choice, config.budgets):
                 moves -= 1
                 known[r] = score(choice)
                 yield choice
@@ -177,7 +177,7 @@ def _poured(
 ) -> Iterator[tuple[int, ...]]:
     """Slack from 1F1B up, each drop on the hop where it shortens the period most, until nothing helps or fits."""
     busy_s = [f + b for f, b in zip(measured.forward_s, measured.backward_s, strict=True)]
-    trips_s = [measured.round_trip_s(hop, quantile) for hop in range(len(config.rooms) - 1)]
+    trips_s = [measured.round_trip_s(hop, quantile) for hop in range(len(config.budgets) - 1)]
     r = (1,) * len(trips_s)
     period_s = _period_s(busy_s, trips_s, r)
     while max(r) < measured.num_microbatches:
@@ -185,7 +185,7 @@ def _poured(
         for hop in range(len(r)):
             more = (*r[:hop], r[hop] + 1, *r[hop + 1 :])
             spec = plain.spec.with_microbatches(measured.num_microbatches).as_kind(kind, slack=more)
-            if fits(Choice(spec), config.rooms):
+            if fits(Choice(spec), config.budgets):
                 # Where a drop alone changes nothing (two hops as slow as each other), the slowest run counts.
                 options.append((_period_s(busy_s, trips_s, more), -trips_s[hop] / r[hop], more))
         if not options or period_s <= max(busy_s) * (1 + 1e-9):
@@ -213,7 +213,7 @@ def _compressed(
     score: Callable[[Choice], float],
 ) -> Scored | None:
     """The best with codecs: on all hops first, in the order that suits them, then without those that save nothing."""
-    hops = len(config.rooms) - 1
+    hops = len(config.budgets) - 1
     if not hops or not (config.forward_codecs or config.backward_codecs):
         return None
     thrifty = dict.fromkeys((order, _thriftiest(config, order)))
@@ -240,8 +240,8 @@ def _compressed(
 def _nearest_count(config: ControllerConfig, current: Choice, counts: Iterable[int]) -> int:
     """M where nothing fits: the most, if smaller micro-batches can help; what is there anyway does not shrink."""
     hopeless = any(
-        room.limit_bytes is not None and room.fixed_bytes + room.extra_bytes >= room.limit_bytes
-        for room in config.rooms
+        budget.limit_bytes is not None and budget.fixed_bytes + budget.extra_bytes >= budget.limit_bytes
+        for budget in config.budgets
     )
     return current.num_microbatches if hopeless else max(counts)
 
@@ -254,7 +254,7 @@ def _thriftiest(config: ControllerConfig, plain: Choice) -> Choice:
         case "kfkb":
             return Choice(plain.spec.as_kind("kfkb"))
         case "slack" | "zb-h1":
-            return Choice(plain.spec.as_kind(config.mode, slack=(1,) * (len(config.rooms) - 1)))
+            return Choice(plain.spec.as_kind(config.mode, slack=(1,) * (len(config.budgets) - 1)))
     return plain
 
 
@@ -276,7 +276,7 @@ def _pick(config: ControllerConfig, candidates: Sequence[Choice], score: Callabl
     def held(choice: Choice) -> float:
         """In mini-batches."""
         model = choice.memory_model()
-        count = sum(model.activation_sets(depth) for depth in range(1, len(config.rooms) + 1)) + model.message_slots
+        count = sum(model.activation_sets(depth) for depth in range(1, len(config.budgets) + 1)) + model.message_slots
         return count / choice.num_microbatches
 
     best_s = min(map(score, candidates))
@@ -296,5 +296,5 @@ def _limit(config: ControllerConfig, choice: Choice) -> str:
         name = f"k={more.group_size}"
     if more.group_size > more.num_microbatches:
         return ""
-    reason = why_not(Choice(more), config.rooms)
+    reason = why_not(Choice(more), config.budgets)
     return f"memory does not allow {name}: {reason}" if reason else ""

@@ -42,7 +42,7 @@ class Known:
 
     Attributes:
         wanted: the choice that was asked for last.
-        memory: rooms of the stages, as measured.
+        memory: budgets of the stages, as measured.
         uncompressed: what messages took before they were compressed.
         recent: (step, seconds) of the last steps that count with the present choice, since the links changed last.
         step: the last one; -1 before the first.

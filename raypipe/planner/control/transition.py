@@ -23,8 +23,8 @@ from raypipe.planner.control.config import ControllerConfig
 from raypipe.planner.control.drift import News
 from raypipe.planner.control.events import ControllerDecision, StepDone, Verdict
 from raypipe.planner.control.measured import Measured
+from raypipe.planner.control.memory_budget import fits
 from raypipe.planner.control.observer import Observed
-from raypipe.planner.control.room import fits
 from raypipe.planner.control.search import Found, search
 from raypipe.planner.control.states import Confirm, Known, Measure, Quiet, State, Trial
 from raypipe.planner.control.words import gains, numbers_of, outcome, sentence, why
@@ -82,7 +82,7 @@ def _note(state: State, heard: Heard, config: ControllerConfig) -> Answer:
         known = known.rewound()
         state = Measure(known)
     memory = known.memory.after(done.choice, done.stages)
-    tight = memory.rooms != known.memory.rooms and not fits(done.choice, memory.rooms)
+    tight = memory.budgets != known.memory.budgets and not fits(done.choice, memory.budgets)
     first = done.step + SETTLE if known.steps == 0 else known.search_at
     since = done.step - config.retune_interval_steps
     known = replace(
@@ -170,7 +170,7 @@ def _search_again(state: State, heard: Heard, config: ControllerConfig) -> Answe
         return state, []
     known = _searched(state, heard, config)
     measured = known.uncompressed.at(done.step).added_to(measured, _ratios(config, done.choice, len(measured.links)))
-    found = search(replace(config, rooms=known.memory.rooms), measured, done.choice)
+    found = search(replace(config, budgets=known.memory.budgets), measured, done.choice)
     look = _judged_search(found, measured, known, heard, config)
     best = found.best.choice
     if look.verdict is Verdict.KEEP:
@@ -220,7 +220,7 @@ def _judged_search(found: Found, measured: Measured, known: Known, heard: Heard,
     gain = (found.current.seconds + rest_s) / (best.seconds + rest_s) - 1.0
     text = why(found, gain, heard.seen.who, config.name)
     differs = best.choice != done.choice
-    too_large = differs and not fits(done.choice, known.memory.rooms)
+    too_large = differs and not fits(done.choice, known.memory.budgets)
     drops_codecs = done.choice.lossy and not best.choice.lossy and best.seconds <= found.current.seconds * (1 + EVEN)
     # The prediction for the best must be below what a step is measured to take, whatever the model says of now.
     odd = differs and best.seconds > typical_s(recent_s) * (1 + config.min_gain)

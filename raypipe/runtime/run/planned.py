@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypipe.ir.plan import Plan
-from raypipe.planner.control import Room
+from raypipe.planner.control import MemoryBudget
 
 __all__ = ["Planned"]
 
@@ -15,10 +15,10 @@ class Planned:
     """A plan, and what its planner knows beside it.
 
     Attributes:
-        rooms: memory that is left to the schedule, by stage.
+        budgets: memory that is left to the schedule, by stage.
         microbatch_seconds: as in planner.control.ControllerConfig, where their number may change; else empty.
     """
 
     plan: Plan
-    rooms: tuple[Room, ...]
+    budgets: tuple[MemoryBudget, ...]
     microbatch_seconds: tuple[tuple[int, float], ...] = ()

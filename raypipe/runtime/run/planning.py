@@ -22,7 +22,7 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.planner.columns import workspace_lines
-from raypipe.planner.control import Room, rooms_of, unknown_rooms
+from raypipe.planner.control import MemoryBudget, budgets_of, unknown_budgets
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.tune import (
     Decision,
@@ -129,7 +129,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
         programs = basis.recipe.programs(partition.cuts)
         request = dataclasses.replace(basis.request, ties=_ties(programs))
         plan = make_plan(request, partition, programs[0].first_trainable, _notes(basis.recipe, programs))
-        rooms = unknown_rooms(len(programs))
+        budgets = unknown_budgets(len(programs))
     else:
         decision = decision or decided(basis)
         partition = decision.partition
@@ -138,7 +138,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
         decision = dataclasses.replace(decision, request=request)
         notes = [*_notes(basis.recipe, programs), *_profile_notes(basis, decision)]
         plan = plan_of(decision, programs[0].first_trainable, notes)
-        rooms = _rooms(decision)
+        budgets = _budgets(decision)
         if basis.retunes_microbatches:
             sizes = decision.minibatch_size, decision.num_microbatches, request.least_microbatch
             counts = seconds_by_count(basis.profile, *sizes)
@@ -154,18 +154,18 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
             *_further_reasons(basis, programs),
         ),
     )
-    return Planned(plan, rooms, counts)
+    return Planned(plan, budgets, counts)
 
 
-def _rooms(decision: Decision) -> tuple[Room, ...]:
+def _budgets(decision: Decision) -> tuple[MemoryBudget, ...]:
     memory = decision.limits.memory
     if not memory.spec.of_kind.turned:  # the controller leaves it alone
-        return unknown_rooms(decision.partition.num_stages)
+        return unknown_budgets(decision.partition.num_stages)
     graph, partition = decision.graph, decision.partition
     order = partition.order or range(len(graph.nodes))
     lines = [workspace_lines(graph, order[stage.start : stage.stop]) for stage in partition.stages]
     limits = [stage.limit_bytes for stage in decision.prediction.stages]
-    return rooms_of(memory_of(graph, partition, memory), memory, limits, lines)
+    return budgets_of(memory_of(graph, partition, memory), memory, limits, lines)
 
 
 def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgram]) -> Plan:

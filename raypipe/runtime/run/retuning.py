@@ -38,7 +38,7 @@ def retune_setup(pipeline: PipelineConfig, planned: Planned) -> ControllerConfig
     return ControllerConfig(
         pipeline.schedule if kinds else "fixed",
         Choice(spec),
-        planned.rooms,
+        planned.budgets,
         forward,
         backward,
         planned.microbatch_seconds,

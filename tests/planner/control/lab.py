@@ -186,13 +186,13 @@ def run_controlled(
 
 def all_choices(setup: ControllerConfig, num_microbatches: int, most_slack: int) -> Iterable[Choice]:
     """Everything that fits: 1F1B, every k, and every r up to ``most_slack`` on each hop."""
-    hops = len(setup.rooms) - 1
+    hops = len(setup.budgets) - 1
     every = [Choice(ScheduleSpec("1f1b", num_microbatches))]
     every += [Choice(ScheduleSpec("kfkb", num_microbatches, group_size=k)) for k in range(1, num_microbatches + 1)]
     every += [
         Choice(ScheduleSpec("slack", num_microbatches, slack=r)) for r in product(range(1, most_slack + 1), repeat=hops)
     ]
-    return [choice for choice in every if fits(choice, setup.rooms)]
+    return [choice for choice in every if fits(choice, setup.budgets)]
 
 
 def constant(occupancy_s: float, latency_s: float = 0.0) -> Link:

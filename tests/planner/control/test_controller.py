@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from raypipe.errors import PlanError
 from raypipe.ir.links import StageSample
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, CodecCost, Controller, ControllerConfig, Room, StepDone, Verdict, states
+from raypipe.planner.control import (
+    Choice,
+    CodecCost,
+    Controller,
+    ControllerConfig,
+    MemoryBudget,
+    StepDone,
+    Verdict,
+    states,
+)
 from raypipe.planner.control.comparison import Comparison, uncertainty_s
 from raypipe.planner.control.observer import Observer
 from raypipe.planner.control.transition import MOST_NEWS_SEARCHES, PARTS, Heard
@@ -27,8 +36,8 @@ STAGES = [(0.01, 0.02)] * 4
 
 
 def setup_of(**changes: object) -> ControllerConfig:
-    rooms = tuple(Room(most_in_flight=most) for most in (6, 16, 16, 16))
-    return replace(ControllerConfig("auto", ONE, rooms, retune_interval_steps=5), **changes)
+    budgets = tuple(MemoryBudget(most_in_flight=most) for most in (6, 16, 16, 16))
+    return replace(ControllerConfig("auto", ONE, budgets, retune_interval_steps=5), **changes)
 
 
 def pipeline_of(slow: dict[int, tuple[int, float]] | None = None, **changes: object) -> Pipeline:
@@ -155,13 +164,13 @@ def test_a_change_during_a_trial_leaves_it_open():
 
 
 def test_a_measured_peak_above_the_limit_takes_slack_back_at_once():
-    rooms = tuple(Room(limit_bytes=1000, fixed_bytes=100, activation_bytes=100) for _ in range(4))
-    setup = setup_of(rooms=rooms, choice=SLACK, retune_interval_steps=3)
+    budgets = tuple(MemoryBudget(limit_bytes=1000, fixed_bytes=100, activation_bytes=100) for _ in range(4))
+    setup = setup_of(budgets=budgets, choice=SLACK, retune_interval_steps=3)
     controller, pipeline = Controller(setup), pipeline_of({0: (0, 0.025)})
     decisions = []
     for step in range(6):
         done = pipeline.step(step, controller.wanted)
-        # 350 more than the 700 that were expected on stage 0: room for two micro-batches less than now.
+        # 350 more than the 700 that were expected on stage 0: memory for two micro-batches less than now.
         peak_bytes = 1050 if done.choice == SLACK else 850
         stages = (done.stages[0]._replace(peak_bytes=peak_bytes), *done.stages[1:])
         decisions += controller.handle(replace(done, stages=stages))
@@ -175,7 +184,9 @@ def test_a_measured_peak_above_the_limit_takes_slack_back_at_once():
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "kfkb", "slack"])
 def test_the_state_survives_json_between_any_two_steps(mode):
-    setup = setup_of(mode=mode, rooms=(Room(),) * 4, choice=Choice(ONE.spec.as_kind("kfkb")) if mode == "kfkb" else ONE)
+    setup = setup_of(
+        mode=mode, budgets=(MemoryBudget(),) * 4, choice=Choice(ONE.spec.as_kind("kfkb")) if mode == "kfkb" else ONE
+    )
     runs = [
         run_controlled(pipeline_of({8: (0, 0.025), 30: (2, 0.03)}, noise=0.03, seed=4), setup, 50, through_json=saved)
         for saved in (False, True)
@@ -207,7 +218,11 @@ def test_same_events_give_same_decisions_wherever_the_state_went_through_json(se
 
 def edges_of(done: Iterable[StepDone], setup: ControllerConfig) -> set[tuple[str, str, str]]:
     """Transitions as (from, verdict, to); a verdict that is no decision is "time"."""
-    observer, state, found = Observer(len(setup.rooms), 16, setup.link_drift_threshold), Controller(setup).state, set()
+    observer, state, found = (
+        Observer(len(setup.budgets), 16, setup.link_drift_threshold),
+        Controller(setup).state,
+        set(),
+    )
     for event in done:
         heard = Heard(event, observer.add(event), observer.measured)
         for part in PARTS:
@@ -224,7 +239,9 @@ def test_the_picture_shows_all_transitions_and_no_others():
     """Each event list leads somewhere else; the choice that a step ran with follows the controller at once."""
     codec = CodecCost("bf16", 2.0)
     coded = setup_of(mode="1f1b", forward_codecs=(codec,), backward_codecs=(codec,))
-    limited = setup_of(rooms=(Room(limit_bytes=1000, fixed_bytes=100, activation_bytes=100),) * 4, choice=SLACK)
+    limited = setup_of(
+        budgets=(MemoryBudget(limit_bytes=1000, fixed_bytes=100, activation_bytes=100),) * 4, choice=SLACK
+    )
 
     def events(setup, pipeline, steps, peak=lambda step: None):
         controller = Controller(setup)
@@ -262,7 +279,7 @@ def test_a_state_of_the_last_release_is_refused_with_what_to_do():
 def test_a_damaged_state_is_refused():
     with pytest.raises(PlanError, match="cannot be used by a run of 4 stages"):
         Controller.from_json(setup_of(), '{"wanted": 3}')
-    other = Controller(setup_of(rooms=(Room(),) * 3)).to_json()
+    other = Controller(setup_of(budgets=(MemoryBudget(),) * 3)).to_json()
     with pytest.raises(PlanError, match="4 stages"):
         Controller.from_json(setup_of(), other)
 
@@ -270,7 +287,7 @@ def test_a_damaged_state_is_refused():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rooms": ()}, "no rooms"),
+        ({"budgets": ()}, "no budgets"),
         ({"min_gain": 0.0}, "min_gain=0.0"),
         ({"retune_interval_steps": 0}, "retune_interval_steps=0"),
         ({"choice": Choice(ScheduleSpec("zb-v", 8))}, "zb-v"),
@@ -336,7 +353,7 @@ def test_a_link_that_is_never_the_same_is_not_searched_for_after_every_step() ->
 
     pipeline = Pipeline([(0.010, 0.020)] * 2, restless)
     setup = ControllerConfig(
-        "auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, retune_interval_steps=40
+        "auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2, retune_interval_steps=40
     )
     controller, choice, looks, answered = Controller(setup), setup.choice, [], []
     for step in range(160):
@@ -362,8 +379,8 @@ def test_there_and_back_is_not_done_again_and_again() -> None:
     compressed = [False]
     pipeline = Pipeline([(0.010, 0.020)] * 2, link, codecs={"int8": 4.0})
     setup = ControllerConfig(
-        "slack", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(most_in_flight=4),) * 2, retune_interval_steps=10,
-        forward_codecs=(codec,), backward_codecs=(codec,),
+        "slack", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(most_in_flight=4),) * 2,
+        retune_interval_steps=10, forward_codecs=(codec,), backward_codecs=(codec,),
     )  # fmt: skip
     controller, choice, switches = Controller(setup), setup.choice, []
     for step in range(100):
@@ -381,7 +398,7 @@ def test_there_and_back_is_not_done_again_and_again() -> None:
     [
         {"mode": "kfkb"},
         {"forward_codecs": (CodecCost("int8", ratio=4.0),)},
-        {"rooms": (Room(most_in_flight=4),) * 4},
+        {"budgets": (MemoryBudget(most_in_flight=4),) * 4},
         {"choice": SLACK},
     ],
 )

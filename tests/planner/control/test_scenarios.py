@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from raypipe.ir.links import StageSample
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, CodecCost, Controller, ControllerConfig, Room, StepDone, Verdict, fits
+from raypipe.planner.control import (
+    Choice,
+    CodecCost,
+    Controller,
+    ControllerConfig,
+    MemoryBudget,
+    StepDone,
+    Verdict,
+    fits,
+)
 from raypipe.planner.control.replay import Wire, compiled, step_s
 from raypipe.planner.control.stages import StageEstimator
 from tests.planner.control.lab import Link, Pipeline, all_choices, constant, run_controlled, run_fixed
@@ -65,7 +74,7 @@ class Scenario:
     def summary(self, **noise: float) -> dict[str, float]:
         """The figures of the benchmark, from one run with the controller."""
         seconds, choices, decisions = run_controlled(self.pipeline(**noise), self.setup, self.steps)
-        assert all(fits(choice, self.setup.rooms) for choice in choices)
+        assert all(fits(choice, self.setup.budgets) for choice in choices)
         every = list(all_choices(self.setup, self.setup.choice.num_microbatches, most_slack=4))
         table = [self.fixed_s(choice) for choice in every]
         static_s = sum(self.fixed_s(Choice(ScheduleSpec("1f1b", self.setup.choice.num_microbatches))))
@@ -102,15 +111,15 @@ def competitor(forward: bool, step: int, m: int) -> bool:
 
 def scenario_a(count: int = 8) -> Scenario:
     """Two stages; the link is free, then 50, 200, 200 Mbit/s shared with somebody, then free."""
-    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", count, slack=(2,))), (Room(),) * 2)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", count, slack=(2,))), (MemoryBudget(),) * 2)
     phases = [rate(None), rate(50), rate(200), rate(200, competitor), rate(None)]
     return Scenario([(0.018, 0.035)] * 2, phases, setup)
 
 
 def scenario_b() -> Scenario:
     """Four stages; 25 ms on hop 0, then 1, then 2, then on none; at most 6 micro-batches on stage 0."""
-    rooms = tuple(Room(most_in_flight=most) for most in (6, 16, 16, 16))
-    setup = ControllerConfig("auto", Choice(ScheduleSpec("1f1b", 16)), rooms)
+    budgets = tuple(MemoryBudget(most_in_flight=most) for most in (6, 16, 16, 16))
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("1f1b", 16)), budgets)
     return Scenario([(0.01, 0.02)] * 4, [moving(0), moving(1), moving(2), moving(None)], setup)
 
 
@@ -154,7 +163,7 @@ def test_frozen_scenario_b_is_not_good_enough():
 @pytest.mark.parametrize("through_json", [False, True])
 def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
     """Stages tell their halves from the first step on; the switch pays what was predicted."""
-    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2)
     pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.5))
     controller, seconds, choice = Controller(setup), list[float](), setup.choice
     paid = []
@@ -173,7 +182,7 @@ def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
 
 def test_slow_first_steps_do_not_decide_for_the_usual_interval() -> None:
     """What they take besides is three quarters of them, and hides what there is to gain; the usual interval is 20."""
-    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2)
     pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.5))
     controller, choice, verdicts = Controller(setup), setup.choice, list[tuple[int, Verdict]]()
     for step in range(12):
@@ -187,7 +196,7 @@ def test_slow_first_steps_do_not_decide_for_the_usual_interval() -> None:
 
 @pytest.mark.parametrize(("share", "parting"), [(0.0, 1.0), (0.5, 1.2), (0.5, 1.6)])
 def test_stages_that_lose_by_parting_their_backward_are_left_alone(share: float, parting: float) -> None:
-    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2)
     stages = [(0.018, 0.035)] * 2
     pipeline = Pipeline(stages, rate(100), noise=0.01, weight_shares=(1.0, share), parting=parting)
     _, choices, decisions = run_controlled(pipeline, setup, 60)
@@ -232,16 +241,16 @@ def test_on_a_noisy_steady_link_it_settles(seed, occupancy_s, latency_s, noise, 
         late_s = random.expovariate(1 / 0.02) if random.random() < share else 0.0
         return occupancy_s * random.uniform(0.9, 1.1) + late_s, latency_s
 
-    rooms = tuple(Room(most_in_flight=most) for most in (8, 7, 6))
+    budgets = tuple(MemoryBudget(most_in_flight=most) for most in (8, 7, 6))
     first = {
         "auto": Choice(ScheduleSpec("1f1b", 8)),
         "kfkb": Choice(ScheduleSpec("kfkb", 8)),
         "slack": Choice(ScheduleSpec("slack", 8, slack=(1, 1))),
     }[mode]
-    setup = ControllerConfig(mode, first, rooms, retune_interval_steps=10)
+    setup = ControllerConfig(mode, first, budgets, retune_interval_steps=10)
     pipeline = Pipeline([(0.01, 0.02)] * 3, link, noise=noise, stamp_noise_s=2e-4, seed=seed)
     _, choices, _ = run_controlled(pipeline, setup, 120)
-    assert all(fits(choice, rooms) for choice in choices)
+    assert all(fits(choice, budgets) for choice in choices)
     changes = [step for step in range(1, 120) if choices[step] != choices[step - 1]]
     assert len(changes) <= 6
     assert sum(step >= 60 for step in changes) <= 2
@@ -264,7 +273,9 @@ def test_a_change_in_steps_that_do_not_count_is_answered_too(uncounted: Sequence
 def test_codecs_stay_on_where_they_pay(mbit: int, bucket_bytes: int) -> None:
     """Also behind a token bucket, through which compressed messages pass as if the link were quicker."""
     codecs = (CodecCost("bf16", 2.0, 2e-10, 2e-10), CodecCost("int8", 3.9, 6e-10, 6e-10))
-    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, codecs, codecs[:1])
+    setup = ControllerConfig(
+        "auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2, codecs, codecs[:1]
+    )
     wire = {"codecs": {"bf16": 2.0, "int8": 3.9}, "bucket_bytes": bucket_bytes}
     pipeline = Pipeline([(0.029, 0.058)] * 2, rate(mbit), noise=0.02, stamp_noise_s=2e-4, seed=3, **wire)
     seconds, choices, _ = run_controlled(pipeline, setup, 60, lag=2)
@@ -284,7 +295,7 @@ BUCKET_CODECS = (CodecCost("bf16", 2.0, 2e-10, 2e-10), CodecCost("int8", 3.9, 6e
 def behind_a_bucket(link: Link, bucket_bytes: int, seed: int = 1) -> tuple[Pipeline, ControllerConfig]:
     """Two stages whose messages of 256 KiB may be a half or a quarter as large."""
     setup = ControllerConfig(
-        "auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, BUCKET_CODECS, BUCKET_CODECS[:1]
+        "auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2, BUCKET_CODECS, BUCKET_CODECS[:1]
     )
     wire = {"codecs": {"bf16": 2.0, "int8": 3.9}, "bucket_bytes": bucket_bytes, "weight_shares": (1.0, 0.5)}
     return Pipeline([(0.024, 0.045)] * 2, link, noise=0.02, stamp_noise_s=2e-4, seed=seed, **wire), setup
@@ -321,7 +332,9 @@ def test_a_link_that_became_free_unseen_is_found_to_be_free() -> None:
 def test_a_gain_that_falls_short_is_looked_at_again_at_once(mbit: int, bucket_bytes: int) -> None:
     """Full links are slower than their buckets let them look before the switch; the usual interval is 20 steps."""
     codecs = (CodecCost("bf16", 2.0),)
-    setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(),) * 2, codecs, codecs)
+    setup = ControllerConfig(
+        "auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2, codecs, codecs
+    )
     wire = {"codecs": {"bf16": 2.0}, "bucket_bytes": bucket_bytes, "weight_shares": (1.0, 0.5)}
     seconds, choices, decisions = run_controlled(Pipeline([(0.018, 0.035)] * 2, rate(mbit), **wire), setup, 29, lag=2)
     paid = next(d for d in decisions if d.verdict is Verdict.PAID)
@@ -337,7 +350,7 @@ def test_codecs_that_save_no_time_are_taken_back(occupancy_s: float, latency_s: 
     """A message takes as long whatever its size: the bytes shrink and the seconds do not."""
     codec = CodecCost("int8", 3.9, 6e-10, 6e-10)
     setup = ControllerConfig(
-        "slack", Choice(ScheduleSpec("slack", 8, slack=(2,))), (Room(most_in_flight=3),) * 2, (codec,), (codec,)
+        "slack", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(most_in_flight=3),) * 2, (codec,), (codec,)
     )
     pipeline = Pipeline(
         [(0.01, 0.02)] * 2, constant(occupancy_s, latency_s), codecs={"int8": 3.9}, per_byte=False, noise=0.01
@@ -366,7 +379,9 @@ def shrinking(overhead: float, count: int = 4) -> dict[int, tuple[float, float]]
 def with_microbatches(overhead: float, count: int = 4) -> ControllerConfig:
     """A controller that may turn M, told of this overhead per micro-batch."""
     times = tuple((m, seconds) for m, (seconds, _) in shrinking(overhead, count).items())
-    return ControllerConfig("auto", Choice(ScheduleSpec("1f1b", count)), (Room(),) * 4, microbatch_seconds=times)
+    return ControllerConfig(
+        "auto", Choice(ScheduleSpec("1f1b", count)), (MemoryBudget(),) * 4, microbatch_seconds=times
+    )
 
 
 @pytest.mark.slow
@@ -419,21 +434,23 @@ def test_a_slow_first_step_with_other_micro_batches_hides_nothing(slower: float)
 
 def test_room_is_counted_in_samples() -> None:
     """Sixteen micro-batches of a thirty-second each are half a mini-batch: four quarters are too much."""
-    rooms = tuple(Room(most_in_flight=16 - 4 * stage, num_microbatches=32) for stage in range(4))
-    assert fits(Choice(ScheduleSpec("kfkb", 32, group_size=4)), rooms)
-    assert not fits(Choice(ScheduleSpec("kfkb", 8, group_size=2)), rooms)
-    assert fits(Choice(ScheduleSpec("1f1b", 8)), tuple(Room(most_in_flight=16, num_microbatches=32) for _ in range(4)))
+    budgets = tuple(MemoryBudget(most_in_flight=16 - 4 * stage, num_microbatches=32) for stage in range(4))
+    assert fits(Choice(ScheduleSpec("kfkb", 32, group_size=4)), budgets)
+    assert not fits(Choice(ScheduleSpec("kfkb", 8, group_size=2)), budgets)
+    assert fits(
+        Choice(ScheduleSpec("1f1b", 8)), tuple(MemoryBudget(most_in_flight=16, num_microbatches=32) for _ in range(4))
+    )
     assert not fits(
-        Choice(ScheduleSpec("1f1b", 1)), tuple(Room(most_in_flight=16, num_microbatches=32) for _ in range(4))
+        Choice(ScheduleSpec("1f1b", 1)), tuple(MemoryBudget(most_in_flight=16, num_microbatches=32) for _ in range(4))
     )
 
 
 def test_smaller_micro_batches_fit_where_the_present_ones_do_not() -> None:
-    room = Room(limit_bytes=1000, fixed_bytes=100, activation_bytes=300, num_microbatches=4)
-    setup = replace(with_microbatches(0.5), rooms=(room,) * 4)
-    assert not fits(setup.choice, setup.rooms)
+    budget = MemoryBudget(limit_bytes=1000, fixed_bytes=100, activation_bytes=300, num_microbatches=4)
+    setup = replace(with_microbatches(0.5), budgets=(budget,) * 4)
+    assert not fits(setup.choice, setup.budgets)
     pipeline = Pipeline([(0.01, 0.02)] * 4, constant(0.0), shares=shrinking(0.5))
     _, choices, decisions = run_controlled(pipeline, setup, 20)
     assert "needs more memory than there is" in decisions[0].reason
     assert choices[-1].num_microbatches in (8, 16)
-    assert fits(choices[-1], setup.rooms)
+    assert fits(choices[-1], setup.budgets)

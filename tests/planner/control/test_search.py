@@ -16,10 +16,10 @@ from raypipe.planner.control import (
     CodecCost,
     ControllerConfig,
     Measured,
-    Room,
+    MemoryBudget,
+    budgets_of,
     fits,
     predicted_s,
-    rooms_of,
     search,
     why_not,
 )
@@ -33,9 +33,9 @@ BF16, INT8 = CodecCost("bf16", 2.0, 1e-10, 1e-10), CodecCost("int8", 3.9, 4e-10,
 ONE = Choice(ScheduleSpec("1f1b", 16))
 
 
-def config(mode: str, rooms: tuple[Room, ...], **codecs_and_counts: object) -> ControllerConfig:
+def config(mode: str, budgets: tuple[MemoryBudget, ...], **codecs_and_counts: object) -> ControllerConfig:
     """What may be chosen; a search is told what runs, so that what the run began with plays no part."""
-    return ControllerConfig(mode, ONE, rooms, **codecs_and_counts)  # type: ignore[arg-type]
+    return ControllerConfig(mode, ONE, budgets, **codecs_and_counts)  # type: ignore[arg-type]
 
 
 def link(hop: int, forward: bool, occupancy_s: float, latency_s: float = 0.0, raw_bytes: int = 262_144) -> LinkEstimate:
@@ -53,8 +53,8 @@ def measured_of(hops: list[tuple[float, float]], count: int = 16, busy: tuple[fl
     return Measured(count, (busy[0],) * stages, (busy[1],) * stages, (0.0,) * stages, links)
 
 
-def at_most(*counts: int) -> tuple[Room, ...]:
-    return tuple(Room(most_in_flight=count) for count in counts)
+def at_most(*counts: int) -> tuple[MemoryBudget, ...]:
+    return tuple(MemoryBudget(most_in_flight=count) for count in counts)
 
 
 @pytest.mark.slow
@@ -65,12 +65,12 @@ def at_most(*counts: int) -> tuple[Room, ...]:
 )
 def test_the_choice_is_as_quick_as_the_best_of_all_that_fit(hops, spare):
     stages, count = len(hops) + 1, 10
-    rooms = at_most(*(stages - s + spare for s in range(stages)))
+    budgets = at_most(*(stages - s + spare for s in range(stages)))
     measured = measured_of(hops, count)
-    found = search(config("auto", rooms), measured, Choice(ScheduleSpec("1f1b", count)))
-    every = all_choices(setup_of(rooms=rooms), count, most_slack=6)
+    found = search(config("auto", budgets), measured, Choice(ScheduleSpec("1f1b", count)))
+    every = all_choices(setup_of(budgets=budgets), count, most_slack=6)
     best_s = min(predicted_s(measured, choice, {}) for choice in every)
-    assert fits(found.best.choice, rooms)
+    assert fits(found.best.choice, budgets)
     assert found.best.seconds <= best_s * 1.02
     assert found.best == found.lossless
 
@@ -79,21 +79,21 @@ def test_the_choice_is_as_quick_as_the_best_of_all_that_fit(hops, spare):
 @given(st.floats(0.0, 0.08), st.floats(0.0, 0.04), st.integers(1, 10), st.integers(2, 4))
 def test_k_is_the_optimum_of_all_k_that_fit(latency_s, occupancy_s, most, stages):
     count = 12
-    rooms = at_most(*(most * (stages - s) for s in range(stages)))
+    budgets = at_most(*(most * (stages - s) for s in range(stages)))
     measured = measured_of([(occupancy_s, latency_s)] * (stages - 1), count)
-    found = search(config("kfkb", rooms), measured, Choice(ScheduleSpec("kfkb", count)))
+    found = search(config("kfkb", budgets), measured, Choice(ScheduleSpec("kfkb", count)))
     every = [Choice(ScheduleSpec("kfkb", count, group_size=k)) for k in range(1, count + 1)]
-    seconds = {one: predicted_s(measured, one, {}) for one in every if fits(one, rooms)}
+    seconds = {one: predicted_s(measured, one, {}) for one in every if fits(one, budgets)}
     assert found.best.choice in seconds
     assert found.best.seconds <= min(seconds.values()) * 1.005
 
 
 @pytest.mark.slow
 def test_modes_turn_what_they_are_named_after():
-    measured, rooms = measured_of([(0.025, 0.0)] * 3), at_most(16, 16, 16, 16)
+    measured, budgets = measured_of([(0.025, 0.0)] * 3), at_most(16, 16, 16, 16)
     kinds = {
         mode: search(
-            config(mode, rooms),
+            config(mode, budgets),
             measured,
             Choice(ScheduleSpec(kind, 16, slack=(1, 1, 1) if kind == "slack" else ())),
         )
@@ -110,25 +110,25 @@ def test_modes_turn_what_they_are_named_after():
 @pytest.mark.parametrize("hops", [[(0.0, 0.0)] * 3, [(0.015, 0.0), (0.0, 0.01), (0.02, 0.0)]])
 def test_parted_backwards_are_taken_where_halves_are_known(hops):
     """As quick as any slack by hop, and not at all where stages cannot part them."""
-    rooms = at_most(16, 16, 16, 16)
+    budgets = at_most(16, 16, 16, 16)
     known = replace(measured_of(hops), halves_s=HALVES)
-    found = search(config("auto", rooms), known, ONE)
+    found = search(config("auto", budgets), known, ONE)
     every = [Choice(ScheduleSpec("zb-h1", 16, slack=r)) for r in product(range(1, 6), repeat=3)]
     assert found.best.choice.spec.kind == "zb-h1"
-    assert found.best.seconds <= 1.02 * min(predicted_s(known, one, {}) for one in every if fits(one, rooms))
-    whole = search(config("auto", rooms), measured_of(hops), ONE)
+    assert found.best.seconds <= 1.02 * min(predicted_s(known, one, {}) for one in every if fits(one, budgets))
+    whole = search(config("auto", budgets), measured_of(hops), ONE)
     assert whole.best.choice.spec.kind != "zb-h1"
     assert found.best.seconds < whole.best.seconds
     nothing = search(
-        config("auto", rooms),
+        config("auto", budgets),
         replace(known, halves_s=(HALVES[0], *[(0.02, 0.0)] * 3)),
         ONE,
     )
     assert nothing.best.choice.spec.kind != "zb-h1"
-    asked = search(config("zb-h1", rooms), measured_of(hops), Choice(ScheduleSpec("zb-h1", 16, slack=(1, 1, 1))))
+    asked = search(config("zb-h1", budgets), measured_of(hops), Choice(ScheduleSpec("zb-h1", 16, slack=(1, 1, 1))))
     assert asked.best.choice.spec.kind == "zb-h1"
     dear = search(
-        config("auto", rooms),
+        config("auto", budgets),
         replace(known, halves_s=((0.0, 0.04), *[(0.02, 0.02)] * 3)),
         ONE,
     )
@@ -162,8 +162,8 @@ def test_free_links_ask_for_nothing():
 
 
 def test_memory_for_one_group_only_is_said_and_compression_takes_its_place():
-    rooms = tuple(Room(limit_bytes=1000, fixed_bytes=400, activation_bytes=150) for _ in range(4))
-    space = config("auto", rooms, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
+    budgets = tuple(MemoryBudget(limit_bytes=1000, fixed_bytes=400, activation_bytes=150) for _ in range(4))
+    space = config("auto", budgets, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
     found = search(space, measured_of([(0.025, 0.0)] * 3), ONE)
     assert found.lossless.choice.spec.kind == "1f1b"
     assert found.best.choice.lossy
@@ -179,20 +179,20 @@ def test_memory_for_one_group_only_is_said_and_compression_takes_its_place():
 def test_the_order_suits_the_compressed_messages(occupancy_s, spare):
     """As quick as every order with every pair of codecs on all hops, also where a link is far too slow without."""
     stages, count = len(occupancy_s) + 1, 8
-    rooms = at_most(*(stages - s + spare for s in range(stages)))
+    budgets = at_most(*(stages - s + spare for s in range(stages)))
     measured = measured_of([(s, 0.0003) for s in occupancy_s], count)
-    space = config("auto", rooms, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
+    space = config("auto", budgets, forward_codecs=(BF16, INT8), backward_codecs=(BF16,))
     found = search(space, measured, Choice(ScheduleSpec("1f1b", count)))
     hops = stages - 1
     every = [
         replace(choice, forward_codecs=(forward,) * hops, backward_codecs=(backward,) * hops)
-        for choice in all_choices(setup_of(rooms=rooms), count, most_slack=6)
+        for choice in all_choices(setup_of(budgets=budgets), count, most_slack=6)
         for forward in ("none", "bf16", "int8")
         for backward in ("none", "bf16")
     ]
     codecs = {("bf16", True): BF16, ("int8", True): INT8, ("bf16", False): BF16}
     best_s = min(predicted_s(measured, choice, codecs) for choice in every)
-    assert fits(found.best.choice, rooms)
+    assert fits(found.best.choice, budgets)
     assert found.best.seconds <= best_s * 1.035  # 3 % are what codecs must gain to be used, half a per cent is even
 
 
@@ -229,10 +229,10 @@ def test_slack_comes_before_compression():
 
 
 def test_micro_batches_stay_unless_they_may_change():
-    measured, rooms = measured_of([(0.0, 0.0)] * 3, count=4), at_most(*(64,) * 4)
-    assert search(config("1f1b", rooms), measured, Choice(ScheduleSpec("1f1b", 4))).best.choice.num_microbatches == 4
+    measured, budgets = measured_of([(0.0, 0.0)] * 3, count=4), at_most(*(64,) * 4)
+    assert search(config("1f1b", budgets), measured, Choice(ScheduleSpec("1f1b", 4))).best.choice.num_microbatches == 4
     times = ((4, 0.03), (8, 0.016), (16, 0.0095))  # halving the size does not quite halve the time
-    found = search(config("1f1b", rooms, microbatch_seconds=times), measured, Choice(ScheduleSpec("1f1b", 4)))
+    found = search(config("1f1b", budgets, microbatch_seconds=times), measured, Choice(ScheduleSpec("1f1b", 4)))
     assert found.best.choice.num_microbatches == 8
     assert found.best.seconds == pytest.approx(11 * 0.016, rel=1e-6)
 
@@ -240,12 +240,12 @@ def test_micro_batches_stay_unless_they_may_change():
 def test_rooms_are_the_plan_s_own_memory():
     model = MemoryModel(ScheduleSpec("slack", 8, slack=(2, 2)), microbatch_size=2)
     stage = StageMemory(0, "0F6", 5, 5, 1, 100, 100, 200, 10, 500, 60, 40, 7)
-    (room,) = rooms_of([stage], model, [2000], [((0, 20), (30, 4))])
-    assert room.need_bytes(Choice(ScheduleSpec("slack", 8, slack=(2, 2))), 3) == stage.total_bytes
-    assert room.need_bytes(Choice(ScheduleSpec("1f1b", 8)), 3) == 417 + 3 * 100 + 30 + 40
-    assert room.need_bytes(ONE, 3) == 417 + (3 * 100 + 30) // 2 + 30 + 4  # half as large each
+    (budget,) = budgets_of([stage], model, [2000], [((0, 20), (30, 4))])
+    assert budget.need_bytes(Choice(ScheduleSpec("slack", 8, slack=(2, 2))), 3) == stage.total_bytes
+    assert budget.need_bytes(Choice(ScheduleSpec("1f1b", 8)), 3) == 417 + 3 * 100 + 30 + 40
+    assert budget.need_bytes(ONE, 3) == 417 + (3 * 100 + 30) // 2 + 30 + 4  # half as large each
     assert "stage 0 would hold 8 micro-batches" in why_not(
-        Choice(ScheduleSpec("gpipe", 8)), (Room(limit_bytes=1, fixed_bytes=2),)
+        Choice(ScheduleSpec("gpipe", 8)), (MemoryBudget(limit_bytes=1, fixed_bytes=2),)
     )
 
 
@@ -254,14 +254,14 @@ def test_where_nothing_fits_the_smallest_micro_batches_come_nearest(mode: str) -
     counts = ((4, 1.0), (8, 0.5), (16, 0.3), (64, 0.1))  # the last is too far from 8
     current = Choice(ScheduleSpec("gpipe" if mode == "gpipe" else "1f1b", 8))
     for fixed_bytes, count in ((2, 16), (100, 8)):  # what is there anyway grows no smaller
-        room = Room(limit_bytes=20, fixed_bytes=fixed_bytes, activation_bytes=100, num_microbatches=8)
-        found = search(config(mode, (room,) * 2, microbatch_seconds=counts), measured_of([(0.0, 0.0)], 8), current)
+        budget = MemoryBudget(limit_bytes=20, fixed_bytes=fixed_bytes, activation_bytes=100, num_microbatches=8)
+        found = search(config(mode, (budget,) * 2, microbatch_seconds=counts), measured_of([(0.0, 0.0)], 8), current)
         assert found.best.choice.num_microbatches == count
 
 
 def test_what_was_measured_on_top_is_kept():
-    room = Room(limit_bytes=1000, fixed_bytes=100, activation_bytes=100)
-    wider = room.measured(Choice(ScheduleSpec("1f1b", 8)), 3, peak_bytes=650)
+    budget = MemoryBudget(limit_bytes=1000, fixed_bytes=100, activation_bytes=100)
+    wider = budget.measured(Choice(ScheduleSpec("1f1b", 8)), 3, peak_bytes=650)
     assert wider.extra_bytes == 250
     assert wider.measured(Choice(ScheduleSpec("1f1b", 8)), 3, peak_bytes=600) == wider
     assert not fits(Choice(ScheduleSpec("kfkb", 8, group_size=3)), (wider, wider, wider))

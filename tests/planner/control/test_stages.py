@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.ir.links import StageSample
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.control import Choice, Controller, ControllerConfig, Room, Verdict
+from raypipe.planner.control import Choice, Controller, ControllerConfig, MemoryBudget, Verdict
 from raypipe.planner.control.drift import News
 from raypipe.planner.control.stages import StageEstimator
 from tests.planner.control.lab import Pipeline, constant
@@ -52,7 +52,7 @@ def test_halves_count_as_soon_as_they_run() -> None:
 
 def test_a_model_that_is_wrong_about_the_present_asks_for_nothing() -> None:
     """Steps take half of what is said of them, and less than what is said of anything else."""
-    setup = ControllerConfig("auto", Choice(ScheduleSpec("1f1b", 8)), (Room(),) * 2)
+    setup = ControllerConfig("auto", Choice(ScheduleSpec("1f1b", 8)), (MemoryBudget(),) * 2)
     pipeline = Pipeline([(0.01, 0.02)] * 2, constant(0.025))
     controller, found = Controller(setup), list[Verdict]()
     for step in range(50):

@@ -1,4 +1,4 @@
-"""How much memory is left to the schedule: what a stage holds anyway, and what each micro-batch in flight adds.
+"""How much memory a schedule may use: what a stage needs under any schedule, and what each micro-batch in flight adds.
 
     limit - fixed - extra  >=  activation sets * activation + waiting messages * message + workspace
 
@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from raypipe.errors import PlanError
 from raypipe.ir.lines import Lines
 from raypipe.ir.plan_table import human_bytes
 from raypipe.planner.control.choice import Choice
 from raypipe.planner.memory import MemoryModel, StageMemory
 
-__all__ = ["UNKNOWN_IN_FLIGHT", "Room", "fits", "rooms_of", "unknown_rooms", "why_not"]
+__all__ = ["UNKNOWN_IN_FLIGHT", "MemoryBudget", "budgets_of", "fits", "unknown_budgets", "why_not"]
 
 UNKNOWN_IN_FLIGHT = 4
 """Micro-batches per stage, where nobody said how much memory there is: every stage may hold as many as the first one
@@ -27,8 +26,8 @@ waits for its W counts as one, though it may hold up to twice the bytes of its a
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """One stage.
+class MemoryBudget:
+    """Of one stage.
 
     Attributes:
         limit_bytes: what the stage may hold; None for no limit.
@@ -66,15 +65,15 @@ class Room:
         workspace = max((fixed + share * grows for fixed, grows in self.workspace), default=Fraction(0))
         return self.fixed_bytes + self.extra_bytes + math.ceil(held * share + max(Fraction(0), workspace))
 
-    def measured(self, choice: Choice, depth: int, peak_bytes: int) -> Room:
-        """The room as a measured peak shows it: never more than before."""
+    def measured(self, choice: Choice, depth: int, peak_bytes: int) -> MemoryBudget:
+        """The budget as a measured peak shows it: never more than before."""
         return replace(self, extra_bytes=self.extra_bytes + max(0, peak_bytes - self.need_bytes(choice, depth)))
 
 
-def rooms_of(
+def budgets_of(
     found: Sequence[StageMemory], model: MemoryModel, limits: Sequence[int | None], workspaces: Sequence[Lines]
-) -> tuple[Room, ...]:
-    """Rooms from a plan's own memory.
+) -> tuple[MemoryBudget, ...]:
+    """Budgets from a plan's own memory.
 
     Args:
         found: by stage, of the plan.
@@ -82,9 +81,9 @@ def rooms_of(
         limits: bytes by stage; None where nobody said, which bounds the micro-batches in flight instead.
         workspaces: by stage, over samples.
     """
-    unknown = unknown_rooms(len(found))
+    unknown = unknown_budgets(len(found))
     return tuple(
-        Room(
+        MemoryBudget(
             most_in_flight=free.most_in_flight if limit is None else None,
             limit_bytes=limit,
             fixed_bytes=m.weight_bytes + m.gradient_bytes + m.optimizer_bytes + m.buffer_bytes + m.reserve_bytes,
@@ -97,36 +96,26 @@ def rooms_of(
     )
 
 
-def unknown_rooms(num_stages: int) -> tuple[Room, ...]:
-    """Rooms where neither bytes nor limits are known."""
-    return tuple(Room(most_in_flight=UNKNOWN_IN_FLIGHT * num_stages) for _ in range(num_stages))
+def unknown_budgets(num_stages: int) -> tuple[MemoryBudget, ...]:
+    """Budgets where neither bytes nor limits are known."""
+    return tuple(MemoryBudget(most_in_flight=UNKNOWN_IN_FLIGHT * num_stages) for _ in range(num_stages))
 
 
-def why_not(choice: Choice, rooms: Sequence[Room]) -> str:
+def why_not(choice: Choice, budgets: Sequence[MemoryBudget]) -> str:
     """The first stage on which a choice does not fit, with the numbers; "" where it fits on all."""
-    for stage, room in enumerate(rooms):
-        depth = len(rooms) - stage
+    for stage, budget in enumerate(budgets):
+        depth = len(budgets) - stage
         held = choice.memory_model().in_flight(depth)
-        if room.most_in_flight is not None and held > room.most_of(choice):
-            return f"stage {stage} would hold {held} micro-batches, at most {room.most_of(choice)} are allowed"
-        if room.limit_bytes is not None and (need := room.need_bytes(choice, depth)) > room.limit_bytes:
+        if budget.most_in_flight is not None and held > budget.most_of(choice):
+            return f"stage {stage} would hold {held} micro-batches, at most {budget.most_of(choice)} are allowed"
+        if budget.limit_bytes is not None and (need := budget.need_bytes(choice, depth)) > budget.limit_bytes:
             return (
                 f"stage {stage} would hold {held} micro-batches in {human_bytes(need)}, "
-                f"its limit is {human_bytes(room.limit_bytes)}"
+                f"its limit is {human_bytes(budget.limit_bytes)}"
             )
     return ""
 
 
-def fits(choice: Choice, rooms: Sequence[Room]) -> bool:
-    """Whether every stage has room for it."""
-    return not why_not(choice, rooms)
-
-
-def check_rooms(rooms: Sequence[Room], num_stages: int) -> None:
-    """Refuse rooms of another pipeline.
-
-    Raises:
-        PlanError: names both numbers.
-    """
-    if len(rooms) != num_stages:
-        raise PlanError(f"There are {num_stages} stages but rooms of {len(rooms)}: give one Room per stage.")
+def fits(choice: Choice, budgets: Sequence[MemoryBudget]) -> bool:
+    """Whether every stage has enough memory for a choice."""
+    return not why_not(choice, budgets)
