@@ -36,12 +36,13 @@ class PipelineFields:
             kept, and read where it was made with the same budget. Operations that are alike are measured once, and
             what is not measured is estimated; the plan's reasons say how much. A longer one measures larger
             micro-batches.
-        schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for, kFkB or,
-            where the halves of the backwards that the run measures say so, "zb-h1", turned by the controller while the
-            run trains. "zb-h1" parts backwards and puts off what only the weights need: shorter steps for more
-            memory behind the first stage; where max_grad_norm is None and no parameter is tied, its steps overlap.
-            "interleaved" and "zb-v" (which parts backwards too) give every worker several stages, so that the
-            pipeline fills in smaller pieces: shorter steps for more messages. The controller leaves them as they are.
+        schedule: order of forwards and backwards; "auto" is 1F1B with as much slack as the links ask for or, where the
+            measured times of split backwards say so, "zb-h1", and the controller changes it while the run trains.
+            "kfkb" runs Ada-Grouper as published: the controller changes k. "zb-h1" splits backwards and delays the part
+            that only the weights need: shorter steps for more memory behind the first stage; where max_grad_norm is
+            None and no parameter is tied, its steps overlap. "interleaved" and "zb-v" (which splits backwards too) give
+            every worker several stages, so that the pipeline fills in smaller pieces: shorter steps for more messages.
+            The controller leaves them as they are.
         group_size: k of kFkB: forwards in a row before as many backwards; "auto" begins with 2, and the
             controller turns it.
         slack: r of slack: forwards that each stage starts earlier than the next, 1 being 1F1B; a list gives one

@@ -64,8 +64,9 @@ KINDS: Mapping[str, ScheduleKind] = {
 }
 """Every kind of schedule, by the name that a configuration gives it."""
 
-AUTO_KINDS = ("1f1b", "kfkb", "slack", "zb-h1")
-"""What schedule="auto" may become."""
+AUTO_KINDS = ("1f1b", "slack", "zb-h1")
+"""What schedule="auto" may become. Not kfkb: slack is as quick on every link and keeps fewer micro-batches
+(docs/design/0015-controller.md)."""
 
 _LETTERS = {"group_size": "k", "slack": "r", "chunks": "v", "update_interval": "u"}
 _UNSET = {"group_size": 1, "slack": (), "chunks": 1, "update_interval": None}

@@ -17,8 +17,8 @@ class ControllerConfig:
     """What the controller may do, and how patient it is.
 
     Attributes:
-        mode: the schedule asked for; "auto" turns k and r, "kfkb" k, "slack" and "zb-h1" r, any other only codecs
-            and M.
+        mode: the schedule asked for; "auto" turns r and whether backwards are split, "kfkb" k, "slack" and
+            "zb-h1" r, any other only codecs and M.
         choice: what the run begins with.
         budgets: memory by stage.
         forward_codecs, backward_codecs: allowed besides "none", the mildest first.

@@ -1,6 +1,7 @@
 """Which choice is the quickest that fits: a short list of candidates, each run on the measured messages.
 
-    k of kfkb    1, 2, 3, ... as far as memory goes
+    1f1b         where "auto" was asked for
+    k of kfkb    1, 2, 3, ... as far as memory goes; where kfkb was asked for
     r of slack   poured out hop by hop where the law of the period says that it helps most, then moved about
     zb-h1        the same, where the halves of the backwards are known
     codecs       only where they beat the best lossless choice by min_gain; then taken away where they do not matter
@@ -108,10 +109,12 @@ def _orders(
         if max(plain.spec.group_size, *spec.slack, 1) <= count and fits(same, config.budgets):
             yield same
         return
+    one = Choice(spec.as_kind("1f1b"))
+    if "1f1b" in kinds and fits(one, config.budgets):
+        yield one
     if "kfkb" in kinds:
         for k in _group_sizes(count):
-            wanted = spec.as_kind("1f1b") if k == 1 and "1f1b" in kinds else spec.as_kind("kfkb", group_size=k)
-            choice = Choice(wanted)
+            choice = Choice(spec.as_kind("kfkb", group_size=k))
             if not fits(choice, config.budgets):
                 break
             yield choice
@@ -286,14 +289,16 @@ def _pick(config: ControllerConfig, candidates: Sequence[Choice], score: Callabl
 
 
 def _limit(config: ControllerConfig, choice: Choice) -> str:
-    """What forbids one more of k, or of r on every hop."""
-    spec = choice.spec
-    if spec.slack:
-        more = replace(spec, slack=tuple(r + 1 for r in spec.slack))
-        name = "one more of slack on every hop"
-    else:
+    """What forbids one more of k, or of r on every hop; "" where memory is not the reason."""
+    spec, kinds, hops = choice.spec, kinds_to_search(config.mode), len(config.budgets) - 1
+    if "kfkb" in kinds:
         more = spec.as_kind("kfkb", group_size=spec.group_size + 1)
         name = f"k={more.group_size}"
+    elif kinds and hops:
+        more = spec.as_kind(spec.kind if spec.slack else "slack", slack=tuple(r + 1 for r in spec.slack or (1,) * hops))
+        name = "one more of slack on every hop"
+    else:
+        return ""
     if more.group_size > more.num_microbatches:
         return ""
     reason = why_not(Choice(more), config.budgets)
