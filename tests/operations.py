@@ -68,19 +68,19 @@ def as_in_plain_pytorch(
     first: Shape = SHAPES["ragged-microbatch"],
     *,
     stages: tuple[int, ...] = (1, 2, 3),
-    parted: bool = True,
+    split: bool = True,
     still: tuple[str, ...] = (),
 ) -> list[str]:
     """Trained in several stages and evaluated in two: everything that is not as in plain PyTorch.
 
     Args:
         first: shape of the data of these stages' runs.
-        parted: a run with parted backwards too, of five micro-batches of two.
+        split: a run with split backwards too, of five micro-batches of two.
         still: parameters that get no gradient, or one of zero, in plain PyTorch too.
     """
     found = []
     runs = ((first, "1f1b", stages), (SHAPES["indivisible-by-k"], "zb-h1", (2,)))
-    for shape, schedule, counts in runs[: 1 + parted]:
+    for shape, schedule, counts in runs[: 1 + split]:
         wanted = expected(name, shape, "sgd", max_grad_norm=0.5)
         for count in counts:
             run = train(name, count, shape, schedule, "sgd", max_grad_norm=0.5)

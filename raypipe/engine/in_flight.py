@@ -74,10 +74,10 @@ class InFlight:
         if wanted:
             roots, output_grads = self._roots(microbatch)
             received: list[torch.Tensor] = [inputs[i] for i in wanted]  # type: ignore[misc]
-            halves = input_gradients(roots, output_grads, received, self._ring.trained(microbatch))
-            self._rest[microbatch] = halves.finish
-            self._sink.add(halves.own)
-            found = halves.received
+            split = input_gradients(roots, output_grads, received, self._ring.trained(microbatch))
+            self._rest[microbatch] = split.finish
+            self._sink.add(split.own)
+            found = split.received
         self._keep_input_grads(microbatch, inputs, wanted, found)
 
     def backward_weight(self, microbatch: int) -> None:

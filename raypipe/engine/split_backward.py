@@ -1,4 +1,5 @@
-"""A backward in two halves: what the stage before waits for (I), and what only the optimizer's step needs (W).
+"""A split backward: its input part (I), which the stage before waits for, and its weight part (W), which only the
+optimizer's step needs.
 
     loss <-- gelu <-- addmm <-- norm <-- received input     the path: I runs it
                         |
@@ -7,14 +8,14 @@
 The nodes of a micro-batch's graph either lie on a path to a received input, or lead to parameters alone; these fall
 into islands that have no node in common. Where a matrix product or a convolution has an input on the path and a
 parameter off it, autograd makes each one's gradient by a product of its own: I lets it make the input's, and W makes
-the other by autograd's formula from the operand that was saved, and goes on into the island. So the halves do together
+the other by autograd's formula from the operand that was saved, and goes on into the island. So both parts do together
 what one backward does, to the same bits, and between them nothing is kept but pairs of operands.
 
 An island that is entered by anything but one product is run in I, and where a root leads to no received input, all of
 the backward is. A stage that receives nothing to pass a gradient to
 has no I: its whole backward is W.
 
-Zero bubble pipelines (Qi et al., arXiv:2401.10241) call the halves B and W. torch.distributed.pipelining keeps the
+Zero bubble pipelines (Qi et al., arXiv:2401.10241) call the two parts B and W. torch.distributed.pipelining keeps the
 whole graph between them, and runs a node that has both twice.
 """
 
@@ -30,13 +31,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from raypipe.engine.backward import gradients
 from raypipe.engine.products import PLACES, Gradient, Product, product_of
 
-__all__ = ["Halves", "input_gradients"]
+__all__ = ["SplitBackward", "input_gradients"]
 
 _Edge = tuple[Any, int]
 """A node of autograd's graph and which of its outputs' gradients, as in ``next_functions``."""
 
 
-class Halves(NamedTuple):
+class SplitBackward(NamedTuple):
     """What I leaves behind.
 
     Attributes:
@@ -74,7 +75,7 @@ def input_gradients(
     output_grads: Sequence[torch.Tensor],
     received: Sequence[torch.Tensor],
     own: Sequence[torch.Tensor],
-) -> Halves:
+) -> SplitBackward:
     """I: gradients of sum(roots * output_grads) with respect to ``received``, and what W needs for those of ``own``.
 
     Args:
@@ -86,7 +87,7 @@ def input_gradients(
     on_path = _on_path((edge.node for edge in begins), {id(leaf) for leaf in received})
     if not all(on_path[edge.node] for edge in begins):
         whole = gradients(roots, output_grads, [*received, *own]) if received or own else ()
-        return Halves(whole[: len(received)], whole[len(received) :], lambda: (None,) * len(own))
+        return SplitBackward(whole[: len(received)], whole[len(received) :], lambda: (None,) * len(own))
     entries = _entries(on_path)
     now: list[torch.Tensor] = []
     later: list[_Later] = []
@@ -101,7 +102,7 @@ def input_gradients(
     for leaf, gradient in zip(now, found[len(received) :], strict=True):
         with_them[position[id(leaf)]] = gradient
     # Neither the path nor what it saved may outlive this call.
-    return Halves(found[: len(received)], with_them, partial(_finish, later, position))
+    return SplitBackward(found[: len(received)], with_them, partial(_finish, later, position))
 
 
 @torch.no_grad()

@@ -28,11 +28,11 @@ from raypipe.ir.schedule import Action, Op
 from raypipe.ir.segment import Segment
 from raypipe.ir.timeline import Span
 
-__all__ = ["PARTED_EVERY", "PARTED_FIRST", "StageWork"]
+__all__ = ["SPLIT_EVERY", "SPLIT_FIRST", "StageWork"]
 
-PARTED_FIRST, PARTED_EVERY = 4, 8
-"""Where it is measured what parted backwards are worth: one backward in each of the first steps, then in every eighth.
-The halves of many small layers take up to twice the whole."""
+SPLIT_FIRST, SPLIT_EVERY = 4, 8
+"""When split backwards are timed: one backward in each of the first 4 steps, then one in every eighth step. With many
+small layers a split backward takes up to twice as long as a whole one."""
 
 
 class StageWork:
@@ -104,14 +104,14 @@ class StageWork:
 
         Args:
             minibatch: of the segment.
-            measure: how long messages take, and now and then what the halves of one backward do.
+            measure: how long messages take, and now and then the input and weight parts of one backward.
         """
         segment = self._segment
         self._times = _message_times(self.stage) if measure else {}
         count = len(segment.microbatch_samples)
         step, middle = segment.first_step + minibatch, segment.first_microbatch + minibatch * count + count // 2
-        parts = measure and (step < PARTED_FIRST or step % PARTED_EVERY == 0)
-        self._parted, self._halves_s = middle if parts else None, None
+        splits = measure and (step < SPLIT_FIRST or step % SPLIT_EVERY == 0)
+        self._split_microbatch, self._split_backward_s = middle if splits else None, None
         self._wait_s = self._busy_s = 0.0
         self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._in_flight)
         self._losses.clear()
@@ -167,15 +167,15 @@ class StageWork:
             peak_in_flight=self._peak,
             weight_versions=self.ring.held,
             spans=tuple(spans) if keep_spans else (),
-            sample=stage_sample(self.stage, step, spans, self._halves_s) if measure else None,
+            sample=stage_sample(self.stage, step, spans, self._split_backward_s) if measure else None,
             messages=tuple(times for times in self._times.values() if times.wire_bytes),
             worker=self.worker,
         )
 
     _segment: Segment
     _times: dict[Op, MessageTimes]
-    _parted: int | None = None
-    _halves_s: tuple[float, float] | None = None
+    _split_microbatch: int | None = None
+    _split_backward_s: tuple[float, float] | None = None
 
     def do(self, action: Action) -> None:
         """Any action but the end of an update."""
@@ -236,13 +236,13 @@ class StageWork:
     def _backward(self, op: Op, microbatch: int) -> None:
         if op is Op.I:
             self._in_flight.backward_input(microbatch)
-        elif microbatch == self._parted:
-            # To the same bits, and it tells what a schedule that parts backwards would be worth.
+        elif microbatch == self._split_microbatch:
+            # To the same bits, and it tells what a schedule that splits backwards would be worth.
             begin_s = time.monotonic()
             self._in_flight.backward_input(microbatch)
             between_s = time.monotonic()
             self._in_flight.backward_weight(microbatch)
-            self._halves_s = between_s - begin_s, time.monotonic() - between_s
+            self._split_backward_s = between_s - begin_s, time.monotonic() - between_s
         else:
             self._in_flight.backward(microbatch)
 

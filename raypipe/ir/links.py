@@ -79,8 +79,9 @@ class StageSample(NamedTuple):
     """One stage in one step: medians over its micro-batches.
 
     Attributes:
-        forward_s, backward_s: of one micro-batch; backward_s is 0 where all backwards were parted.
-        input_s, weight_s: of the halves (I and W) of one, which together may take longer; None where none was parted.
+        forward_s, backward_s: of one micro-batch; backward_s is 0 where all backwards were split.
+        input_s, weight_s: of the input and weight parts (I and W) of a split one, which together may take longer than a
+            whole one; None where none was split.
         step_s: of the optimizer.
         peak_bytes: most memory that the stage has used, None where nobody measured.
     """
@@ -96,12 +97,13 @@ class StageSample(NamedTuple):
 
 
 def stage_sample(
-    stage: int, step: int, spans: Iterable[Span], halves_s: tuple[float, float] | None = None
+    stage: int, step: int, spans: Iterable[Span], split_backward_s: tuple[float, float] | None = None
 ) -> StageSample:
     """The sample of one stage from its executor's spans of one step; 0 s for what it did not do.
 
     Args:
-        halves_s: of a backward with one span for both; where halves have spans of their own, those count.
+        split_backward_s: of the parts of a split backward that has one span for both; where the parts have spans of
+            their own, those count.
     """
     seconds: dict[Op, list[float]] = {}
     for span in spans:
@@ -111,8 +113,8 @@ def stage_sample(
         median(seconds[op]) if seconds.get(op) else 0.0 for op in (Op.F, Op.B, Op.I, Op.W, Op.STEP)
     )
     if Op.W in seconds:
-        halves_s = input_s, later_s
-    return StageSample(stage, step, forward_s, backward_s, step_s, None, *(halves_s or (None, None)))
+        split_backward_s = input_s, later_s
+    return StageSample(stage, step, forward_s, backward_s, step_s, None, *(split_backward_s or (None, None)))
 
 
 @dataclass(frozen=True, slots=True)

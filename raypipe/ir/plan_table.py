@@ -138,7 +138,7 @@ def _moment(action: str) -> str:
 
 
 def _bubble(plan: PlanFacts, workers: int) -> str:
-    """What no costs could beat; nothing of a V with parted backwards, whose halves fill it as far as they last."""
+    """What no costs could beat; nothing of a V with split backwards, whose parts fill it as far as they last."""
     if not plan.weights.synchronous:
         return "; workers wait only where the pipeline is emptied"
     stages = plan.partition.num_stages

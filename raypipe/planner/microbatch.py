@@ -12,7 +12,7 @@ time is overhead. N micro-batches of a mini-batch of B samples through S stages 
        +-----[----N*--------]---- N
      bubbles               overhead
 
-N* grows only with the root of B, and the range is wide. What the model leaves out: parted backwards, which shorten the
+N* grows only with the root of B, and the range is wide. What the model leaves out: split backwards, which shorten the
 bubble (so that too many are taken rather than too few), transfers that the schedule does not hide (give ``exposed``),
 kernels that speed up in steps, and batch normalisation, whose results depend on b. The paper is known by its abstract
 only; this model is ours.

@@ -1,4 +1,4 @@
-"""Two halves are one backward: the same bits, whatever hangs off the path, and little is kept between them."""
+"""A split backward is one backward: the same bits, whatever hangs off the path, and little is kept between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from raypipe.engine.backward import gradients
-from raypipe.engine.split_backward import Halves, input_gradients
+from raypipe.engine.split_backward import SplitBackward, input_gradients
 from tests.exactness import same_bits
 
 pytestmark = pytest.mark.slow
@@ -160,11 +160,11 @@ def forward(net: nn.Module, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return x, net(x), [p for p in net.parameters() if p.requires_grad]
 
 
-def together(halves: Halves) -> list[torch.Tensor | None]:
-    """Of the own leaves, each of which may be in one half only."""
-    later = halves.finish()
-    assert all(now is None or after is None for now, after in zip(halves.own, later, strict=True))
-    return [now if after is None else after for now, after in zip(halves.own, later, strict=True)]
+def together(split: SplitBackward) -> list[torch.Tensor | None]:
+    """Of the own leaves, each of which may be in one part only."""
+    later = split.finish()
+    assert all(now is None or after is None for now, after in zip(split.own, later, strict=True))
+    return [now if after is None else after for now, after in zip(split.own, later, strict=True)]
 
 
 def seed_of(y: torch.Tensor) -> torch.Tensor:
@@ -180,8 +180,8 @@ def test_both_halves_make_the_bits_of_one_backward(name: str, dtype: torch.dtype
     x, y, own = forward(net, drawn)
     whole = gradients([y], [seed_of(y)], [x, *own])
     x, y, own = forward(net, drawn)
-    halves = input_gradients([y], [seed_of(y)], [x], own)
-    found = [*halves.received, *together(halves)]
+    split = input_gradients([y], [seed_of(y)], [x], own)
+    found = [*split.received, *together(split)]
     assert [same_bits(a, b) for a, b in zip(whole, found, strict=True)] == [True] * len(whole)
     assert [a is None or a.stride() == b.stride() for a, b in zip(whole, found, strict=True)] == [True] * len(whole)  # type: ignore[union-attr]
 
@@ -190,8 +190,8 @@ def test_both_halves_make_the_bits_of_one_backward(name: str, dtype: torch.dtype
 def test_products_wait_for_the_second_half(name: str, waits: int) -> None:
     make, draw = NETS[name]
     x, y, own = forward(make(), draw())
-    halves = input_gradients([y], [seed_of(y)], [x], own)
-    assert sum(gradient is not None for gradient in halves.finish()) == waits
+    split = input_gradients([y], [seed_of(y)], [x], own)
+    assert sum(gradient is not None for gradient in split.finish()) == waits
 
 
 def test_nothing_but_operands_is_kept_between_the_halves() -> None:
@@ -220,19 +220,19 @@ def test_nothing_but_operands_is_kept_between_the_halves() -> None:
 
     x, y, own = forward(Net(), rows())
     assert [big() is None for big in kept] == [False, False]
-    halves = input_gradients([y], [seed_of(y)], [x], own)
+    split = input_gradients([y], [seed_of(y)], [x], own)
     del y
     assert [big() is None for big in kept] == [True, True]
-    later = halves.finish()
+    later = split.finish()
     assert sum(gradient is not None for gradient in later) == 4
-    assert not any(gradient is not None and gradient.requires_grad for gradient in (*halves.own, *later))
+    assert not any(gradient is not None and gradient.requires_grad for gradient in (*split.own, *later))
 
 
 def test_a_checkpoint_is_recomputed_as_often_as_by_one_backward() -> None:
     net = Checkpointed()
     x, y, own = forward(net, rows())
-    halves = input_gradients([y], [seed_of(y)], [x], own)
-    halves.finish()
+    split = input_gradients([y], [seed_of(y)], [x], own)
+    split.finish()
     assert net.runs == 2
 
 
@@ -240,25 +240,25 @@ def test_an_operand_that_was_changed_meanwhile_is_refused() -> None:
     table, weight = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
     x = torch.randn(8, 8, requires_grad=True)
     y = torch.addmm(x, table, weight)
-    halves = input_gradients([y], [seed_of(y)], [x], [weight])
+    split = input_gradients([y], [seed_of(y)], [x], [weight])
     table.add_(1.0)
     with pytest.raises(RuntimeError, match="changed in place"):
-        halves.finish()
+        split.finish()
 
 
 def several(
     roots: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]],
 ) -> list[list[torch.Tensor | None]]:
-    """Whole and in halves, of roots made from two inputs and two weights."""
+    """Whole and split, of roots made from two inputs and two weights."""
     found = []
-    for parted in (False, True):
+    for splits in (False, True):
         drawn = torch.Generator().manual_seed(4)
         a, b, v, w = (torch.randn(4, 4, generator=drawn, requires_grad=True) for _ in range(4))
         made = roots(a, b, (v, w))
         seeds = [seed_of(root) for root in made]
-        if parted:
-            halves = input_gradients(made, seeds, [a, b], [v, w])
-            found.append([*halves.received, *together(halves)])
+        if splits:
+            split = input_gradients(made, seeds, [a, b], [v, w])
+            found.append([*split.received, *together(split)])
         else:
             found.append(list(gradients(made, seeds, [a, b, v, w])))
     return found
@@ -284,8 +284,8 @@ def several(
     ],
 )
 def test_roots_of_all_kinds(roots: Callable[..., list[torch.Tensor]]) -> None:
-    whole, parted = several(roots)
-    assert [same_bits(x, y) for x, y in zip(whole, parted, strict=True)] == [True] * 4
+    whole, split = several(roots)
+    assert [same_bits(x, y) for x, y in zip(whole, split, strict=True)] == [True] * 4
 
 
 def test_hooks_of_leaves_run_once_and_what_they_give_counts() -> None:
@@ -299,6 +299,6 @@ def test_hooks_of_leaves_run_once_and_what_they_give_counts() -> None:
 
         for place, leaf in enumerate(own):
             leaf.register_hook(partial(hook, place))
-        halves = input_gradients([y], [seed_of(y)], [x], own)
-        assert all(gradient is not None and not gradient.any() for gradient in together(halves))
+        split = input_gradients([y], [seed_of(y)], [x], own)
+        assert all(gradient is not None and not gradient.any() for gradient in together(split))
         assert sorted(calls) == list(range(len(own)))

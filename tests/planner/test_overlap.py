@@ -80,8 +80,8 @@ def test_the_controller_counts_by_how_much_steps_make_the_run_longer(
         (costs.backward_latency_s, costs.backward_occupancy_s),
     )
     wires = [Wire(latency[hop], (occupancy[hop],)) for hop in range(stages - 1) for latency, occupancy in ways]
-    halves_s = list(zip(costs.backward_input_s, costs.backward_weight_s, strict=True))
-    seconds = step_s(program, costs.forward_s, costs.backward_s, wires, costs.step_s, replays, halves_s)
+    split_backward_s = list(zip(costs.backward_input_s, costs.backward_weight_s, strict=True))
+    seconds = step_s(program, costs.forward_s, costs.backward_s, wires, costs.step_s, replays, split_backward_s)
     lowered = lower(schedule_of(ScheduleSpec("zb-h1", count, slack=slack, overlap=True), stages))
     before_s, after_s = (makespan_s(lowered, costs, FILLING + steps) for steps in (0, replays))
     assert seconds * replays == pytest.approx(after_s - before_s)
@@ -99,7 +99,7 @@ def test_with_slack_two_and_equal_stages_there_is_no_bubble(stages: int, count: 
     assert step_of(lower(apart), costs)[0] >= 3.0 * count + stages - 1
 
 
-def test_what_has_no_parted_backwards_or_a_stage_without_any_is_left_alone() -> None:
+def test_what_has_no_split_backwards_or_a_stage_without_any_is_left_alone() -> None:
     for name in (name for name, kind in KINDS.items() if kind.synchronous and name != "zb-h1"):
         spec = spec_for(name, 4, 8, group_size=2, slack=2, chunks=2, overlap=True)
         assert not schedule_of(spec, 4).wiring.norm_per_stage
@@ -116,7 +116,7 @@ def test_who_clips_or_ties_waits() -> None:
 
 def test_the_search_takes_more_slack_where_steps_overlap() -> None:
     """At 50 Mbit/s, in the numbers of docs/design/0020."""
-    measured = replace(measured_of([(0.044, 0.0005)], 8, (0.0182, 0.0362)), halves_s=((0.0181, 0.0181),) * 2)
+    measured = replace(measured_of([(0.044, 0.0005)], 8, (0.0182, 0.0362)), split_backward_s=((0.0181, 0.0181),) * 2)
     apart, together = (
         search(
             ControllerConfig("auto", FIRST, at_most(16, 16)),

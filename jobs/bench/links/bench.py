@@ -149,12 +149,12 @@ def schedule_named(text: str) -> Schedule:
     return schedule_of(spec.with_microbatches(MICROBATCHES), 2)
 
 
-def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, parted: bool) -> float:
+def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, split: bool) -> float:
     """The quickest lossless step on paper: 1F1B with any slack, kFkB with any k, GPipe; full duplex, no latency.
 
     Args:
         work: by operation, its seconds on every stage; STEP counts where it is there.
-        parted: zb-h1 with any slack too, whose steps overlap.
+        split: zb-h1 with any slack too, whose steps overlap.
     """
     costs = Costs(
         forward_s=work["F"],
@@ -169,7 +169,7 @@ def limit_s(work: dict[str, tuple[float, ...]], occupancy_s: float, *, parted: b
     for number in range(1, MICROBATCHES + 1):
         candidates.append(ScheduleSpec("slack", MICROBATCHES, slack=(number,)))
         candidates.append(ScheduleSpec("kfkb", MICROBATCHES, group_size=number))
-        if parted:
+        if split:
             candidates.append(ScheduleSpec("zb-h1", MICROBATCHES, slack=(number,), overlap=True))
     return min(step_of(lower(schedule_of(candidate, 2)), costs)[0] for candidate in candidates)
 
@@ -228,8 +228,8 @@ def figures_of(rate: int, found: dict[str, Any], settings: Settings) -> tuple[di
     middle = {name: median(seconds) for name, seconds in torch_s.items()}
     best = min((name for name in middle if name != "plan"), key=middle.__getitem__)
     work, occupancy_s = work_of(found["ours"]["auto"], settings), MESSAGE_BYTES * 8e-6 / found["goodput_mbit"]
-    bound_s, whole_s = (limit_s(work, occupancy_s, parted=parted) for parted in (True, False))
-    bare_s = limit_s({op: seconds for op, seconds in work.items() if op != "STEP"}, occupancy_s, parted=True)
+    bound_s, whole_s = (limit_s(work, occupancy_s, split=split) for split in (True, False))
+    bare_s = limit_s({op: seconds for op, seconds in work.items() if op != "STEP"}, occupancy_s, split=True)
     figures: dict[str, float] = {}
     for name, kind in (("auto", ""), ("codec", "_codec"), ("zb-v", "_zb_v")):
         if name in ours:

@@ -31,7 +31,8 @@ class Measured:
         forward_s, backward_s, optimizer_s: by stage.
         links: estimates of hop 0 forward, hop 0 backward, hop 1 forward, ...; None where nothing is known (free).
         replays: steps that each candidate is run for.
-        halves_s: by stage, (I, W) of a backward, which together may take longer than it; empty where nobody knows.
+        split_backward_s: by stage, (I, W) of a split backward, which may take longer than a whole one; empty where it
+            was not measured.
         whole_s: by place in ``links``, what a message took of it before it was compressed; empty for nothing.
         ratios: by place in ``links``, that of the codec in use; with ``whole_s``.
     """
@@ -42,7 +43,7 @@ class Measured:
     optimizer_s: tuple[float, ...]
     links: tuple[LinkEstimate | None, ...]
     replays: int = 1
-    halves_s: tuple[tuple[float, float], ...] = ()
+    split_backward_s: tuple[tuple[float, float], ...] = ()
     whole_s: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
 
@@ -82,7 +83,7 @@ class Measured:
             num_microbatches=num_microbatches,
             forward_s=tuple(s * seconds_ratio for s in self.forward_s),
             backward_s=tuple(s * seconds_ratio for s in self.backward_s),
-            halves_s=tuple((i * seconds_ratio, w * seconds_ratio) for i, w in self.halves_s),
+            split_backward_s=tuple((i * seconds_ratio, w * seconds_ratio) for i, w in self.split_backward_s),
             whole_s=tuple(s * share for s in self.whole_s),
             links=tuple(
                 link
@@ -122,7 +123,7 @@ def predicted_s(
         wires,
         measured.optimizer_s,
         replays=measured.replays,
-        halves_s=measured.halves_s,
+        split_backward_s=measured.split_backward_s,
     )
 
 

@@ -81,8 +81,8 @@ class Observer:
         slowest_s = max(f + b for f, b in zip(forward_s, backward_s, strict=True))
         steps = [len(x.draws_s) // num_microbatches for x in links if x and _spread_s(x) > ALIKE * slowest_s]
         replays = max(1, min(MOST_REPLAYS, min(steps, default=1)))
-        halves = self._stages.halves()
-        return Measured(num_microbatches, forward_s, backward_s, optimizer_s, links, replays, halves)
+        split_backward_s = self._stages.split_backward_s()
+        return Measured(num_microbatches, forward_s, backward_s, optimizer_s, links, replays, split_backward_s)
 
     def estimates(self) -> tuple[LinkEstimate, ...]:
         """Of every hop and direction that messages have crossed."""

@@ -107,7 +107,7 @@ def step_s(
     wires: Sequence[Wire],
     optimizer_s: Sequence[float] = (),
     replays: int = 1,
-    halves_s: Sequence[tuple[float, float]] = (),
+    split_backward_s: Sequence[tuple[float, float]] = (),
 ) -> float:
     """Seconds of one step, the mean over ``replays`` of them with successive messages.
 
@@ -115,10 +115,10 @@ def step_s(
         forward_s, backward_s: by stage, of one micro-batch.
         wires: hop 0 forward, hop 0 backward, hop 1 forward, ...
         optimizer_s: by stage.
-        halves_s: by stage, (I, W) of a backward; empty means half of backward_s each.
+        split_backward_s: by stage, (I, W) of a split backward; empty means half of backward_s each.
     """
-    by_stage = zip(forward_s, backward_s, halves_s or [(s / 2, s / 2) for s in backward_s], strict=True)
-    work = [s for f, b, halves in by_stage for s in (f, b, *halves)]
+    by_stage = zip(forward_s, backward_s, split_backward_s or [(s / 2, s / 2) for s in backward_s], strict=True)
+    work = [s for f, b, parts in by_stage for s in (f, b, *parts)]
     if program.overlaps:
         return _overlapping_s(program, work, wires, optimizer_s, replays)
     total_s = 0.0

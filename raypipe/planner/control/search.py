@@ -3,7 +3,7 @@
     1f1b         where "auto" was asked for
     k of kfkb    1, 2, 3, ... as far as memory goes; where kfkb was asked for
     r of slack   poured out hop by hop where the law of the period says that it helps most, then moved about
-    zb-h1        the same, where the halves of the backwards are known
+    zb-h1        the same, where split backwards were timed
     codecs       only where they beat the best lossless choice by min_gain; then taken away where they do not matter
     M            where it may change: all of the above for every M near the one that is measured
 
@@ -119,7 +119,7 @@ def _orders(
                 break
             yield choice
     for kind in ("slack", "zb-h1") if len(config.budgets) > 1 else ():
-        if kind in kinds and (kind == config.mode or kind == "slack" or measured.halves_s):
+        if kind in kinds and (kind == config.mode or kind == "slack" or measured.split_backward_s):
             yield from _slacks(kind, config, measured, plain, score)
 
 

@@ -15,7 +15,7 @@ __all__ = ["StageEstimator"]
 
 WINDOW_STEPS = 8
 TOLD = 5
-"""Halves of a whole backward that are remembered."""
+"""Timings of split backwards that are remembered, as fractions of a whole one."""
 FLOOR_S = 1e-3
 
 
@@ -74,33 +74,33 @@ class StageEstimator:
         forward_s, backward_s, step_s = zip(*rows, strict=True)
         return forward_s, backward_s, step_s
 
-    def halves(self) -> tuple[tuple[float, float], ...]:
-        """By stage, I and W of a backward; empty while a stage that has one has not told.
+    def split_backward_s(self) -> tuple[tuple[float, float], ...]:
+        """By stage, (I, W): the input and weight parts of a split backward; empty until all with a backward were timed.
 
-        Whole backwards are run from their halves now and then only: their seconds are those of the whole, by what the
-        halves were of it the last times that this was seen.
+        Whole backwards are split now and then only. In between the parts are taken as the same fractions of a whole
+        backward as when they were last timed.
         """
         found = []
         for stage, window in enumerate(self._window):
-            parts = self._parts(stage)
-            halves_s = [(s.input_s or 0.0, s.weight_s or 0.0) for s in window if not s.backward_s]
+            shares = self._shares(stage)
+            parts_s = [(s.input_s or 0.0, s.weight_s or 0.0) for s in window if not s.backward_s]
             whole_s = [s.backward_s for s in window if s.backward_s]
-            if whole_s and parts is None:
+            if whole_s and shares is None:
                 return ()
-            if parts is not None:
-                halves_s.extend((s * parts[0], s * parts[1]) for s in whole_s)
-            found.append((median(i for i, _ in halves_s), median(w for _, w in halves_s)))
+            if shares is not None:
+                parts_s.extend((s * shares[0], s * shares[1]) for s in whole_s)
+            found.append((median(i for i, _ in parts_s), median(w for _, w in parts_s)))
         return tuple(found)
 
     def _whole_s(self, sample: StageSample) -> float:
-        """A whole backward, where none was run from its halves: they cost more by what that was seen to be."""
+        """A whole backward; where all were split, what both parts take, less what splitting was measured to cost."""
         if sample.backward_s or sample.input_s is None or sample.weight_s is None:
             return sample.backward_s
-        parts = self._parts(sample.stage)
-        return (sample.input_s + sample.weight_s) / (sum(parts) if parts is not None else 1.0)
+        shares = self._shares(sample.stage)
+        return (sample.input_s + sample.weight_s) / (sum(shares) if shares is not None else 1.0)
 
-    def _parts(self, stage: int) -> tuple[float, float] | None:
-        """Of a whole backward, what I and W take of it; None where nobody has told."""
+    def _shares(self, stage: int) -> tuple[float, float] | None:
+        """What I and W take, as fractions of a whole backward; None before both were timed."""
         told = self._told[stage]
         return (median(i for i, _ in told), median(w for _, w in told)) if told else None
 

@@ -1,4 +1,4 @@
-"""Backwards in two halves: I, which the stage before waits for, and W, which only the optimizer's step needs.
+"""Split backwards: I, which the stage before waits for, and W, which only the optimizer's step needs.
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), call them B and W. Whatever waits for a backward in
 1F1B waits for half of it, and where a stage would stand still it does a W that it has put off.
@@ -26,7 +26,7 @@ def zb_h1(
     *,
     overlap: bool = False,
 ) -> Schedule:
-    """Slack 1F1B with parted backwards, in the memory of 1F1B's first stage on every stage.
+    """Slack 1F1B with split backwards, in the memory of 1F1B's first stage on every stage.
 
     S=4, M=8, r=1, one slot per action:
 

@@ -1,4 +1,4 @@
-"""ZB-V: two stages on every worker, there and back, with parted backwards, so that no worker waits once it has begun.
+"""ZB-V: two stages on every worker, there and back, with split backwards, so that no worker waits once it has begun.
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), section 6; "Pipeline Parallelism with Controllable
 Memory" (arXiv:2405.15362). The first worker holds the first stage and the last one: backwards begin where forwards

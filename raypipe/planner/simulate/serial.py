@@ -42,7 +42,8 @@ class Costs:
 
     Attributes:
         forward_s, backward_s: by stage, the whole forward (F) and backward (B).
-        backward_input_s, backward_weight_s: by stage, its halves (I and W); empty means half of backward_s each.
+        backward_input_s, backward_weight_s: by stage, its input and weight parts (I and W); empty means half of
+            backward_s each.
         forward_latency_s, backward_latency_s: by hop, from leaving to arrival; empty means none.
         forward_occupancy_s, backward_occupancy_s: by hop, how long a message keeps the link busy; empty means none.
         step_s: by stage, the optimizer step; empty means none.

@@ -76,7 +76,7 @@ def single_notes(request: Request, num_stages: int) -> tuple[str, ...]:
 def idle_notes(request: Request, num_stages: int, num_microbatches: int) -> tuple[str, ...]:
     """A sentence where fewer micro-batches than workers leave some idle.
 
-    None about zb-v: how far halves of backwards fill its bubble is a matter of their seconds.
+    None about zb-v: how far the parts of split backwards fill its bubble depends on their seconds.
     """
     workers = request.workers(num_stages)
     if num_microbatches >= workers or request.schedule == "zb-v":

@@ -29,14 +29,14 @@ def test_vmap_is_as_in_plain_pytorch() -> None:
 
 @pytest.mark.slow
 def test_choices_are_as_in_plain_pytorch() -> None:
-    assert as_in_plain_pytorch("choosing", SMALL, stages=(1, 3), parted=False) == []
+    assert as_in_plain_pytorch("choosing", SMALL, stages=(1, 3), split=False) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["choosing-twice", "choosing-sequential"])
 def test_choices_within_others_and_in_children(name: str) -> None:
     """Plain PyTorch traces torch.cond anew in every backward, which takes these their time."""
-    assert as_in_plain_pytorch(name, Shape(10, 2, 1), stages=(2,), parted=False) == []
+    assert as_in_plain_pytorch(name, Shape(10, 2, 1), stages=(2,), split=False) == []
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ class Pipeline:
         stages: (forward_s, backward_s).
         link: see Link.
         nbytes: of a message.
-        weight_shares: by stage, W as a part of both halves, which the stages then tell; empty for halves, untold.
-        parting: what the halves take together, over a whole backward.
+        weight_shares: by stage, W over all of a split backward, which the stages then report; empty for 0.5, unsaid.
+        splitting: seconds of a split backward over those of a whole one.
         noise: relative standard deviation of every stage's time.
         stamp_noise_s: of time stamps.
         clocks: (offset_s, seconds gained per second) by stage.
@@ -47,7 +47,7 @@ class Pipeline:
     link: Link
     nbytes: int = 262_144
     weight_shares: Sequence[float] = ()
-    parting: float = 1.0
+    splitting: float = 1.0
     noise: float = 0.0
     stamp_noise_s: float = 0.0
     clocks: Sequence[tuple[float, float]] = ()
@@ -116,7 +116,7 @@ class Pipeline:
     def _work_s(self, stage: int, op: Op) -> float:
         forward_s, backward_s = self.stages[stage]
         share = self.weight_shares[stage] if self.weight_shares else 0.5
-        both_s = self.parting * backward_s
+        both_s = self.splitting * backward_s
         parts = {Op.F: forward_s, Op.B: backward_s, Op.I: (1 - share) * both_s, Op.W: share * both_s}
         return parts[op]
 
@@ -126,8 +126,8 @@ class Pipeline:
         )
         if busy[Op.W]:
             return StageSample(stage, step, forward_s, 0.0, input_s=input_s, weight_s=weight_s)
-        halves = [longer * self._work_s(stage, op) if self.weight_shares else None for op in (Op.I, Op.W)]
-        return StageSample(stage, step, forward_s, backward_s, input_s=halves[0], weight_s=halves[1])
+        parts = [longer * self._work_s(stage, op) if self.weight_shares else None for op in (Op.I, Op.W)]
+        return StageSample(stage, step, forward_s, backward_s, input_s=parts[0], weight_s=parts[1])
 
     def _through_bucket(self, way: tuple[int, bool], now_s: float, occupancy_s: float, ratio: float) -> float:
         """Seconds that a message takes from the wire; what is in the bucket passes at once."""

@@ -259,7 +259,7 @@ def test_stage_samples_are_medians_of_spans():
     spans = [Span(2, Action(2, Op(op), i), start, end) for i, (op, start, end) in enumerate(rows)]
     assert stage_sample(2, 7, spans) == StageSample(2, 7, 2.0, 4.0, 0.5)
     assert stage_sample(1, 7, spans) == StageSample(1, 7, 0.0, 0.0, 0.0)
-    halves = [Span(0, Action(0, Op.I, 0), 0.0, 1.0), Span(0, Action(0, Op.W, 0), 1.0, 1.5)]
-    assert stage_sample(0, 0, halves) == StageSample(0, 0, 0.0, 0.0, input_s=1.0, weight_s=0.5)
+    parts = [Span(0, Action(0, Op.I, 0), 0.0, 1.0), Span(0, Action(0, Op.W, 0), 1.0, 1.5)]
+    assert stage_sample(0, 0, parts) == StageSample(0, 0, 0.0, 0.0, input_s=1.0, weight_s=0.5)
     told = stage_sample(2, 7, spans, (3.0, 1.25))
     assert told == StageSample(2, 7, 2.0, 4.0, 0.5, input_s=3.0, weight_s=1.25)

@@ -43,8 +43,8 @@ def test_equal_messages_give_the_simulator_s_time_to_the_bit(data):
         forward_occupancy_s=occupancy[0], backward_occupancy_s=occupancy[1],
     )  # fmt: skip
     wires = [Wire(latency[way][hop], (occupancy[way][hop],)) for hop in range(stages - 1) for way in (0, 1)]
-    halves_s = tuple(zip(input_s, weight_s, strict=True))
-    found = step_s(compiled(choice.spec, stages), forward_s, backward_s, wires, halves_s=halves_s)
+    split_backward_s = tuple(zip(input_s, weight_s, strict=True))
+    found = step_s(compiled(choice.spec, stages), forward_s, backward_s, wires, split_backward_s=split_backward_s)
     assert found == makespan_s(lower(schedule_of(choice.spec, stages)), costs)
 
 

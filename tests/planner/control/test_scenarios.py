@@ -162,7 +162,7 @@ def test_frozen_scenario_b_is_not_good_enough():
 @pytest.mark.slow
 @pytest.mark.parametrize("through_json", [False, True])
 def test_backwards_are_parted_where_that_pays(through_json: bool) -> None:
-    """Stages tell their halves from the first step on; the switch pays what was predicted."""
+    """Stages report split backwards from the first step on; the switch pays what was predicted."""
     setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2)
     pipeline = Pipeline([(0.018, 0.035)] * 2, rate(100), noise=0.01, weight_shares=(1.0, 0.5))
     controller, seconds, choice = Controller(setup), list[float](), setup.choice
@@ -194,11 +194,11 @@ def test_slow_first_steps_do_not_decide_for_the_usual_interval() -> None:
     assert choice.spec.kind == "zb-h1"
 
 
-@pytest.mark.parametrize(("share", "parting"), [(0.0, 1.0), (0.5, 1.2), (0.5, 1.6)])
-def test_stages_that_lose_by_parting_their_backward_are_left_alone(share: float, parting: float) -> None:
+@pytest.mark.parametrize(("share", "splitting"), [(0.0, 1.0), (0.5, 1.2), (0.5, 1.6)])
+def test_stages_that_lose_by_splitting_their_backward_are_left_alone(share: float, splitting: float) -> None:
     setup = ControllerConfig("auto", Choice(ScheduleSpec("slack", 8, slack=(2,))), (MemoryBudget(),) * 2)
     stages = [(0.018, 0.035)] * 2
-    pipeline = Pipeline(stages, rate(100), noise=0.01, weight_shares=(1.0, share), parting=parting)
+    pipeline = Pipeline(stages, rate(100), noise=0.01, weight_shares=(1.0, share), splitting=splitting)
     _, choices, decisions = run_controlled(pipeline, setup, 60)
     assert {choice.spec.kind for choice in choices} == {"slack"}
     assert all(d.verdict is not Verdict.UNDO for d in decisions)
@@ -207,9 +207,9 @@ def test_stages_that_lose_by_parting_their_backward_are_left_alone(share: float,
 def test_frozen_stages_below_do_not_hide_what_parting_brings() -> None:
     observed = StageEstimator(3)
     observed.add([StageSample(0, 0, 1.0, 0.0), *(StageSample(s, 0, 1.0, 2.0, 0.0, None, 1.5, 1.0) for s in (1, 2))])
-    assert observed.halves() == ((0.0, 0.0), (1.5, 1.0), (1.5, 1.0))
+    assert observed.split_backward_s() == ((0.0, 0.0), (1.5, 1.0), (1.5, 1.0))
     observed.add([StageSample(s, 1, 1.0, 0.0, 0.0, None, 3.0, 2.0) for s in (1, 2)])
-    assert observed.seconds()[1] == (0.0, 3.0, 3.0)  # a whole one takes 2 where the halves take 2.5
+    assert observed.seconds()[1] == (0.0, 3.0, 3.0)  # a whole one takes 2 where the parts take 2.5
 
 
 def test_free_links_cost_nothing():

@@ -27,7 +27,7 @@ from raypipe.planner.memory import MemoryModel, StageMemory
 from tests.planner.control.lab import all_choices
 from tests.planner.control.test_controller import setup_of
 
-HALVES = ((0.0, 0.02), (0.01, 0.01), (0.01, 0.01), (0.01, 0.01))
+SPLIT_S = ((0.0, 0.02), (0.01, 0.01), (0.01, 0.01), (0.01, 0.01))
 BF16, INT8 = CodecCost("bf16", 2.0, 1e-10, 1e-10), CodecCost("int8", 3.9, 4e-10, 4e-10)
 
 ONE = Choice(ScheduleSpec("1f1b", 16))
@@ -108,10 +108,10 @@ def test_modes_turn_what_they_are_named_after():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hops", [[(0.0, 0.0)] * 3, [(0.015, 0.0), (0.0, 0.01), (0.02, 0.0)]])
-def test_parted_backwards_are_taken_where_halves_are_known(hops):
-    """As quick as any slack by hop, and not at all where stages cannot part them."""
+def test_split_backwards_are_taken_where_they_were_timed(hops):
+    """As quick as any slack by hop, and not at all where stages cannot split them."""
     budgets = at_most(16, 16, 16, 16)
-    known = replace(measured_of(hops), halves_s=HALVES)
+    known = replace(measured_of(hops), split_backward_s=SPLIT_S)
     found = search(config("auto", budgets), known, ONE)
     every = [Choice(ScheduleSpec("zb-h1", 16, slack=r)) for r in product(range(1, 6), repeat=3)]
     assert found.best.choice.spec.kind == "zb-h1"
@@ -121,7 +121,7 @@ def test_parted_backwards_are_taken_where_halves_are_known(hops):
     assert found.best.seconds < whole.best.seconds
     nothing = search(
         config("auto", budgets),
-        replace(known, halves_s=(HALVES[0], *[(0.02, 0.0)] * 3)),
+        replace(known, split_backward_s=(SPLIT_S[0], *[(0.02, 0.0)] * 3)),
         ONE,
     )
     assert nothing.best.choice.spec.kind != "zb-h1"
@@ -129,14 +129,14 @@ def test_parted_backwards_are_taken_where_halves_are_known(hops):
     assert asked.best.choice.spec.kind == "zb-h1"
     dear = search(
         config("auto", budgets),
-        replace(known, halves_s=((0.0, 0.04), *[(0.02, 0.02)] * 3)),
+        replace(known, split_backward_s=((0.0, 0.04), *[(0.02, 0.02)] * 3)),
         ONE,
     )
     assert dear.best.choice.spec.kind != "zb-h1"
 
 
-def test_parted_backwards_need_room_on_every_stage():
-    known = replace(measured_of([(0.0, 0.0)] * 3), halves_s=HALVES)
+def test_split_backwards_need_memory_on_every_stage():
+    known = replace(measured_of([(0.0, 0.0)] * 3), split_backward_s=SPLIT_S)
     tight = search(config("auto", at_most(16, 16, 16, 3)), known, ONE)
     assert tight.best.choice.spec.kind != "zb-h1"
 

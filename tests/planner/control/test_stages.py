@@ -14,9 +14,9 @@ from raypipe.planner.control.stages import StageEstimator
 from tests.planner.control.lab import Pipeline, constant
 
 
-def whole(stage: int, step: int, seconds: float, halves: tuple[float, float] | None = None) -> StageSample:
-    """F takes half of what B does; the halves are over B."""
-    told = (None, None) if halves is None else (halves[0] * seconds, halves[1] * seconds)
+def whole(stage: int, step: int, seconds: float, parts: tuple[float, float] | None = None) -> StageSample:
+    """F takes half of what B does; the parts are over B."""
+    told = (None, None) if parts is None else (parts[0] * seconds, parts[1] * seconds)
     return StageSample(stage, step, seconds / 2, seconds, 0.01, None, *told)
 
 
@@ -36,17 +36,17 @@ def test_one_odd_backward_does_not_say_what_halves_take() -> None:
     for step in range(4, 16):  # the others have left the window
         observed.add([whole(0, step, 1.0)])
     observed.add([whole(0, 16, 1.5, (0.85, 0.61))])
-    assert observed.halves() == ((pytest.approx(0.6), pytest.approx(0.45)),)
+    assert observed.split_backward_s() == ((pytest.approx(0.6), pytest.approx(0.45)),)
 
 
 def test_halves_count_as_soon_as_they_run() -> None:
-    """Half of the window ran whole backwards in a slow minute, and half ran halves in a quick one."""
+    """Half of the window ran whole backwards in a slow minute, and half ran split ones in a quick one."""
     observed = StageEstimator(1, drift_threshold=10.0)
     for step in range(3):
         observed.add([whole(0, step, 2.0, (0.6, 0.4))])
     for step in range(3, 8):
         observed.add([StageSample(0, step, 0.5, 0.0, 0.01, None, 0.6, 0.4)])
-    assert observed.halves() == ((0.6, 0.4),)
+    assert observed.split_backward_s() == ((0.6, 0.4),)
     assert observed.seconds()[1] == (1.0,)
 
 

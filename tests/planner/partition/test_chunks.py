@@ -338,7 +338,7 @@ def test_a_solver_sees_a_device_for_every_stage_in_order() -> None:
 @pytest.mark.parametrize("kind", ["interleaved", "zb-v"])
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_rounds_are_those_of_the_rows(kind, workers):
-    """Of equal stages on free links; halves of backwards as long as forwards."""
+    """Of equal stages on free links; both parts of a backward as long as a forward."""
     request = Request(2 * workers, workers, (), None, None, num_samples=1000, schedule=kind)
     rounds = rounds_of(request, 2 * workers)
     costs = Costs.uniform(2 * workers, 1.0, 2.0)

@@ -78,12 +78,12 @@ def test_split_backward_lets_the_weights_wait():
     rows = ("0F0 0I0 0W0", "1F0 1I0 1W0")
     body = tuple(tuple(map(parse_action, line.split())) for line in rows)
     schedule = lower(Schedule("split", Wiring(((0,), (1,)), 1, split_backward=True), body, stride=1))
-    halves = simulate(schedule, Costs.uniform(2, 1.0, 2.0))
-    assert times(halves)["0I0"] == (3.0, 4.0)
-    assert halves.makespan_s == 5.0
+    split = simulate(schedule, Costs.uniform(2, 1.0, 2.0))
+    assert times(split)["0I0"] == (3.0, 4.0)
+    assert split.makespan_s == 5.0
     uneven = Costs((1.0, 1.0), (2.0, 2.0), backward_input_s=(0.5, 0.5), backward_weight_s=(3.0, 1.0))
     assert times(simulate(schedule, uneven))["0W0"] == (3.0, 6.0)
-    assert halves.peak_in_flight == (1, 1)
+    assert split.peak_in_flight == (1, 1)
 
 
 def test_repeats_run_back_to_back():

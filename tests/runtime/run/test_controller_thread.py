@@ -16,7 +16,7 @@ import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
-from raypipe.engine.stage_work import PARTED_EVERY, PARTED_FIRST
+from raypipe.engine.stage_work import SPLIT_EVERY, SPLIT_FIRST
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, ControllerConfig, ControllerDecision, StepDone, Verdict
 from raypipe.runtime.run.blueprint import assemble
@@ -138,12 +138,12 @@ def test_parameters_do_not_show_how_often_the_schedule_was_turned(
     assert all(same_bits(found[key], expected[key]) for key in expected)
     initial = CASES[name].model().state_dict()
     assert any(not torch.equal(initial[key], found[key]) for key in initial)
-    # The halves of a backward were measured whatever ran, now and then; nobody waits for the first stage's.
+    # The parts of a split backward were timed whatever ran, now and then; nobody waits for the first stage's.
     for event in scripts[0].events:
-        parted = event.choice.spec.kind == "zb-h1"
+        split = event.choice.spec.kind == "zb-h1"
         for sample in event.stages:
-            assert (sample.backward_s == 0.0) == parted
-            if not (parted or event.step < PARTED_FIRST or event.step % PARTED_EVERY == 0):
+            assert (sample.backward_s == 0.0) == split
+            if not (split or event.step < SPLIT_FIRST or event.step % SPLIT_EVERY == 0):
                 assert sample.input_s is sample.weight_s is None
                 continue
             assert sample.input_s is not None
