@@ -14,9 +14,9 @@ twice: for the operands of its products, which are among its activations, and fo
 ``pipedream`` is the asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the weights that learn, u being
 the update interval; ``2bw`` keeps two.
 
-Where several stages sit on one worker (interleaved, zb-v) the rows of the schedule are counted instead (``Held``). What
-a worker holds is taken as the sum over its stages, each at its own fullest moment; those need not coincide, so that the
-sum is an upper bound.
+Where several stages sit on one worker (interleaved, zb-v) the rows of the schedule are counted instead (``Resident``).
+What a worker holds is taken as the sum over its stages, each at its own fullest moment; those need not coincide, so
+that the sum is an upper bound.
 
 The numbers per node add up, so a part of a stage never needs more than the stage: the partition solvers rest on that.
 Messages and the workspace are exceptions: those depend on the cut, and this is the most that any node needs while it
@@ -44,14 +44,14 @@ from raypipe.ir.plan_table import human_bytes
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
 from raypipe.planner.columns import Sums, columns_of
 
-__all__ = ["Held", "MemoryModel", "StageMemory", "check_memory", "stage_memory"]
+__all__ = ["MemoryModel", "Resident", "StageMemory", "check_memory", "stage_memory"]
 
 ONE_F_ONE_B = ScheduleSpec("1f1b")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a schedule makes each stage hold, counted in its rows.
+class Resident:
+    """What a schedule keeps in each stage's memory, counted in its rows.
 
     Attributes:
         in_flight: most micro-batches between their F and their B, or W, by stage.
@@ -69,7 +69,7 @@ class MemoryModel:
     """What decides a stage's memory, besides its nodes and its place.
 
     Attributes:
-        spec: of a kind with a memory formula, or any other with ``held``.
+        spec: of a kind with a memory formula, or any other with ``resident``.
         microbatch_size: b, samples.
         weight_versions: copies of the weights; None follows the schedule.
         version_limit: most copies that a stage has room for; None for no limit.
@@ -77,7 +77,7 @@ class MemoryModel:
         optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
         reserve_bytes: kept free on every device, for temporaries and the runtime; of several stages on one device, the
             share of each.
-        held: what the rows say, for schedules without a formula; it is of so many micro-batches and stages.
+        resident: what the rows say, for schedules without a formula; it is of so many micro-batches and stages.
 
     Raises:
         PlanError: a kind without a formula, or a number out of range.
@@ -90,10 +90,10 @@ class MemoryModel:
     gradient_factor: float = 1.0
     optimizer_factor: float = 2.0
     reserve_bytes: int = 0
-    held: Held | None = None
+    resident: Resident | None = None
 
     def __post_init__(self) -> None:
-        if not self.spec.of_kind.memory_formula and self.held is None:
+        if not self.spec.of_kind.memory_formula and self.resident is None:
             known = ", ".join(name for name, kind in KINDS.items() if kind.memory_formula)
             raise PlanError(
                 f"No memory model for the schedule {self.spec.kind!r}: choose one of {known}, or count what its rows "
@@ -106,8 +106,8 @@ class MemoryModel:
 
     def in_flight(self, depth: int) -> int:
         """Most micro-batches between their F and their B, or W, on a stage of this depth."""
-        if self.held is not None:
-            return self.held.in_flight[-depth]
+        if self.resident is not None:
+            return self.resident.in_flight[-depth]
         spec = self.spec
         match spec.kind:
             case "gpipe":
@@ -125,12 +125,12 @@ class MemoryModel:
 
     def activation_sets(self, depth: int) -> int:
         """How often a stage of this depth holds a micro-batch's activations, or as many bytes."""
-        if self.held is not None:
-            return self.held.activation_sets[-depth]
-        held = self.in_flight(depth)
+        if self.resident is not None:
+            return self.resident.activation_sets[-depth]
+        in_flight = self.in_flight(depth)
         if not self.spec.of_kind.splits_backward:
-            return held
-        return 2 * held - min(held, 1 + self._slack_after(depth - 1))
+            return in_flight
+        return 2 * in_flight - min(in_flight, 1 + self._slack_after(depth - 1))
 
     def _slack_after(self, hops: int) -> int:
         """Sum of r over so many hops at the end; the cut may have more hops than the spec, all like its first."""
@@ -151,8 +151,8 @@ class MemoryModel:
     @property
     def message_slots(self) -> int:
         """Boundary messages that wait at a stage, per direction, besides those of micro-batches in flight."""
-        if self.held is not None:
-            return self.held.message_slots
+        if self.resident is not None:
+            return self.resident.message_slots
         return max(self.spec.group_size, *self.spec.slack, 1)
 
     def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
@@ -198,8 +198,8 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
-        held = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
-        return held + self.activation_bytes + self.message_bytes + self.workspace_bytes + self.reserve_bytes
+        resident = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+        return resident + self.activation_bytes + self.message_bytes + self.workspace_bytes + self.reserve_bytes
 
     def __str__(self) -> str:
         parts = {
@@ -217,7 +217,7 @@ class StageMemory:
 
 def stage_memory(
     model: MemoryModel,
-    held: Sums,
+    resident: Sums,
     stage: int,
     depth: int,
     *,
@@ -228,7 +228,7 @@ def stage_memory(
     """The memory of one stage.
 
     Args:
-        held: bytes of the stage's nodes.
+        resident: bytes of the stage's nodes.
         stage: its position, for the action.
         depth: see the module; ``S - stage`` without replicas.
         receive_bytes, send_bytes: per sample, of the cuts before and after it.
@@ -241,11 +241,11 @@ def stage_memory(
         in_flight=in_flight,
         activation_sets=sets,
         versions=versions,
-        weight_bytes=(versions - 1) * held.trainable_bytes + held.param_bytes,
-        gradient_bytes=math.ceil(held.trainable_bytes * model.gradient_factor),
-        optimizer_bytes=math.ceil(held.trainable_bytes * model.optimizer_factor),
-        buffer_bytes=held.buffer_bytes,
-        activation_bytes=sets * model.microbatch_size * held.activation_bytes,
+        weight_bytes=(versions - 1) * resident.trainable_bytes + resident.param_bytes,
+        gradient_bytes=math.ceil(resident.trainable_bytes * model.gradient_factor),
+        optimizer_bytes=math.ceil(resident.trainable_bytes * model.optimizer_factor),
+        buffer_bytes=resident.buffer_bytes,
+        activation_bytes=sets * model.microbatch_size * resident.activation_bytes,
         message_bytes=model.microbatch_size
         * (receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots),
         workspace_bytes=workspace_bytes,

@@ -129,8 +129,8 @@ class Program:
         peaks = []
         for stage, worker in enumerate(self.wiring.placement):
             row = slice(self.first[worker], self.first[worker + 1])
-            held = np.cumsum(change[row][self.stage[row] == stage])
-            peak = int(held.max(initial=0))
+            resident = np.cumsum(change[row][self.stage[row] == stage])
+            peak = int(resident.max(initial=0))
             peaks.append(peak if stage >= self.wiring.first_trainable else min(peak, 1))
         return tuple(peaks)
 

@@ -60,10 +60,10 @@ class MemoryBudget:
     def need_bytes(self, choice: Choice, depth: int) -> int:
         """At the fullest moment of a stage with ``depth - 1`` stages behind it."""
         model = choice.memory_model()
-        held = model.activation_sets(depth) * self.activation_bytes + model.message_slots * self.message_bytes
+        resident = model.activation_sets(depth) * self.activation_bytes + model.message_slots * self.message_bytes
         share = Fraction(self.num_microbatches or choice.num_microbatches, choice.num_microbatches)
         workspace = max((fixed + share * grows for fixed, grows in self.workspace), default=Fraction(0))
-        return self.fixed_bytes + self.extra_bytes + math.ceil(held * share + max(Fraction(0), workspace))
+        return self.fixed_bytes + self.extra_bytes + math.ceil(resident * share + max(Fraction(0), workspace))
 
     def measured(self, choice: Choice, depth: int, peak_bytes: int) -> MemoryBudget:
         """The budget as a measured peak shows it: never more than before."""
@@ -105,12 +105,12 @@ def why_not(choice: Choice, budgets: Sequence[MemoryBudget]) -> str:
     """The first stage on which a choice does not fit, with the numbers; "" where it fits on all."""
     for stage, budget in enumerate(budgets):
         depth = len(budgets) - stage
-        held = choice.memory_model().in_flight(depth)
-        if budget.most_in_flight is not None and held > budget.most_of(choice):
-            return f"stage {stage} would hold {held} micro-batches, at most {budget.most_of(choice)} are allowed"
+        in_flight = choice.memory_model().in_flight(depth)
+        if budget.most_in_flight is not None and in_flight > budget.most_of(choice):
+            return f"stage {stage} would hold {in_flight} micro-batches, at most {budget.most_of(choice)} are allowed"
         if budget.limit_bytes is not None and (need := budget.need_bytes(choice, depth)) > budget.limit_bytes:
             return (
-                f"stage {stage} would hold {held} micro-batches in {human_bytes(need)}, "
+                f"stage {stage} would hold {in_flight} micro-batches in {human_bytes(need)}, "
                 f"its limit is {human_bytes(budget.limit_bytes)}"
             )
     return ""

@@ -278,7 +278,7 @@ def _without(choice: Choice, hop: int, forward: bool) -> Choice:
 def _pick(config: ControllerConfig, candidates: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
     """The quickest; of equals the one that holds the fewest micro-batches on all stages."""
 
-    def held(choice: Choice) -> float:
+    def resident(choice: Choice) -> float:
         """In mini-batches."""
         model = choice.memory_model()
         count = sum(model.activation_sets(depth) for depth in range(1, len(config.budgets) + 1)) + model.message_slots
@@ -286,7 +286,7 @@ def _pick(config: ControllerConfig, candidates: Sequence[Choice], score: Callabl
 
     best_s = min(map(score, candidates))
     even = [one for one in candidates if score(one) <= best_s * (1 + EVEN)]
-    choice = min(even, key=lambda one: (held(one), score(one), str(one)))
+    choice = min(even, key=lambda one: (resident(one), score(one), str(one)))
     return Scored(choice, score(choice))
 
 

@@ -87,14 +87,14 @@ def check_workers(found: Sequence[StageMemory], placement: Sequence[int], limits
     Raises:
         PlanError: names the worker that is over its limit by most, its stages, and their bytes.
     """
-    held = [[found[stage] for stage in stages] for stages in stages_by_worker(placement)]
-    over = [(sum(m.total_bytes for m in held[w]) - cap, w) for w, cap in enumerate(limits) if cap is not None]
+    resident = [[found[stage] for stage in stages] for stages in stages_by_worker(placement)]
+    over = [(sum(m.total_bytes for m in resident[w]) - cap, w) for w, cap in enumerate(limits) if cap is not None]
     excess, worst = max(over, default=(0, 0))
     if excess <= 0:
         return
     cap = limits[worst] or 0
-    stages = " and ".join(str(m.stage) for m in held[worst])
-    each = "; ".join(f"stage {m.stage} {human_bytes(m.total_bytes)} at {m.action} ({m})" for m in held[worst])
+    stages = " and ".join(str(m.stage) for m in resident[worst])
+    each = "; ".join(f"stage {m.stage} {human_bytes(m.total_bytes)} at {m.action} ({m})" for m in resident[worst])
     raise PlanError(
         f"Worker {worst} needs {human_bytes(cap + excess)} for its stages {stages}, {human_bytes(excess)} more than "
         f"its limit of {human_bytes(cap)}: {each}. Use smaller micro-batches, more workers, or a schedule that holds "
@@ -103,26 +103,30 @@ def check_workers(found: Sequence[StageMemory], placement: Sequence[int], limits
 
 
 def _shares(
-    graph: ModelGraph, memory: MemoryModel, held: Sequence[int], placement: Sequence[int], caps: Sequence[int | None]
+    graph: ModelGraph,
+    memory: MemoryModel,
+    resident: Sequence[int],
+    placement: Sequence[int],
+    caps: Sequence[int | None],
 ) -> Iterator[Shares]:
     """What each stage may use of its worker's memory, in the order in which it is tried; never more than there is.
 
     Args:
-        held: bytes by stage of a cut that is too much for some worker.
+        resident: bytes by stage of a cut that is too much for some worker.
     """
     workers, whole = stages_by_worker(placement), memory.node_parts(graph).sum(axis=1)
     equal = [int(memory.at_depth(whole, len(placement) - s)) + memory.reserve_bytes for s in range(len(placement))]
-    for keep, needs in ((True, held), (False, held), (False, equal), (False, [1] * len(placement))):
+    for keep, needs in ((True, resident), (False, resident), (False, equal), (False, [1] * len(placement))):
         shares: list[int | None] = [None] * len(placement)
         for stages, cap in zip(workers, caps, strict=True):
             if cap is None:
                 continue
             left, rest = cap, list(stages)
-            if keep and len(stages) > 1 and cap < sum(held[s] for s in stages):
+            if keep and len(stages) > 1 and cap < sum(resident[s] for s in stages):
                 # It may be one large operation, which no smaller share would hold.
-                fullest = max(stages, key=held.__getitem__)
-                shares[fullest] = min(held[fullest], cap - len(stages) + 1)
-                left, rest = cap - held[fullest], [s for s in stages if s != fullest]
+                fullest = max(stages, key=resident.__getitem__)
+                shares[fullest] = min(resident[fullest], cap - len(stages) + 1)
+                left, rest = cap - resident[fullest], [s for s in stages if s != fullest]
             total = sum(needs[s] for s in rest) or 1
             for s in rest:
                 shares[s] = max(1, left * needs[s] // total)

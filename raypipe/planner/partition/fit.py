@@ -152,7 +152,7 @@ def _nearest_plan(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: L
 
 def _alternatives(memory: MemoryModel) -> Iterator[tuple[MemoryModel, str]]:
     """Schedules that hold less, then the same with micro-batches of half the size, again and again."""
-    if memory.held is not None:
+    if memory.resident is not None:
         return  # counted for this number of micro-batches, and for workers that hold several stages
     thrifty = dataclasses.replace(memory, spec=memory.spec.as_kind("1f1b"), weight_versions=None)
     # What zb-h1 holds follows from the number of its hops, which may be another here.

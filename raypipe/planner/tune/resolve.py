@@ -6,10 +6,10 @@ import functools
 
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.schedule_spec import ScheduleSpec, takes
-from raypipe.planner.memory import Held, MemoryModel
+from raypipe.planner.memory import MemoryModel, Resident
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.request import AUTO_SLACK, Request
-from raypipe.planner.tune.row_memory import held_by
+from raypipe.planner.tune.row_memory import resident_of
 from raypipe.planner.tune.weights import by_hop, slack_of, weight_policy
 
 __all__ = ["build_schedule", "memory_model", "placement_of", "spec_of"]
@@ -70,15 +70,15 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         optimizer_factor=request.optimizer_factor,
         # Once per worker, whose stages share it.
         reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),
-        held=None if spec.of_kind.memory_formula else _held(spec, num_stages, request.workers(num_stages)),
+        resident=None if spec.of_kind.memory_formula else _resident(spec, num_stages, request.workers(num_stages)),
     )
 
 
 @functools.lru_cache(maxsize=256)  # the same few numbers are asked for at every cut that is tried
-def _held(spec: ScheduleSpec, num_stages: int, workers: int) -> Held:
+def _resident(spec: ScheduleSpec, num_stages: int, workers: int) -> Resident:
     """Of backwards on all stages, since nobody knows the lowest that trains before the cut."""
     # Further micro-batches only repeat the steady state. What is left over decides how long rounds are: with as many
     # rounds as workers, none is longer than by one.
     count = spec.num_microbatches
     enough = max(FULL * num_stages, -(-(workers**2) // num_stages) * num_stages) + count % num_stages
-    return held_by(schedule_of(spec.with_microbatches(min(count, enough)), num_stages))
+    return resident_of(schedule_of(spec.with_microbatches(min(count, enough)), num_stages))

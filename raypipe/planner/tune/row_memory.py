@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from raypipe.ir.schedule import Op, Schedule
 from raypipe.ir.timeline import Timeline
-from raypipe.planner.memory import Held
+from raypipe.planner.memory import Resident
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, simulate
 from raypipe.planner.tables import OP_CODE, OPS, encode
 
-__all__ = ["held_by"]
+__all__ = ["resident_of"]
 
 _FLIGHT = np.zeros(len(OPS), dtype=np.int64)
 _FLIGHT[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.W]]] = 1, -1, -1
@@ -31,7 +31,7 @@ _SETS[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.I], OP_CODE[Op.W]]] = 1, -1, 1, 
 """By operation, what it adds to the micro-batches in flight and to the activation sets of its stage."""
 
 
-def held_by(schedule: Schedule) -> Held:
+def resident_of(schedule: Schedule) -> Resident:
     """The most that each stage of a synchronous schedule holds at once.
 
     Args:
@@ -45,7 +45,7 @@ def held_by(schedule: Schedule) -> Held:
             in_flight[stage] = int(np.cumsum(_FLIGHT[own]).max())
             sets[stage] = int(np.cumsum(_SETS[own]).max())
     timeline = simulate(lower(schedule), Costs.uniform(schedule.num_stages))
-    return Held(tuple(in_flight), tuple(sets), _most_waiting(timeline, schedule))
+    return Resident(tuple(in_flight), tuple(sets), _most_waiting(timeline, schedule))
 
 
 def _most_waiting(timeline: Timeline, schedule: Schedule) -> int:

@@ -12,7 +12,7 @@ from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.tables import build
 from raypipe.planner.tune import Request, memory_model
-from raypipe.planner.tune.row_memory import held_by
+from raypipe.planner.tune.row_memory import resident_of
 from tests.planner.specs import spec_for
 
 CHUNKED = ["interleaved", "zb-v"]
@@ -32,13 +32,13 @@ def chunks_of(kind: str, chunks: int) -> dict[str, int]:
 def test_the_count_is_the_formula_where_there_is_one(stages: int, count: int, number: int) -> None:
     for kind in ("gpipe", "1f1b", "kfkb", "slack"):
         spec = spec_for(kind, stages, count, group_size=number, slack=number)
-        model, found = MemoryModel(spec), held_by(schedule_of(spec, stages))
+        model, found = MemoryModel(spec), resident_of(schedule_of(spec, stages))
         assert found.in_flight == found.activation_sets == tuple(model.in_flight(stages - s) for s in range(stages))
         assert 1 <= found.message_slots <= max(count, model.message_slots)
 
 
 def test_what_waits_for_its_weights_counts_twice() -> None:
-    found = held_by(schedule_of(ScheduleSpec("zb-h1", 8, slack=(1, 2, 1)), 4))
+    found = resident_of(schedule_of(ScheduleSpec("zb-h1", 8, slack=(1, 2, 1)), 4))
     formula = MemoryModel(ScheduleSpec("zb-h1", num_microbatches=8, slack=(1, 2, 1)))
     assert found.in_flight == tuple(formula.in_flight(4 - s) for s in range(4))
     assert found.activation_sets == tuple(formula.activation_sets(4 - s) + 1 for s in range(4))
@@ -50,12 +50,12 @@ def test_what_waits_for_its_weights_counts_twice() -> None:
 @given(workers=st.integers(1, 4), count=st.integers(1, 20))
 def test_the_count_is_the_simulators(kind: str, workers: int, count: int) -> None:
     made = schedule_of(ScheduleSpec(kind, count, **chunks_of(kind, 2)), 2 * workers)
-    assert held_by(made).in_flight == build(lower(made)).peak_in_flight()
+    assert resident_of(made).in_flight == build(lower(made)).peak_in_flight()
 
 
 def test_the_numbers_of_a_small_interleaved_step() -> None:
     """0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 ...; 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 ..."""
-    found = held_by(schedule_of(ScheduleSpec("interleaved", 4, chunks=2), 4))
+    found = resident_of(schedule_of(ScheduleSpec("interleaved", 4, chunks=2), 4))
     assert found.in_flight == found.activation_sets == (4, 3, 2, 1)
     assert found.message_slots == 1
 
@@ -67,8 +67,8 @@ def test_more_micro_batches_than_fill_it_hold_nothing_more(kind: str, workers: i
     for chunks in (2, 3) if kind == "interleaved" else (2,):
         request = request_for(kind, workers, chunks)
         for count in (*range(1, 4 * workers * chunks, 3), *range(4 * workers * chunks, 5 * workers * chunks)):
-            found = memory_model(request, workers * chunks, count, 1).held
-            assert found == held_by(
+            found = memory_model(request, workers * chunks, count, 1).resident
+            assert found == resident_of(
                 schedule_of(ScheduleSpec(kind, count, **chunks_of(kind, chunks)), workers * chunks)
             ), count
 
@@ -76,10 +76,10 @@ def test_more_micro_batches_than_fill_it_hold_nothing_more(kind: str, workers: i
 @pytest.mark.parametrize("kind", CHUNKED)
 def test_a_model_that_was_counted_answers_by_depth(kind: str) -> None:
     model = memory_model(request_for(kind, 2, 2), 4, 8, 3)
-    assert model.held is not None
-    assert [model.in_flight(4 - s) for s in range(4)] == list(model.held.in_flight)
-    assert [model.activation_sets(4 - s) for s in range(4)] == list(model.held.activation_sets)
-    assert (model.versions(4), model.message_slots) == (1, model.held.message_slots)
+    assert model.resident is not None
+    assert [model.in_flight(4 - s) for s in range(4)] == list(model.resident.in_flight)
+    assert [model.activation_sets(4 - s) for s in range(4)] == list(model.resident.activation_sets)
+    assert (model.versions(4), model.message_slots) == (1, model.resident.message_slots)
 
 
 def test_what_is_kept_free_is_shared_out() -> None:
