@@ -147,16 +147,16 @@ def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> De
     """The best decision with so many stages. Slack costs memory, so that "auto" looks at 1F1B too where that counts.
 
     Of a described cluster zb-h1 is a candidate as well, as it is for the controller of a run. Nobody has measured here
-    what parting the backward costs; the run that does takes it back where that is too much.
+    what splitting the backward costs; the run that does takes it back where that is too much.
     """
     request = problem.request
     if request.schedule != "auto" or num_stages == 1:
         return attempt(problem, request, num_stages, quick=quick)
     slack = dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
     plain = dataclasses.replace(request, schedule="1f1b", slack=None)
-    parted = dataclasses.replace(request, schedule="zb-h1", slack=None)
+    split = dataclasses.replace(request, schedule="zb-h1", slack=None)
     found, refusal = [], None
-    for candidate in (slack, *([plain] if problem.bounded else []), *([parted] if problem.described else [])):
+    for candidate in (slack, *([plain] if problem.bounded else []), *([split] if problem.described else [])):
         try:
             found.append(attempt(problem, candidate, num_stages, quick=quick))
         except PlanError as error:
