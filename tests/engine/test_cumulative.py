@@ -17,7 +17,8 @@ from tests.operations import as_in_plain_pytorch
 
 @pytest.mark.slow
 def test_batch_norm_over_all_batches() -> None:
-    assert as_in_plain_pytorch("cumulative", SHAPES["even"]) == []
+    # The bias before a BatchNorm has a gradient of rounding errors, on some processors of exactly zero.
+    assert as_in_plain_pytorch("cumulative", SHAPES["even"], still=("one.bias", "two.bias")) == []
 
 
 def test_the_operation_is_the_module() -> None:

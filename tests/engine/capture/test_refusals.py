@@ -83,7 +83,7 @@ class Pair(nn.Module):
     [
         (
             Branching(),
-            r'Branching decides by values of its data at .*test_capture_errors\.py:\d+, in forward, "if x\.sum',
+            r'Branching decides by values of its data at .*test_refusals\.py:\d+, in forward, "if x\.sum',
         ),
         (Custom(), r"custom autograd function tests\.nets\.Double, whose backward tracing would lose.*nn\.Sequential"),
         (HookInside(), r"forward registers a gradient hook on a tensor.*drop the hook"),

@@ -98,12 +98,12 @@ class Unheld(Nested):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Lossy(), r"calls torch\.cond under torch\.no_grad at .*test_control_flow\.py:\d+; .*detached operands"),
+        (Lossy(), r"calls torch\.cond under torch\.no_grad at .*test_regions\.py:\d+; .*detached operands"),
         (Unheld(), r"Unheld calls torch\.cond within a way of torch\.cond.*Write the inner one as torch\.where"),
         (Drawing(choosing=True), r"draws random numbers inside torch\.cond .*Draw them outside and pass them in"),
         (
             Drawing(choosing=False),
-            r"draws random numbers inside torch\.func\.vmap .*test_control_flow\.py:\d+.*outside",
+            r"draws random numbers inside torch\.func\.vmap .*test_regions\.py:\d+.*outside",
         ),
     ],
     ids=["no_grad", "nested", "draws", "draws-vmap"],
