@@ -58,7 +58,9 @@ def told(made: PipelineTrainer) -> str:
     turned = retune_setup(made._pipeline, job.planned)
     if turned is not None:
         turned = dataclasses.replace(turned, microbatch_seconds=tuple(n for n, _ in turned.microbatch_seconds))  # type: ignore[arg-type]
-    return repr((plan, kept, order, place, policy, turned, made._resources(), checks(job)))
+    # The first word of "All 7 operations were measured", "Of 7 operations 5 were".
+    profiled = [why.split()[0] for what, why in job.plan.reasons if what == "profile"]
+    return repr((plan, kept, order, place, policy, turned, made._resources(), checks(job), profiled))
 
 
 def checks(job: Any) -> bool:
@@ -79,6 +81,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "num_replicas": ({}, [1]),
     "minibatch_size": ({}, [8, 16]),
     "num_microbatches": ({}, [2, 4]),
+    "profile_budget_s": ({"partitioner": "auto", "num_microbatches": "auto"}, [0.0001, 60.0]),
     "loss_reduction": ({}, ["mean", "sum", "valid_tokens", len]),
     "partitioner": ({"num_stages": "auto"}, ["parameters", ["2"], ["4"]]),
     "schedule": ({}, list(SUPPORTED["schedule"][:-3] + SUPPORTED["schedule"][-2:])),

@@ -25,6 +25,8 @@ from raypipe.engine.capture.regions import lost_body
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.capture.traced import Traced
 from raypipe.engine.cumulative import cumulative_norms
+from raypipe.engine.eager_cond import run_conds_outside_of
+from raypipe.engine.randomness import KeyedRandomness
 from raypipe.engine.recompute import traced_checkpoints
 from raypipe.errors import CaptureError
 
@@ -56,6 +58,9 @@ def trace(
     Raises:
         CaptureError: torch.export cannot trace the model; quotes the place in the user's code.
     """
+    run_conds_outside_of(
+        KeyedRandomness
+    )  # which also refuses a torch.cond under no_grad: the trace would lose the no_grad
     values = (*args, *kwargs.values())
     program: torch.export.ExportedProgram | None = None
     whose = f"{type(model).__name__}.forward"
