@@ -87,7 +87,7 @@ class Prediction:
         curve: every number of micro-batches that was looked at; empty where it was given.
         optimum, low, high, epsilon: N*, and the range within epsilon of it; 0 where it was given.
         decided_by: the bound that decided the number of micro-batches: "optimum", "divisors", "schedule", "model",
-            "memory", "given" or "rule".
+            "memory", "simulation", "given" or "rule".
     """
 
     step_s: float

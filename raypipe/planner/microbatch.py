@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.prediction import CurvePoint
 from raypipe.planner.tolerance import EVEN
 
-__all__ = ["Hop", "MicrobatchChoice", "StageTime", "choose_microbatches", "fit_stage_time"]
+__all__ = ["Hop", "MicrobatchChoice", "StageTime", "all_sizes", "choose_microbatches", "fit_stage_time"]
 
 STRAIGHT = 0.05
 """Largest relative error of the line; beyond it the measured points themselves are used."""
@@ -120,7 +120,8 @@ class MicrobatchChoice:
     Attributes:
         optimum: N*, not rounded, from 1 to B.
         low, high: ends of the range in which the model stays within ``epsilon`` of its optimum, from 1 to B.
-        decided_by: "optimum", "divisors", "schedule", "model" or "memory": the last bound that moved the answer.
+        decided_by: "optimum", "divisors", "schedule", "model" or "memory", the last bound that moved the answer, or
+            "simulation", where that found another number to be faster.
         curve: every candidate, by N.
     """
 
@@ -134,6 +135,30 @@ class MicrobatchChoice:
     decided_by: str
     reason: str
     curve: tuple[CurvePoint, ...]
+
+    def simulated(self, num_microbatches: int, microbatch_size: int, step_s: float) -> MicrobatchChoice:
+        """The choice with the number that simulation found to be the best; itself where that is the same.
+
+        Args:
+            step_s: as simulated, for a number that the curve does not have.
+        """
+        if num_microbatches == self.num_microbatches:
+            return self
+        new = CurvePoint(num_microbatches, microbatch_size, step_s)
+        points = {point.num_microbatches: point for point in (new, *self.curve)}
+        what = f"{num_microbatches} micro-batch{'es' * (num_microbatches > 1)} of {microbatch_size}"
+        verdict, _, known = self.reason.partition("; ")
+        by_memory = self.decided_by == "memory"  # which forbids what it did
+        why = verdict.partition(", ")[2] if by_memory else f"better than {self.num_microbatches} in simulation"
+        return replace(
+            self,
+            num_microbatches=num_microbatches,
+            microbatch_size=microbatch_size,
+            predicted_s=points[num_microbatches].predicted_s,
+            decided_by="memory" if by_memory else "simulation",
+            reason=f"{what}, {why}" + (known and f"; {known}"),
+            curve=tuple(points[count] for count in sorted(points)),
+        )
 
     def __str__(self) -> str:
         """The reason, then the curve as a table."""
@@ -311,10 +336,13 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
+def all_sizes(minibatch_size: int) -> list[tuple[int, int]]:
+    """(micro-batches, samples) of every number that can be, the last micro-batch being what is left."""
+    return sorted({math.ceil(minibatch_size / b): b for b in range(minibatch_size, 0, -1)}.items())
+
+
 def _ragged(model: _Model, refuse: Callable[[int, int], str]) -> list[CurvePoint]:
-    """Every size, the last micro-batch being what is left."""
-    sizes = {math.ceil(model.minibatch_size / b): b for b in range(model.minibatch_size, 0, -1)}
-    return [_candidate(model, n, b, refuse) for n, b in sorted(sizes.items())]
+    return [_candidate(model, n, b, refuse) for n, b in all_sizes(model.minibatch_size)]
 
 
 def _candidate(model: _Model, count: int, samples: int, refuse: Callable[[int, int], str]) -> CurvePoint:

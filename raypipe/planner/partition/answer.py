@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from raypipe.planner.columns import Sums, columns_of, sums_of, workspace_bytes
 from raypipe.planner.memory import stage_memory
 from raypipe.planner.partition.limits import Limits
 
-__all__ = ["Piece", "make_answer", "no_cut_fits"]
+__all__ = ["Piece", "cut_at", "make_answer", "no_cut_fits"]
 
 
 class Piece(NamedTuple):
@@ -98,6 +99,20 @@ def _reason(graph: ModelGraph, cluster: Cluster, stages: Sequence[Stage], bottle
     left = len(cluster.devices) - len(used)
     unused = "are left over" if fixed else "would make it no faster"
     return text + (f"; {left} of {len(cluster.devices)} devices {unused}" if left else "")
+
+
+def cut_at(graph: ModelGraph, cluster: Cluster, limits: Limits, positions: Sequence[int], name: str) -> Partition:
+    """The answer with these stages, in order on the first devices.
+
+    Args:
+        positions: where the stages begin, and the end.
+    """
+    busy_s, pieces = columns_of(graph).busy_s, []
+    for device, (start, stop) in enumerate(itertools.pairwise(positions)):
+        seconds = float(busy_s[start:stop].sum()) / cluster.devices[device].speed
+        crossing = graph.nodes[start - 1].cut_bytes or 0 if start else 0
+        pieces.append(Piece(range(start, stop), (device,), seconds, crossing))
+    return make_answer(graph, cluster, limits, pieces, max(piece.period_s for piece in pieces), name)
 
 
 def no_cut_fits(graph: ModelGraph, cluster: Cluster, limits: Limits, nearest: Partition | None) -> PlanError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from raypipe.errors import PlanError
@@ -28,7 +29,7 @@ from raypipe.planner.tune.resolve import build_schedule, memory_model, spec_of
 from raypipe.planner.tune.solvers import quick_cut, solver_of
 from raypipe.planner.tune.workers import rounds_of
 
-__all__ = ["Problem", "attempt", "predicted"]
+__all__ = ["NOTHING", "Problem", "attempt", "choice_of", "limits_of", "predicted"]
 
 MOST_SLACK = 16
 
@@ -100,16 +101,16 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
     # The closed form counts a bubble per step, which an asynchronous schedule does not have.
     if request.num_microbatches is None and times is not None and request.kind.synchronous:
         quickest = solver_of(request, problem.profile.graph, quick=True)
-        choice = _choose(problem, request, num_stages, quickest, times, (minibatch, size, count))
+        choice = choice_of(problem, request, num_stages, quickest, times, (minibatch, size, count))
         size, count = choice.microbatch_size, choice.num_microbatches
     graph = problem.at(size, problem.short if quick else problem.profile.graph)
-    limits = _limits(request, num_stages, stages, count, size)
+    limits = limits_of(request, num_stages, stages, count, size)
     partition = fitting_partition(solver, graph, problem.cluster, limits)
     if problem.request.schedule == "auto" and partition.num_stages == 1:
         request = dataclasses.replace(request, schedule="1f1b", slack=None)
     elif problem.described and problem.request.schedule == "auto" and request.schedule == "slack":
         request = _with_slack(problem, request, graph, limits, partition)
-        limits = _limits(request, num_stages, partition.num_stages, count, size)
+        limits = limits_of(request, num_stages, partition.num_stages, count, size)
         partition = refilled(partition, graph, limits.memory)
     found = Decision(
         request=request,
@@ -121,7 +122,7 @@ def attempt(problem: Problem, request: Request, num_stages: int | None, *, quick
         microbatch_size=size,
         num_microbatches=count,
         choice=choice,
-        prediction=_NOTHING,
+        prediction=NOTHING,
     )
     return dataclasses.replace(found, prediction=predicted(found, problem.links, compare=not quick))
 
@@ -169,10 +170,10 @@ def predicted(
     )
 
 
-_NOTHING = Prediction(0.0, 0.0, 0.0, None, "", "", "", (), ())
+NOTHING = Prediction(0.0, 0.0, 0.0, None, "", "", "", (), ())
 
 
-def _limits(request: Request, num_stages: int | None, stages: int, count: int, size: int) -> Limits:
+def limits_of(request: Request, num_stages: int | None, stages: int, count: int, size: int) -> Limits:
     return Limits(
         num_stages=num_stages,
         memory=memory_model(request, stages, count, size),
@@ -181,21 +182,26 @@ def _limits(request: Request, num_stages: int | None, stages: int, count: int, s
     )
 
 
-def _choose(
+def choice_of(
     problem: Problem,
     request: Request,
     num_stages: int | None,
     solver: Solver,
     times: StageTime,
     rule: tuple[int, int, int],
+    fits: Callable[[int, int], bool] | None = None,
 ) -> MicrobatchChoice:
-    """The number of micro-batches for the slowest stage of a cut that memory does not bind."""
+    """The number of micro-batches for the slowest stage of a cut that memory does not bind.
+
+    Args:
+        fits: (micro-batches, samples) -> whether memory holds them, where that is known.
+    """
     minibatch, _, count = rule
     graph, cluster = problem.short, problem.cluster
     stages = num_stages or len(cluster.devices)
     size = problem.profile.microbatch_size
     free = Cluster(tuple(dataclasses.replace(d, memory_bytes=None) for d in cluster.devices), cluster.links)
-    unbound = dataclasses.replace(_limits(request, num_stages, stages, count, size), memory_limit_bytes=None)
+    unbound = dataclasses.replace(limits_of(request, num_stages, stages, count, size), memory_limit_bytes=None)
     rough = solver(graph, free, unbound)
     # Stages do not all grow alike: which one is slowest, and by how much, depends on the size.
     time = fit_stage_time(
@@ -204,12 +210,11 @@ def _choose(
     hops = hops_of(rough, cluster, 1)
     exposed = spec_of(request, rough.num_stages, count).kind == "1f1b"
     hop = Hop(max(h.latency_s for h in hops), max(h.occupancy_s for h in hops), exposed) if hops else None
-    fits = None
-    if problem.bounded:
+    if problem.bounded and fits is None:
         some = quick_cut(request) if problem.searches else solver
         fits = memory_test(
             lambda limits: solve_within(some, graph, cluster, limits),
-            lambda n, b: _limits(request, num_stages, stages, n, b),
+            lambda n, b: limits_of(request, num_stages, stages, n, b),
             stages,
             minibatch,
         )
@@ -229,7 +234,7 @@ def _choose(
     except PlanError:
         # The solver's refusal of the smallest micro-batches names stage, action and bytes.
         least = min(request.least_microbatch, minibatch)
-        fitting_partition(solver, graph, cluster, _limits(request, num_stages, stages, -(-minibatch // least), least))
+        fitting_partition(solver, graph, cluster, limits_of(request, num_stages, stages, -(-minibatch // least), least))
         raise
 
 

@@ -28,6 +28,7 @@ from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
 from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
 from raypipe.planner.tune.resolve import spec_of
+from raypipe.planner.tune.small import best_small, completed
 from raypipe.planner.tune.solvers import solver_of
 from raypipe.planner.tune.weights import weight_policy
 from raypipe.planner.tune.workers import idle_notes, settled_workers, single_notes, used_devices
@@ -74,7 +75,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
         raise refusal
     near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
     best = min(near, key=lambda decision: sum(decision.partition.replicas))
-    best = _refined(problem, best) if len(counts) > 1 else best
+    best = _refined(problem, best) if len(counts) > 1 or best.prediction.source == "" else best
     return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
 
 
@@ -150,6 +151,8 @@ def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> De
     what splitting the backward costs; the run that does takes it back where that is too much.
     """
     request = problem.request
+    if (small := best_small(problem, num_stages)) is not None:
+        return small
     if request.schedule != "auto" or num_stages == 1:
         return attempt(problem, request, num_stages, quick=quick)
     slack = dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
@@ -170,6 +173,8 @@ def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> De
 
 def _refined(problem: Problem, found: Decision) -> Decision:
     """The same number of stages with all nodes and the solver asked in full, where the search was quicker than that."""
+    if found.prediction.source == "":
+        return completed(problem, found)
     graph, request = problem.profile.graph, problem.request
     same_solver = solver_of(request, graph) is solver_of(request, graph, quick=True)
     if not problem.searches or (problem.short is graph and same_solver):

@@ -28,6 +28,7 @@ from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune.bound import bound_of
 
 __all__ = [
+    "STEADY",
     "costs_of",
     "first_trainable_stage",
     "hops_of",

@@ -316,3 +316,13 @@ def test_more_memory_never_makes_llama_slower() -> None:
     assert all(after <= before * 1.01 for before, after in itertools.pairwise(steps_s)), steps_s
     assert [plan.spec.kind for plan in plans] == ["1f1b", "1f1b", "1f1b", "zb-h1"]
     assert dict(plans[-1].reasons)["schedule"].startswith("zb-h1; gradients of parameters")
+
+
+def test_more_memory_never_makes_a_small_chain_slower() -> None:
+    """The closed form's number of micro-batches alone made the step of 32 MiB longer than that of 24 MiB."""
+    profile = chain(6, kept=1 << 18, output=1 << 16)
+    request = dataclasses.replace(REQUEST, minibatch_size=64)
+    steps_s = [
+        decide(request, profile, rented(4, memory=mib * MIB, gbit_s=1.0)).prediction.step_s for mib in (20, 24, 32, 64)
+    ]
+    assert all(after <= before * 1.01 for before, after in itertools.pairwise(steps_s)), steps_s
