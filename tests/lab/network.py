@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "Network", "missing", "network"]
+__all__ = ["ROOT", "SINK", "Network", "missing", "network"]
 
 ROOT = Path(__file__).parents[2]
 COMMAND_TIMEOUT_S = 60.0
@@ -49,7 +49,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), 10) as sock:
     while True:
         sock.sendall(bytes(1 << 16))
 """
-_SINK = """
+SINK = """
 import socket, sys
 with socket.create_server((sys.argv[1], 0)) as server:
     print(server.getsockname()[1], flush=True)
@@ -130,7 +130,7 @@ class Network:
     def competing(self, a: int, b: int) -> Iterator[None]:
         """Another TCP flow from a to b, as fast as the wire lets it."""
         with contextlib.ExitStack() as ends:
-            sink = ends.enter_context(self.piped(b, _SINK, self.addresses[b]))
+            sink = ends.enter_context(self.piped(b, SINK, self.addresses[b]))
             sender = ends.enter_context(self.piped(a, _SENDER, self.addresses[b], _line(sink)))
             _line(sender)
             yield

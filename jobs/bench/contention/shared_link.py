@@ -32,7 +32,7 @@ from jobs.bench.links import gpt
 from jobs.lib import common
 from jobs.lib.common import machine_line
 from jobs.lib.shaped import Rig, rig
-from tests.lab.network import Network
+from tests.lab.network import SINK, Network
 
 __all__ = ["QUICK", "Settings", "chosen", "figures_of", "measure", "table_of"]
 
@@ -68,14 +68,6 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), 10) as sock:
         else:
             time.sleep(period_s - into_s)
 """
-_SINK = """
-import socket, sys
-with socket.create_server((sys.argv[1], 0)) as server:
-    print(server.getsockname()[1], flush=True)
-    sock, _ = server.accept()
-    while sock.recv(1 << 20):
-        pass
-"""
 
 
 class Settings(NamedTuple):
@@ -96,7 +88,7 @@ def rival(lab: Network, share: float) -> Iterator[None]:
     """Other TCP flows between both hosts, each way, in bursts of this share of the time."""
     with contextlib.ExitStack() as ends:
         for a, b in ((0, 1), (1, 0)):
-            sink = ends.enter_context(lab.piped(b, _SINK, lab.addresses[b]))
+            sink = ends.enter_context(lab.piped(b, SINK, lab.addresses[b]))
             port = _line(sink)
             sender = lab.piped(a, _RIVAL, lab.addresses[b], port, str(PERIOD_S), str(share * PERIOD_S))
             _line(ends.enter_context(sender))

@@ -262,8 +262,9 @@ def _note(operations: int, small: _Pass, large: _Pass, budget: Budget) -> str:
     rest = ""
     if kinds > measured:
         rest = f" Backwards of {kinds - measured} kinds are estimated from operations of the same function."
+    stand = "were measured and stand for the others, which are like them," if measured else "were measured,"
     return (
-        f"Of {operations} operations {measured} were measured and stand for the others, which are like them, at "
-        f"micro-batches of {sizes}, in {budget.spent_s:.1f} s of processor time "
-        f"(profile_budget_s={budget.total_s:g}); other sizes are estimated.{rest}"
+        f"Of {operations} operations {measured} {stand} at micro-batches of {sizes}, in "
+        f"{budget.spent_s:.1f} s of processor time (profile_budget_s={budget.total_s:g}); "
+        f"other sizes are estimated.{rest}"
     )
