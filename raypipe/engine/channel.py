@@ -58,6 +58,10 @@ class Channel(Protocol):
     name: str
     """For messages to people: ``stage 0 <-> stage 1``."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether something that was handed over has not left yet, so that other traffic would delay it."""
+
     def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         """Hand over tensors and return at once; nobody may change them until they are sent.
 

@@ -36,6 +36,10 @@ class InMemoryChannel:
         self._lock = threading.Lock()
         self._error: LinkError | None = None
 
+    @property
+    def busy(self) -> bool:
+        return False
+
     @classmethod
     def pair(cls, name: str, generation: int, max_tensors: int) -> tuple[InMemoryChannel, InMemoryChannel]:
         """Both ends of a link whose messages have at most ``max_tensors`` tensors."""

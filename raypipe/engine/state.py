@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import torch
 
 from raypipe.engine.stage import StageProgram
+from raypipe.errors import StageError
 
 __all__ = ["MakeOptimizer", "MakeScheduler", "Settings", "StageState", "owned_tensors"]
 
 MakeOptimizer = Callable[[list[tuple[str, torch.nn.Parameter]]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+
+READ_TIMEOUT_S = 120.0
+"""How long a step waits for a copy of what it is about to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,11 @@ class Settings:
 
 
 class StageState:
-    """Everything a stage owns: parameters, buffers, optimizer. It survives re-planning."""
+    """Everything a stage owns: parameters, buffers, optimizer. It survives re-planning.
+
+    Attributes:
+        updates: that the scheduler has followed, put-off ones included and skipped ones not.
+    """
 
     def __init__(
         self,
@@ -50,9 +60,32 @@ class StageState:
             for name in program.parameters
         }
         self.buffers = {name: tensors[name] for name in program.buffers}
-        trained = [(name, self.parameters[name]) for name in program.parameters if name in program.trainable]
+        self._read: threading.Event | None = None
+        self.renew(make_optimizer, make_scheduler)
+
+    def renew(self, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
+        """Begin with a new optimizer and scheduler, and no gradients; parameters and buffers stay as they are."""
+        self.wait_until_read()
+        trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
+        for _, parameter in trained:
+            parameter.grad = None
+        self.updates = 0
         self.optimizer = make_optimizer(trained) if trained else None
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
+
+    def is_read_until(self, done: threading.Event) -> None:
+        """Another thread reads parameters and optimizer, and sets this when it has; nobody may change them before."""
+        self._read = done
+
+    def wait_until_read(self) -> None:
+        """Before the parameters or the optimizer change.
+
+        Raises:
+            StageError: whoever reads them does not end.
+        """
+        if self._read is not None and not self._read.wait(READ_TIMEOUT_S):
+            raise StageError(f"A copy of the parameters was not taken within {READ_TIMEOUT_S:g} s.")
+        self._read = None
 
 
 def owned_tensors(program: StageProgram, state: StageState, persistent: frozenset[str]) -> dict[str, torch.Tensor]:

@@ -104,6 +104,7 @@ class Update:
         if self._limit is not None:
             limit = self._limit * (math.sqrt(self._share) if alone else 1.0)
             self._scale(torch.clamp(limit / (total + 1e-6), max=1.0))
+        self._state.wait_until_read()
         self._ring.advance()
         if self._state.optimizer is not None:
             self._state.optimizer.step()
@@ -114,6 +115,7 @@ class Update:
 
     def _advance_scheduler(self) -> None:
         """Put-off updates count too, so that the learning rate is the same on every stage."""
+        self._state.updates += 1
         if self._state.scheduler is not None:
             self._state.scheduler.step()
 

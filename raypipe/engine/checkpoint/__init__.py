@@ -26,7 +26,7 @@ from raypipe.engine.checkpoint.snapshot import (
 )
 from raypipe.engine.checkpoint.source import CheckpointSource, GivenTensors, Kept, StateSource, read_all
 from raypipe.engine.checkpoint.state_dict import load_state_dict
-from raypipe.engine.checkpoint.tensor_file import TensorInfo
+from raypipe.engine.checkpoint.tensor_table import TensorInfo
 
 __all__ = [
     "MANIFEST", "Checkpoint", "CheckpointSource", "FreshOptions", "GivenTensors", "Kept", "Manifest", "Refusal",

@@ -29,7 +29,7 @@ from raypipe.errors import CheckpointError
 
 __all__ = [
     "MANIFEST", "Manifest", "OptionGroup", "Shard", "StageEntry", "check_position", "file_name", "files_folder",
-    "from_json", "make_manifest", "parse_entry", "to_json",
+    "from_json", "make_manifest", "parse_entry", "parse_group", "to_json",
 ]  # fmt: skip
 
 MANIFEST = "manifest.json"
@@ -265,7 +265,7 @@ def parse_entry(found: Any, what: str) -> StageEntry:
     tensors = _shard(found["tensors"], f"{what}, tensors", file_name(stage, "tensors"))
     given = found["optimizer"]
     optimizer = None if given is None else _shard(given, f"{what}, optimizer", file_name(stage, "optimizer"))
-    groups = tuple(_group(group, f"{what}, groups") for group in items(found["groups"], f"{what}, groups"))
+    groups = tuple(parse_group(group, f"{what}, groups") for group in items(found["groups"], f"{what}, groups"))
     scalars = {
         name: mapping(values, f"{what}, scalars")
         for name, values in mapping(found["scalars"], f"{what}, scalars").items()
@@ -301,7 +301,12 @@ def _shard(found: Any, what: str, file: str) -> Shard:
     return Shard(file, count(found["size_bytes"], f"{what}, size_bytes"), digest, names(found["names"], what))
 
 
-def _group(found: Any, what: str) -> OptionGroup:
+def parse_group(found: Any, what: str) -> OptionGroup:
+    """One group from its JSON.
+
+    Raises:
+        CheckpointError: names the field.
+    """
     fields(found, what, OptionGroup.__slots__)
     optimizer = text(found["optimizer"], f"{what}, optimizer")
     return OptionGroup(optimizer, mapping(found["options"], f"{what}, options"), names(found["parameters"], what))

@@ -16,7 +16,7 @@ import torch
 from raypipe.engine.checkpoint.find import Checkpoint
 from raypipe.engine.checkpoint.manifest import OptionGroup
 from raypipe.engine.checkpoint.source import Kept, StateSource, opened
-from raypipe.engine.checkpoint.tensor_file import TensorInfo
+from raypipe.engine.checkpoint.tensor_table import TensorInfo
 from raypipe.engine.checkpoint.values import decode
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
@@ -77,6 +77,7 @@ def load_stage(
     Raises:
         CheckpointError: another model, another optimizer, or a file that is not there; names the parameter.
     """
+    state.wait_until_read()
     with opened(source) as found:
         targets = _targets(program, state, persistent, found.names)
         _check_names(targets, persistent, found)
@@ -85,6 +86,7 @@ def load_stage(
         with torch.no_grad():
             for name, tensor in found.read(targets):
                 targets[name].copy_(tensor)
+        state.updates = found.updates
         if state.optimizer is not None:
             _replay(state.scheduler, found.updates)
             if found.groups is not None:

@@ -8,9 +8,9 @@ commit           the manifest, once every stage has written: from now on it coun
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,8 @@ from raypipe.engine.checkpoint.manifest import (
     from_json,
     to_json,
 )
-from raypipe.engine.checkpoint.tensor_file import check_storable, write_tensors
+from raypipe.engine.checkpoint.tensor_file import write_tensors
+from raypipe.engine.checkpoint.tensor_table import check_storable
 from raypipe.engine.checkpoint.values import encode
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState, owned_tensors
@@ -34,10 +35,12 @@ from raypipe.errors import CheckpointError
 __all__ = [
     "FOLDER",
     "REFUSED",
+    "OptimizerParts",
     "StageSnapshot",
     "checkpoint_name",
     "clear",
     "commit",
+    "optimizer_parts",
     "step_folders",
     "take_snapshot",
     "write_snapshot",
@@ -96,8 +99,9 @@ def take_snapshot(program: StageProgram, state: StageState, persistent: frozense
     if state.optimizer is None:
         return StageSnapshot(program.index, tensors, None, (), {})
     names = {id(parameter): name for name, parameter in state.parameters.items()}
-    kept, groups, scalars = _optimizer_parts(state.optimizer, names, owned)
-    return StageSnapshot(program.index, tensors, kept, groups, scalars)
+    found = optimizer_parts(state.optimizer, names, owned)
+    kept = {name: _copy(name, tensor) for name, tensor in found.tensors.items()}
+    return StageSnapshot(program.index, tensors, kept, found.groups, found.scalars)
 
 
 def write_snapshot(place: Place, folder: str, snapshot: StageSnapshot) -> dict[str, Any]:
@@ -157,10 +161,30 @@ def _copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _optimizer_parts(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], tuple[OptionGroup, ...], dict[str, dict[str, Any]]]:
-    """Tensors by "key/parameter", options, and scalars of the owned parameters."""
+class OptimizerParts(NamedTuple):
+    """What an optimizer holds.
+
+    Attributes:
+        tensors: by "key/parameter", those of the optimizer itself: a step changes them.
+        groups, scalars: see StageEntry; of this moment.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    groups: tuple[OptionGroup, ...]
+    scalars: dict[str, dict[str, Any]]
+
+
+def optimizer_parts(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: Collection[str]
+) -> OptimizerParts:
+    """What it keeps for the owned parameters.
+
+    Args:
+        names: of the stage's parameters, by id.
+
+    Raises:
+        CheckpointError: something can be neither a tensor nor JSON; names its key.
+    """
     title = type(optimizer).__name__
     found = optimizer.state_dict()
     if found.keys() != {"state", "param_groups"}:
@@ -189,7 +213,7 @@ def _optimizer_parts(
         name = by_number[number]
         for key, value in entries.items() if name in owned else ():
             _keep(title, name, key, value, tensors, scalars)
-    return tensors, tuple(groups), scalars
+    return OptimizerParts(tensors, tuple(groups), scalars)
 
 
 def _keep(
@@ -200,7 +224,7 @@ def _keep(
     if not isinstance(key, str) or "/" in key:
         raise CheckpointError(f"{title} keeps {key!r} for {name!r}: a key must be a text without a slash.")
     if isinstance(value, torch.Tensor):
-        tensors[f"{key}/{name}"] = _copy(f"{key}/{name}", value)
+        tensors[f"{key}/{name}"] = value
     elif isinstance(value, (list, tuple)):
         raise CheckpointError(
             f"{title} keeps a {type(value).__name__} under {key!r} for {name!r}, which a checkpoint cannot hold: only "

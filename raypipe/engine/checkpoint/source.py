@@ -17,7 +17,8 @@ import torch
 
 from raypipe.engine.checkpoint.find import Checkpoint, read_manifest
 from raypipe.engine.checkpoint.manifest import OptionGroup
-from raypipe.engine.checkpoint.tensor_file import TensorFile, TensorInfo
+from raypipe.engine.checkpoint.tensor_file import TensorFile
+from raypipe.engine.checkpoint.tensor_table import TensorInfo
 from raypipe.engine.checkpoint.values import decode
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError

@@ -12,36 +12,20 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from raypipe.engine.checkpoint.dtypes import DTYPES, NAMES
+from raypipe.engine.checkpoint.tensor_table import METADATA, TensorInfo, read_table, table_of
 from raypipe.engine.checkpoint.values import parse_json
-from raypipe.engine.layout import raw_bytes, span
+from raypipe.engine.layout import raw_bytes
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
 
-__all__ = ["TensorFile", "TensorInfo", "check_storable", "write_tensors"]
+__all__ = ["TensorFile", "write_tensors"]
 
 CHUNK_BYTES = 1 << 23
 MOST_HEADER_BYTES = 100_000_000  # the library's own limit
-_METADATA = "__metadata__"
-
-
-def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what the format cannot hold.
-
-    Raises:
-        CheckpointError: names the tensor.
-    """
-    if tensor.layout is not torch.strided or tensor.dtype not in NAMES or name == _METADATA:
-        raise CheckpointError(
-            f"The tensor {name!r} ({str(tensor.dtype).removeprefix('torch.')}, {tensor.layout}) cannot be saved: a "
-            f"checkpoint holds dense tensors of {', '.join(sorted(NAMES.values()))}, under other names than "
-            f"{_METADATA!r}. Convert it."
-        )
 
 
 def write_tensors(write: Callable[[Any], Any], tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
@@ -60,33 +44,15 @@ def write_tensors(write: Callable[[Any], Any], tensors: Mapping[str, torch.Tenso
             write(piece)
         size_bytes += len(data)
 
-    # Large elements first, as the library orders them: then every tensor is aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    end = 0
-    for name in names:
-        check_storable(name, tensors[name])
-        begin, end = end, end + tensors[name].numel() * tensors[name].dtype.itemsize
-        shape = list(tensors[name].shape)
-        header[name] = {"dtype": NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+    table = table_of(tensors)
+    text = json.dumps({METADATA: {"format": "pt"}, **table}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     put(len(text).to_bytes(8, "little"))
     put(text)
-    for name in names:
+    for name in table:
         packed = tensors[name].detach().resolve_conj().resolve_neg().contiguous()
         put(raw_bytes(packed, packed.numel() * packed.dtype.itemsize).cast("B"))
     return size_bytes, digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor lies in its file, and what it is."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    size_bytes: int
 
 
 class TensorFile:
@@ -123,7 +89,7 @@ class TensorFile:
         """One tensor, in memory of its own; nothing else is read."""
         info = self.tensors[name]
         tensor = torch.empty(info.shape, dtype=info.dtype)
-        self._fill(raw_bytes(tensor, info.size_bytes).cast("B"), info.begin)
+        self._fill(raw_bytes(tensor, info.size_bytes).cast("B"), self._data + info.begin)
         return tensor
 
     def _fill(self, target: memoryview, begin: int) -> None:
@@ -149,40 +115,13 @@ class TensorFile:
         text = bytearray(header_bytes)
         self._fill(memoryview(text), 8)
         header = parse_json(bytes(text), f"The header of {self._place}")
-        if not isinstance(header, dict):
-            raise self._broken("its header is no object")
-        header.pop(_METADATA, None)
-        data = 8 + header_bytes
-        found = {name: self._info(name, entry, data) for name, entry in header.items()}
-        end = data
-        for info in sorted(found.values(), key=lambda info: (info.begin, info.size_bytes)):
-            if info.begin != end:
-                raise self._broken("its tensors overlap or leave gaps")
-            end += info.size_bytes
-        if end != size_bytes:
-            raise self._broken(f"it has {size_bytes} bytes, its header describes {end}")
-        return found
-
-    def _info(self, name: str, entry: Any, data: int) -> TensorInfo:
-        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-            raise self._broken(f"{name!r} is not described by dtype, shape and offsets")
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise self._broken(f"{name!r} has an unknown dtype")
-        if not _are_counts(shape) or len(shape) > 64 or not _are_counts(offsets) or len(offsets) != 2:
-            raise self._broken(f"{name!r} has no valid shape and offsets")
-        if span(tuple(shape)) * DTYPES[dtype].itemsize >= 1 << 62:
-            raise self._broken(f"{name!r} has an impossible shape")
-        size_bytes = DTYPES[dtype].itemsize if 0 not in shape else 0
-        for count in shape:
-            size_bytes *= count
-        if offsets[1] - offsets[0] != size_bytes:
-            raise self._broken(f"{name!r} has another number of bytes than its shape")
-        return TensorInfo(DTYPES[dtype], tuple(shape), data + offsets[0], size_bytes)
+        self._data = 8 + header_bytes
+        if isinstance(header, dict):
+            header.pop(METADATA, None)
+        try:
+            return read_table(header, size_bytes - self._data)
+        except ValueError as error:
+            raise self._broken(str(error)) from None
 
     def _broken(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._place} is no valid safetensors file: {reason}. Use an older checkpoint.")
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)

@@ -65,6 +65,7 @@ class QueuedChannel(ABC):
         # A queue of C code: putting something in wakes the sending thread without giving it the interpreter lock, as a
         # system call would. It describes and copies once the caller computes or waits.
         self._orders: SimpleQueue[tuple[Action, Sequence[torch.Tensor | None], int, Codec] | None] = SimpleQueue()
+        self._leaves = False  # whether a message is being encoded or sent
         self._close_once = threading.Lock()
         self._sender = threading.Thread(target=self._send_loop, name=f"raypipe-send {name}", daemon=True)
 
@@ -91,6 +92,10 @@ class QueuedChannel(ABC):
         self.refuse(LinkError(f"{self.name}: the peer closed the link or died ({cause})."))
 
     # What a worker calls.
+
+    @property
+    def busy(self) -> bool:
+        return self._leaves or not self._orders.empty()
 
     def start(self) -> None:
         self._sender.start()
@@ -165,6 +170,7 @@ class QueuedChannel(ABC):
         one_core()
         try:
             while (order := self._orders.get()) is not None and not self.shut:
+                self._leaves = True
                 action, tensors, version, codec = order
                 message = frame.encode(
                     action,
@@ -176,6 +182,7 @@ class QueuedChannel(ABC):
                 )
                 self.transmit(message)
                 del order, tensors, message  # the tensors' memory may go
+                self._leaves = False
             if not self.peer_gone.is_set():
                 self.goodbye(self._leaving)
         except ConnectionError as error:

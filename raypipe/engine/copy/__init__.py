@@ -1,0 +1,31 @@
+"""State in memory: copies of a stage between two steps, for its own way back and for a neighbour to hold.
+
+    StageState --take(step)--> StageCopies      two generations, each one header and one block of memory
+                                   | source(step)           the same stage goes back:  bring_back
+                                   |                        another process is sent header and parcels_of its block
+                                   v
+                              HeldCopies --copy(step).source()--> any stage, by name: load_stage, read_all
+
+A checkpoint holds what a stage is the first to own, and what belongs to the user's state_dict. A copy holds all that
+the stage has, also the buffers that no checkpoint keeps: a forward may have changed them.
+"""
+
+from __future__ import annotations
+
+from raypipe.engine.copy.back import bring_back
+from raypipe.engine.copy.header import CopyHeader
+from raypipe.engine.copy.held import HeldCopies, HeldCopy, parcels_of
+from raypipe.engine.copy.source import CopySource, JoinedSource, clones_from
+from raypipe.engine.copy.stage_copies import StageCopies
+
+__all__ = [
+    "CopyHeader",
+    "CopySource",
+    "HeldCopies",
+    "HeldCopy",
+    "JoinedSource",
+    "StageCopies",
+    "bring_back",
+    "clones_from",
+    "parcels_of",
+]

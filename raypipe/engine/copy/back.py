@@ -1,0 +1,28 @@
+"""A stage goes back, in place, to a step that some source has."""
+
+from __future__ import annotations
+
+from raypipe.engine.checkpoint import StateSource, load_stage
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import MakeOptimizer, MakeScheduler, StageState
+
+__all__ = ["bring_back"]
+
+
+def bring_back(
+    source: StateSource,
+    program: StageProgram,
+    state: StageState,
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler | None,
+) -> None:
+    """Make the state that of the source: parameters and buffers in place, a new optimizer and a new scheduler.
+
+    No scheduler can be turned back, and an optimizer of step 0 has kept nothing, which no ``load_state_dict`` makes of
+    one that has. Whoever holds the old ones must be made anew too: an Executor is.
+
+    Raises:
+        CheckpointError: the source lacks something of the stage; the state is unusable then.
+    """
+    state.renew(make_optimizer, make_scheduler)
+    load_stage(source, program, state)

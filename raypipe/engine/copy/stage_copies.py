@@ -1,0 +1,179 @@
+"""Copies of one stage's whole state between two steps, in memory that is used again.
+
+    take(20)    slot 0: step 20    slot 1: step 10      the oldest one is overwritten
+    take(30)    slot 0: step 20    slot 1: step 30
+
+Two of them, so that all stages always have one step in common: while some have taken the next copy, others have not.
+
+    stage      step 20 | begin | forwards and backwards of step 21 | STEP: waits until finish is done
+    a thread           |        [finish: parameters, optimizer]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raypipe.engine.checkpoint.manifest import OptionGroup
+from raypipe.engine.checkpoint.snapshot import optimizer_parts
+from raypipe.engine.checkpoint.tensor_table import read_table, table_of
+from raypipe.engine.copy.header import OPTIMIZER, TENSORS, CopyHeader
+from raypipe.engine.copy.source import CopySource, clones_from, view_of
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import StageState
+from raypipe.errors import CheckpointError
+
+__all__ = ["GENERATIONS", "StageCopies"]
+
+GENERATIONS = 2
+"""Copies of a stage that are kept."""
+
+
+class StageCopies:
+    """Of one stage, as it is cut now.
+
+    Args:
+        state: whose optimizer may be made anew, see ``bring_back``.
+    """
+
+    def __init__(self, program: StageProgram, state: StageState) -> None:
+        self._program = program
+        self._state = state
+        self._slots = [_Slot() for _ in range(GENERATIONS)]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """That there is a copy of, in order."""
+        return tuple(sorted(slot.header.step for slot in self._slots if slot.header is not None))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the memory that all copies take."""
+        return sum(slot.block.nbytes for slot in self._slots)
+
+    def take(self, step: int, updates: int) -> None:
+        """Copy the state, between two steps; see ``begin``."""
+        self.begin(step, updates)()
+
+    def begin(self, step: int, updates: int) -> Callable[[], None]:
+        """Begin to copy the state, between two steps.
+
+        What is no tensor and the buffers, which the next forward may change, are copied now. The call that is returned
+        copies parameters and optimizer, in any thread; the next step of the optimizer waits for it.
+
+        Args:
+            step: optimizer steps done.
+            updates: that the scheduler has followed: ``state.updates``.
+
+        Raises:
+            CheckpointError: something of the optimizer's can be neither a tensor nor JSON; names its key.
+        """
+        self._state.wait_until_read()
+        tensors, groups, scalars = self._parts()
+        slot = self._next(step)
+        slot.fit(tensors)
+        header = CopyHeader(self._program.index, step, updates, slot.block.nbytes, slot.table, groups, scalars)
+        changing = {f"{TENSORS}{name}" for name in self._program.buffers}
+        slot.copy({name: tensor for name, tensor in tensors.items() if name in changing})
+        rest = {name: tensor for name, tensor in tensors.items() if name not in changing}
+        done = threading.Event()
+        self._state.is_read_until(done)
+
+        def finish() -> None:
+            try:
+                slot.copy(rest)
+                slot.header = header
+            finally:
+                done.set()
+
+        return finish
+
+    def source(self, step: int) -> CopySource:
+        """The copy of this step; good until two more are taken.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        header, block = self.copy(step)
+        return CopySource(header, clones_from(block))
+
+    def copy(self, step: int) -> tuple[CopyHeader, torch.Tensor]:
+        """The same as header and block: its own memory, of uint8.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        for slot in self._slots:
+            if slot.header is not None and slot.header.step == step:
+                return slot.header, slot.block
+        raise CheckpointError(
+            f"Stage {self._program.index} has no copy of step {step}, only of {list(self.steps) or 'none'}."
+        )
+
+    def drop_after(self, step: int) -> None:
+        """Forget the copies of later steps, for the run goes back to this one."""
+        for slot in self._slots:
+            if slot.header is not None and slot.header.step > step:
+                slot.header = None
+
+    def _parts(self) -> tuple[dict[str, torch.Tensor], tuple[OptionGroup, ...], dict[str, dict[str, Any]]]:
+        """The state's own tensors by their names in a copy, and what is no tensor."""
+        state = self._state
+        held = {**state.parameters, **state.buffers}
+        tensors = {f"{TENSORS}{name}": tensor.detach() for name, tensor in held.items()}
+        if state.optimizer is None:
+            return tensors, (), {}
+        names = {id(parameter): name for name, parameter in state.parameters.items()}
+        found = optimizer_parts(state.optimizer, names, held)
+        tensors |= {f"{OPTIMIZER}{name}": tensor.detach() for name, tensor in found.tensors.items()}
+        return tensors, found.groups, found.scalars
+
+    def _next(self, step: int) -> _Slot:
+        """The slot to overwrite, which holds nothing from now on: of this step, else an empty one, else the oldest."""
+
+        def order(slot: _Slot) -> tuple[bool, int]:
+            held = -1 if slot.header is None else slot.header.step
+            return held != step, held
+
+        slot = min(self._slots, key=order)
+        slot.header = None
+        return slot
+
+
+@dataclass(eq=False)
+class _Slot:
+    """Memory of one copy.
+
+    Attributes:
+        table: of the block; see ``tensor_table``.
+        views: of the block, by name.
+        header: None where it holds no whole copy.
+    """
+
+    block: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    table: dict[str, Any] = field(default_factory=dict)
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    header: CopyHeader | None = None
+
+    def fit(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Have room for these tensors: as it is where they were of the same names, types and shapes before."""
+        table = table_of(tensors)
+        if table == self.table:
+            return
+        size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.views = {}
+        if size_bytes != self.block.nbytes:
+            self.block = torch.empty(0, dtype=torch.uint8)  # give the memory back before there is more of it
+            self.block = torch.empty(size_bytes, dtype=torch.uint8)
+        self.table = table
+        self.views = {name: view_of(self.block, info) for name, info in read_table(table, size_bytes).items()}
+
+    def copy(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take these tensors in."""
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_([self.views[name] for name in tensors], list(tensors.values()))
