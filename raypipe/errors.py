@@ -14,6 +14,7 @@ __all__ = [
     "RaypipeError",
     "ScheduleError",
     "StageError",
+    "StageLostError",
 ]
 
 
@@ -51,6 +52,10 @@ class LinkAbortedError(LinkError):
 
 class StageError(RaypipeError):
     """A stage raised or died; names the stage and carries its own traceback."""
+
+
+class StageLostError(StageError):
+    """The process of a stage died or no longer answers, so that another one can only take its place."""
 
 
 class CheckpointError(RaypipeError):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from raypipe.errors import CheckpointError, StageError
+from raypipe.errors import CheckpointError, ConfigError, StageError
 from raypipe.ir.picture import curve_svg
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline
@@ -77,6 +77,8 @@ class RunConnection(Protocol):
     def stop(self, reason: str) -> None: ...
 
     def checkpoint(self) -> None: ...
+
+    def resize(self, num_stages: int, timeout_s: float) -> None: ...
 
     def predicted(self) -> Timeline | None: ...
 
@@ -141,6 +143,20 @@ class RunHandle:
             f"Run {self.name!r} is {self._fetch(0.0).status.state} and wrote no new checkpoint within {timeout_s:g} s; "
             "events.jsonl in its folder says why."
         )
+
+    def resize(self, num_stages: int, timeout_s: float = 600.0) -> None:
+        """Give the run another number of stages between two steps; returns when it has it.
+
+        No bit of the result changes. Layers whose stage changes move to its worker; new workers are started where the
+        plan needs them, others end.
+
+        Raises:
+            ConfigError: no number of stages.
+            PlanError: there is no such plan, or no place for it; the run goes on as it was.
+        """
+        if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
+            raise ConfigError(f"num_stages={num_stages!r} is not possible: give an integer of at least 1.")
+        self._connection.resize(num_stages, timeout_s)
 
     def stop(self, reason: str = "stop() was called") -> None:
         """Ask the run to end after the step that is running, with a checkpoint; ``wait`` tells when it has."""

@@ -16,7 +16,7 @@ from raypipe.ir.plan import Plan
 from raypipe.prepare.job import Job
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 
-__all__ = ["generation_setup", "local_fleet", "policy_of", "refuse_replicas", "run_setup"]
+__all__ = ["failures_of", "generation_setup", "local_fleet", "policy_of", "refuse_replicas", "run_setup"]
 
 
 def local_fleet(job: Job, place: Place | None) -> LocalFleet:
@@ -67,3 +67,8 @@ def policy_of(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
         getattr(config, "checkpoint_score_attribute", None),
         getattr(config, "checkpoint_score_order", None) or "max",
     )
+
+
+def failures_of(run: Any) -> int:
+    """How many failures a run survives, from ray.train.RunConfig; -1 is no limit."""
+    return getattr(getattr(run, "failure_config", None), "max_failures", 0)

@@ -1,4 +1,4 @@
-"""``raypipe list``, ``status RUN``, ``stop RUN`` and ``trace RUN``: a run by its name or by its folder.
+"""``raypipe list``, ``status RUN``, ``stop RUN``, ``resize RUN`` and ``trace RUN``: a run by its name or by its folder.
 
 A folder answers for itself when the run in it is over, so that yesterday's run needs no cluster; by its name it is
 looked for in the usual place. Otherwise a name is looked up on the cluster (RAY_ADDRESS, or the one of this machine).
@@ -20,7 +20,7 @@ from raypipe.errors import ConfigError
 if TYPE_CHECKING:
     from raypipe.engine.storage import Place
 
-__all__ = ["list_runs", "status", "stop", "trace"]
+__all__ = ["list_runs", "resize", "status", "stop", "trace"]
 
 Json = Annotated[bool, typer.Option("--json", help="all of it, for programs")]
 _COLUMNS = ("NAME", "STATE", "STEP", "LAST WRITE", "FOLDER")
@@ -70,6 +70,16 @@ def stop(run: Run) -> None:
     handle = _attached(run)
     handle.stop(reason="raypipe stop")
     typer.echo(f"{handle.name} stops after the step that is running; raypipe status {handle.name} says when it has")
+
+
+def resize(
+    run: Run,
+    num_stages: Annotated[int, typer.Option("--num-stages", help="Stages that the run goes on with.", min=1)],
+) -> None:
+    """Give a run that trains another number of stages; no bit of its result changes."""
+    handle = _attached(run)
+    handle.resize(num_stages)
+    typer.echo(f"{handle.name} goes on with {num_stages} stages")
 
 
 def trace(

@@ -19,9 +19,9 @@ __all__ = ["READ", "check_ray_settings", "faults"]
 
 READ: Mapping[str, tuple[str, ...]] = {
     "ScalingConfig": ("num_workers", "resources_per_worker"),
-    "RunConfig": ("name", "storage_path", "storage_filesystem", "checkpoint_config"),
+    "RunConfig": ("name", "storage_path", "storage_filesystem", "checkpoint_config", "failure_config"),
     "CheckpointConfig": ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order"),
-    "FailureConfig": (),
+    "FailureConfig": ("max_failures",),
 }
 """Fields that raypipe reads, by class of Ray Train."""
 
@@ -29,10 +29,6 @@ SCORES = ("loss", "grad_norm", "eval_loss")
 """Numbers that every checkpoint carries; the last one where there is eval_data."""
 
 _ON_CPU = "stages compute on the CPU in this release, so a GPU would be reserved and left idle"
-_NO_RESTART = (
-    "a stage that fails ends the run in this release, and starting it again under the same name goes on from its "
-    "newest checkpoint"
-)
 _PLACED = "every worker is placed by itself, by its resources_per_worker alone"
 _REASONS: Mapping[str, str] = {
     "use_gpu": _ON_CPU,
@@ -43,7 +39,6 @@ _REASONS: Mapping[str, str] = {
     "placement_strategy": _PLACED,
     "label_selector": _PLACED,
     "elastic_resize_monitor_interval_s": "the number of workers does not change while a run trains in this release",
-    "failure_config": _NO_RESTART,
     "callbacks": "nothing calls them in this release; follow a run with trainer.start() and handle.status()",
     "worker_runtime_env": "workers have the environment of the cluster or job; set it with ray.init(runtime_env=...)",
     "logging_config": "what a run does stands in events.jsonl of its folder",
@@ -67,6 +62,7 @@ def check_ray_settings(scaling: Any, run: Any, *, evaluates: bool) -> None:
         ("scaling_config", "ScalingConfig", scaling),
         ("run_config", "RunConfig", run),
         ("checkpoint_config", "CheckpointConfig", checkpoints),
+        ("failure_config", "FailureConfig", getattr(run, "failure_config", None)),
     ):
         if given is None:
             continue
@@ -82,7 +78,12 @@ def check_ray_settings(scaling: Any, run: Any, *, evaluates: bool) -> None:
         )
 
 
-_EXAMPLES = {"ScalingConfig": "num_workers=2", "RunConfig": "name='first'", "CheckpointConfig": "num_to_keep=2"}
+_EXAMPLES = {
+    "ScalingConfig": "num_workers=2",
+    "RunConfig": "name='first'",
+    "CheckpointConfig": "num_to_keep=2",
+    "FailureConfig": "max_failures=3",
+}
 
 
 def faults(kind: str, given: Any) -> Iterator[tuple[str, str]]:
@@ -105,7 +106,7 @@ def faults(kind: str, given: Any) -> Iterator[tuple[str, str]]:
         elif value and value != getattr(fresh, name, None):
             reason = _REASONS.get(name, "raypipe does not read it")
             reads = ", ".join(READ[kind])
-            of = f"of {kind} raypipe reads {reads}" if reads else _NO_RESTART
+            of = f"of {kind} raypipe reads {reads}"
             yield name, f"it would have no effect: {reason}. Leave it out{'' if name in _REASONS else f'; {of}'}."
 
 
@@ -135,6 +136,12 @@ def _check_kept(value: Any, given: Any) -> str:
     return "" if type(value) is int and value >= 1 else "give an integer of at least 1, or None to keep all."
 
 
+def _check_failures(value: Any, given: Any) -> str:
+    if type(value) is not int or value < -1:
+        return "it is the number of failures that a run survives; give an integer from 0 on, or -1 for any number."
+    return ""
+
+
 def _check_score(value: Any, given: Any) -> str:
     if value not in SCORES:
         return f"no checkpoint has such a number; give one of {', '.join(SCORES)}."
@@ -154,6 +161,7 @@ def _check_order(value: Any, given: Any) -> str:
 _CHECKS = {
     "num_workers": _check_workers,
     "resources_per_worker": _check_resources,
+    "max_failures": _check_failures,
     "num_to_keep": _check_kept,
     "checkpoint_score_attribute": _check_score,
     "checkpoint_score_order": _check_order,

@@ -19,6 +19,7 @@ class Order(NamedTuple):
             it there while training goes on. Empty for none.
         measure: report how long actions and messages took.
         codecs: of all messages from this segment on, by hop: forward, backward; empty for what was configured.
+        keep_copy: every stage keeps a copy of its state after the segment in memory, to go back to.
     """
 
     segment: Segment
@@ -27,6 +28,7 @@ class Order(NamedTuple):
     save_to: str = ""
     measure: bool = False
     codecs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    keep_copy: bool = False
 
     @property
     def rows(self) -> RowsKey:

@@ -124,6 +124,8 @@ def _run_config(run: Any, name: str) -> dict[str, Any]:
         found["storage_path"] = absolute_path(os.fspath(storage)) if "unnamed" not in found else os.fspath(storage)
     if kept := _fields(getattr(run, "checkpoint_config", None), _KEEPING_FIELDS):
         found["checkpoint_config"] = kept
+    if survived := getattr(getattr(run, "failure_config", None), "max_failures", 0):
+        found["failure_config"] = {"max_failures": survived}
     return found
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.api.launch import generation_setup, policy_of, run_setup
+from raypipe.api.launch import failures_of, generation_setup, policy_of, run_setup
 from raypipe.config.pipeline import _ALLOWED, SUPPORTED
 from raypipe.config.ray import READ
 from raypipe.errors import ConfigError, PlanError, RaypipeError
@@ -55,12 +55,13 @@ def told(made: PipelineTrainer) -> str:
     place = str(setups[0].place), getattr(made._run, "name", None)
     plan = dataclasses.replace(job.plan, notes=(), reasons=(), prediction=None)
     policy = policy_of(made._pipeline, getattr(made._run, "checkpoint_config", None))
+    survived = failures_of(made._run)
     turned = retune_setup(made._pipeline, job.planned)
     if turned is not None:
         turned = dataclasses.replace(turned, microbatch_seconds=tuple(n for n, _ in turned.microbatch_seconds))  # type: ignore[arg-type]
     # The first word of "All 7 operations were measured", "Of 7 operations 5 were".
     profiled = [why.split()[0] for what, why in job.plan.reasons if what == "profile"]
-    return repr((plan, kept, order, place, policy, turned, made._resources(), checks(job), profiled))
+    return repr((plan, kept, order, place, policy, survived, turned, made._resources(), checks(job), profiled))
 
 
 def checks(job: Any) -> bool:
@@ -221,6 +222,10 @@ RAY_EFFECTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("RunConfig", "checkpoint_config"): [
         {"name": "a"}, {"name": "a", "checkpoint_config": ray.train.CheckpointConfig(num_to_keep=2)},
     ],
+    ("RunConfig", "failure_config"): [
+        {"name": "a"}, {"name": "a", "failure_config": ray.train.FailureConfig(max_failures=2)},
+    ],
+    ("FailureConfig", "max_failures"): [{}, {"max_failures": 2}, {"max_failures": -1}],
     ("CheckpointConfig", "num_to_keep"): [{}, {"num_to_keep": 2}],
     ("CheckpointConfig", "checkpoint_score_attribute"): [
         {"num_to_keep": 2}, {"num_to_keep": 2, "checkpoint_score_attribute": "loss"},
@@ -242,11 +247,9 @@ SAID: dict[tuple[str, str], Any] = {
     ("ScalingConfig", "use_tpu"): True,
     ("ScalingConfig", "topology"): "4x4",
     ("ScalingConfig", "elastic_resize_monitor_interval_s"): 5.0,
-    ("RunConfig", "failure_config"): ray.train.FailureConfig(max_failures=-7),
     ("RunConfig", "callbacks"): [ray.train.UserCallback()],
     ("RunConfig", "worker_runtime_env"): {"env_vars": {"A": "1"}},
     ("RunConfig", "logging_config"): ray.train.LoggingConfig(log_level="DEBUG"),
-    ("FailureConfig", "max_failures"): 3,
     ("FailureConfig", "controller_failure_limit"): 3,
     ("FailureConfig", "max_preemption_failures"): 3,
     ("FailureConfig", "relax_collectives_on_preemption"): True,
@@ -267,11 +270,7 @@ def test_every_field_of_rays_settings_has_an_effect_or_is_refused(kind: str, nam
     setattr(fresh, name, SAID.get((kind, name), "something"))  # past Ray's own checks, some of which ask for hardware
     within = {"FailureConfig": "failure_config", "CheckpointConfig": "checkpoint_config"}.get(kind)
     given = ray.train.RunConfig(**{within: fresh}) if within else fresh
-    refused = (
-        f"RunConfig(failure_config={fresh!r})"
-        if kind == "FailureConfig"
-        else f"{kind}({name}={SAID.get((kind, name), 'something')!r})"
-    )
+    refused = f"{kind}({name}={SAID.get((kind, name), 'something')!r})"
     with pytest.raises(ConfigError) as caught:
         trainer(**{"scaling_config" if kind == "ScalingConfig" else "run_config": given})
     assert str(caught.value).startswith(f"{refused}: it would have no effect: ")

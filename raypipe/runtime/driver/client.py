@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
 
-from raypipe.errors import ConfigError, StageError
+from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.driver import DriverActor, driver_name
 from raypipe.runtime.run.blueprint import Blueprint
@@ -114,6 +114,14 @@ class RayConnection:
     def checkpoint(self) -> None:
         self._ask(self._driver.checkpoint.remote())
 
+    def resize(self, num_stages: int, timeout_s: float) -> None:
+        try:
+            self._ask(self._driver.resize.remote(num_stages, timeout_s), timeout_s + CONTROL_TIMEOUT_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, PlanError):
+                raise error.cause from None
+            raise
+
     def predicted(self) -> Timeline | None:
         return self._ask(self._driver.predicted.remote())
 
@@ -125,9 +133,9 @@ class RayConnection:
                 release_orphans(driver_name(self._name))
         self._driver = self._call = None
 
-    def _ask(self, ref: Any) -> Any:
+    def _ask(self, ref: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         try:
-            return ray.get(ref, timeout=CONTROL_TIMEOUT_S)
+            return ray.get(ref, timeout=timeout_s)
         except RayActorError as error:
             raise StageError(f"The driver of run {self._name!r} is gone: {str(error).splitlines()[0]}") from None
 

@@ -36,6 +36,7 @@ from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import Outcome, PlanInForce
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import StoredTensors
+from raypipe.runtime.workers.recovery import Recovery
 
 __all__ = ["DriverActor", "driver_name"]
 
@@ -84,7 +85,8 @@ class _DriverActor:
         lease: Lease,
     ) -> Outcome:
         self._journal.begins("making the plan")
-        spec, (run, setup, plan) = blueprint.spec, assemble(blueprint, plan_for(blueprint.basis))
+        spec, made = blueprint.spec, assemble(blueprint, plan_for(blueprint.basis))
+        run, setup, plan = made
         self._predicted = plan.predicted
         count = len(setup.programs)
         stages = "1 stage" if count == 1 else f"{count} stages"
@@ -96,13 +98,15 @@ class _DriverActor:
         try:
             self._journal.begins(
                 f"sending {stages} their parameters and opening the links between them",
-                stages=tuple(map(_public, fleet.members)),
+                stages=fleet.facts,
                 num_steps=spec.num_steps,
             )
             fleet.configure(run, setup, [tensors])
-            # The stages have them now. What no checkpoint holds, buffers that are not persistent, another plan needs.
-            tensors.let_go(run.persistent)
-            self._kept.clear()
+            if not spec.max_failures:
+                # The stages have them now. What no checkpoint holds, buffers that are not persistent, another plan
+                # needs; and a run that survives failures may have to begin anew before its first checkpoint.
+                tensors.let_go(run.persistent)
+                self._kept.clear()
             # What was imported lives as long as this process. Full collections took 40 % of its processor time
             # (perf, two stages), on hosts where that may be a stage's.
             gc.collect()
@@ -110,7 +114,8 @@ class _DriverActor:
             while not self._requests.wait_checked(1.0):
                 self._journal.begins("waiting for the check of the model, which runs where the run was started")
             self._journal.begins()
-            return run_loop(fleet, spec, plan, journal, self._requests, lease=lease)
+            recovery = Recovery(fleet, blueprint, made, tensors)
+            return run_loop(fleet, spec, plan, journal, self._requests, lease=lease, recovery=recovery)
         finally:
             fleet.stop()
 
@@ -152,6 +157,15 @@ class _DriverActor:
         self._requests.checkpoint()
 
     @ray.method(concurrency_group="control")
+    def resize(self, num_stages: int, timeout_s: float) -> None:
+        """Give the run a plan of so many stages; returns when it has it.
+
+        Raises:
+            PlanError: there is no such plan, or no place for it.
+        """
+        self._requests.resize(num_stages, timeout_s)
+
+    @ray.method(concurrency_group="control")
     def predicted(self) -> Timeline | None:
         """The simulated timeline of one step."""
         return self._predicted
@@ -172,6 +186,10 @@ class _Published:
             publisher.event("group_size", plan.retune.choice.spec.group_size)
         self.resumed, self.tell = journal.resumed, journal.tell
 
+    def planned(self, plan: PlanInForce) -> None:
+        self._publisher.resized(plan.plan.schedule.wiring.homes)
+        self._publisher.event("predicted_step_seconds", plan.predicted_step_s)
+
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
         self._journal.step(record, reports)
         self._publisher.step(record, reports)
@@ -187,11 +205,6 @@ class _Published:
 def _copy(packed: Any) -> Any:
     """The same object once more, which belongs to whoever asked for it."""
     return packed
-
-
-def _public(member: Mapping[str, Any]) -> dict[str, Any]:
-    """What people are told of a stage; the address of its links may hold a handle, which would keep it alive."""
-    return {name: value for name, value in member.items() if name != "address"}
 
 
 def _leave(me: Any) -> None:

@@ -75,9 +75,9 @@ class Checkpoints:
         self._lease = lease
         self._clock = clock
         self._begun_s = clock()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="raypipe-checkpoint")
+        self._pool = _pool()
         self._pending: dict[int, Future[None]] = {}
-        self.latest = ""
+        self.latest, self.latest_step = "", 0
 
     def due(self, step: int) -> bool:
         """Whether to save after ``step`` steps."""
@@ -113,6 +113,12 @@ class Checkpoints:
             if error is not None and done == step:
                 raise error
 
+    def forget_after(self, step: int) -> None:
+        """The run goes on from ``step``: what was to be completed of later steps is saved again when they are done."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool = _pool()
+        self._pending = {done: future for done, future in self._pending.items() if done <= step and future.done()}
+
     def close(self) -> None:
         """Drop what has not begun."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -128,7 +134,7 @@ class Checkpoints:
             manifest = self._manifest(step, self._fleet.entries(self._files(step)), metrics)
             with contextlib.nullcontext() if self._lease is None else self._lease.completing():
                 commit(self._place, folder, manifest)
-            self.latest = str(self._place / folder)
+            self.latest, self.latest_step = str(self._place / folder), step
             self._tell("checkpoint", f"{step} steps", step=step, seconds=round(self._clock() - begin_s, 3))
             for name in prune(
                 self._place, self._policy.num_to_keep, self._policy.score_attribute, self._policy.score_order
@@ -137,3 +143,7 @@ class Checkpoints:
         except CheckpointError as error:
             self._tell("checkpoint failed", str(error), step=step)
             raise
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="raypipe-checkpoint")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from raypipe.errors import RaypipeError, StageError
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.planner.control import ControllerDecision
-from raypipe.runtime.run.spec import Outcome
+from raypipe.runtime.run.spec import Outcome, PlanInForce
 from raypipe.runtime.run.status import RunStatus
 
 __all__ = ["Journal", "News"]
@@ -57,9 +57,13 @@ class Journal:
             self._changed.notify_all()
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
-        """One more step; ``reports`` are those of its stages."""
+        """One more step, or one that was done again after a failure; ``reports`` are those of its stages."""
         with self._changed:
-            self._records.append(record)
+            ahead = self._records[-1].step - record.step if self._records else -1
+            if ahead < 0:
+                self._records.append(record)
+            else:
+                self._records[-1 - ahead] = record
             self._status = self._status.after(record)
             self._changed.notify_all()
 
@@ -68,6 +72,9 @@ class Journal:
         if decision.choice is not None:
             with self._changed:
                 self._status = dataclasses.replace(self._status, retunes=self._status.retunes + 1)
+
+    def planned(self, plan: PlanInForce) -> None:
+        """The run has another plan."""
 
     def begins(self, doing: str = "", **changes: Any) -> None:
         """What it does before its first step, "" once the stages are ready. A wish to stop is not covered up."""

@@ -1,15 +1,34 @@
-"""What people ask of a running loop from outside its thread: begin, stop, or save a checkpoint."""
+"""What people ask of a running loop from outside its thread: begin, stop, save a checkpoint, or resize."""
 
 from __future__ import annotations
 
 import threading
 from typing import Protocol
 
-__all__ = ["Requests"]
+from raypipe.errors import PlanError, RaypipeError
+
+__all__ = ["Requests", "Resize"]
 
 
 class _Haltable(Protocol):
     def halt(self) -> None: ...
+
+
+class Resize:
+    """A number of stages that somebody wants, and the answer.
+
+    Attributes:
+        error: why the run does not have it; None where it has.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.done = threading.Event()
+        self.error: RaypipeError | None = None
+
+    def answer(self, error: RaypipeError | None = None) -> None:
+        self.error = error
+        self.done.set()
 
 
 class Requests:
@@ -22,6 +41,7 @@ class Requests:
     def __init__(self) -> None:
         self.stop_reason = ""
         self._fleet: _Haltable | None = None
+        self._resize: Resize | None = None
         self._lock = threading.Lock()
         self._checkpoint = threading.Event()
         self._go_on = threading.Event()
@@ -49,6 +69,35 @@ class Requests:
             fleet = self._fleet
         if fleet is not None:
             fleet.halt()
+
+    def resize(self, num_stages: int, timeout_s: float) -> None:
+        """Have the run go on with so many stages; waits until it does.
+
+        Raises:
+            PlanError: there is no such plan, no place for it, or nobody is there to make one.
+        """
+        asked = Resize(num_stages)
+        with self._lock:
+            if self._resize is not None or self._fleet is None or self.stop_reason:
+                why = self.stop_reason or ("it is being resized" if self._resize else "it has not begun")
+                raise PlanError(f"The run cannot be resized now: {why}. Ask again later.")
+            self._resize, fleet = asked, self._fleet
+        fleet.halt()
+        if not asked.done.wait(timeout_s):
+            raise PlanError(f"The run was not resized within {timeout_s:g} s; it may be so later: see its status.")
+        if asked.error is not None:
+            raise asked.error
+
+    def take_resize(self) -> Resize | None:
+        """The resize that somebody waits for, once; whoever takes it answers it."""
+        with self._lock:
+            asked, self._resize = self._resize, None
+        return asked
+
+    def end(self) -> None:
+        """Nobody answers any more."""
+        if (asked := self.take_resize()) is not None:
+            asked.answer(PlanError("The run ended before it could be resized."))
 
     def checkpoint(self) -> None:
         """Save a checkpoint after one of the next segments."""

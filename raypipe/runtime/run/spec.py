@@ -31,6 +31,8 @@ class Watcher(Protocol):
 
     def tell(self, **changes: Any) -> None: ...
 
+    def planned(self, plan: PlanInForce) -> None: ...
+
     def decided(self, decision: ControllerDecision) -> None: ...
 
 
@@ -70,6 +72,8 @@ class RunSpec:
         aliases: further names of shared tensors -> the names that they are stored under.
         sums_losses: loss_reduction is "sum".
         checkpoints: when to save, what to keep.
+        max_failures: to survive in one submission, as in ray.train.FailureConfig; -1 is no limit.
+        copy_interval_steps: every stage keeps a copy of its state in memory after so many steps; None keeps none.
     """
 
     name: str
@@ -85,6 +89,8 @@ class RunSpec:
     sums_losses: bool
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     resume: bool | None = None
+    max_failures: int = 0
+    copy_interval_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

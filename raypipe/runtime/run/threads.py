@@ -44,6 +44,9 @@ class ThreadConnection:
     def checkpoint(self) -> None:
         self._requests.checkpoint()
 
+    def resize(self, num_stages: int, timeout_s: float) -> None:
+        self._requests.resize(num_stages, timeout_s)
+
     def predicted(self) -> Timeline | None:
         return self._predicted
 

@@ -20,22 +20,27 @@ from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.work_order import Order
+from raypipe.runtime.workers.copies import CopyFacts, RemoteCopy
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.root_cause import root_cause
 from raypipe.runtime.workers.roster import (
     GRACE_S,
     Member,
+    Roster,
     chosen,
+    end_member,
     results,
     shared_memory_notes,
-    start_members,
     stop_members,
 )
 
 __all__ = ["Fleet"]
 
 OPEN_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 3600.0
 SAVE_TIMEOUT_S = 3600.0
+SETTLE_S = 10.0
+"""After a failure, how long a worker may go on computing what it has begun, before it is taken for stuck."""
 LEAVE_S = 0.5
 """After a first failure, how long the other stages have to finish what was sent to them and to follow."""
 
@@ -92,8 +97,13 @@ class Fleet:
         self._halting = threading.Lock()
         self._halted = False
         self._flight: _Flight | None = None
-        self.roster = start_members(num_workers, resources, transport, link_ports, owner)
+        self._roster = Roster(num_workers, resources, transport, link_ports, owner)
         self.notes = shared_memory_notes(self.members)
+
+    @property
+    def roster(self) -> list[Member]:
+        """All members that live, or did when they were heard of last."""
+        return self._roster.members
 
     @property
     def actors(self) -> list[Any]:
@@ -105,11 +115,17 @@ class Fleet:
         """What every member says of itself, in the roster's order."""
         return [member.facts for member in self.roster]
 
+    @property
+    def facts(self) -> tuple[dict[str, Any], ...]:
+        """What people are told of each worker; not its address, which may hold a handle and so keep the actor alive."""
+        told = self.in_use or self.roster
+        return tuple({name: v for name, v in member.facts.items() if name != "address"} for member in told)
+
     def configure(
         self,
         run: RunSetup,
         setup: GenerationSetup,
-        sources: Sequence[StateSource | str],
+        sources: Sequence[StateSource | str | RemoteCopy],
         members: Sequence[int] | None = None,
     ) -> None:
         """Make members the workers of a plan and open links anew; processes stay, and the others are spares.
@@ -117,37 +133,52 @@ class Fleet:
         Args:
             run: sent to each member when a plan first uses it, however often the run is planned anew.
             setup: what the plan says; addresses are filled in here.
-            sources: where the workers find the parameters and buffers that they hold, see StageActor.configure; none
-                where every worker keeps the stages that it has.
+            sources: where the workers find the state that they hold, see StageActor.load; none where every worker keeps
+                the stages that it has.
             members: positions in the roster of workers 0, 1, ...; None takes those in use, then spares.
 
         Raises:
             PlanError: there are fewer members than workers.
             RaypipeError: what went wrong on the first stage that failed.
         """
-        self._links += 1
         workers = chosen(self.roster, setup.num_workers, members)
+        self._join(run, workers)
+        shared = ray.put(replace(setup, addresses=tuple(member.facts["address"] for member in workers)))
+        if sources:  # while everybody still holds what the others may have to read
+            loads = [member.actor.load.remote(at, shared, list(sources)) for at, member in enumerate(workers)]
+            results(loads, LOAD_TIMEOUT_S, "taking the state of their stages")
         resting = [m for m in self.in_use if not m.lost and not any(m is one for one in workers)]
         for member in self.roster:
             member.worker = None
         for worker, member in enumerate(workers):
             member.worker = worker
         self.in_use = workers
+        self._links += 1
         self._rows, self._halted = set(), False
         placement = setup.placement(0)
         self._held = [placement.stages_of(worker) for worker in range(len(workers))]
         self._names = [placement.name_of(worker).capitalize() for worker in range(len(workers))]
         results([member.actor.rest.remote() for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
-        self._join(run, workers)
-        addressed = ray.put(replace(setup, addresses=tuple(member.facts["address"] for member in workers)))
-        results(
-            [
-                actor.configure.remote(worker, addressed, self._links, list(sources))
-                for worker, actor in enumerate(self.actors)
-            ],
-            OPEN_TIMEOUT_S + PLACE_TIMEOUT_S,
-            "configuring",
-        )
+        opening = [actor.configure.remote(worker, shared, self._links) for worker, actor in enumerate(self.actors)]
+        results(opening, OPEN_TIMEOUT_S + PLACE_TIMEOUT_S, "opening their links")
+
+    def keep_copy(self, step: int) -> None:
+        """Every stage copies its state in memory, between two runs.
+
+        Args:
+            step: optimizer steps that it has done.
+        """
+        results([actor.keep_copy.remote(step) for actor in self.actors], SAVE_TIMEOUT_S, "copying their state")
+
+    def copies(self) -> list[tuple[Any, CopyFacts]]:
+        """(actor, what it has) of every copy of state in memory that can be read now."""
+        asked = {member.actor: member.actor.copies.remote() for member in self.in_use if not member.lost}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=GRACE_S) if asked else None
+        found = []
+        for actor, ref in asked.items():
+            with contextlib.suppress(RayError):  # of one that does not answer nothing can be read
+                found += [(actor, facts) for facts in ray.get(ref, timeout=0)]
+        return found
 
     def _join(self, run: RunSetup, members: Sequence[Member]) -> None:
         if run is not self._run_setup:
@@ -224,6 +255,50 @@ class Fleet:
                 flight.limit = max(begun)
                 ray.get([a.finish_after.remote(flight.run, max(begun)) for a in self.actors], timeout=GRACE_S)
 
+    def settle(self) -> None:
+        """After a failure: every worker leaves its work; one that is dead, or does not leave it, is lost."""
+        flight, self._flight = self._flight, None
+        works = flight.works if flight is not None else {}
+        ray.wait(list(works), num_returns=len(works), timeout=SETTLE_S) if works else None
+        leaving = [member.actor.abort.remote(self._links, "the run recovers") for member in self.in_use]
+        ray.wait(leaving, num_returns=len(leaving), timeout=GRACE_S)
+        stuck = {worker for ref, worker in works.items() if not ray.wait([ref], timeout=0)[0]}
+        for worker, (member, ref) in enumerate(zip(self.in_use, leaving, strict=True)):
+            try:
+                ray.get(ref, timeout=0)
+            except RayError:  # it is dead, or does not answer
+                member.lost = True
+            if worker in stuck or member.lost:
+                member.lost = True
+                end_member(member)
+
+    def replace_lost(self) -> tuple[str, ...]:
+        """Spares, else new members, become the workers that were lost; the names of these, for people.
+
+        Raises:
+            PlanError: there is no place for a new one.
+        """
+        lost = [worker for worker, member in enumerate(self.in_use) if member.lost]
+        self._roster.drop_lost()
+        self._roster.grow(len(self.in_use))
+        spares = [member for member in self.roster if member.worker is None]
+        for worker, member in zip(lost, spares, strict=False):
+            self.in_use[worker], member.worker = member, worker
+        return tuple(self._names[worker] for worker in lost)
+
+    def grow(self, count: int) -> None:
+        """Have so many members; see Roster."""
+        self._roster.grow(count)
+
+    def end_spares(self) -> None:
+        """End the members that the plan does not use."""
+        self._roster.end_spares()
+
+    def go_on(self) -> None:
+        """Runs that begin from now on are not empty, though ``halt`` was called before."""
+        with self._halting:
+            self._halted = False
+
     def _submit(self, run: int, order: Order, schedules: Callable[[RowsKey], Schedule]) -> None:
         key = order.rows
         if key not in self._rows:
@@ -289,14 +364,17 @@ class Fleet:
         """
         deadline_s = time.monotonic() + SAVE_TIMEOUT_S
         found: dict[int, dict[str, Any]] = {}  # by stage
-        missing = set(range(len(self.actors)))
+        actors, links = self.actors, self._links
+        missing = set(range(len(actors)))
         while missing and time.monotonic() < deadline_s:
-            asked = {worker: self.actors[worker].entries.remote(folder) for worker in sorted(missing)}
+            asked = {worker: actors[worker].entries.remote(folder) for worker in sorted(missing)}
             answers = results(list(asked.values()), SAVE_TIMEOUT_S, "writing a checkpoint")
             for worker, entries in zip(asked, answers, strict=True):
                 if entries is not None:
                     found |= zip(self._held[worker], entries, strict=True)
                     missing.discard(worker)
+            if links != self._links:
+                raise CheckpointError(f"{folder} was not completed: the stages were configured anew meanwhile.")
         if missing:
             raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
         return [found[stage] for stage in sorted(found)]

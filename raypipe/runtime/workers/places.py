@@ -22,20 +22,21 @@ __all__ = ["PLACE_TIMEOUT_S", "release", "release_orphans", "reserve"]
 PLACE_TIMEOUT_S = 30.0
 
 
-def reserve(owner: str, num_workers: int, needs: Mapping[str, float]) -> list[PlacementGroup]:
+def reserve(owner: str, numbers: Sequence[int], needs: Mapping[str, float]) -> list[PlacementGroup]:
     """A place for every worker, each on its own, so that one can move later without the others.
 
     Args:
         owner: the driver's name; "" leaves the groups without one.
+        numbers: of the workers; no two places of an owner have the same.
         needs: resources of one worker.
 
     Raises:
         PlanError: one found none in time; says what the cluster has.
     """
-    names = [f"{owner}/{worker}" if owner else "" for worker in range(num_workers)]
+    names = [f"{owner}/{number}" if owner else "" for number in numbers]
     groups = [placement_group([dict(needs)], strategy="PACK", name=name) for name in names]
     deadline_s = time.monotonic() + PLACE_TIMEOUT_S
-    for worker, group in enumerate(groups):
+    for got, group in enumerate(groups):
         if group.wait(max(deadline_s - time.monotonic(), 0.01)):
             continue
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -43,9 +44,9 @@ def reserve(owner: str, num_workers: int, needs: Mapping[str, float]) -> list[Pl
         has = ", ".join(f"{free.get(k, 0):g} of {total.get(k, 0):g} {k} free" for k in needs)
         wanted = ", ".join(f"{v:g} {k}" for k, v in needs.items())
         raise PlanError(
-            f"Worker {worker} found no place within {PLACE_TIMEOUT_S:g} s: each of the {num_workers} workers needs "
-            f"{wanted}, {worker} got it, and the cluster has {has}. Add nodes, lower num_stages (and num_workers with "
-            "it), or ask for less in ScalingConfig(resources_per_worker=...)."
+            f"Worker {numbers[got]} found no place within {PLACE_TIMEOUT_S:g} s: each of the {len(numbers)} workers "
+            f"needs {wanted}, {got} got it, and the cluster has {has}. Add nodes, lower num_stages (and num_workers "
+            "with it), or ask for less in ScalingConfig(resources_per_worker=...)."
         )
     return groups
 

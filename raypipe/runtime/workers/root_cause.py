@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from raypipe.errors import LinkAbortedError, LinkError, RaypipeError, StageError
+from raypipe.errors import LinkAbortedError, LinkError, RaypipeError, StageError, StageLostError
 
 __all__ = ["root_cause"]
 
@@ -24,7 +24,7 @@ def root_cause(works: Mapping[Any, int], names: Sequence[str], segments: int) ->
         names: of the workers, for people.
         segments: that every stage has carried out, for the message.
     """
-    gone = (5, StageError("A stage died after its last segment, before its reports were fetched."))
+    gone = (5, StageLostError("A stage died after its last segment, before its reports were fetched."))
     from_last = sorted(works.items(), key=lambda item: -item[1])
     found = (_failure(ref, names[worker], segments) for ref, worker in from_last)
     return min(filter(None, found), key=lambda item: item[0], default=gone)[1]
@@ -45,5 +45,5 @@ def _failure(ref: Any, name: str, segments: int) -> tuple[int, RaypipeError] | N
         return 0, cause if isinstance(cause, RaypipeError) else StageError(f"{name} failed: {error}")
     except RayActorError as error:
         first = str(error).splitlines()[0]
-        return 1, StageError(f"{name} died after {segments} segments of this run: {first}")
+        return 1, StageLostError(f"{name} died after {segments} segments of this run: {first}")
     return None

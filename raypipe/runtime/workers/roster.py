@@ -13,12 +13,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError
+from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.plan import human_bytes
 from raypipe.runtime.workers.places import release, reserve
 from raypipe.runtime.workers.worker import StageActor
 
-__all__ = ["GRACE_S", "Member", "chosen", "results", "shared_memory_notes", "start_members", "stop_members"]
+__all__ = ["GRACE_S", "Member", "Roster", "chosen", "end_member", "results", "shared_memory_notes", "stop_members"]
 
 START_TIMEOUT_S = 150.0
 LEAST_SHM_BYTES = 256 << 20
@@ -46,14 +46,50 @@ class Member:
     lost: bool = False
 
 
-def start_members(
-    num_workers: int,
-    resources: Mapping[str, float],
-    transport: str,
-    link_ports: tuple[int, int] | None,
-    owner: str,
+class Roster:
+    """All members of a fleet that live: workers, then spares. See Fleet for the arguments and for what is raised."""
+
+    def __init__(
+        self,
+        count: int,
+        resources: Mapping[str, float],
+        transport: str,
+        link_ports: tuple[int, int] | None,
+        owner: str,
+    ) -> None:
+        self._resources, self._transport, self._link_ports, self._owner = resources, transport, link_ports, owner
+        self._started = 0  # members so far, by which their places are named
+        self.members: list[Member] = []
+        self.grow(count)
+
+    def grow(self, count: int) -> None:
+        """Have so many members, of which new ones are spares until a plan uses them.
+
+        Raises:
+            PlanError: there is no place for one.
+        """
+        missing = count - len(self.members)
+        if missing > 0:
+            first, self._started = self._started, self._started + missing
+            numbers = range(first, first + missing)
+            self.members += _start(numbers, self._resources, self._transport, self._link_ports, self._owner)
+
+    def drop_lost(self) -> None:
+        """Forget the members whose process has ended."""
+        self.members = [member for member in self.members if not member.lost]
+
+    def end_spares(self) -> None:
+        """End the members that the plan does not use."""
+        for member in self.members:
+            if member.worker is None:
+                end_member(member)
+        self.members = [member for member in self.members if member.worker is not None]
+
+
+def _start(
+    numbers: range, resources: Mapping[str, float], transport: str, link_ports: tuple[int, int] | None, owner: str
 ) -> list[Member]:
-    """Actors, each in a place of its own; see Fleet for the arguments and for what is raised. None is left then."""
+    """Actors, each in a place of its own. None is left if this raises."""
     needs = {name: amount for name, amount in resources.items() if amount}
     if not needs:
         raise ConfigError(
@@ -62,7 +98,7 @@ def start_members(
         )
     extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
     options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
-    places = reserve(owner, num_workers, needs)
+    places = reserve(owner, numbers, needs)
     roster: list[Member] = []
     try:
         for place in places:
@@ -81,9 +117,14 @@ def stop_members(roster: Sequence[Member]) -> None:
     with contextlib.suppress(RayError, GetTimeoutError):
         ray.get([member.actor.close.remote() for member in roster], timeout=GRACE_S)
     for member in roster:
-        with contextlib.suppress(RayError):
-            ray.kill(member.actor, no_restart=True)
-    release([member.place for member in roster])
+        end_member(member)
+
+
+def end_member(member: Member) -> None:
+    """End its process, whatever state it is in, and give its place back."""
+    with contextlib.suppress(RayError):
+        ray.kill(member.actor, no_restart=True)
+    release([member.place])
 
 
 def chosen(roster: Sequence[Member], count: int, members: Sequence[int] | None) -> list[Member]:
@@ -137,7 +178,7 @@ def results(refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:
             raise error.cause from None
         raise StageError(f"A stage failed while {doing}: {error}") from None
     except RayActorError as error:
-        raise StageError(f"A stage died while {doing}: {error}") from None
+        raise StageLostError(f"A stage died while {doing}: {error}") from None
 
 
 def shared_memory_notes(members: Sequence[Mapping[str, Any]]) -> list[str]:

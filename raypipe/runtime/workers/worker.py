@@ -1,6 +1,7 @@
 """StageActor: the stages of one worker, in one process. It runs whole segments in one long call; a thread stays free.
 
-driver --join(run), configure(setup) --> listen, connect, build state
+driver --join(run), load(sources) ----> build state
+       --configure(setup) ------------->  listen, connect
        --run(segment) ----------------->  rows of actions, micro-batches over the links
        <------------- step reports -----
        --abort(reason) ---------------->  (control group: answers while a segment runs)
@@ -48,6 +49,7 @@ from raypipe.runtime.links.endpoint import Endpoint, Opening
 from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor
 from raypipe.runtime.links.opening import make_endpoint
 from raypipe.runtime.workers.allocator import keep_freed_memory
+from raypipe.runtime.workers.copies import CopyFacts, RemoteCopy, WorkerCopies, joined
 from raypipe.runtime.workers.order_gate import OrderGate
 
 __all__ = ["StageActor"]
@@ -62,6 +64,8 @@ class _StageActor(LinkedActor):
         self._endpoint: Endpoint | None = None
         self._setup: RunSetup | None = None
         self._states: list[StageState] = []
+        self._next: list[StageState] | None = None  # from load() to configure()
+        self._copies = WorkerCopies()
         self._held: list[tuple[str, ...]] = []  # names of the tensors of each
         self._executor: Executor | None = None
         self._rows: dict[RowsKey, tuple[Row, bool]] = {}
@@ -96,28 +100,49 @@ class _StageActor(LinkedActor):
         """Belong to a run; once for all its plans."""
         self._setup = run
 
-    def configure(self, worker: int, setup: GenerationSetup, links: int, sources: Sequence[StateSource | str]) -> None:
-        """Become a worker, or the same one with another plan; the state stays where there are no sources.
+    def load(self, worker: int, setup: GenerationSetup, sources: Sequence[StateSource | str | RemoteCopy]) -> None:
+        """Make the state of the stages that a worker holds; it is this one's once ``configure`` follows.
+
+        Until then the state that it has stays, and copies of it can be read.
+
+        Args:
+            sources: of the parameters and buffers, each taken from the first that has it; a text names a checkpoint's
+                folder below the run's. Where there are copies, the optimizers go on from there.
+        """
+        run = self._setup
+        assert run is not None, "join() comes first"
+        programs = [setup.programs[stage] for stage in setup.placement(worker).stages]
+        copies = [source for source in sources if isinstance(source, RemoteCopy)]
+        if copies:
+            me = ray.get_runtime_context().get_actor_id()
+            names = [name for program in programs for name in _names(program)]
+            source = joined(copies, self._copies, me, names)
+            self._next = _states(run, programs, [source])
+            for program, state in zip(programs, self._next, strict=True):
+                load_stage(source, program, state)
+        else:
+            self._next = _states(run, programs, [source for source in sources if not isinstance(source, RemoteCopy)])
+
+    def configure(self, worker: int, setup: GenerationSetup, links: int) -> None:
+        """Become a worker, or the same one with another plan, with the state of ``load`` or else that it has.
 
         Args:
             links: counts the times that links were opened; messages of others are dropped.
-            sources: of the parameters and buffers of its stages, each taken from the first that has it; a text names a
-                checkpoint's folder below the run's.
         """
         run, addresses = self._setup, setup.addresses
         assert self._endpoint is not None, "listen() comes first"
         assert run is not None, "join() comes first"
         self._close_links()
         placement, programs = setup.placement(worker), setup.programs
-        held = [(*programs[stage].parameters, *programs[stage].buffers) for stage in placement.stages]
-        if sources:
-            self._states = _states(run, [programs[stage] for stage in placement.stages], sources)
-            self._held = held
+        held = [_names(programs[stage]) for stage in placement.stages]
+        if self._next is not None:
+            self._states, self._held, self._next = self._next, held, None
         if held != self._held:
             raise StageError(
                 f"Worker {placement.worker} does not hold the parameters of {placement.name_of(placement.worker)} "
-                "as they are cut now; configure it with its initial state first."
+                "as they are cut now; load its state first."
             )
+        self._copies.begin(setup.generation, [programs[stage] for stage in placement.stages], self._states)
         peers = placement.neighbours(programs)
         opening = Opening(
             me=placement.worker,
@@ -139,6 +164,29 @@ class _StageActor(LinkedActor):
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
         gc.freeze()
+
+    def keep_copy(self, step: int) -> None:
+        """Copy the state in memory, between two steps.
+
+        Args:
+            step: optimizer steps that it has done.
+        """
+        self._copies.take(step)
+
+    @ray.method(concurrency_group="copies")
+    def copies(self) -> list[CopyFacts]:
+        """What copies of state are here."""
+        return self._copies.facts()
+
+    @ray.method(concurrency_group="copies")
+    def copy_header(self, generation: int, stage: int, step: int) -> bytes:
+        """See RemoteCopy."""
+        return self._copies.source(generation, stage, step).header.to_json()
+
+    @ray.method(concurrency_group="copies")
+    def copy_data(self, generation: int, stage: int, step: int, begin: int, end: int) -> Any:
+        """See RemoteCopy."""
+        return self._copies.data(generation, stage, step, begin, end)
 
     @ray.method(concurrency_group="orders")
     def set_row(self, key: RowsKey, row: Row, alone: bool) -> None:
@@ -194,6 +242,8 @@ class _StageActor(LinkedActor):
                     reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
                 if order.save_to:
                     self.save(order.save_to)
+                if order.keep_copy:
+                    self.keep_copy(order.segment.first_step + order.segment.num_minibatches)
                 with self._grown:
                     self._done.append(reports)
                     self._grown.notify_all()
@@ -269,6 +319,7 @@ class _StageActor(LinkedActor):
         for writer in self._writers:
             writer.close()
         self._states, self._held, self._writers, self._rows = [], [], [], {}
+        self._copies, self._next = WorkerCopies(), None
 
     def close(self) -> None:
         """Close links and endpoint."""
@@ -286,6 +337,10 @@ class _StageActor(LinkedActor):
         self._executor = None
 
 
+def _names(program: StageProgram) -> tuple[str, ...]:
+    return (*program.parameters, *program.buffers)
+
+
 def _states(run: RunSetup, programs: Sequence[StageProgram], sources: Sequence[StateSource | str]) -> list[StageState]:
     """Of these stages, with new optimizers; those that share a parameter get a copy each."""
     with contextlib.ExitStack() as stack:
@@ -298,7 +353,7 @@ def _states(run: RunSetup, programs: Sequence[StageProgram], sources: Sequence[S
         return [
             StageState(
                 program,
-                read_all(found, (*program.parameters, *program.buffers)),
+                read_all(found, _names(program)),
                 run.make_optimizer,
                 run.make_scheduler,
             )
@@ -319,7 +374,7 @@ def _with_traceback(error: RaypipeError) -> str:
     return f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}"
 
 
-StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"control": 4, "orders": 1, **LINK_GROUPS})(
-    _StageActor
-)
+StageActor = ray.remote(
+    num_cpus=1, max_restarts=0, concurrency_groups={"control": 4, "orders": 1, "copies": 2, **LINK_GROUPS}
+)(_StageActor)
 """The actor class. It is never restarted by Ray: an empty stage of an unknown generation helps nobody."""

@@ -1,0 +1,147 @@
+"""What is ordered of the stages next: segments in turn, and what each of them is to leave behind.
+
+position --next_segment--> segment --+-- a checkpoint is due ------> save_to
+                                     +-- a copy is due ------------> keep_copy
+                                     +-- the traced step ----------> keep_spans
+                                     +-- the controller's settings -> spec, codecs
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from raypipe.ir.segment import Segment
+from raypipe.ir.work_order import Order
+from raypipe.planner.segments import Position, draining_segment, flowing_segments, next_segment
+from raypipe.runtime.run.checkpoints import Checkpoints
+from raypipe.runtime.run.control import Control
+from raypipe.runtime.run.controller_thread import ActiveSettings
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.spec import PlanInForce, RunSpec
+
+__all__ = ["Ordered", "Ordering"]
+
+
+class Ordered(NamedTuple):
+    """A segment that was ordered.
+
+    Attributes:
+        after: the position after it.
+        setting: what it runs with.
+        counts: false for a step whose seconds say nothing of the next: the first, and those with a checkpoint.
+        saves: every stage writes a checkpoint of the state after it.
+        copies: every stage keeps a copy of that state in memory.
+    """
+
+    segment: Segment
+    after: Position
+    setting: ActiveSettings = ActiveSettings()
+    counts: bool = True
+    saves: bool = False
+    copies: bool = False
+
+
+class Ordering:
+    """Makes orders from a position on, and remembers those that have not been carried out.
+
+    Attributes:
+        plan: in force.
+        traced_step: the step whose actions are noted one by one.
+
+    Args:
+        pauses_after: whether no order may follow that step, because an evaluation belongs to its checkpoint.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        plan: PlanInForce,
+        checkpoints: Checkpoints,
+        control: Control,
+        requests: Requests,
+        pauses_after: Callable[[int], bool],
+    ) -> None:
+        self._spec, self.plan = spec, plan
+        self._checkpoints, self._control, self._requests = checkpoints, control, requests
+        self._pauses_after = pauses_after
+        self._ordered: dict[int, Ordered] = {}  # by first step
+        self._asked = False  # for a checkpoint that has not been ordered
+        self._calm = False  # whether the step that is ordered next is like the one before
+        self.traced_step = 0
+
+    def taken(self, step: int) -> Ordered:
+        """The segment that begins with this step; it has been carried out."""
+        return self._ordered.pop(step)
+
+    def forget(self) -> None:
+        """What was ordered will not be carried out."""
+        self._ordered.clear()
+
+    def orders(self, at: Position) -> Iterator[Order]:
+        """Train from here to the end of the run, or to a step after which there is an evaluation."""
+        self._calm = False
+        for segment, after, setting in self._segments(at):
+            self._asked = self._asked or self._requests.take_checkpoint()
+            empty = segment.phase.ends_empty
+            saves = empty and (after.step == self._spec.num_steps or self._checkpoints.due(after.step) or self._asked)
+            copies = empty and self._copies_after(after.step)
+            if saves:
+                self._asked = False
+            traced = segment.first_step <= self.traced_step < after.step
+            calm = not saves and not traced
+            ordered = Ordered(segment, after, setting, self._calm and calm, saves, copies)
+            self._calm = calm
+            yield self._order(ordered, traced=traced)
+            if saves and self._pauses_after(after.step):
+                return
+
+    def draining(self, at: Position) -> Order:
+        """What completes the mini-batches that are under way, where a halt left some."""
+        assert self.plan.flow is not None, "only an asynchronous schedule ends with micro-batches under way"
+        spec = self._spec
+        segment = draining_segment(self.plan.flow, spec.minibatch_size, spec.microbatch_size, at)
+        segment = replace(segment, generation=self.plan.plan.generation)
+        return self._order(Ordered(segment, at.after(segment, spec.num_samples["train"])), traced=False)
+
+    def _order(self, ordered: Ordered, *, traced: bool) -> Order:
+        segment, after, setting, *_ = ordered
+        self._ordered[segment.first_step] = ordered
+        return Order(
+            segment,
+            keep_spans=traced,
+            save_to=self._checkpoints.begin(after.step) if ordered.saves else "",
+            measure=self._control.runs,
+            codecs=setting.codecs,
+            keep_copy=ordered.copies,
+        )
+
+    def _copies_after(self, step: int) -> bool:
+        every = self._spec.copy_interval_steps
+        return every is not None and step % every == 0
+
+    def _segments(self, at: Position) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
+        """What comes next, the position after it, and what it runs with: the controller's word of that moment."""
+        spec, generation = self._spec, self.plan.plan.generation
+        if self.plan.flow is not None:
+            flowing = flowing_segments(
+                self.plan.flow,
+                spec.num_samples["train"],
+                spec.minibatch_size,
+                spec.microbatch_size,
+                spec.num_steps,
+                at,
+                empty_after=lambda step: self._checkpoints.due_at(step) or self._copies_after(step),
+                empty_soon=lambda: self._asked or self._requests.wants_checkpoint or self._checkpoints.overdue,
+            )
+            for segment, after in flowing:
+                yield replace(segment, generation=generation), after, ActiveSettings()
+            return
+        while at.step < spec.num_steps:
+            setting = self._control.settings
+            count = setting.num_microbatches
+            size = spec.microbatch_size if count is None else math.ceil(spec.minibatch_size / count)
+            segment, at = next_segment(spec.num_samples["train"], spec.minibatch_size, size, at)
+            yield replace(segment, generation=generation, spec=setting.spec), at, setting

@@ -1,0 +1,123 @@
+"""What the loop knows of recovery: which failures to survive, how often, and where a run goes on after one.
+
+fleet.run raises --> Failures.counted: may this one be survived?  -- no --> raised again
+                         | yes
+                     Recoverer: survivors, replacements, state of one step   (runtime/workers/recovery.py)
+                         |
+loop goes on <------ Recovered(position, ...)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from raypipe.engine.checkpoint import FreshOptions
+from raypipe.errors import LinkError, RaypipeError, StageError, StageLostError
+from raypipe.planner.segments import Position
+from raypipe.runtime.run.spec import PlanInForce
+
+__all__ = ["Failures", "Recovered", "Recoverer"]
+
+UNLIMITED = -1
+MOST_LOST = 5
+"""So often a lost process or link is replaced again without a step being done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """All stages are ready again, each with the state that it had after the same step.
+
+    Attributes:
+        step: optimizer steps that this state has done.
+        source: where it came from, for people.
+        position: where a checkpoint says that the run stood; None where the state comes from copies in memory.
+        replaced: stages that have another process now, for people; empty where only links had failed.
+        seconds: of each part of the recovery, by name.
+        stages: what people are told of each worker.
+        plan: that they have now, where it is another one.
+    """
+
+    step: int
+    source: str
+    position: Position | None = None
+    replaced: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    stages: tuple[dict[str, Any], ...] = ()
+    plan: PlanInForce | None = None
+
+    def told(self) -> dict[str, Any]:
+        """What events.jsonl says of it."""
+        plan = {} if self.plan is None else {"num_stages": self.plan.plan.partition.num_stages}
+        times = {f"{name}_s": round(took_s, 3) for name, took_s in self.seconds.items()}
+        return {"replaced": list(self.replaced), **plan, **times}
+
+
+class Recoverer(Protocol):
+    """Who brings the stages of a run back, or gives them another plan."""
+
+    def keep_copy(self, step: int) -> None:
+        """Every stage copies its state in memory: that after ``step`` steps."""
+
+    def recover(self, steps: Collection[int], begun: int, fresh: FreshOptions) -> Recovered:
+        """After a failure, bring all stages to the newest state that every one of them can reach.
+
+        Args:
+            steps: to which the run can go back where there are copies; else to its newest checkpoint.
+            begun: steps that the run had done when it was submitted.
+            fresh: options of the optimizer that this submission brought.
+
+        Raises:
+            StageError, LinkError: it failed again meanwhile.
+        """
+
+    def resize(self, num_stages: int, step: int) -> Recovered:
+        """Between two steps, give the run a plan of so many stages and move what changes hands.
+
+        Args:
+            step: steps that every stage has done.
+
+        Raises:
+            PlanError: there is no such plan, or no place for it; the run can go on as it was.
+            StageError, LinkError: something failed on the way; ``recover`` is next.
+        """
+
+
+class Failures:
+    """Counts failures against ``FailureConfig(max_failures)``; -1 is no limit, 0 survives none.
+
+    A failure that the same state leads to again, such as an exception of the user's code or a loss that is not finite,
+    is tried once more. A process or a link that is lost again and again before the run gets any further is tried
+    a few times more.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.count = 0
+        self._last: tuple[int, str] | None = None
+        self._again = 0
+
+    def survivable(self, error: RaypipeError) -> bool:
+        """Whether a failure of this kind is to be survived at all."""
+        return self._most != 0 and isinstance(error, StageError | LinkError)
+
+    def counted(self, error: RaypipeError, step: int) -> str:
+        """Count a failure; "" where the run may go on after it, else why not.
+
+        Args:
+            step: steps that every stage had finished.
+        """
+        self.count += 1
+        if self._most != UNLIMITED and self.count > self._most:
+            return f"it is failure {self.count} of this run, and FailureConfig(max_failures={self._most}) ends it"
+        # Numbers differ from one try to the next: processes, times, addresses.
+        kind = re.sub(r"\d+", "#", (str(error).splitlines() or [""])[0])
+        self._again = self._again + 1 if self._last == (step, kind) else 0
+        self._last = step, kind
+        tries = MOST_LOST if isinstance(error, StageLostError | LinkError) else 1
+        if self._again <= tries:
+            return ""
+        times = "again" if self._again == 1 else f"{self._again + 1} times in a row"
+        return f"the same failure came {times} after {step} steps, so trying once more would not help"

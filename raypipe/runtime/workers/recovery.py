@@ -1,0 +1,146 @@
+"""Recovery and resizing of a run on Ray: the same plan, or another one, on workers that live, with the state of a step.
+
+    settle          who is left; whoever is dead or stuck is ended
+    replace_lost    spares, else new processes; where there is no place for one, a plan for those that are left
+    newest_common   the newest step whose state every stage can reach: copies in memory, else a checkpoint
+    configure       every stage takes that state, by name, and new links
+
+A failure in any of these is a failure like the first: the loop counts it and calls again, with what is left then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+
+from raypipe.engine.checkpoint import FreshOptions, find_checkpoint
+from raypipe.errors import PlanError, StageError
+from raypipe.planner.recovery import Copy, newest_common
+from raypipe.planner.segments import Position
+from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
+from raypipe.runtime.run.planning import another, plan_for
+from raypipe.runtime.run.recovery import Recovered
+from raypipe.runtime.workers.copies import RemoteCopy
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import StoredTensors
+
+__all__ = ["Recovery"]
+
+
+class Recovery:
+    """Brings the stages of one run back, and gives them other plans; see ``Recoverer``.
+
+    Args:
+        made: of the blueprint: what the fleet is configured for.
+        tensors: that the run began with.
+    """
+
+    def __init__(self, fleet: Fleet, blueprint: Blueprint, made: Assembled, tensors: StoredTensors) -> None:
+        self._fleet, self._blueprint, self._made, self._tensors = fleet, blueprint, made, tensors
+        self._first = made.plan.plan  # which says how mini-batches are parted
+        self._num_stages = {self._first.generation: len(made.setup.programs)}  # by generation of the plan
+
+    def keep_copy(self, step: int) -> None:
+        """See Recoverer."""
+        self._fleet.keep_copy(step)
+
+    def recover(self, steps: Collection[int], begun: int, fresh: FreshOptions) -> Recovered:
+        """See Recoverer."""
+        clock = _Clock()
+        fleet = self._fleet
+        fleet.settle()
+        clock.lap("settle")
+        # Before anybody is replaced: who is new has no copies, and who waits for one should not wait for long.
+        copies = self._copies(steps)
+        made, changed = self._made, False
+        try:
+            replaced = fleet.replace_lost()
+        except PlanError as error:
+            replaced = ()
+            made, changed = self._planned_for(len(fleet.roster), error), True
+        clock.lap("replace")
+        step, source, position = self._restore(made, copies, begun, fresh)
+        clock.lap("restore")
+        self._made = made
+        return Recovered(step, source, position, replaced, clock.laps_s, fleet.facts, made.plan if changed else None)
+
+    def resize(self, num_stages: int, step: int) -> Recovered:
+        """See Recoverer."""
+        clock = _Clock()
+        fleet = self._fleet
+        try:
+            made = self._plan(num_stages, None)
+            clock.lap("plan")
+            fleet.grow(made.setup.num_workers)
+        except PlanError:
+            fleet.go_on()
+            raise
+        clock.lap("workers")
+        fleet.keep_copy(step)
+        self._restore(made, self._copies({step}), step, FreshOptions())
+        fleet.end_spares()
+        clock.lap("move")
+        self._made = made
+        return Recovered(step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan)
+
+    def _planned_for(self, workers: int, error: PlanError) -> Assembled:
+        """A plan for the workers that are left, with as many stages on each as before."""
+        if not workers:
+            raise StageError(f"No worker of the run is left, and {error}")
+        partition = self._first.partition
+        each = max(1, partition.num_stages // self._made.setup.num_workers)
+        try:
+            return self._plan(workers * each, workers)
+        except PlanError as impossible:
+            raise StageError(f"{error} Nor can the run go on with the {workers} that are left: {impossible}") from None
+
+    def _plan(self, num_stages: int, num_workers: int | None) -> Assembled:
+        basis = another(self._blueprint.basis, self._first, num_stages=num_stages, num_workers=num_workers)
+        made = assemble(self._blueprint, plan_for(basis, generation=max(self._num_stages) + 1))
+        self._num_stages[made.setup.generation] = len(made.setup.programs)
+        return made
+
+    def _copies(self, steps: Collection[int]) -> Sequence[RemoteCopy]:
+        """Of the newest of these steps that every stage of a plan has a copy of somewhere; none without one."""
+        held = self._fleet.copies()
+        for generation in sorted({facts.generation for _, facts in held}, reverse=True):
+            mine = {(actor, facts.stage): facts.names for actor, facts in held if facts.generation == generation}
+            here = [Copy(actor, f.stage, f.steps) for actor, f in held if f.generation == generation]
+            found = newest_common(here, self._num_stages.get(generation, 0), steps)
+            if found is not None:
+                step, by_stage = found
+                return [
+                    RemoteCopy(actor, actor._actor_id.hex(), generation, stage, step, mine[actor, stage])
+                    for stage, (actor, *_) in by_stage.items()
+                ]
+        return ()
+
+    def _restore(
+        self, made: Assembled, copies: Sequence[RemoteCopy], begun: int, fresh: FreshOptions
+    ) -> tuple[int, str, Position | None]:
+        """(step, where from, position of a checkpoint) of the state that all stages have now."""
+        fleet, run, setup = self._fleet, made.run, made.setup
+        if copies:
+            fleet.configure(run, setup, copies)
+            return copies[0].step, "copies in memory", None
+        newest = find_checkpoint(self._blueprint.spec.place)[0]
+        if newest is None:
+            fleet.configure(run, setup, [self._tensors])
+            return 0, "the parameters that the run began with", Position()
+        fleet.configure(run, setup, [newest.folder, self._tensors])
+        # Options of the optimizer that were changed when the run was submitted again stand in later checkpoints only.
+        fleet.restore(newest.folder, fresh if newest.manifest.step <= begun else FreshOptions())
+        return newest.manifest.step, newest.folder, Position(**newest.manifest.position)
+
+
+class _Clock:
+    """Seconds of one part after the other."""
+
+    def __init__(self) -> None:
+        self._then_s = time.monotonic()
+        self.laps_s: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now_s = time.monotonic()
+        self.laps_s[name] = now_s - self._then_s
+        self._then_s = now_s

@@ -1,0 +1,45 @@
+"""Which failures a run survives, and how many."""
+
+from __future__ import annotations
+
+import pytest
+
+from raypipe.errors import CheckpointError, LeaseError, LinkError, RaypipeError, StageError, StageLostError
+from raypipe.runtime.run.recovery import MOST_LOST, Failures
+
+
+@pytest.mark.parametrize(
+    ("most", "error", "survivable"),
+    [
+        (0, StageLostError("Stage 1 died"), False),
+        (1, StageLostError("Stage 1 died"), True),
+        (-1, LinkError("stage 0 <-> stage 1"), True),
+        (-1, StageError("Step 3: the loss is nan"), True),
+        (-1, CheckpointError("full"), False),
+        (-1, LeaseError("taken over"), False),
+    ],
+)
+def test_what_is_survived(most: int, error: RaypipeError, survivable: bool) -> None:
+    assert Failures(most).survivable(error) is survivable
+
+
+def test_as_many_as_were_asked_for() -> None:
+    failures = Failures(2)
+    assert [bool(failures.counted(StageLostError("Stage 1 died"), step)) for step in (3, 9, 11)] == [False, False, True]
+    unlimited = Failures(-1)
+    assert not any(unlimited.counted(StageLostError("Stage 1 died"), step) for step in range(100))
+
+
+def test_the_users_own_mistake_is_tried_once_more() -> None:
+    failures = Failures(-1)
+    assert failures.counted(StageError("Step 3: the loss is nan, 0x7f1"), 3) == ""
+    assert "came again after 3 steps" in failures.counted(StageError("Step 3: the loss is nan, 0x7f2"), 3)
+    assert failures.counted(StageError("Step 4: the loss is nan"), 4) == ""  # the run got further
+    assert failures.counted(StageError("another mistake"), 4) == ""
+
+
+def test_a_process_that_is_lost_again_and_again_ends_the_run_at_last() -> None:
+    failures = Failures(-1)
+    found = [failures.counted(StageLostError("Stage 1 died"), 7) for _ in range(MOST_LOST + 2)]
+    assert found[:-1] == [""] * (MOST_LOST + 1)
+    assert "7 times in a row" in found[-1]
