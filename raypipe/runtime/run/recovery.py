@@ -116,7 +116,7 @@ class Failures:
         kind = re.sub(r"\d+", "#", (str(error).splitlines() or [""])[0])
         self._again = self._again + 1 if self._last == (step, kind) else 0
         self._last = step, kind
-        tries = MOST_LOST if isinstance(error, StageLostError | LinkError) else 1
+        tries = MOST_LOST if isinstance(error, StageLostError | LinkError) else 0
         if self._again <= tries:
             return ""
         times = "again" if self._again == 1 else f"{self._again + 1} times in a row"

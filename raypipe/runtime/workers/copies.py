@@ -101,14 +101,21 @@ class WorkerCopies:
         Raises:
             CheckpointError: there is no copy of it here.
         """
-        for own in (*self._own, *self._older):
-            if (own.generation, own.program.index) == (generation, stage) and step in own.copies.steps:
-                return own.copies.source(step)
-        raise CheckpointError(f"There is no copy of stage {stage} of plan {generation} after step {step} here.")
+        return self._of(generation, stage, step).source(step)
+
+    def header(self, generation: int, stage: int, step: int) -> CopyHeader:
+        """What is in that copy."""
+        return self._of(generation, stage, step).copy(step)[0]
 
     def data(self, generation: int, stage: int, step: int, begin: int, end: int) -> np.ndarray:
         """Bytes ``begin`` to ``end`` of a copy, as they were: a later copy may take the place of this one."""
-        return self.source(generation, stage, step).block[begin:end].numpy().copy()
+        return self._of(generation, stage, step).copy(step)[1][begin:end].numpy().copy()
+
+    def _of(self, generation: int, stage: int, step: int) -> StageCopies:
+        for own in (*self._own, *self._older):
+            if (own.generation, own.program.index) == (generation, stage) and step in own.copies.steps:
+                return own.copies
+        raise CheckpointError(f"There is no copy of stage {stage} of plan {generation} after step {step} here.")
 
 
 @dataclass(frozen=True, slots=True)

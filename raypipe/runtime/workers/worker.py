@@ -181,7 +181,7 @@ class _StageActor(LinkedActor):
     @ray.method(concurrency_group="copies")
     def copy_header(self, generation: int, stage: int, step: int) -> bytes:
         """See RemoteCopy."""
-        return self._copies.source(generation, stage, step).header.to_json()
+        return self._copies.header(generation, stage, step).to_json()
 
     @ray.method(concurrency_group="copies")
     def copy_data(self, generation: int, stage: int, step: int, begin: int, end: int) -> Any:
