@@ -42,11 +42,11 @@ IMPURE = ("time", "datetime", "random", "secrets", "uuid", "os", "socket", "subp
 LAYERS = {
     "data": Layer(("ir", "config", "errors", "metrics"), ("data",), ()),
     "decide": Layer(("planner",), ("data", "decide"), ("numpy",), IMPURE),
-    "compute": Layer(("engine",), ("data", "compute"), ("numpy", "pyarrow", "safetensors", "torch")),
+    "compute": Layer(("engine",), ("data", "compute"), ("numpy", "pyarrow", "safetensors", "torch", "xxhash")),
     "run": Layer(
         ("runtime", "prepare", "progress"),
         ("data", "decide", "compute", "run"),
-        ("numpy", "pandas", "pyarrow", "ray", "rich", "safetensors", "torch"),
+        ("numpy", "pandas", "pyarrow", "ray", "rich", "safetensors", "torch", "xxhash"),
     ),
 }
 USE = Layer(

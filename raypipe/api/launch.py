@@ -38,6 +38,7 @@ def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = N
         run_id=uuid.uuid4().hex,
         secret=secrets.token_bytes(32),
         transport=pipeline.transport,
+        link_checksum=pipeline.link_checksum,
         link_ports=None if pipeline.link_ports == "auto" else pipeline.link_ports,
     )
 

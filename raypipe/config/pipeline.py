@@ -105,6 +105,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "vertical_sync": _AUTO | _FLAG,
     "transport": _one_of("auto", "object_store", "collective", "tcp"),
     "link_ports": _AUTO | _PORTS,
+    "link_checksum": _one_of("auto", "on", "off"),
     "codec_forward": _CODEC,
     "codec_backward": _CODEC,
     "memory_limit_bytes": _AUTO | _integer(1),

@@ -36,6 +36,7 @@ class RunSetup:
         secret: known to the workers of this run only; links of "tcp" prove that they know it.
         transport: how boundary tensors travel.
         link_ports: lowest and highest port that links may use.
+        link_checksum: "auto", "on" or "off", see PipelineConfig.
         open_timeout_s: deadline for opening all links.
     """
 
@@ -49,6 +50,7 @@ class RunSetup:
     secret: bytes = b""
     transport: str = "tcp"
     link_ports: tuple[int, int] | None = None
+    link_checksum: str = "auto"
     open_timeout_s: float = OPEN_TIMEOUT_S
 
 

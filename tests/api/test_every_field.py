@@ -93,6 +93,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "vertical_sync": ({"schedule": "pipedream"}, [False, True]),
     "transport": ({}, list(SUPPORTED["transport"])),
     "link_ports": ({}, ["auto", [20000, 20010], [20000, 20020]]),
+    "link_checksum": ({}, ["auto", "on", "off"]),
     "codec_forward": ({}, ["auto", *SUPPORTED["codec_forward"]]),
     "codec_backward": ({}, ["auto", *SUPPORTED["codec_backward"]]),
     "memory_limit_bytes": ({}, ["auto", 1]),

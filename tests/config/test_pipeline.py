@@ -56,6 +56,7 @@ def test_unknown_field_is_refused_with_the_nearest_name() -> None:
         ({"loss_reduction": "avg"}, ["loss_reduction='avg'", "'valid_tokens'", "(target)"]),
         ({"max_grad_norm": -1.0}, ["max_grad_norm=-1.0", "a number above 0"]),
         ({"max_grad_norm": float("nan")}, ["max_grad_norm=nan"]),
+        ({"link_checksum": True}, ["link_checksum=True", "'auto', 'on', 'off'"]),
         ({"link_ports": 5000}, ["link_ports=5000", "'auto' or a pair of ports from 1024 to 65535"]),
         ({"link_ports": [5000]}, ["link_ports=(5000,)"]),
         ({"link_ports": [1023, 5000]}, ["link_ports=(1023, 5000)"]),

@@ -8,7 +8,17 @@ from typing import Any, Protocol
 
 from raypipe.engine.channel import Channel
 
-__all__ = ["Endpoint", "Opening"]
+__all__ = ["Endpoint", "Opening", "is_checked"]
+
+
+def is_checked(checksum: str, *, same_host: bool) -> bool:
+    """Whether messages of a link carry checksums; both ends must come to the same answer.
+
+    Args:
+        checksum: see PipelineConfig.link_checksum.
+        same_host: the link does not leave its host.
+    """
+    return checksum == "on" or (checksum == "auto" and not same_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,7 @@ class Opening:
         timeout_s: deadline for all links together.
         names: of the channels, by peer, for messages to people.
         secret: known to the workers of this run only; for transports that prove who connects.
+        checksum: see PipelineConfig.link_checksum; the same on all workers of a run.
     """
 
     me: int
@@ -34,6 +45,7 @@ class Opening:
     timeout_s: float
     names: Mapping[int, str]
     secret: bytes = b""
+    checksum: str = "auto"
 
 
 class Endpoint(Protocol):

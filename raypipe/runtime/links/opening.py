@@ -44,6 +44,7 @@ class SocketEndpoint:
             opening.timeout_s,
             opening.names,
             secret=opening.secret,
+            checksum=opening.checksum,
         )
 
     def close(self) -> None:

@@ -33,6 +33,8 @@ __all__ = ["CLOSE_TIMEOUT_S", "QueuedChannel"]
 
 CLOSE_TIMEOUT_S = 5.0
 """How long ``close`` waits for the peer to take what was handed over."""
+_Order = tuple[Action, Sequence[torch.Tensor | None], int, Codec]
+_ATTEND: tuple[()] = ()
 END_TIMEOUT_S = 1.0
 """How long ``close`` waits for a thread whose waits were interrupted: a medium may have lost one of them."""
 
@@ -64,7 +66,7 @@ class QueuedChannel(ABC):
         self._codecs = Codecs()
         # A queue of C code: putting something in wakes the sending thread without giving it the interpreter lock, as a
         # system call would. It describes and copies once the caller computes or waits.
-        self._orders: SimpleQueue[tuple[Action, Sequence[torch.Tensor | None], int, Codec] | None] = SimpleQueue()
+        self._orders: SimpleQueue[_Order | tuple[()] | None] = SimpleQueue()
         self._leaves = False  # whether a message is being encoded or sent
         self._close_once = threading.Lock()
         self._sender = threading.Thread(target=self._send_loop, name=f"raypipe-send {name}", daemon=True)
@@ -86,6 +88,10 @@ class QueuedChannel(ABC):
     @abstractmethod
     def release(self) -> None:
         """Give back threads and sockets after the sending thread's end."""
+
+    def attend(self) -> None:
+        """What ``wake`` called the sending thread for; nothing, unless a medium sends messages again."""
+        return
 
     def broke(self, cause: ConnectionError) -> None:
         """The medium broke under the sending thread. What the peer still sent belongs to whoever receives."""
@@ -137,6 +143,10 @@ class QueuedChannel(ABC):
 
     # What a medium reports.
 
+    def wake(self) -> None:
+        """Have the sending thread attend, even where it has nothing to send."""
+        self._orders.put(_ATTEND)
+
     def refuse(self, error: LinkError) -> None:
         """Take no more messages; what was received may still be taken."""
         with self._lock:
@@ -170,6 +180,9 @@ class QueuedChannel(ABC):
         one_core()
         try:
             while (order := self._orders.get()) is not None and not self.shut:
+                if not order:
+                    self.attend()
+                    continue
                 self._leaves = True
                 action, tensors, version, codec = order
                 message = frame.encode(

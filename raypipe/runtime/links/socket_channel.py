@@ -5,8 +5,9 @@
     recv() <-- inbox <-- receiving thread  <==in===             peer's sending thread
                                     -------in-------->  abort notice
 
-A connection carries frames one way. The way back is empty but for one thing: the reason of an
-abort, which there does not queue behind megabytes of activations. Whoever finds the link broken looks there.
+A connection carries frames one way. The way back is empty but for the reason of an abort, which there does not queue
+behind megabytes of activations; whoever finds the link broken looks there. On a checked link it also carries notes of
+what was taken and what is asked for again (again.py), and a third thread waits for those.
 
 Sockets stay blocking and are woken by shutdown(2), which works from any thread.
 """
@@ -15,15 +16,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import select
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 
-from raypipe.engine import frame
+from raypipe.engine import frame, seal
 from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkAbortedError, LinkError
+from raypipe.runtime.links.again import MARK_BYTES, Kept, Taken, WayBack
+from raypipe.runtime.links.endpoint import is_checked
 from raypipe.runtime.links.landing import Landing, Memory
 from raypipe.runtime.links.queued_channel import QueuedChannel
 
@@ -32,8 +36,12 @@ __all__ = ["SocketChannel"]
 LANDING_BYTES = 1 << 20
 """Largest message that is given memory ahead of its arrival."""
 
+AGAIN_TIMEOUT_S = 30.0
+"""Longest silence after a message was asked for again."""
+
 REASON_BYTES = 1024
 _LEFT = "\0"  # marks the reason of a peer that left in good order: what it sent before may still be taken
+_LOOK_BYTES = 1 << 16
 _BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux and macOS
 
 
@@ -45,9 +53,11 @@ class SocketChannel(QueuedChannel):
         generation: of the plan; older messages are dropped, a newer one is an error.
         max_tensors: most tensors that a message of this channel has; equal on both ends.
         outgoing, incoming: connected blocking sockets, which the channel owns from now on.
+        checksum: see PipelineConfig.link_checksum; "auto" checks TCP, for a Unix socket does not leave its host.
 
     Attributes:
         kinds: "tcp" or "unix", of the way out and the way in.
+        damaged: messages that came damaged and were asked for again.
     """
 
     def __init__(
@@ -57,24 +67,48 @@ class SocketChannel(QueuedChannel):
         max_tensors: int,
         outgoing: socket.socket,
         incoming: socket.socket,
+        checksum: str = "auto",
     ) -> None:
         super().__init__(name, generation, max_tensors)
         self._out, self._in = outgoing, incoming
         self.kinds = (_kind(outgoing), _kind(incoming))
+        self.damaged = 0
+        self._back = WayBack(outgoing)
+        checks = [is_checked(checksum, same_host=kind == "unix") for kind in self.kinds]
+        self._kept = Kept() if checks[0] else None
+        self._taken = Taken(incoming) if checks[1] else None
         self._landing: Landing | None = None  # these two are the receiving thread's
         self._memory = Memory()
-        self._receiver = threading.Thread(target=self._receive_loop, name=f"raypipe-recv {name}", daemon=True)
+        self._threads = [threading.Thread(target=self._receive_loop, name=f"raypipe-recv {name}", daemon=True)]
+        if self._kept is not None:
+            hearing = threading.Thread(
+                target=self._hear_loop, args=(self._kept,), name=f"raypipe-hear {name}", daemon=True
+            )
+            self._threads.append(hearing)
         self.start()
-        self._receiver.start()
+        for thread in self._threads:
+            thread.start()
 
     # The sending thread.
 
     def transmit(self, message: frame.Frame) -> None:
+        self.attend()
+        header = message.header if self._kept is None else self._kept.add(message)
         with _as_broken():
-            _send_all(self._out, deque((memoryview(message.header), *message.buffers)))
+            _send_all(self._out, deque((memoryview(header), *message.buffers)))
+
+    def attend(self) -> None:
+        """Send again what came damaged, and all behind it."""
+        while self._kept is not None and (asked := self._kept.take_asked()) is not None:
+            with _as_broken():
+                _send_all(self._out, deque([memoryview(asked.mark)]))
+                for header, buffers in self._kept.since(asked.number):
+                    _send_all(self._out, deque((memoryview(header), *buffers)))
 
     def goodbye(self, reason: str | None) -> None:
         """The connection ends after the messages, and the peer that finds its end looks for a notice."""
+        while self._kept is not None and not self._kept.settle():
+            self.attend()
         if reason is not None:
             self._notify(_LEFT + reason)
         with _as_broken():
@@ -82,7 +116,7 @@ class SocketChannel(QueuedChannel):
 
     def broke(self, cause: ConnectionError) -> None:
         """The peer aborted, or takes no more messages: what it still sends belongs to the receiving thread."""
-        reason = self._abort_notice()
+        reason = self._back.reason()
         if reason is not None:
             self.fail(LinkAbortedError(f"{self.name}: aborted by the peer: {reason.removeprefix(_LEFT)}"))
         else:
@@ -98,7 +132,8 @@ class SocketChannel(QueuedChannel):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        self._receiver.join()
+        for thread in self._threads:
+            thread.join()
         for sock in (self._out, self._in):
             sock.close()
 
@@ -107,18 +142,26 @@ class SocketChannel(QueuedChannel):
         with contextlib.suppress(OSError):
             self._in.send(reason.encode()[:REASON_BYTES] or b" ", socket.MSG_DONTWAIT)
 
-    def _abort_notice(self) -> str | None:
+    # The thread that hears what the peer took.
+
+    def _hear_loop(self, kept: Kept) -> None:
+        waiting = select.poll()
+        waiting.register(self._out, select.POLLIN)
         try:
-            notice = self._out.recv(REASON_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except OSError:
-            return None
-        return notice.decode(errors="replace") if notice else None
+            while not self._back.ended:
+                waiting.poll()
+                if kept.hear(self._back.read()):
+                    self.wake()
+        except LinkError as error:
+            self.fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
+        finally:
+            kept.end()
 
     # The receiving thread.
 
     def _receive_loop(self) -> None:
         one_core()
-        header = bytearray(frame.header_bytes(self.max_tensors))
+        header = bytearray(frame.header_bytes(self.max_tensors) + (seal.SEAL_BYTES if self._taken else 0))
         try:
             while self._receive(header):
                 pass
@@ -132,7 +175,7 @@ class SocketChannel(QueuedChannel):
             ending = f"the link broke: {error}."
         else:
             ending = "the peer closed the link or died."
-        reason = self._abort_notice()
+        reason = self._back.reason()
         if reason is not None:
             told = LinkAbortedError(f"{self.name}: aborted by the peer: {reason.removeprefix(_LEFT)}")
             self.fail(told, keep=reason.startswith(_LEFT))
@@ -143,19 +186,63 @@ class SocketChannel(QueuedChannel):
         """Take one message off the connection; False at its end."""
         if not _receive_exactly(self._in, memoryview(header)):
             return False
-        head = frame.parse(header, generation=self.generation, max_tensors=self.max_tensors)
+        taken, sealed = self._taken, None
+        plain = memoryview(header)
+        if taken is not None:
+            sealed, plain = seal.opened(header), plain[: -seal.SEAL_BYTES]
+            if sealed is None:
+                self._ask_again(taken, f"message {taken.number}{self._glimpse(plain)}")
+                return True
+            if sealed.number != taken.number:
+                raise LinkError(f"message {sealed.number} came where number {taken.number} was expected.")
+        head = frame.parse(plain, generation=self.generation, max_tensors=self.max_tensors)
         landing, self._landing = self._landing, None
         if landing is None or landing.records != head.records:
             landing = Landing.prepare(head, self._memory)
         if head.payload_bytes and not _receive_exactly(self._in, landing.memory):
             raise ConnectionError(f"it ended inside {head.action}")
+        arrived_at_s = time.time()
+        if taken is not None and sealed is not None:
+            if seal.checksum([landing.memory]) != sealed.payload_checksum:
+                self._ask_again(taken, f"{head.action} (micro-batch {head.action.microbatch})")
+                return True
+            taken.take()
         if head.generation == self.generation:
-            arrived_at_s = time.time()
             self.inbox.deliver(head, landing.landed(head, self._memory), arrived_at_s)
         if head.payload_bytes <= LANDING_BYTES:
             # The next message is likely of the same shape: make room for it now, while nobody waits.
             self._landing = Landing.prepare(head, self._memory)
         return True
+
+    def _glimpse(self, header: memoryview) -> str:
+        """What a damaged header seems to say, for people."""
+        try:
+            action = frame.parse(header, generation=self.generation, max_tensors=self.max_tensors).action
+        except LinkError as error:
+            return f", whose header is damaged ({error})"
+        return f", whose damaged header says {action} (micro-batch {action.microbatch}),"
+
+    def _ask_again(self, taken: Taken, said: str) -> None:
+        """Ask for a message once more, and drop what comes before it."""
+        mark = taken.ask_again(said)
+        self.damaged += 1
+        waiting = select.poll()
+        waiting.register(self._in, select.POLLIN)
+        tail = b""  # of what was dropped: the beginning of the mark may lie in it
+        while True:
+            if not waiting.poll(AGAIN_TIMEOUT_S * 1000):
+                raise LinkError(
+                    f"{said} came damaged and was asked for again, but the link was silent for {AGAIN_TIMEOUT_S:g} s."
+                )
+            seen = self._in.recv(_LOOK_BYTES, socket.MSG_PEEK)
+            if not seen:
+                raise ConnectionError(f"it ended after {said} came damaged")
+            at = (tail + seen).find(mark)
+            dropped = len(seen) if at < 0 else at + MARK_BYTES - len(tail)
+            _receive_exactly(self._in, memoryview(bytearray(dropped)))
+            if at >= 0:
+                return
+            tail = (tail + seen)[1 - MARK_BYTES :]
 
 
 def _kind(sock: socket.socket) -> str:

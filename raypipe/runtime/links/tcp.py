@@ -55,6 +55,7 @@ def open_channels(
     names: Mapping[int, str] | None = None,
     *,
     secret: bytes = b"",
+    checksum: str = "auto",
 ) -> dict[int, SocketChannel]:
     """Open the links of worker ``me`` to all its peers; each of them does the same.
 
@@ -69,6 +70,7 @@ def open_channels(
         names: of the channels, by peer.
         secret: known to the workers of this run only, 16 random bytes or more; both ends of every connection
             prove that they know it. Messages themselves are neither encrypted nor authenticated.
+        checksum: see PipelineConfig.link_checksum; the same on all workers.
 
     Raises:
         LinkError: a peer could not be reached in time, is gone, has a newer generation or another plan, or an
@@ -88,6 +90,7 @@ def open_channels(
                 limits[peer],
                 _ready(opening.outgoing.pop(peer)),
                 _ready(opening.incoming.pop(peer)),
+                checksum,
             )
             for peer in peers
         }

@@ -153,6 +153,7 @@ class _StageActor(LinkedActor):
             timeout_s=run.open_timeout_s,
             names={peer: f"{placement.name_of(placement.worker)} <-> {placement.name_of(peer)}" for peer in peers},
             secret=run.secret,
+            checksum=run.link_checksum,
         )
         channels = self._endpoint.open(opening)
         for writer in self._writers:

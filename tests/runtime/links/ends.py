@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_channels
 from tests.contract.channel import WAIT_S
@@ -20,14 +21,20 @@ def together(*calls: Callable[[], object]) -> list[object]:
 
 
 def open_link(
-    max_tensors: int = 4, generation: int = 3, *, kind: str = "unix", secret: bytes = b"secret"
+    max_tensors: int = 4,
+    generation: int = 3,
+    *,
+    kind: str = "unix",
+    secret: bytes = b"secret",
+    checksum: str = "auto",
 ) -> tuple[SocketChannel, SocketChannel]:
     """Both ends of a link over "tcp" or "unix"."""
     unix = kind == "unix"
+    known: dict[str, Any] = {"secret": secret, "checksum": checksum}
     with SocketListener(HOST, unix=unix) as first, SocketListener(HOST, unix=unix) as second:
         a, z = together(
-            lambda: open_channels(first, 0, {1: second.address}, generation, "run", max_tensors, WAIT_S, secret=secret),
-            lambda: open_channels(second, 1, {0: first.address}, generation, "run", max_tensors, WAIT_S, secret=secret),
+            lambda: open_channels(first, 0, {1: second.address}, generation, "run", max_tensors, WAIT_S, **known),
+            lambda: open_channels(second, 1, {0: first.address}, generation, "run", max_tensors, WAIT_S, **known),
         )
     assert a[1].kinds == z[0].kinds == (kind, kind)  # type: ignore[index]
     return a[1], z[0]  # type: ignore[index]
