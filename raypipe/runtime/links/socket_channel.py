@@ -231,9 +231,7 @@ class SocketChannel(QueuedChannel):
         tail = b""  # of what was dropped: the beginning of the mark may lie in it
         while True:
             if not waiting.poll(AGAIN_TIMEOUT_S * 1000):
-                raise LinkError(
-                    f"{said} came damaged and was asked for again, but the link was silent for {AGAIN_TIMEOUT_S:g} s."
-                )
+                raise LinkError(f"{said} came damaged and was not sent again within {AGAIN_TIMEOUT_S:g} s.")
             seen = self._in.recv(_LOOK_BYTES, socket.MSG_PEEK)
             if not seen:
                 raise ConnectionError(f"it ended after {said} came damaged")
