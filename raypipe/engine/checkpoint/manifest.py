@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,6 +35,8 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 MOST_BYTES = 1 << 28
+MOST_STAGES = 4096
+"""No pipeline has more; a manifest that says so is refused before it is looked at any further."""
 FORMAT = 3
 NEW_IN_3: dict[str, Any] = {"generation": 0, "holder": ""}
 POSITION = ("step", "microbatch", "epoch", "offset", "updates")
@@ -219,7 +222,7 @@ def from_json(data: bytes, what: str) -> Manifest:
         minibatch_size=count(found["minibatch_size"], f"{what}, minibatch_size", least=1),
         microbatch_size=count(found["microbatch_size"], f"{what}, microbatch_size", least=1),
         num_samples=count(found["num_samples"], f"{what}, num_samples", least=1),
-        stages=tuple(parse_entry(entry, f"{what}, stages") for entry in items(found["stages"], f"{what}, stages")),
+        stages=_stages(found["stages"], f"{what}, stages"),
         aliases=_texts(found["aliases"], f"{what}, aliases"),
         metrics=_metrics(found["metrics"], f"{what}, metrics"),
         versions=_texts(found["versions"], f"{what}, versions"),
@@ -279,13 +282,21 @@ def parse_entry(found: Any, what: str) -> StageEntry:
     return StageEntry(stage, tensors, optimizer, groups, scalars)
 
 
+def _stages(found: Any, what: str) -> tuple[StageEntry, ...]:
+    entries = items(found, what)
+    if len(entries) > MOST_STAGES:
+        raise refuse(what, f"a list of at most {MOST_STAGES} stages", f"{len(entries)} entries")
+    return tuple(parse_entry(entry, what) for entry in entries)
+
+
 def _check_whole(manifest: Manifest, what: str) -> None:
     numbers = [entry.stage for entry in manifest.stages]
     if not numbers or numbers != list(range(len(numbers))):
         raise refuse(f"{what}, stages", "an entry for every stage from 0", numbers)
     trained = [name for entry in manifest.stages for group in entry.groups for name in group.parameters]
     if len(set(trained)) < len(trained):
-        raise refuse(f"{what}, groups", "every parameter once", [n for n in trained if trained.count(n) > 1])
+        doubles = [name for name, times in Counter(trained).items() if times > 1]
+        raise refuse(f"{what}, groups", "every parameter once", doubles)
     stored = manifest.stored
     if not set(manifest.aliases.values()) <= stored.keys() or stored.keys() & manifest.aliases.keys():
         raise refuse(f"{what}, aliases", "further names of stored tensors", manifest.aliases)

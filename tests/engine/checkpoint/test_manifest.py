@@ -306,6 +306,32 @@ def test_names_twice() -> None:
         check({**good()[1], "manifest.json": resealed(change)}, refused=True)
 
 
+def test_more_stages_than_any_pipeline_has_are_refused_before_one_is_looked_at() -> None:
+    def forged(body: dict[str, Any]) -> None:
+        body["stages"] = [None] * 100_000
+
+    reason = check({**good()[1], "manifest.json": resealed(forged)}, refused=True)
+    assert "stages: '100000 entries' is not a list of at most 4096 stages" in reason
+
+
+def test_names_twice_are_each_told_once() -> None:
+    """In time that grows with their number, not with its square: 4096 stages that all train the same parameters."""
+
+    def forged(body: dict[str, Any]) -> None:
+        entry = body["stages"][0]
+        names = [f"layer.{i}" for i in range(30)]
+        entry["tensors"]["names"] = names
+        entry["groups"] = [{**entry["groups"][0], "parameters": names}]
+        entry["optimizer"], entry["scalars"] = None, {}
+        files = [f"stage_{i}.safetensors" for i in range(4096)]
+        body["stages"] = [
+            {**entry, "stage": i, "tensors": {**entry["tensors"], "file": file}} for i, file in enumerate(files)
+        ]
+
+    reason = check({**good()[1], "manifest.json": resealed(forged)}, refused=True)
+    assert "groups: \"['layer.0', 'layer.1', 'layer.2'" in reason
+
+
 def test_a_buffer_of_two_stages_must_be_the_same() -> None:
     """A stage's file may hold a constant buffer that an earlier stage has too; another value is a forgery."""
     for value, refused in ((1.0, False), (2.0, True)):
