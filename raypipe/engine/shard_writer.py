@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
 from raypipe.engine.checkpoint import StageSnapshot, write_snapshot
@@ -57,12 +56,10 @@ class ShardWriter:
         future = self._entries.get(folder)
         if future is None:
             return None
-        try:
-            entry = future.result(wait_s)
-        except NotYet:
+        if wait([future], wait_s).not_done:
             return None
-        self._entries.pop(folder, None)
-        return entry
+        del self._entries[folder]
+        return future.result()
 
     def close(self) -> None:
         """Wait for what is being written."""
@@ -71,7 +68,10 @@ class ShardWriter:
     def _write(self, folder: str, snapshot: StageSnapshot) -> dict[str, Any]:
         try:
             return write_snapshot(self._run, folder, snapshot)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{folder} could not be written: {type(error).__name__}: {error}") from error
+        except CheckpointError as error:
+            failure = type(error)(str(error))
+        except Exception as error:  # noqa: BLE001  (told to whoever asks for the entry)
+            failure = CheckpointError(f"{folder} could not be written: {type(error).__name__}: {error}")
+        # Errors are kept until somebody asks; the traceback of the first one would keep a copy of the stage's state.
+        del snapshot
+        raise failure
