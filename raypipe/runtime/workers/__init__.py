@@ -6,6 +6,7 @@
        v
     root_cause.py            which of several failures explains the others
 
+``notices.py`` reads what a cloud announces to a machine, ``drains.py`` Ray's list of nodes that are about to go.
 ``packing.py`` carries parameters through Ray's object store as plain bytes, ``actor_outputs.py`` brings outputs back,
 ``allocator.py`` keeps freed memory in a stage's process.
 """
