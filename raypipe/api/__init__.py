@@ -8,6 +8,7 @@
           |
           v
       RunHandle                            handle.py     news, stop, checkpoint, result; attach(name)
+                                           records.py    one record per step, however many
 
 Beside a run: ``beside.py`` (evaluate and predict), ``init_from.py`` (weights to begin with), ``export.py`` (a
 checkpoint for other libraries), ``listing.py`` (runs by their folders), ``signals.py`` (Ctrl-C and SIGTERM).

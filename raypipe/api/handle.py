@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import pyarrow as pa
+
+from raypipe.api.records import Records, table_of_all
+from raypipe.engine.metrics import part_before
+from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, StageError
 from raypipe.ir.picture import curve_svg
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline
-from raypipe.runtime.run.journal import News
+from raypipe.runtime.run.journal import KEPT_RECORDS, News
 from raypipe.runtime.run.spec import Outcome
 from raypipe.runtime.run.status import RunStatus
 
@@ -43,7 +49,7 @@ class Result:
     """
 
     metrics: dict[str, Any]
-    records: tuple[StepRecord, ...] = field(repr=False)
+    records: Records = field(repr=False)
     checkpoint: str
     path: str
     stopped: str = ""
@@ -52,7 +58,7 @@ class Result:
     @property
     def metrics_dataframe(self) -> Any:
         """A pandas DataFrame with one row per step."""
-        return _dataframe(self.records)
+        return self.records.table.to_pandas()
 
 
 class Picture:
@@ -74,6 +80,8 @@ class RunConnection(Protocol):
 
     def news(self, since: int, wait_s: float) -> News: ...
 
+    def part_before(self, step: int) -> bytes | None: ...
+
     def stop(self, reason: str) -> None: ...
 
     def checkpoint(self) -> None: ...
@@ -88,6 +96,9 @@ class RunConnection(Protocol):
 class RunHandle:
     """A run that was started with ``trainer.start`` or found with ``raypipe.attach``.
 
+    It keeps the records of the last steps. Those before are read from the run's folder when they are asked for, by the
+    process that runs it: this one need not reach the folder.
+
     Args:
         connection: to the run.
         ended: called once when the run is over or the handle is closed.
@@ -97,7 +108,8 @@ class RunHandle:
         self.name = name
         self._connection = connection
         self._ended: Callable[[], None] | None = ended
-        self._records: list[StepRecord] = []
+        self._records: deque[StepRecord] = deque(maxlen=KEPT_RECORDS)
+        self._told = 0  # records that were ever told
         self._news: News | None = None
         self._fetching = threading.RLock()
 
@@ -112,8 +124,7 @@ class RunHandle:
 
     def metrics(self) -> Any:
         """A pandas DataFrame with one row per step so far."""
-        self._fetch(0.0)
-        return _dataframe(tuple(self._records))
+        return self._table().to_pandas()
 
     def timeline(self) -> Timeline | None:
         """The predicted timeline of one step; the measured one lies in the run's folder at the end."""
@@ -121,8 +132,10 @@ class RunHandle:
 
     def plot(self) -> Picture:
         """Loss over steps as a picture."""
-        status = self._fetch(0.0).status
-        return Picture(curve_svg([(r.step + 1, r.loss) for r in self._records], f"{status}", "step", "loss"))
+        table, status = self._table(), self._fetch(0.0).status
+        steps, losses = table["step"].to_pylist(), table["loss"].to_pylist()
+        points = [(step + 1, loss) for step, loss in zip(steps, losses, strict=True)]
+        return Picture(curve_svg(points, f"{status}", "step", "loss"))
 
     def checkpoint(self, timeout_s: float = 600.0) -> str:
         """Save a checkpoint after one of the next steps and wait until it is complete; its folder.
@@ -190,15 +203,16 @@ class RunHandle:
                 if deadline_s is not None and time.monotonic() > deadline_s:
                     raise TimeoutError(f"Run {self.name!r} goes on: {news.status}")
             on_news(news)
+            records = Records(self._table()) if news.outcome is not None else None
         except TimeoutError:
             raise
         except BaseException:
             self.close()
             raise
         self.close()
-        if news.outcome is None:
+        if news.outcome is None or records is None:
             raise news.error or StageError(f"Run {self.name!r} ended without a word.")
-        return _result(news.status, news.outcome, tuple(self._records))
+        return _result(news.status, news.outcome, records)
 
     def close(self) -> None:
         """Let go of the run; the process that started it (not detached) ends it."""
@@ -212,9 +226,27 @@ class RunHandle:
         with self._fetching:
             if self._news is not None and self._news.ended:
                 return self._news._replace(records=[])
-            self._news = self._connection.news(len(self._records), wait_s)
-            self._records += self._news.records
-            return self._news
+            news = self._news = self._connection.news(self._told, wait_s)
+            if news.end - len(news.records) > self._told:
+                self._records.clear()  # some were told and forgotten before this handle asked: they are in the folder
+            for record in news.records:
+                while self._records and self._records[-1].step >= record.step:
+                    self._records.pop()  # the run went back
+                self._records.append(record)
+            self._told = news.end
+            return news
+
+    def _table(self) -> pa.Table:
+        """One row per step so far."""
+        with self._fetching:
+            self._fetch(0.0)
+            return table_of_all(self._records, self._part_before)
+
+    def _part_before(self, step: int) -> bytes | None:
+        try:
+            return self._connection.part_before(step)
+        except StageError:  # whoever started the run has let go of it; perhaps its folder can be read from here
+            return part_before(Place.of(self._news.status.path), step) if self._news else None
 
 
 def attach(name: str) -> RunHandle:
@@ -228,16 +260,10 @@ def attach(name: str) -> RunHandle:
     return RunHandle(name, find_run(name))
 
 
-def _result(status: RunStatus, outcome: Outcome, records: tuple[StepRecord, ...]) -> Result:
+def _result(status: RunStatus, outcome: Outcome, records: Records) -> Result:
     metrics: dict[str, Any] = {}
     if records:
         metrics = {name: getattr(records[-1], name) for name in StepRecord.__slots__}
     if outcome.eval_loss is not None:
         metrics["eval_loss"] = outcome.eval_loss
     return Result(metrics, records, outcome.checkpoint, status.path, outcome.stopped)
-
-
-def _dataframe(records: tuple[StepRecord, ...]) -> Any:
-    import pandas
-
-    return pandas.DataFrame([{name: getattr(r, name) for name in StepRecord.__slots__} for r in records])

@@ -6,9 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from raypipe.engine.metrics import METRICS, steps_written
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, LeaseError
 from raypipe.runtime.run.lease import LEASE, read_lease
@@ -17,7 +15,7 @@ __all__ = ["DEFAULT_STORAGE", "RunSummary", "last_word", "runs_in", "summary_of"
 
 DEFAULT_STORAGE = "~/ray_results"
 """Where Ray Train puts its runs too; a run always leaves a checkpoint behind."""
-EVENTS, METRICS = "events.jsonl", "metrics.parquet"
+EVENTS = "events.jsonl"
 _ENDS = {"finish": "finished", "fail": "failed", "stop": "stopped"}
 
 
@@ -63,7 +61,7 @@ def summary_of(folder: Place) -> RunSummary:
     end = _last(events)
     state = _ENDS[end["decision"]] if end else _state_by_lease(folder)
     steps = [int(event["step"]) for event in events if isinstance(event.get("step"), int)]
-    step = max(_metrics_rows(folder), steps[-1] if steps else 0)
+    step = max(_steps_written(folder), steps[-1] if steps else 0)
     times = [written for name in (EVENTS, METRICS, LEASE) if (written := folder.written_s(name)) is not None]
     return RunSummary(folder.name, state, step, num_steps, max(times, default=None), str(folder))
 
@@ -91,10 +89,10 @@ def _events(folder: Place) -> list[dict[str, Any]]:
         raise ConfigError(f"{folder / EVENTS} cannot be read: {error} Give the folder of a run.") from error
 
 
-def _metrics_rows(folder: Place) -> int:
+def _steps_written(folder: Place) -> int:
     try:
-        return int(pq.read_metadata(pa.BufferReader(folder.read_bytes(METRICS))).num_rows)
-    except (CheckpointError, pa.ArrowException):
+        return steps_written(folder)
+    except CheckpointError:
         return 0
 
 

@@ -11,6 +11,7 @@
       feed.py           the data of this stage
       channel.py        messages to other stages: frame.py, codec/
     shard_writer.py, checkpoint/    files that any number of stages can read
+    rundir.py, metrics.py           the other files of a run
 
 ``local.py`` runs the same plan with all stages in threads of one process: the reference of every test. ``verify.py``,
 ``rehearsal.py`` and ``optimizer_trial.py`` try before a run what would fail in it.

@@ -1,11 +1,13 @@
-"""What a run leaves behind: ``<storage_path>/<name>/`` with plan, config, metrics, events, timeline and checkpoints."""
+"""What a run leaves behind: ``<storage_path>/<name>/`` with plan, config, events and timeline.
+
+Its metrics are in ``metrics.py``, its checkpoints in ``checkpoint/``.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import pyarrow as pa
@@ -13,7 +15,6 @@ import pyarrow.parquet as pq
 
 from raypipe.engine.storage import Place
 from raypipe.ir.picture import timeline_svg
-from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline, chrome_trace_json
 
 __all__ = ["RunFolder"]
@@ -24,7 +25,7 @@ class RunFolder:
 
     Args:
         place: anywhere that pyarrow.fs reaches. A run that goes on under the same name replaces plan, config and
-            timeline, and adds to metrics and events.
+            timeline, and adds to events.
     """
 
     def __init__(self, place: Place) -> None:
@@ -40,24 +41,6 @@ class RunFolder:
         """One line of events.jsonl: what was decided or happened, why, and the numbers."""
         line = {"time": round(time.time(), 3), "decision": decision, "reason": reason, **numbers}
         self.place.append_bytes("events.jsonl", (json.dumps(line) + "\n").encode())
-
-    def write_metrics(self, records: Sequence[StepRecord]) -> None:
-        """metrics.parquet: one row per step, a column per field of StepRecord."""
-        if not records:
-            return
-        columns = {f.name: [getattr(record, f.name) for record in records] for f in fields(StepRecord)}
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.table(columns), sink)
-        self.place.write_bytes("metrics.parquet", sink.getvalue())
-
-    def read_metrics(self, before: int) -> list[StepRecord]:
-        """Records of the steps below ``before`` that an earlier submission of this run wrote."""
-        if not self.place.exists("metrics.parquet"):
-            return []
-        table = pq.read_table(pa.BufferReader(self.place.read_bytes("metrics.parquet")))
-        names = [f.name for f in fields(StepRecord) if f.name in table.column_names]
-        rows = table.select(names).to_pylist()
-        return [StepRecord(**row) for row in rows if row["step"] < before]
 
     def write_timelines(self, timelines: Sequence[Timeline]) -> None:
         """timeline/trace.json for Perfetto, timeline.svg for any browser, and the spans as Parquet."""

@@ -10,6 +10,8 @@ A write never shows half a file under its name:
     object store    one put, which is atomic
     anything else   name.partial -> move
 
+(name.partial may lie elsewhere below the run's folder, see ``Place.write_bytes``.)
+
 Every failure is one paragraph: the place, the cause, what to do.
 """
 
@@ -153,22 +155,28 @@ class Place:
         """Inside, what an opened file raises becomes a PlaceError."""
         return _explained(f"Reading {self} failed")
 
-    def write_bytes(self, name: str, data: bytes | pa.Buffer) -> None:
-        """Replace the file: afterwards it is there whole, or what was there before still is."""
-        with self.writer(name) as write:
+    def write_bytes(self, name: str, data: bytes | pa.Buffer, partial: str = "") -> None:
+        """Replace the file: afterwards it is there whole, or what was there before still is.
+
+        Args:
+            partial: name below this place that the file has until it is whole, where that is not to be next to it:
+                in a folder that others read as one table.
+        """
+        with self.writer(name, partial) as write:
             write(data)
 
     @contextmanager
-    def writer(self, name: str = "") -> Iterator[Write]:
+    def writer(self, name: str = "", partial: str = "") -> Iterator[Write]:
         """Like write_bytes, piece by piece: ``with folder.writer("x") as write: write(data)``. Makes the folders.
 
         If the block raises, what was there before stays; in an object store, whose uploads cannot be dropped through
         pyarrow, the pieces so far take its place. Write only there what a checksum elsewhere vouches for.
         """
         place = self._below(name)
+        unfinished = self / partial if partial else Place(place.filesystem, f"{place.path}.partial")
         with _explained(f"Writing {place} failed"):
             manner = _write_local if place.is_local else _write_elsewhere
-            with manner(place) as write:
+            with manner(place, unfinished) as write:
                 yield write
 
     def append_bytes(self, name: str, data: bytes) -> None:
@@ -213,10 +221,9 @@ class Place:
 
 
 @contextmanager
-def _write_local(place: Place) -> Iterator[Write]:
-    target = Path(place.path)
+def _write_local(place: Place, unfinished: Place) -> Iterator[Write]:
+    target, partial = Path(place.path), Path(unfinished.path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.partial")
     try:
         with partial.open("wb") as file:
             yield file.write
@@ -236,9 +243,9 @@ def _write_local(place: Place) -> Iterator[Write]:
 
 
 @contextmanager
-def _write_elsewhere(place: Place) -> Iterator[Write]:
+def _write_elsewhere(place: Place, unfinished: Place) -> Iterator[Write]:
     filesystem = place.filesystem
-    path = place.path if filesystem.type_name in _OBJECT_STORES else f"{place.path}.partial"
+    path = place.path if filesystem.type_name in _OBJECT_STORES else unfinished.path
     place._make_parent()
     try:
         with filesystem.open_output_stream(path) as stream:

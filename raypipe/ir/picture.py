@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from raypipe.ir.schedule import COMPUTE, Op
 from raypipe.ir.timeline import Span, Timeline
@@ -72,6 +73,8 @@ def _box(span: Span, zero_s: float, first: int, top: float, scale: float) -> lis
 def curve_svg(points: Sequence[tuple[float, float]], title: str, x_label: str, y_label: str, width: int = 640) -> str:
     """A line through ``points`` (x, y) with the ends of both axes written out; points that are not finite are left out.
 
+    Of more points than fit into the width those that are highest and lowest near each other are drawn.
+
     Args:
         width: of the picture in pixels; it is half as high.
     """
@@ -82,7 +85,8 @@ def curve_svg(points: Sequence[tuple[float, float]], title: str, x_label: str, y
     scale_x = (width - 2 * margin) / ((high_x - low_x) or 1.0)
     scale_y = (height - 2 * margin) / ((high_y - low_y) or 1.0)
     line = " ".join(
-        f"{margin + (x - low_x) * scale_x:.1f},{height - margin - (y - low_y) * scale_y:.1f}" for x, y in known
+        f"{margin + (x - low_x) * scale_x:.1f},{height - margin - (y - low_y) * scale_y:.1f}"
+        for x, y in _extremes(known, 2 * width)
     )
     texts = [
         (4, 18, "start", title),
@@ -103,3 +107,16 @@ def curve_svg(points: Sequence[tuple[float, float]], title: str, x_label: str, y
         f'H{width - margin}" fill="none" stroke="{GREY}"/>'
         f'<polyline points="{line}" fill="none" stroke="{COLOURS[Op.F]}" stroke-width="1.5"/>{words}</svg>'
     )
+
+
+def _extremes(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """The points, or of each of ``most / 2`` groups of neighbours the highest and the lowest, in their order."""
+    if len(points) <= most:
+        return list(points)
+    ends = [len(points) * i // (most // 2) for i in range(most // 2 + 1)]
+    groups = (points[begin:end] for begin, end in pairwise(ends))
+    return [p for group in groups for p in sorted({min(group, key=_height), max(group, key=_height)})]
+
+
+def _height(point: tuple[float, float]) -> float:
+    return point[1]

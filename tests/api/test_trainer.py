@@ -65,7 +65,7 @@ def check_folder(folder: Path, result: Any) -> None:
         "plan.json",
         "config.yaml",
         "events.jsonl",
-        "metrics.parquet",
+        "metrics.parquet/steps_0000000000.parquet",
         "timeline/trace.json",
         "timeline/spans.parquet",
         f"checkpoints/step_{STEPS:07d}/manifest.json",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-from raypipe.ir.picture import timeline_svg
+from raypipe.ir.picture import curve_svg, timeline_svg
 from raypipe.ir.schedule import parse_action
 from raypipe.ir.timeline import Span, Timeline
 
@@ -41,3 +42,20 @@ def test_measured_micro_batches_are_labelled_from_zero_and_names_are_escaped() -
 
 def test_an_empty_timeline_has_a_picture() -> None:
     ElementTree.fromstring(timeline_svg([Timeline((), "measured")]))
+
+
+def test_a_long_curve_is_drawn_with_its_extremes() -> None:
+    """A million points would be a picture of 20 MB; a single step that stands out among them is still seen."""
+    points = [(float(x), 1.0) for x in range(100_000)]
+    points[77_777] = (77_777.0, 9.0)
+    points[33_333] = (33_333.0, math.nan)
+    drawn = curve_svg(points, "loss", "step", "loss")
+    line = re.search(r'<polyline points="([^"]*)"', drawn)
+    assert line
+    placed = [tuple(map(float, pair.split(","))) for pair in line[1].split()]
+    assert len(placed) <= 2 * 640
+    assert [x for x, _ in placed] == sorted(x for x, _ in placed)
+    assert min(y for _, y in placed) == 48.0, "the highest value is at the top"
+    few = re.search(r'<polyline points="([^"]*)"', curve_svg(points[:900], "loss", "step", "loss"))
+    assert few
+    assert len(few[1].split()) == 900, "what fits is drawn as it is"

@@ -219,7 +219,7 @@ def test_a_full_disk_ends_no_training(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freed: bool
 ) -> None:
     """Events, metrics and checkpoints cannot be written for a while: steps go on. At the end there must be room."""
-    monkeypatch.setattr("raypipe.runtime.run.loop.METRICS_EVERY_S", 0.05)
+    monkeypatch.setattr("raypipe.engine.metrics.WRITE_S", 0.05)
     steps = 250
     pipeline = config_of(SHAPES["ragged-epoch"], 2, "slack", max_grad_norm=0.5, checkpoint_interval_steps=20)
     made = partial(trainer, "mlp", stages=2, pipeline=pipeline)

@@ -108,6 +108,11 @@ class RayConnection:
             except RayTaskError as error:
                 raise StageError(f"The driver of run {self._name!r} could not begin: {error}") from None
 
+    def part_before(self, step: int) -> bytes | None:
+        """The newest part of metrics.parquet with steps below ``step``; None where there is none."""
+        found: bytes | None = self._ask(self._driver.part_before.remote(step))
+        return found
+
     def stop(self, reason: str) -> None:
         self._ask(self._driver.stop.remote(reason))
 

@@ -22,7 +22,9 @@ from typing import Any
 
 import ray
 
+from raypipe.engine.metrics import part_before
 from raypipe.engine.rundir import RunFolder
+from raypipe.engine.storage import Place
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import ControllerDecision
@@ -53,6 +55,7 @@ class _DriverActor:
     def __init__(self, run: str, path: str, detached: bool) -> None:
         self._journal = Journal(run, path)
         self._requests = Requests()
+        self._place: Place | None = None  # the run's folder, once it is known
         self._detached = detached
         self._independent = threading.Event()  # of whoever started the run
         self._kept: list[Any] = []  # copies of parameters that this process owns, until the stages have them
@@ -67,6 +70,7 @@ class _DriverActor:
         spec = blueprint.spec
         try:
             self._independent.set()
+            self._place = spec.place
             with Lease.take(spec.place, spec.name, self._journal.begins) as lease:
                 outcome = self._train(blueprint, tensors, resources, lease)
             self._journal.end(outcome, None)
@@ -123,6 +127,11 @@ class _DriverActor:
     def news(self, since: int, wait_s: float) -> News:
         """Records number ``since`` and later, and where the run stands; see Journal."""
         return self._journal.news(since, wait_s)
+
+    @ray.method(concurrency_group="control")
+    def part_before(self, step: int) -> bytes | None:
+        """The newest part of metrics.parquet with steps below ``step``; None where there is none."""
+        return None if self._place is None else part_before(self._place, step)
 
     @ray.method(concurrency_group="control")
     def keep(self, packed: list[Any]) -> Any:

@@ -9,7 +9,7 @@
                                       |  ^
             controller_thread.py <----+  +---- reports
                      checkpoints.py
-                     journal.py     what everybody who watches is told
+                     journal.py     what everybody who watches is told, the last of it in memory (window.py)
 
 ``lease.py`` and ``holder.py`` see to it that one process trains a run at a time, ``same_run.py`` that a name is never
 another run in silence, ``threads.py`` carries the loop out in threads of this process.

@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, files_folder, prune
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
+from raypipe.planner.segments import Position
 from raypipe.runtime.run.lease import Lease
 
 __all__ = ["CheckpointPolicy", "Checkpoints"]
@@ -52,7 +53,7 @@ class Checkpoints:
     Args:
         place: the run's folder.
         fleet: whose stages write.
-        manifest: makes the manifest of a step from the stages' entries and the metrics of that step.
+        manifest: makes the manifest from where the run stood, the stages' entries and the metrics of the last step.
         tell: (decision, reason, numbers) notes an event.
         lease: without which no checkpoint counts; None where nobody else can know of the folder.
     """
@@ -62,7 +63,7 @@ class Checkpoints:
         place: Place,
         fleet: _Writes,
         policy: CheckpointPolicy,
-        manifest: Callable[[int, list[dict[str, Any]], Mapping[str, float]], Manifest],
+        manifest: Callable[[Position, list[dict[str, Any]], Mapping[str, float]], Manifest],
         tell: Callable[..., None],
         lease: Lease | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -76,7 +77,7 @@ class Checkpoints:
         self._clock = clock
         self._begun_s = clock()
         self._pool = _pool()
-        self._pending: dict[int, Future[None]] = {}
+        self._last: tuple[int, Future[None]] | None = None  # the newest that was begun to be completed, and its step
         self.latest, self.latest_step = "", 0
 
     def due(self, step: int) -> bool:
@@ -97,9 +98,13 @@ class Checkpoints:
         self._begun_s = self._clock()
         return self._files(step)
 
-    def complete(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Wait in the background for all stages, then make the checkpoint count."""
-        self._pending[step] = self._pool.submit(self._complete, step, dict(metrics))
+    def complete(self, end: Position, metrics: Mapping[str, float]) -> None:
+        """Wait in the background for all stages, then make the checkpoint count.
+
+        Args:
+            end: where the run stood when it was saved.
+        """
+        self._last = end.step, self._pool.submit(self._complete, end, dict(metrics))
 
     def finish(self, step: int) -> None:
         """Wait for every checkpoint, of which that of ``step`` must be good.
@@ -108,16 +113,15 @@ class Checkpoints:
             CheckpointError: it could not be written.
         """
         self._pool.shutdown(wait=True)
-        for done, future in self._pending.items():
-            error = future.exception()
-            if error is not None and done == step:
-                raise error
+        if self._last is not None and self._last[0] == step:
+            self._last[1].result()
 
     def forget_after(self, step: int) -> None:
         """The run goes on from ``step``: what was to be completed of later steps is saved again when they are done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = _pool()
-        self._pending = {done: future for done, future in self._pending.items() if done <= step and future.done()}
+        if self._last is not None and (self._last[0] > step or not self._last[1].done() or self._last[1].cancelled()):
+            self._last = None
 
     def close(self) -> None:
         """Drop what has not begun."""
@@ -127,11 +131,11 @@ class Checkpoints:
         below = files_folder(self._lease.held.generation) if self._lease is not None else ""
         return f"{checkpoint_name(step)}/{below}" if below else checkpoint_name(step)
 
-    def _complete(self, step: int, metrics: Mapping[str, float]) -> None:
-        begin_s = self._clock()
+    def _complete(self, end: Position, metrics: Mapping[str, float]) -> None:
+        begin_s, step = self._clock(), end.step
         folder = checkpoint_name(step)
         try:
-            manifest = self._manifest(step, self._fleet.entries(self._files(step)), metrics)
+            manifest = self._manifest(end, self._fleet.entries(self._files(step)), metrics)
             with contextlib.nullcontext() if self._lease is None else self._lease.completing():
                 commit(self._place, folder, manifest)
             self.latest, self.latest_step = str(self._place / folder), step

@@ -1,7 +1,8 @@
 """Journal: what one run tells everybody who watches it, from its first step to how it ended.
 
 The loop writes, any number of watchers read from where they stand. The driver actor has one and answers for it
-over Ray; a run in threads of this process is watched directly.
+over Ray; a run in threads of this process is watched directly. It keeps the last records; those before are in the
+run's folder, see ``engine/metrics.py``.
 """
 
 from __future__ import annotations
@@ -16,19 +17,31 @@ from raypipe.ir.report import StepRecord, StepReport
 from raypipe.planner.control import ControllerDecision
 from raypipe.runtime.run.spec import Outcome, PlanInForce
 from raypipe.runtime.run.status import RunStatus
+from raypipe.runtime.run.window import Window
 
-__all__ = ["Journal", "News"]
+__all__ = ["KEPT_RECORDS", "Journal", "News"]
 
 GATHER_S = 0.25
+KEPT_RECORDS = 4096
+"""More than may be missing in the run's folder."""
 
 
 class News(NamedTuple):
-    """What is new: records, where the run stands, and how it ended (one of the last two) once it has."""
+    """What is new.
+
+    Attributes:
+        records: a step comes again when a run goes back, and then counts instead of the one told before, with all
+            steps after it.
+        status: where the run stands.
+        outcome, error: how it ended; one of them once it has.
+        end: records that were ever told, these included: what to ask for next.
+    """
 
     records: list[StepRecord]
     status: RunStatus
     outcome: Outcome | None
     error: BaseException | None
+    end: int
 
     @property
     def ended(self) -> bool:
@@ -44,26 +57,22 @@ class Journal:
 
     def __init__(self, name: str, path: str) -> None:
         self._changed = threading.Condition()
-        self._records: list[StepRecord] = []
+        self._records: Window[StepRecord] = Window(KEPT_RECORDS)
         self._status = RunStatus(name=name, path=path, state="starting")
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
 
     def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str) -> None:
-        """The run goes on after ``step`` steps, of which these are the records."""
+        """The run goes on after ``step`` steps; these are the records of the last ones."""
         with self._changed:
-            self._records.extend(records)
+            self._records.extend(list(records))
             self._status = dataclasses.replace(self._status, step=step, first_step=step, checkpoint=checkpoint)
             self._changed.notify_all()
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
         """One more step, or one that was done again after a failure; ``reports`` are those of its stages."""
         with self._changed:
-            ahead = self._records[-1].step - record.step if self._records else -1
-            if ahead < 0:
-                self._records.append(record)
-            else:
-                self._records[-1 - ahead] = record
+            self._records.append(record)
             self._status = self._status.after(record)
             self._changed.notify_all()
 
@@ -115,14 +124,16 @@ class Journal:
     def news(self, since: int, wait_s: float) -> News:
         """Records number ``since`` and later; waits up to ``wait_s`` for the first of them, or for the end.
 
+        Who asks so late that the first of them is not kept any more gets those that are: ``end`` tells the difference.
         What comes shortly after the first is told with it: an answer per step would cost a driver of quick steps more
         than the steps do. With ``wait_s`` 0 the answer is what is known now.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._records) > since or self._over, timeout=wait_s):
-                return News([], self._status, None, None)
-            self._changed.wait_for(lambda: self._over, timeout=min(wait_s, GATHER_S))
-            return News(self._records[since:], self._status, self._outcome, self._error)
+            if self._changed.wait_for(lambda: self._records.end != since or self._over, timeout=wait_s):
+                self._changed.wait_for(lambda: self._over, timeout=min(wait_s, GATHER_S))
+            # A number that was never reached is of a driver before this one: all that is known is new then.
+            found = self._records.since(since if since <= self._records.end else 0)
+            return News(found, self._status, self._outcome, self._error, self._records.end)
 
     @property
     def _over(self) -> bool:

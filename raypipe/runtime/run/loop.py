@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from raypipe.engine.checkpoint import FreshOptions, Manifest, make_manifest
+from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import CheckpointError, LinkError, PlanError, RaypipeError, StageError
@@ -38,8 +39,6 @@ from raypipe.runtime.run.spec import AnyFleet, Outcome, PlanInForce, RunSpec, Wa
 __all__ = ["run_loop"]
 
 MOST_MARKS = 8
-METRICS_EVERY_S = 30.0
-"""metrics.parquet is written anew this often: what a crash costs, against a file that grows with the run."""
 
 
 def run_loop(
@@ -71,13 +70,13 @@ def run_loop(
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if lease is None or not lease.lost:
             loop.try_to(lambda: loop.folder.event("fail", reason, step=loop.at.step))
-            loop.try_to(lambda: loop.folder.write_metrics(loop.records))
+            loop.try_to(loop.metrics.write)
         raise
     finally:
         requests.end()
         loop.checkpoints.close()
         loop.control.end()
-    loop.folder.write_metrics(loop.records)
+    loop.metrics.write()
     return outcome
 
 
@@ -86,7 +85,7 @@ class _Loop:
 
     Attributes:
         at: position after the last step that every stage has finished.
-        records: of all steps of the run, those of earlier submissions included.
+        metrics: records of the steps, those of earlier submissions included.
     """
 
     def __init__(
@@ -107,12 +106,11 @@ class _Loop:
         self.folder = RunFolder(spec.place)
         self.control = Control(make_controller, self.folder, watcher, self.try_to)
         self._failures = Failures(spec.max_failures)
-        self.records: list[StepRecord] = []
+        self.metrics = MetricsWriter(spec.place)
         self.at = Position()
         self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, self._manifest, self._tell, lease)
         self._ordering = Ordering(spec, plan, self.checkpoints, self.control, requests, self._evaluates_after)
         self._empty = True  # whether the pipeline runs nothing of the steps to come
-        self._ends: dict[int, Position] = {}  # where the steps ended after which there is a checkpoint
         self._skipped = 0  # steps of this submission that were not finite
         self._saved = self._completed = 0  # steps after which a snapshot was taken last, and given a manifest
         self._eval_loss: float | None = None
@@ -120,7 +118,6 @@ class _Loop:
         self._began_at, self._fresh = 0, FreshOptions()
         self._marks: dict[int, tuple[Position, int]] = {}  # by step of a copy: where the run stood, steps skipped
         self._end_s: float | None = None
-        self._written_s = time.monotonic()
         self._evaluated = 0
         self._complaint = ""  # of the last write that training does not need, where it failed
 
@@ -207,7 +204,7 @@ class _Loop:
             self.at, self._skipped = back.position, 0
         else:
             self.at, self._skipped = self._marks[back.step]
-        self.records = [record for record in self.records if record.step < self.at.step]
+        self.try_to(lambda: self.metrics.go_back(self.at.step))
         self._marks = {step: mark for step, mark in self._marks.items() if step <= self.at.step}
         self._empty, self._end_s, self._copied = True, None, False
         if back.plan is not None:
@@ -269,9 +266,10 @@ class _Loop:
             self.fleet.restore(found.folder, begins.fresh)
             self._fresh = begins.fresh
             self.at = Position(**found.manifest.position)
-            self.records = self.folder.read_metrics(before=self.at.step)
             self.checkpoints.latest = str(spec.place / found.folder)
-            self.watcher.resumed(self.records, self.at.step, self.checkpoints.latest)
+        self.metrics.go_back(self.at.step)
+        if found is not None:
+            self.watcher.resumed(self.metrics.recent, self.at.step, self.checkpoints.latest)
             self.folder.event("resume", f"from {found.folder}", step=self.at.step)
         begins.keep(spec)
 
@@ -291,7 +289,7 @@ class _Loop:
                 if ordered.setting.choice is not None:
                     record = replace(record, schedule=ordered.setting.name)
                 self._end_s = max(r.end_s for r in of_step)
-                self.records.append(record)
+                self.metrics.append(record)
                 self.watcher.step(record, of_step)
                 self._count_skipped(record)
                 self.control.told(record.seconds, of_step, ordered.setting, counts=ordered.counts)
@@ -303,8 +301,8 @@ class _Loop:
                 self._saved = self.at.step
                 if not self._evaluates_after(self.at.step):
                     self._complete(None)
-            if time.monotonic() - self._written_s > METRICS_EVERY_S:
-                self._write_metrics()
+            if self.metrics.due:
+                self.try_to(self.metrics.write)
 
     def _mark(self) -> None:
         """Every stage keeps a copy of its state in memory: what the run is to know when it goes back there."""
@@ -324,16 +322,12 @@ class _Loop:
             return False
         return step >= self.spec.num_steps or self.spec.checkpoints.score_attribute == "eval_loss"
 
-    def _write_metrics(self) -> None:
-        self._written_s = time.monotonic()
-        self.try_to(lambda: self.folder.write_metrics(self.records))
-
     def _complete(self, eval_loss: float | None) -> None:
-        self._write_metrics()  # first: a run that goes on from this checkpoint finds the steps before it here
+        self.try_to(self.metrics.write)  # first: a run that goes on from this checkpoint finds the steps before it here
         self._completed = self.at.step
         # Schedulers take as many steps again as updates were made, and a skipped one is none.
-        self._ends[self.at.step] = replace(self.at, updates=self.at.updates - self._skipped)
-        self.checkpoints.complete(self.at.step, self._metrics(eval_loss))
+        end = replace(self.at, updates=self.at.updates - self._skipped)
+        self.checkpoints.complete(end, self._metrics(eval_loss))
 
     def _evaluate(self) -> float | None:
         """Loss over the evaluation samples; None when the run was stopped meanwhile."""
@@ -355,8 +349,8 @@ class _Loop:
         return self._schedules[key]
 
     def _metrics(self, eval_loss: float | None) -> dict[str, float]:
-        last = self.records[-1]
-        found = {"loss": last.loss, "grad_norm": last.grad_norm}
+        last = self.metrics.recent[-1:]
+        found = {name: getattr(record, name) for record in last for name in ("loss", "grad_norm")}
         return found if eval_loss is None else {**found, "eval_loss": eval_loss}
 
     def try_to(self, write: Callable[[], None]) -> None:
@@ -378,12 +372,12 @@ class _Loop:
     def _signature(self) -> dict[str, Any]:
         return {} if self._lease is None else self._lease.signature()
 
-    def _manifest(self, step: int, entries: list[dict[str, Any]], metrics: Mapping[str, float]) -> Manifest:
+    def _manifest(self, end: Position, entries: list[dict[str, Any]], metrics: Mapping[str, float]) -> Manifest:
         spec = self.spec
         return make_manifest(
-            step,
+            end.step,
             entries,
-            position=asdict(self._ends[step]),
+            position=asdict(end),
             seed=spec.seed,
             minibatch_size=spec.minibatch_size,
             microbatch_size=spec.microbatch_size,

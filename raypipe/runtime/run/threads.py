@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from raypipe.engine.metrics import part_before
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
@@ -36,6 +37,10 @@ class ThreadConnection:
 
     def news(self, since: int, wait_s: float) -> News:
         return self._journal.news(since, wait_s)
+
+    def part_before(self, step: int) -> bytes | None:
+        """The newest part of metrics.parquet with steps below ``step``; None where there is none."""
+        return part_before(self._spec.place, step)
 
     def stop(self, reason: str) -> None:
         self._journal.stopping(reason)

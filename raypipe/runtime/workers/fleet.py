@@ -20,6 +20,7 @@ from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.work_order import Order
+from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.copies import CopyFacts, RemoteCopy
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.root_cause import root_cause
@@ -52,7 +53,7 @@ class _Flight:
     run: int
     works: dict[Any, int]
     polls: dict[Any, int]
-    received: list[list[list[list[StepReport]]]]
+    received: list[Window[list[list[StepReport]]]]
     last: bool = False
     """It completes what a halt left under way, so that no other halt may cut it short."""
     limit: float = math.inf
@@ -61,7 +62,7 @@ class _Flight:
     @property
     def complete(self) -> int:
         """Segments that every worker has reported."""
-        return min(map(len, self.received))
+        return min(reports.end for reports in self.received)
 
 
 class Fleet:
@@ -215,7 +216,7 @@ class Fleet:
             self._run,
             {actor.work.remote(self._run): worker for worker, actor in enumerate(self.actors)},
             {actor.reports.remote(self._run, 0): worker for worker, actor in enumerate(self.actors)},
-            [[] for _ in self.actors],
+            [Window() for _ in self.actors],
             last,
         )
         with self._halting:
@@ -236,7 +237,7 @@ class Fleet:
             while failure is None and yielded < min(submitted, flight.limit) and flight.complete <= yielded:
                 failure = self._gather(flight)
             while yielded < flight.complete and (failure is not None or yielded < submitted):
-                yield self._by_stage([reports[yielded] for reports in flight.received])
+                yield self._by_stage([reports.take(yielded) for reports in flight.received])
                 yielded += 1
             if failure is not None:
                 raise failure
@@ -319,9 +320,9 @@ class Fleet:
             return self._release(flight)
         if ref in flight.polls:
             worker = flight.polls.pop(ref)
-            flight.received[worker] += news
+            flight.received[worker].extend(news)
             if news or worker in flight.works.values():  # one that has ended and told everything says nothing more
-                poll = self.actors[worker].reports.remote(flight.run, len(flight.received[worker]))
+                poll = self.actors[worker].reports.remote(flight.run, flight.received[worker].end)
                 flight.polls[poll] = worker
         else:
             del flight.works[ref]  # ended in order: all its reports are on their way
@@ -338,8 +339,8 @@ class Fleet:
         ray.wait([*aborts, *flight.works], num_returns=len(aborts) + len(flight.works), timeout=GRACE_S)
         for worker, member in enumerate(self.in_use):
             try:
-                last = member.actor.reports.remote(flight.run, len(flight.received[worker]), 0.0)
-                flight.received[worker] += ray.get(last, timeout=GRACE_S)
+                last = member.actor.reports.remote(flight.run, flight.received[worker].end, 0.0)
+                flight.received[worker].extend(ray.get(last, timeout=GRACE_S))
             except ActorDiedError:
                 member.lost = True
             except RayError:  # what it has not told by now is lost with it

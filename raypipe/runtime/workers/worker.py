@@ -48,6 +48,7 @@ from raypipe.ir.work_order import Order
 from raypipe.runtime.links.endpoint import Endpoint, Opening
 from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor
 from raypipe.runtime.links.opening import make_endpoint
+from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.copies import CopyFacts, RemoteCopy, WorkerCopies, joined
 from raypipe.runtime.workers.order_gate import OrderGate
@@ -55,6 +56,9 @@ from raypipe.runtime.workers.order_gate import OrderGate
 __all__ = ["StageActor"]
 
 REPORTS_WAIT_S = 10.0
+KEPT_REPORTS = 1024
+"""Segments whose reports stay here after they were told: a driver that takes the stages over finds the records that the
+one before had not written (engine/metrics.py writes at least so often)."""
 
 
 class _StageActor(LinkedActor):
@@ -72,7 +76,7 @@ class _StageActor(LinkedActor):
         self._spans: tuple[Span, ...] = ()
         self._inflow = OrderGate()
         self._writers: list[ShardWriter] = []
-        self._done: list[list[list[StepReport]]] = []
+        self._done: Window[list[list[StepReport]]] = Window(KEPT_REPORTS)
         self._run = self._over = -1  # numbers of the run that began last, and that ended last
         self._generation = self._links = -1  # of the plan, and of its links
         self._grown = threading.Condition()
@@ -220,7 +224,7 @@ class _StageActor(LinkedActor):
         assert self._executor is not None, "configure() comes first"
         executor = self._executor
         with self._grown:
-            self._run, self._done = run, []
+            self._run, self._done = run, Window(KEPT_REPORTS)
         try:
             while (order := self._inflow.next(run)) is not None:
                 if order.segment.generation != self._generation:
@@ -263,9 +267,9 @@ class _StageActor(LinkedActor):
         with self._grown:
             # A question about a run that is over is answered at once: waiting ones would fill the control group.
             self._grown.wait_for(
-                lambda: self._over >= run or (self._run == run and len(self._done) > since), timeout=wait_s
+                lambda: self._over >= run or (self._run == run and self._done.end > since), timeout=wait_s
             )
-            return self._done[since:] if self._run == run else []
+            return self._done.since(since) if self._run == run else []
 
     @ray.method(concurrency_group="control")
     def abort(self, links: int, reason: str) -> None:

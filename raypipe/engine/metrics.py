@@ -1,0 +1,196 @@
+"""metrics.parquet: a folder of parts, so that a run of any length appends, and writes nothing anew from its start.
+
+    metrics.parquet/steps_0000000000.parquet    steps    0 ... 4095   written for the last time when it was full
+                    steps_0000004096.parquet    steps 4096 ... 8191
+                    steps_0000008192.parquet    steps 8192 ... 8700   replaced at every write until it is full
+
+pandas.read_parquet, pyarrow and polars read the folder as one table. The part of a step follows from its number, so no
+step is ever in two parts, and a run that goes back to step 5000 replaces the second part and deletes the third. A part
+is there whole or not at all, and is written outside the folder first, so that readers never meet half of one.
+
+Releases before this one wrote one file of that name; ``MetricsWriter`` makes parts of it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from itertools import groupby
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError
+from raypipe.ir.report import StepRecord
+
+__all__ = [
+    "METRICS", "SCHEMA", "MetricsWriter", "Part", "part_before", "parts_of", "records_of", "steps_written", "table_of",
+    "table_read",
+]  # fmt: skip
+
+METRICS = "metrics.parquet"
+PARTIAL = "metrics.partial"
+FROM_OLD_RELEASE = "metrics.old.parquet"
+PART_STEPS = 4096
+"""Steps of a part: to replace the last one takes some milliseconds, and a million steps are 245 files."""
+WRITE_S = 5.0
+WRITE_STEPS = 1024
+"""Records are written after so many seconds or steps, whichever comes first: what is lost with a driver that is killed,
+unless its successor finds the reports with the stages."""
+
+_NAME = re.compile(r"steps_(\d{10,})\.parquet")
+_KINDS = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
+SCHEMA = pa.schema([(field.name, _KINDS[str(field.type)]) for field in fields(StepRecord)])
+
+
+class Part(NamedTuple):
+    """A file below the run's folder, and the first step that it may have."""
+
+    first: int
+    name: str
+
+
+def table_of(records: Sequence[StepRecord]) -> pa.Table:
+    """One row per record, one column per field."""
+    return pa.table({name: [getattr(record, name) for record in records] for name in SCHEMA.names}, SCHEMA)
+
+
+def table_read(data: bytes, what: str) -> pa.Table:
+    """The table of a part, or of an old release's file, whose missing columns have their defaults.
+
+    Args:
+        what: it is, for the message.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        found = pq.read_table(pa.BufferReader(data))
+        defaults = {field.name: [field.default] * len(found) for field in fields(StepRecord)}
+        return pa.table({n: found[n] if n in found.column_names else defaults[n] for n in SCHEMA.names}, SCHEMA)
+    except (pa.ArrowException, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(
+            f"{what} cannot be read ({error}). Training does not need it: delete it to go on without these steps."
+        ) from error
+
+
+def records_of(table: pa.Table) -> list[StepRecord]:
+    """One record per row."""
+    return [StepRecord(**row) for row in table.to_pylist()]
+
+
+def parts_of(run: Place) -> list[Part]:
+    """The parts of a run's metrics, oldest first; of an old release's file none."""
+    found = (_NAME.fullmatch(entry.name) for entry in run.list(METRICS) if not entry.is_folder)
+    return sorted(Part(int(match[1]), f"{METRICS}/{match[0]}") for match in found if match)
+
+
+def part_before(run: Place, step: int) -> bytes | None:
+    """The newest part with steps below ``step``, as Parquet; None where there is none."""
+    below = [part for part in parts_of(run) if part.first < step]
+    return run.read_bytes(below[-1].name) if below else None
+
+
+def steps_written(run: Place) -> int:
+    """One more than the last step in the metrics of a run, those of an old release included; 0 without any.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    names = [METRICS] if run.size_bytes(METRICS) is not None else [part.name for part in parts_of(run)][-1:]
+    tables = (table_read(run.read_bytes(name), str(run / name)) for name in names)
+    return max((step + 1 for table in tables for step in table["step"].to_pylist()), default=0)
+
+
+class MetricsWriter:
+    """Appends the records of one run. In memory are those of the last part, and what could not be written.
+
+    Args:
+        run: the run's folder.
+        clock: seconds.
+    """
+
+    def __init__(self, run: Place, clock: Callable[[], float] = time.monotonic) -> None:
+        self._run = run
+        self._clock = clock
+        self._tried_s = clock()
+        self._new = 0  # records since the last try to write
+        self._changed = False  # whether memory has what the folder does not
+        self.recent: list[StepRecord] = []
+        """From the beginning of the last part on, the last step in any case; of the parts before, what could not be
+        written yet."""
+
+    @property
+    def due(self) -> bool:
+        """Whether to write now."""
+        return self._new >= WRITE_STEPS or (self._new > 0 and self._clock() - self._tried_s >= WRITE_S)
+
+    def append(self, record: StepRecord) -> None:
+        """The next step."""
+        self.recent.append(record)
+        self._new += 1
+        self._changed = True
+
+    def write(self) -> None:
+        """Replace the last part, and write those that became full.
+
+        Raises:
+            CheckpointError: the place is full, forbidden or unreachable; the records are kept for the next try.
+        """
+        self._tried_s, self._new = self._clock(), 0
+        if not self._changed:
+            return
+        for group in list(_by_part(self.recent)):
+            self._write_part(group)
+            if len(group) < len(self.recent):  # it is full, and written for the last time
+                self.recent = self.recent[len(group) :]
+        self._changed = False
+
+    def go_back(self, step: int) -> None:
+        """The run goes on after ``step`` steps: what there is of later ones goes away.
+
+        Raises:
+            CheckpointError: the place cannot be reached, or the part that goes on is damaged.
+        """
+        self.recent = [record for record in self.recent if record.step < step]
+        self._new, self._changed = 0, True
+        self._take_over_old_file()
+        name = _name(_first_of(max(0, step - 1)))
+        if not self.recent and self._run.exists(name):
+            self.recent = [record for record in self._read(name) if record.step < step]
+        for part in reversed(parts_of(self._run)):  # the newest first, so that there is never a gap
+            if part.first >= step:
+                self._run.delete(part.name)
+
+    def _write_part(self, records: Sequence[StepRecord]) -> None:
+        sink = pa.BufferOutputStream()
+        pq.write_table(table_of(records), sink)
+        self._run.write_bytes(_name(_first_of(records[0].step)), sink.getvalue(), partial=PARTIAL)
+
+    def _read(self, name: str) -> list[StepRecord]:
+        return records_of(table_read(self._run.read_bytes(name), str(self._run / name)))
+
+    def _take_over_old_file(self) -> None:
+        """Make parts of the one file of an old release; a process that dies meanwhile loses nothing."""
+        if self._run.size_bytes(METRICS) is not None:
+            self._run.rename(METRICS, FROM_OLD_RELEASE)
+        if self._run.size_bytes(FROM_OLD_RELEASE) is not None:
+            for group in _by_part(self._read(FROM_OLD_RELEASE)):
+                self._write_part(group)
+            self._run.delete(FROM_OLD_RELEASE)
+
+
+def _by_part(records: Sequence[StepRecord]) -> Iterator[list[StepRecord]]:
+    return (list(group) for _, group in groupby(records, lambda record: _first_of(record.step)))
+
+
+def _first_of(step: int) -> int:
+    return step // PART_STEPS * PART_STEPS
+
+
+def _name(first: int) -> str:
+    return f"{METRICS}/steps_{first:010d}.parquet"
