@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import xxhash
 
+from raypipe.engine import frame
 from raypipe.engine.frame import Frame
+from raypipe.errors import LinkError
 
-__all__ = ["SEAL_BYTES", "Seal", "checksum", "opened", "sealed"]
+__all__ = ["SEAL_BYTES", "Seal", "checksum", "guessed_name", "opened", "sealed"]
 
 _SEAL = struct.Struct("<QQQ")
 SEAL_BYTES = _SEAL.size
@@ -53,3 +55,12 @@ def opened(header: bytes | bytearray | memoryview) -> Seal | None:
     if xxhash.xxh3_64_intdigest(header[: len(header) - _SUM_BYTES]) != own_checksum:
         return None
     return Seal(number, payload_checksum)
+
+
+def guessed_name(number: int, header: bytes | bytearray | memoryview, *, generation: int, max_tensors: int) -> str:
+    """What a message whose header is damaged seems to be, for people; ``header`` is without its seal."""
+    try:
+        action = frame.parse(header, generation=generation, max_tensors=max_tensors).action
+    except LinkError as error:
+        return f"message {number} with a damaged header ({str(error).rstrip('.')})"
+    return f"message {number}, by its damaged header {action} (micro-batch {action.microbatch}),"

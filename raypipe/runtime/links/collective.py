@@ -4,22 +4,24 @@
     TCPStore <----- here, and on which port -- client           rendezvous, in the lower of the two workers
     group 0 -> 1: rank 0 ===================== rank 1           made in the same order on both sides,
     group 1 -> 0: rank 1 ===================== rank 0           smaller pairs of workers first
-                  hello <===================> hello             on the links themselves
+        handshake.py, each way <============> and back          on the links themselves
 
 Groups are made for one link, never registered with torch.distributed, and never the default group: a link can end and
 be made anew while others live. Nothing here asks on which device a tensor lies but the channel behind it.
 
-**It authenticates nobody.** torch's store and gloo's ports take any connection, so use this transport on a network that
-you trust; "tcp" checks who connects. gloo chooses its ports itself: they cannot be confined to a range.
+On each of the two groups both ends prove that they know the run's secret, as over "tcp"; who does not gets no tensor,
+and the opening ends. **That keeps strangers out of the training, but they can still disturb it**: torch's store and
+gloo's ports take any connection, and a message of a wrong size ends a process. Use this transport on a network that
+you trust. gloo chooses its ports itself: they cannot be confined to a range.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
 import stat
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -31,15 +33,15 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from raypipe.errors import LinkError
+from raypipe.runtime.links.addresses import machine
 from raypipe.runtime.links.collective_channel import NOTICE, CollectiveChannel, Group, notice_of
 from raypipe.runtime.links.congestion import choose_congestion_control
-from raypipe.runtime.links.endpoint import Opening
-from raypipe.runtime.links.handshake import run_digest
+from raypipe.runtime.links.endpoint import Opening, is_checked
+from raypipe.runtime.links.handshake import Conversation, Hello, Turn, answer, call, run_digest
 
 __all__ = ["CollectiveEndpoint"]
 
 POLL_S = 0.01
-_HELLO = struct.Struct("<IIII")  # generation, from, to, max_tensors
 _LOOKING = threading.Lock()
 """Held by whoever looks at this process's sockets: others would take the duplicates of that moment for sockets too."""
 
@@ -64,20 +66,20 @@ class CollectiveEndpoint:
             listener.close()
 
     def open(self, opening: Opening) -> dict[int, CollectiveChannel]:
-        """See Endpoint; ``secret`` has no use here."""
+        """See Endpoint."""
         me, peers, timeout_s = opening.me, opening.addresses, opening.timeout_s
-        run = run_digest(opening.run_id).hex()
+        run = run_digest(opening.run_id)
         deadline_s = time.monotonic() + timeout_s
         channels: dict[int, CollectiveChannel] = {}
         try:
             # Making a group waits for the peer, so all workers go through their pairs in one order.
             for peer in sorted(peers, key=lambda p: (min(me, p), max(me, p))):
-                hello = _Hello(opening.generation, me, peer, opening.capacity[peer])
+                hello = Hello(run, opening.generation, me, peer, opening.capacity[peer])
                 host, port = self.address if me < peer else peers[peer]
                 try:
                     store = _connect(host, port, deadline_s)
-                    link = PrefixStore(f"{run}/{min(me, peer)}-{max(me, peer)}", store)
-                    channels[peer] = _Opening(hello, link, deadline_s).run(self.address[0], opening.names[peer])
+                    link = PrefixStore(f"{run.hex()}/{min(me, peer)}-{max(me, peer)}", store)
+                    channels[peer] = _Opening(hello, link, deadline_s).run(self.address[0], opening)
                 except (RuntimeError, OSError) as error:
                     why = str(error).splitlines()[0][:200]
                     raise LinkError(
@@ -96,26 +98,20 @@ class CollectiveEndpoint:
         self._store = None
 
 
-class _Hello(NamedTuple):
-    generation: int
-    sender: int
-    receiver: int
-    max_tensors: int
-
-
 class _Opening:
     """One link's way from a store to a channel."""
 
-    def __init__(self, hello: _Hello, store: Any, deadline_s: float) -> None:
+    def __init__(self, hello: Hello, store: Any, deadline_s: float) -> None:
         self.hello, self.store, self.deadline_s = hello, store, deadline_s
         self.mine = PrefixStore(str(hello.generation), store)
 
-    def run(self, host: str, name: str) -> CollectiveChannel:
-        generation, me, peer, max_tensors = self.hello
+    def run(self, host: str, opening: Opening) -> CollectiveChannel:
+        _, generation, me, peer, max_tensors = self.hello
+        name = opening.names[peer]
         device, port = _make_device(host)
-        self.mine.set(f"port/{me}", f"{port} {host}")
+        self.mine.set(f"port/{me}", f"{port} {host} {machine()}")
         self._await_peer()
-        theirs_port, _, theirs_host = self.mine.get(f"port/{peer}").decode().partition(" ")
+        theirs_port, theirs_host, theirs_machine = self.mine.get(f"port/{peer}").decode().split(" ", 2)
         with _LOOKING:
             before = {found.inode for found in _own_sockets()}
         groups = [self._group(device, sender) for sender in sorted((me, peer))]
@@ -124,21 +120,26 @@ class _Opening:
         try:
             for sock in sockets:
                 choose_congestion_control(sock)
-            # The peer's hello follows its receive for my notice on the same connection, so both stand after it.
+            # The peer's words follow its receive for my notice on the same connection, so both stand after them.
             notice = notice_of()
             work = outgoing.post_recv(notice, NOTICE)
-            self._exchange(outgoing, incoming)
+            self._prove(outgoing, incoming, opening.secret)
             if len(sockets) != 2:
                 raise LinkError(f"{name}: gloo has {len(sockets)} sockets instead of two: an unknown version of torch.")
-            return CollectiveChannel(name, generation, max_tensors, outgoing, incoming, sockets, notice, work)
+            checked = is_checked(opening.checksum, same_host=theirs_machine == machine())
+            return CollectiveChannel(
+                name, generation, max_tensors, outgoing, incoming, sockets, notice, work, checked=checked
+            )
         except BaseException:
             for sock in sockets:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # the peer need not wait for its deadline
                 sock.close()
             raise
 
     def _await_peer(self) -> None:
         """Wait until the peer is in this generation too; a newer one makes this opening obsolete."""
-        generation, me, peer, _ = self.hello
+        _, generation, me, peer, _ = self.hello
         # A key for each worker: of one that both raise, the slower writer would undo what the other one said.
         self.store.set(f"newest/{me}", str(generation))
         theirs = f"newest/{peer}"
@@ -161,17 +162,44 @@ class _Opening:
         options._timeout = self._left()
         return Group(ProcessGroupGloo(PrefixStore(f"from {sender}", self.mine), rank, 2, options), rank)
 
-    def _exchange(self, outgoing: Group, incoming: Group) -> None:
-        said = outgoing.post_send(torch.frombuffer(bytearray(_HELLO.pack(*self.hello)), dtype=torch.uint8))
-        heard = torch.zeros(_HELLO.size, dtype=torch.uint8)
-        incoming.recv(heard, self._left())
-        theirs = _Hello(*_HELLO.unpack(heard.numpy().tobytes()))
-        said.wait(self._left())
-        if theirs != self.hello._replace(sender=self.hello.receiver, receiver=self.hello.sender):
-            raise LinkError(
-                f"worker {theirs.sender} sends up to {theirs.max_tensors} tensors per message, worker "
-                f"{self.hello.sender} expects up to {self.hello.max_tensors}: they do not run the same plan."
-            )
+    def _prove(self, outgoing: Group, incoming: Group, secret: bytes) -> None:
+        """Both handshakes of the link, turn by turn: this end calls where it sends, and answers where it receives.
+
+        Raises:
+            LinkError: the peer does not know the secret, or has another plan.
+        """
+        calling, answering = call(self.hello, secret), answer({self.hello.receiver: self.hello}, secret)
+        asked, heard = next(calling), next(answering)
+        replied = self._next(answering, self._swap(asked, outgoing, heard, incoming))
+        proof = self._next(calling, self._swap(replied, incoming, asked, outgoing))
+        welcome = self._next(answering, self._swap(proof, outgoing, replied, incoming))
+        said = self._swap(welcome, incoming, proof, outgoing)
+        for conversation, last in ((answering, b""), (calling, said)):
+            try:
+                conversation.send(last)
+            except StopIteration as end:
+                if not end.value.proven:
+                    raise self._stranger() from None
+
+    def _next(self, conversation: Conversation, heard: bytes) -> Turn:
+        try:
+            return conversation.send(heard)
+        except StopIteration:
+            raise self._stranger() from None
+
+    def _swap(self, said: Turn, into: Group, wanted: Turn, source: Group) -> bytes:
+        """Say what is next in one group and hear as much as is wanted in the other; the peer does the same."""
+        words = torch.frombuffer(bytearray(said.say), dtype=torch.uint8)
+        work, heard = into.post_send(words), torch.zeros(wanted.wanted_bytes, dtype=torch.uint8)
+        source.recv(heard, self._left())
+        work.wait(self._left())
+        return heard.numpy().tobytes()
+
+    def _stranger(self) -> LinkError:
+        return LinkError(
+            f"somebody calls itself worker {self.hello.receiver} at worker {self.hello.sender} without knowing this "
+            "run's secret."
+        )
 
     def _left(self) -> timedelta:
         return timedelta(seconds=max(self.deadline_s - time.monotonic(), 0.001))

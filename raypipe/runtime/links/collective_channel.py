@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from raypipe.engine import frame
+from raypipe.engine import frame, layout, seal
 from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.links.forecast import Forecast
@@ -98,13 +98,15 @@ class CollectiveChannel(QueuedChannel):
         outgoing, incoming: groups in which this end sends, and receives.
         sockets: duplicates of the groups' sockets, for shutdown(2).
         notice, notice_work: where the peer's notice arrives, and its receive, posted on ``outgoing``.
+        checked: messages carry checksums; equal on both ends. A damaged one ends the link: where a receive has to
+            know the size of what comes, nothing can be asked for again.
     """
 
     linger_s = 0.05
 
     def __init__(
         self, name: str, generation: int, max_tensors: int, outgoing: Group, incoming: Group,
-        sockets: Sequence[socket.socket], notice: torch.Tensor, notice_work: Any,
+        sockets: Sequence[socket.socket], notice: torch.Tensor, notice_work: Any, *, checked: bool,
     ) -> None:  # fmt: skip
         super().__init__(name, generation, max_tensors)
         self._out: Any = outgoing  # a Group until release
@@ -113,7 +115,9 @@ class CollectiveChannel(QueuedChannel):
         self._notice, self._notice_work = notice, notice_work
         self._notice_lock = threading.Lock()
         self._expected = Forecast()  # by the peer, of what this end sends
-        self._envelope_bytes = _KIND_BYTES + max(frame.header_bytes(max_tensors), REASON_BYTES)
+        self._checked, self._sent, self._taken = checked, 0, 0  # messages, each counted by one thread
+        self._header_bytes = frame.header_bytes(max_tensors) + seal.SEAL_BYTES * checked
+        self._envelope_bytes = _KIND_BYTES + max(self._header_bytes, REASON_BYTES)
         self._receiver = threading.Thread(target=self._receive_loop, name=f"raypipe-recv {name}", daemon=True)
         self.start()
         self._receiver.start()
@@ -121,7 +125,8 @@ class CollectiveChannel(QueuedChannel):
     # The sending thread.
 
     def transmit(self, message: frame.Frame) -> None:
-        first = self._first(_MESSAGE, message.header)
+        first = self._first(_MESSAGE, seal.sealed(message, self._sent) if self._checked else message.header)
+        self._sent += 1
         fits = message.payload_bytes <= _slot(self._expected)
         if fits:
             frame.gather(message, first)
@@ -200,17 +205,33 @@ class CollectiveChannel(QueuedChannel):
             return False
         if kind != _MESSAGE:
             raise LinkError(f"An envelope of kind {kind} came: do both ends run one version?")
-        header = content[: frame.header_bytes(self.max_tensors)].tobytes()
-        head = frame.parse(header, generation=self.generation, max_tensors=self.max_tensors)
+        header = content[: self._header_bytes].tobytes()
+        head, sealed = self._open(header)
         payload = first[: head.payload_bytes]
         if head.payload_bytes > slot:
             payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
             self._in.recv(payload)
+        body = layout.raw_bytes(payload, head.payload_bytes)
+        if sealed is not None and seal.checksum([body]) != sealed.payload_checksum:
+            raise _damaged(f"{head.action} (micro-batch {head.action.microbatch})")
         if head.generation == self.generation:
             arrived_at_s = time.time()
             self.inbox.deliver(head, frame.decode(head, payload), arrived_at_s)
         expected.saw(head.payload_bytes)
         return True
+
+    def _open(self, header: bytes) -> tuple[frame.Head, seal.Seal | None]:
+        """A message's header, and its seal on a checked link."""
+        known = {"generation": self.generation, "max_tensors": self.max_tensors}
+        if not self._checked:
+            return frame.parse(header, **known), None
+        plain, sealed = header[: -seal.SEAL_BYTES], seal.opened(header)
+        if sealed is None:
+            raise _damaged(seal.guessed_name(self._taken, plain, **known))
+        if sealed.number != self._taken:
+            raise LinkError(f"message {sealed.number} came where number {self._taken} was expected.")
+        self._taken += 1
+        return frame.parse(plain, **known), sealed
 
     def _reason(self) -> str | None:
         """The peer's reason, None where it sent none: its end is the end of the wait."""
@@ -221,6 +242,13 @@ class CollectiveChannel(QueuedChannel):
                 self._notice_work = None
             content = self._notice.numpy().tobytes()
         return _text(content[1:]) if content[0] else None
+
+
+def _damaged(said: str) -> LinkError:
+    return LinkError(
+        f"{said} came damaged: its checksum differs from its sender's, and the collective transport cannot ask for it "
+        "again. Something between the two hosts changes bits; transport='tcp' asks again."
+    )
 
 
 def _slot(expected: Forecast) -> int:

@@ -191,7 +191,8 @@ class SocketChannel(QueuedChannel):
         if taken is not None:
             sealed, plain = seal.opened(header), plain[: -seal.SEAL_BYTES]
             if sealed is None:
-                self._ask_again(taken, f"message {taken.number}{self._glimpse(plain)}")
+                known = {"generation": self.generation, "max_tensors": self.max_tensors}
+                self._ask_again(taken, seal.guessed_name(taken.number, plain, **known))
                 return True
             if sealed.number != taken.number:
                 raise LinkError(f"message {sealed.number} came where number {taken.number} was expected.")
@@ -213,14 +214,6 @@ class SocketChannel(QueuedChannel):
             # The next message is likely of the same shape: make room for it now, while nobody waits.
             self._landing = Landing.prepare(head, self._memory)
         return True
-
-    def _glimpse(self, header: memoryview) -> str:
-        """What a damaged header seems to say, for people."""
-        try:
-            action = frame.parse(header, generation=self.generation, max_tensors=self.max_tensors).action
-        except LinkError as error:
-            return f", whose header is damaged ({error})"
-        return f", whose damaged header says {action} (micro-batch {action.microbatch}),"
 
     def _ask_again(self, taken: Taken, said: str) -> None:
         """Ask for a message once more, and drop what comes before it."""

@@ -20,11 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.engine import frame
+from raypipe.engine import frame, seal
 from raypipe.errors import ConfigError, LinkError
 from raypipe.runtime.links import collective
 from raypipe.runtime.links.collective import CollectiveEndpoint
 from raypipe.runtime.links.endpoint import Opening
+from raypipe.runtime.links.handshake import Hello
 from raypipe.runtime.links.opening import make_endpoint
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f
 from tests.runtime.links.ends import HOST, close, together
@@ -33,10 +34,10 @@ ROOT = Path(__file__).parents[3]
 
 
 def opening(
-    me: int, peers: dict[int, Any], generation: int = 3, capacity: int = 4, timeout_s: float = WAIT_S
+    me: int, peers: dict[int, Any], generation: int = 3, capacity: int = 4, timeout_s: float = WAIT_S, **more: Any
 ) -> Opening:
     names = {peer: f"stage {me} <-> stage {peer}" for peer in peers}
-    return Opening(me, peers, generation, "run", dict.fromkeys(peers, capacity), timeout_s, names)
+    return Opening(me, peers, generation, "run", dict.fromkeys(peers, capacity), timeout_s, names, **more)
 
 
 @contextmanager
@@ -47,18 +48,19 @@ def endpoints(count: int) -> Iterator[list[CollectiveEndpoint]]:
         endpoint.close()
 
 
-def open_link(max_tensors: int = 4) -> Pair:
+def open_link(max_tensors: int = 4, checksum: str = "auto") -> Pair:
+    known: dict[str, Any] = {"capacity": max_tensors, "secret": b"secret", "checksum": checksum}
     with endpoints(2) as (first, second):
         a, z = together(
-            lambda: first.open(opening(0, {1: second.address}, capacity=max_tensors)),
-            lambda: second.open(opening(1, {0: first.address}, capacity=max_tensors)),
+            lambda: first.open(opening(0, {1: second.address}, **known)),
+            lambda: second.open(opening(1, {0: first.address}, **known)),
         )
     return a[1], z[0]  # type: ignore[index]
 
 
 class TestCollectiveChannel(ChannelContract):
     def open_pair(self, max_tensors: int = 4) -> Pair:
-        return open_link(max_tensors)
+        return open_link(max_tensors, checksum="on")
 
 
 def system_threads() -> int:
@@ -107,6 +109,63 @@ def test_a_damaged_header_ends_the_link_and_not_the_process(before_bytes: int) -
     with pytest.raises(LinkError, match="Not a raypipe frame"):
         a.recv(b(0), WAIT_S)
     close({0: a}, {0: z})
+
+
+class Damaging:
+    """A group of whose transfers one leaves with a bit turned over."""
+
+    def __init__(self, group: Any, transfer: int, byte: int) -> None:
+        self._group, self._transfer, self._byte = group, transfer, byte
+
+    def send(self, tensor: torch.Tensor, *more: Any) -> None:
+        if self._transfer == 0:
+            tensor = tensor.clone()
+            tensor[self._byte] ^= 4
+        self._transfer -= 1
+        self._group.send(tensor, *more)
+
+
+HEADER = -frame.header_bytes(4) - seal.SEAL_BYTES
+"""Where it begins, from the end of an envelope of 4 tensors: longer than any reason."""
+
+
+@pytest.mark.parametrize(("transfer", "byte", "named"), [
+    (2, 5, r"0SEND_F1 \(micro-batch 1\) came damaged"),
+    (1, 5, r"0SEND_F0 \(micro-batch 0\) came damaged"),
+    (2, HEADER + 38, r"message 1, by its damaged header 0SEND_F1 \(micro-batch 1\), came damaged"),
+    (2, HEADER + 30, r"message 1 with a damaged header"),
+])  # fmt: skip
+def test_a_damaged_message_ends_the_link_by_name_and_not_the_process(transfer: int, byte: int, named: str) -> None:
+    """The first payload has a transfer of its own, the second one lies in the slot that the first made both expect."""
+    a, z = open_link(checksum="on")
+    a._out = Damaging(a._out, transfer, byte)  # type: ignore[attr-defined]
+    for m in range(2):
+        a.send(f(m), (torch.full((100,), float(m)),))
+    with pytest.raises(LinkError, match=rf"stage 1 <-> stage 0: .*{named}.*the collective transport cannot ask"):
+        z.recv(f(2), WAIT_S)
+    with pytest.raises(LinkError, match="came damaged"):
+        a.recv(b(0), WAIT_S)
+    close({0: a}, {0: z})
+
+
+def test_links_within_a_host_are_checked_only_where_it_is_asked() -> None:
+    for checksum, checked in (("auto", False), ("on", True), ("off", False)):
+        a, z = open_link(checksum=checksum)
+        assert (a._checked, z._checked) == (checked, checked)  # type: ignore[attr-defined]
+        close({0: a}, {0: z})
+
+
+@pytest.mark.parametrize("liar", [0, 1])
+def test_who_does_not_know_the_secret_gets_no_link(liar: int) -> None:
+    with endpoints(2) as (first, second):
+        secrets = [b"truth", b"truth"]
+        secrets[liar] = b"guess"
+        other = Failing(lambda: second.open(opening(1, {0: first.address}, secret=secrets[1])))
+        with pytest.raises(
+            LinkError, match="somebody calls itself worker 1 at worker 0 without knowing this run's secret"
+        ):
+            first.open(opening(0, {1: second.address}, secret=secrets[0]))
+        other.result()
 
 
 def test_three_workers_open_all_links_again_and_again() -> None:
@@ -164,7 +223,7 @@ def test_a_slow_writer_of_an_older_generation_hides_no_newer_one() -> None:
     deadline_s = time.monotonic() + WAIT_S
 
     def announce(generation: int, me: int) -> None:
-        hello = collective._Hello(generation, me, 1 - me, 4)
+        hello = Hello(bytes(16), generation, me, 1 - me, 4)
         waiting = collective._Opening(hello, store, deadline_s)
         waiting.store = Late(store, looked, written, last=me == 0)
         waiting._await_peer()
