@@ -22,77 +22,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from raypipe.errors import PlanError
 from raypipe.ir.prediction import CurvePoint
+from raypipe.planner.stage_time import StageTime
 from raypipe.planner.tolerance import EVEN
 
-__all__ = ["Hop", "MicrobatchChoice", "StageTime", "all_sizes", "choose_microbatches", "fit_stage_time"]
+__all__ = ["Bounds", "Hop", "MicrobatchChoice", "Pipe", "all_sizes", "choose_microbatches"]
 
-STRAIGHT = 0.05
-"""Largest relative error of the line; beyond it the measured points themselves are used."""
 GRID = 1024
 """Numbers of micro-batches, in equal ratios from 1 to B, that are looked at where there is no closed form."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageTime:
-    """Seconds of the slowest stage, forward and backward, by micro-batch size.
-
-    Attributes:
-        sigma_s: seconds per sample in the limit of large micro-batches.
-        overhead_samples: b0.
-        worst_error: largest relative distance of the line from a measured point.
-        points: (samples, seconds) as measured, by size.
-    """
-
-    sigma_s: float
-    overhead_samples: float
-    worst_error: float
-    points: tuple[tuple[int, float], ...]
-
-    @property
-    def is_straight(self) -> bool:
-        return self.worst_error <= STRAIGHT
-
-    def seconds(self, samples: float) -> float:
-        """t(b): the line, or between the points and along the line outside of them where it does not fit."""
-        line = self.sigma_s * (samples + self.overhead_samples)
-        if self.is_straight:
-            return line
-        sizes, times = zip(*self.points, strict=True)
-        if samples > sizes[-1]:
-            return float(times[-1] + self.sigma_s * (samples - sizes[-1]))
-        return float(np.interp(samples, sizes, times))
-
-
-def fit_stage_time(measured: Mapping[int, float]) -> StageTime:
-    """The line through the measured seconds that is best in relative error, with neither part below zero.
-
-    Args:
-        measured: samples per micro-batch -> seconds; b0 shows only at small sizes.
-
-    Raises:
-        PlanError: fewer than two sizes, or seconds that are no positive numbers.
-    """
-    points = tuple(sorted(measured.items()))
-    if len(points) < 2 or not all(b >= 1 and 0 < t < math.inf for b, t in points):
-        raise PlanError(f"Seconds by micro-batch size {dict(points)}: measure two sizes or more, each above 0 s.")
-    sizes, times = np.array(points, dtype=np.float64).T
-    rows = np.stack([sizes / times, 1 / times], axis=1)
-    slope, constant = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)[0]
-    if constant < 0:  # through the origin
-        slope, constant = float(rows[:, 0].sum() / (rows[:, 0] ** 2).sum()), 0.0
-    if slope <= 0:
-        # Every size takes as long: no sample costs anything that can be seen. A thousandth keeps b0 finite.
-        slope = float(times.mean() / sizes.max()) / 1000
-        constant = float(times.mean())
-    error = float(np.abs((slope * sizes + constant) / times - 1).max())
-    return StageTime(float(slope), float(constant / slope), error, points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +55,47 @@ class Hop:
 
     def seconds(self, samples: float) -> float:
         return self.latency_s + self.seconds_per_sample * samples
+
+
+class Pipe(NamedTuple):
+    """What a mini-batch goes through.
+
+    Attributes:
+        hop: the slowest transfer; None where transfers cost nothing.
+        chunks: stages per worker, the time being that of all stages of a worker.
+        rounds: times t(b) that a step of N micro-batches takes where transfers cost nothing; None for N + S - 1, or
+            N + (P - 1) / chunks.
+        in_rounds: of several stages per worker, as interleaved runs them: a number that is no multiple of the workers
+            is taken only where no multiple can be.
+    """
+
+    num_stages: int
+    hop: Hop | None = None
+    chunks: int = 1
+    rounds: Callable[[float], float] | None = None
+    in_rounds: bool = True
+
+    @property
+    def num_workers(self) -> int:
+        """P."""
+        return self.num_stages // self.chunks
+
+
+class Bounds(NamedTuple):
+    """Which numbers of micro-batches can be.
+
+    Attributes:
+        fits: (micro-batches, samples) -> whether memory holds them; None for no limit.
+        least: samples that the model needs in a micro-batch; batch normalisation refuses a single one.
+        multiple: of which the number must be one, so that every replica of a stage gets as many.
+    """
+
+    fits: Callable[[int, int], bool] | None = None
+    least: int = 1
+    multiple: int = 1
+
+
+_UNBOUNDED = Bounds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +167,12 @@ class _Model:
     hop: Hop
     rounds: Callable[[float], float] | None = None  # instead of N + bubble
 
+    @classmethod
+    def of(cls, time: StageTime, minibatch_size: int, pipe: Pipe) -> _Model:
+        bubble = (pipe.num_workers - 1) / pipe.chunks
+        hops = 0 if pipe.num_workers == 1 else pipe.num_stages - 1
+        return cls(time, minibatch_size, bubble, hops, pipe.hop or Hop(), pipe.rounds)
+
     def step_s(self, count: float, samples: float) -> float:
         waits = 2 * self.hops / (self.hops + 1) * count if self.hop.exposed else 0.0
         fill = 2 * self.hops + waits
@@ -231,18 +222,7 @@ class _Model:
 
 
 def choose_microbatches(
-    time: StageTime,
-    minibatch_size: int,
-    num_stages: int,
-    *,
-    hop: Hop | None = None,
-    chunks: int = 1,
-    rounds: Callable[[float], float] | None = None,
-    in_rounds: bool = True,
-    epsilon: float = 0.05,
-    fits: Callable[[int, int], bool] | None = None,
-    least: int = 1,
-    multiple: int = 1,
+    time: StageTime, minibatch_size: int, pipe: Pipe, bounds: Bounds = _UNBOUNDED, epsilon: float = 0.05
 ) -> MicrobatchChoice:
     """The number of micro-batches with the least predicted step time, among those that can be taken.
 
@@ -251,66 +231,67 @@ def choose_microbatches(
 
     Args:
         time: of the slowest stage.
-        hop: the slowest transfer; None where transfers cost nothing.
-        chunks: stages per worker, ``time`` being that of all stages of a worker.
-        rounds: times t(b) that a step of N micro-batches takes where transfers cost nothing; None for N + S - 1, or
-            N + (P - 1) / chunks.
-        in_rounds: of several stages per worker, as interleaved runs them: a number that is no multiple of the workers
-            is taken only where no multiple can be.
-        fits: (micro-batches, samples) -> whether memory holds them.
-        least: samples that the model needs in a micro-batch; batch normalisation refuses a single one.
-        multiple: of which the number must be one, so that every replica of a stage gets as many.
+        epsilon: how much longer than the optimum a step may take within the range that is told.
 
     Raises:
         PlanError: a number out of range, or memory holds no micro-batch of even one sample.
     """
-    if min(minibatch_size, num_stages, chunks) < 1 or num_stages % chunks or not 0 < epsilon < 1:
+    stages, chunks = pipe.num_stages, pipe.chunks
+    if min(minibatch_size, stages, chunks) < 1 or stages % chunks or not 0 < epsilon < 1:
         raise PlanError(
-            f"minibatch_size={minibatch_size}, {num_stages} stages, {chunks} per worker, epsilon={epsilon}: give "
+            f"minibatch_size={minibatch_size}, {stages} stages, {chunks} per worker, epsilon={epsilon}: give "
             "numbers of at least 1, stages that divide evenly, and an epsilon between 0 and 1."
         )
-    workers = num_stages // chunks
-    whole = math.lcm(multiple, workers) if chunks > 1 and in_rounds else multiple
-    hops = 0 if workers == 1 else num_stages - 1
-    model = _Model(time, minibatch_size, (workers - 1) / chunks, hops, hop or Hop(), rounds)
-    ideal, low, high = model.range(epsilon)
-    for wanted in dict.fromkeys((whole, multiple)):
-        refuse = functools.partial(_refusal, wanted, fits, min(least, minibatch_size))
-        curve = [_candidate(model, n, minibatch_size // n, refuse) for n in _divisors(minibatch_size)]
-        open_ones = [c for c in curve if not c.refused]
-        if not any(low <= c.num_microbatches <= high for c in open_ones):
-            curve = _ragged(model, refuse)
-            open_ones = [c for c in curve if not c.refused]
-        if open_ones:
-            break
-    if not open_ones:
-        smallest = curve[-1]
-        raise PlanError(
-            f"No number of micro-batches of {minibatch_size} samples can be taken: {smallest.num_microbatches} of "
-            f"{smallest.microbatch_size} fail for {smallest.refused}. Use more stages, or a schedule that holds fewer."
-        )
-    chosen = _best(open_ones)
-    decided_by = _decided_by(model, ideal, curve, chosen)
-    verdict = _verdict(decided_by, chosen, curve, minibatch_size)
-    first, last = math.ceil(low), math.floor(high)
-    near = f"; from {first} to {last} a step is at most {epsilon:.0%} longer than at best" if first < last else ""
-    known = (
-        f"; a micro-batch of b samples takes about {time.sigma_s * 1e3:.4g} ms x (b + {time.overhead_samples:.3g})"
-        if time.is_straight
-        else "; what a micro-batch takes is read off the measured sizes, for it does not grow evenly with its samples"
-    )
-    reason = f"{verdict}{near}{known}"
+    model = _Model.of(time, minibatch_size, pipe)
+    optimum, low, high = model.range(epsilon)
+    curve = _curve(model, pipe, bounds, (low, high))
+    chosen = _best([c for c in curve if not c.refused])
+    decided_by = _decided_by(model, optimum, curve, chosen)
     return MicrobatchChoice(
         chosen.num_microbatches,
         chosen.microbatch_size,
         chosen.predicted_s,
-        ideal,
+        optimum,
         low,
         high,
         epsilon,
         decided_by,
-        reason,
+        _verdict(decided_by, chosen, curve, minibatch_size) + _known(time, (low, high), epsilon),
         tuple(curve),
+    )
+
+
+def _curve(model: _Model, pipe: Pipe, bounds: Bounds, near: tuple[float, float]) -> list[CurvePoint]:
+    """The candidates, at least one of which can be taken.
+
+    Args:
+        near: the range in which one should be; where none is, those that divide the mini-batch are not all.
+    """
+    minibatch_size = model.minibatch_size
+    in_rounds = math.lcm(bounds.multiple, pipe.num_workers) if pipe.chunks > 1 and pipe.in_rounds else bounds.multiple
+    for wanted in dict.fromkeys((in_rounds, bounds.multiple)):
+        refuse = functools.partial(_refusal, wanted, bounds.fits, min(bounds.least, minibatch_size))
+        curve = [_candidate(model, n, minibatch_size // n, refuse) for n in _divisors(minibatch_size)]
+        if not any(near[0] <= c.num_microbatches <= near[1] for c in curve if not c.refused):
+            curve = [_candidate(model, n, b, refuse) for n, b in all_sizes(minibatch_size)]
+        if not all(c.refused for c in curve):
+            return curve
+    smallest = curve[-1]
+    raise PlanError(
+        f"No number of micro-batches of {minibatch_size} samples can be taken: {smallest.num_microbatches} of "
+        f"{smallest.microbatch_size} fail for {smallest.refused}. Use more stages, or a schedule that holds fewer."
+    )
+
+
+def _known(time: StageTime, near: tuple[float, float], epsilon: float) -> str:
+    """What else is known of the number, in words."""
+    first, last = math.ceil(near[0]), math.floor(near[1])
+    told = f"; from {first} to {last} a step is at most {epsilon:.0%} longer than at best" if first < last else ""
+    if time.is_straight:
+        size = f"{time.sigma_s * 1e3:.4g} ms x (b + {time.overhead_samples:.3g})"
+        return f"{told}; a micro-batch of b samples takes about {size}"
+    return (
+        f"{told}; what a micro-batch takes is read off the measured sizes, for it does not grow evenly with its samples"
     )
 
 
@@ -339,10 +320,6 @@ def _divisors(number: int) -> list[int]:
 def all_sizes(minibatch_size: int) -> list[tuple[int, int]]:
     """(micro-batches, samples) of every number that can be, the last micro-batch being what is left."""
     return sorted({math.ceil(minibatch_size / b): b for b in range(minibatch_size, 0, -1)}.items())
-
-
-def _ragged(model: _Model, refuse: Callable[[int, int], str]) -> list[CurvePoint]:
-    return [_candidate(model, n, b, refuse) for n, b in all_sizes(model.minibatch_size)]
 
 
 def _candidate(model: _Model, count: int, samples: int, refuse: Callable[[int, int], str]) -> CurvePoint:

@@ -13,7 +13,8 @@ from jobs.bench.microbatch import bench, sweeps
 from jobs.bench.microbatch.grid import figures_of as grid_figures_of
 from jobs.bench.microbatch.grid import tables_of, throughputs
 from jobs.bench.microbatch.sweeps import Case, Key, divisors, make_case, numbers_of, range_ends, simulated_s, times_of
-from raypipe.planner.microbatch import choose_microbatches, fit_stage_time
+from raypipe.planner.microbatch import Pipe, choose_microbatches
+from raypipe.planner.stage_time import fit_stage_time
 
 SIGMA_S = 0.01
 
@@ -22,8 +23,8 @@ def case_of(minibatch_size: int, num_stages: int, overhead: float) -> Case:
     """Equal stages on a line, and the planner's own choice for them."""
     seconds = {b: SIGMA_S * (b + overhead) for b in divisors(minibatch_size)}
     time = fit_stage_time({b: SIGMA_S * (b + overhead) for b in (1, 2, 4, 8)})
-    found = choose_microbatches(time, minibatch_size, num_stages)
-    half = choose_microbatches(time, minibatch_size // 2, num_stages)
+    found = choose_microbatches(time, minibatch_size, Pipe(num_stages))
+    half = choose_microbatches(time, minibatch_size // 2, Pipe(num_stages))
     return Case(
         model="line",
         num_stages=num_stages,

@@ -10,7 +10,7 @@ import pytest
 from jobs.lib.contention import EPISODE_STEPS, LEVELS, delay_s
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, ControllerConfig, MemoryBudget, Verdict
-from raypipe.planner.control.replay import Wire, compiled, step_s
+from raypipe.planner.search.replay import Wire, compiled, step_s
 from tests.planner.control.lab import Pipeline, run_controlled
 
 FORWARD_S, BACKWARD_S, COUNT = 0.01, 0.02, 32

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.microbatch import Hop, StageTime, choose_microbatches, fit_stage_time
+from raypipe.planner.microbatch import Bounds, Hop, Pipe, choose_microbatches
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, makespan_s
+from raypipe.planner.stage_time import StageTime, fit_stage_time
 
 TIMES = st.builds(
     lambda sigma, b0: StageTime(sigma, b0, 0.0, ((1, sigma * (1 + b0)), (64, sigma * (64 + b0)))),
@@ -50,7 +51,7 @@ def test_any_measurement_gives_a_usable_time(measured):
 @settings(max_examples=100, deadline=None)
 @given(TIMES, st.integers(1, 256), st.integers(1, 8), HOPS, st.sampled_from([0.03, 0.05]))
 def test_the_range_is_where_the_model_is_within_epsilon(time, minibatch, stages, hop, epsilon):
-    found = choose_microbatches(time, minibatch, stages, hop=hop, epsilon=epsilon)
+    found = choose_microbatches(time, minibatch, Pipe(stages, hop), epsilon=epsilon)
 
     def step_s(n: float) -> float:
         transfers = 2 * (stages - 1) * (1 + (n / stages if hop.exposed else 0.0))
@@ -69,7 +70,7 @@ def test_the_range_is_where_the_model_is_within_epsilon(time, minibatch, stages,
 @given(st.floats(0.1, 20.0), st.integers(1, 5000), st.integers(2, 16))
 def test_without_transfers_the_optimum_is_the_root(overhead, minibatch, stages):
     root = math.sqrt(minibatch * (stages - 1) / overhead)
-    found = choose_microbatches(line(1e-3, overhead), minibatch, stages)
+    found = choose_microbatches(line(1e-3, overhead), minibatch, Pipe(stages))
     assert found.optimum == pytest.approx(min(max(1.0, root), minibatch), rel=1e-6)
 
 
@@ -77,7 +78,7 @@ def test_without_transfers_the_optimum_is_the_root(overhead, minibatch, stages):
 @settings(max_examples=60, deadline=None)
 @given(TIMES, st.integers(1, 200), st.integers(1, 6), HOPS)
 def test_the_choice_is_the_best_divisor_to_half_a_percent(time, minibatch, stages, hop):
-    found = choose_microbatches(time, minibatch, stages, hop=hop)
+    found = choose_microbatches(time, minibatch, Pipe(stages, hop))
     open_ones = [c.predicted_s for c in found.curve if not c.refused]
     assert found.predicted_s <= min(open_ones) * 1.005
     divisors = {n for n in range(1, minibatch + 1) if minibatch % n == 0}
@@ -90,8 +91,8 @@ def test_the_choice_is_the_best_divisor_to_half_a_percent(time, minibatch, stage
 @settings(max_examples=100, deadline=None)
 @given(TIMES, st.integers(1, 128), st.integers(1, 6), st.integers(1, 128))
 def test_memory_is_kept_or_refused(time, minibatch, stages, largest):
-    found = choose_microbatches(time, minibatch, stages, fits=lambda n, b: b <= largest)
-    free = choose_microbatches(time, minibatch, stages)
+    found = choose_microbatches(time, minibatch, Pipe(stages), Bounds(lambda n, b: b <= largest))
+    free = choose_microbatches(time, minibatch, Pipe(stages))
     assert found.microbatch_size <= largest
     assert found.predicted_s >= free.predicted_s * (1 - 0.005)
     if free.microbatch_size > largest:
@@ -108,7 +109,7 @@ def test_the_choice_is_the_simulators_best_divisor(stages, minibatch, overhead, 
         t = minibatch / n + overhead
         return makespan_s(lower(schedule_of(ScheduleSpec("1f1b", n), stages)), Costs.uniform(stages, t / 3, t * 2 / 3))
 
-    found = choose_microbatches(line(1.0, overhead), minibatch, stages)
+    found = choose_microbatches(line(1.0, overhead), minibatch, Pipe(stages))
     swept = {c.num_microbatches: simulated_s(c.num_microbatches) for c in found.curve if c.num_microbatches <= 256}
     assert found.num_microbatches == best
     assert swept[best] <= min(swept.values()) * 1.015
@@ -117,7 +118,7 @@ def test_the_choice_is_the_simulators_best_divisor(stages, minibatch, overhead, 
 
 def test_the_number_decides_and_not_the_mini_batch() -> None:
     """Hu's claim: where micro-batches are large, equal numbers lose an equal share whatever B is."""
-    loss = {minibatch: choose_microbatches(line(1e-3, 0.01), minibatch, 4).curve for minibatch in (1024, 4096)}
+    loss = {minibatch: choose_microbatches(line(1e-3, 0.01), minibatch, Pipe(4)).curve for minibatch in (1024, 4096)}
     share = {
         minibatch: {c.num_microbatches: c.predicted_s / minibatch for c in curve} for minibatch, curve in loss.items()
     }
@@ -126,30 +127,30 @@ def test_the_number_decides_and_not_the_mini_batch() -> None:
 
 
 def test_an_interleaved_schedule_wants_multiples_and_has_less_bubble() -> None:
-    plain = choose_microbatches(line(1e-3, 1.0), 96, 4)
-    found = choose_microbatches(line(1e-3, 1.0), 96, 8, chunks=2)
+    plain = choose_microbatches(line(1e-3, 1.0), 96, Pipe(4))
+    found = choose_microbatches(line(1e-3, 1.0), 96, Pipe(8, chunks=2))
     assert found.num_microbatches % 4 == 0
     assert {c.refused for c in found.curve if c.num_microbatches % 4} == {"schedule"}
     assert found.optimum == pytest.approx(plain.optimum / math.sqrt(2))
 
 
 def test_a_prime_mini_batch_takes_a_smaller_last_micro_batch() -> None:
-    found = choose_microbatches(line(1e-3, 1.0), 97, 4)
+    found = choose_microbatches(line(1e-3, 1.0), 97, Pipe(4))
     assert found.low <= found.num_microbatches <= found.high
     assert math.ceil(97 / found.microbatch_size) == found.num_microbatches
     assert found.microbatch_size * found.num_microbatches > 97
 
 
 def test_one_stage_takes_one_micro_batch() -> None:
-    assert choose_microbatches(line(1e-3, 1.0), 64, 1).num_microbatches == 1
+    assert choose_microbatches(line(1e-3, 1.0), 64, Pipe(1)).num_microbatches == 1
 
 
 def test_without_overhead_more_is_better() -> None:
-    assert choose_microbatches(line(1e-3, 0.0), 64, 4).num_microbatches == 64
+    assert choose_microbatches(line(1e-3, 0.0), 64, Pipe(4)).num_microbatches == 64
 
 
 def test_the_answer_is_printed_with_curve_and_range() -> None:
-    found = choose_microbatches(line(1e-3, 2.0), 256, 4, fits=lambda n, b: b <= 8)
+    found = choose_microbatches(line(1e-3, 2.0), 256, Pipe(4), Bounds(lambda n, b: b <= 8))
     assert str(found).startswith(
         "32 micro-batches of 8, for 16 would be faster but do not fit into memory; from 11 to 37 a step is at most 5% "
         "longer than at best; a micro-batch of b samples takes about 1 ms x (b + 2)"
@@ -164,9 +165,9 @@ def test_the_answer_is_printed_with_curve_and_range() -> None:
     [
         (lambda: fit_stage_time({1: 0.1}), "measure two sizes or more"),
         (lambda: fit_stage_time({1: 0.1, 2: 0.0}), "each above 0 s"),
-        (lambda: choose_microbatches(line(1.0, 1.0), 0, 2), "minibatch_size=0"),
-        (lambda: choose_microbatches(line(1.0, 1.0), 8, 5, chunks=2), "divide evenly"),
-        (lambda: choose_microbatches(line(1.0, 1.0), 8, 2, fits=lambda n, b: False), "8 of 1 fail for memory"),
+        (lambda: choose_microbatches(line(1.0, 1.0), 0, Pipe(2)), "minibatch_size=0"),
+        (lambda: choose_microbatches(line(1.0, 1.0), 8, Pipe(5, chunks=2)), "divide evenly"),
+        (lambda: choose_microbatches(line(1.0, 1.0), 8, Pipe(2), Bounds(lambda n, b: False)), "8 of 1 fail for memory"),
     ],
 )
 def test_refusals_say_what_to_change(make, text) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
 from raypipe.planner.control import Choice, ControllerConfig, predicted_s, search
-from raypipe.planner.control.replay import FILLING, Wire, compiled, step_s
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
+from raypipe.planner.search.replay import FILLING, Wire, compiled, step_s
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune import Request, build_schedule, step_of
 from tests.planner.control.test_search import at_most, measured_of

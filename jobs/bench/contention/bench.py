@@ -30,7 +30,7 @@ from jobs.lib.held_links import contended
 from jobs.lib.sleeping import Ran, run_sleeping
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import UNKNOWN_IN_FLIGHT
-from raypipe.planner.control.replay import Wire, compiled, step_s
+from raypipe.planner.search.replay import Wire, compiled, step_s
 
 FORWARD_S, BACKWARD_S, COUNT = 0.010, 0.020, 32
 CANDIDATES: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from statistics import median
 
 from raypipe.ir.links import LinkEstimate
 from raypipe.planner.control.choice import NO_CODEC, Choice, CodecCost
-from raypipe.planner.control.replay import Wire, compiled, step_s
+from raypipe.planner.search.replay import Wire, compiled, step_s
 
 __all__ = ["Measured", "busiest_hops", "predicted_s", "squeezed"]
 

@@ -1,15 +1,8 @@
-"""Which choice is the quickest that fits: a short list of candidates, each run on the measured messages.
+"""Which choice is the quickest that fits: the shared candidates, each run on the measured messages.
 
-    1f1b         where "auto" was asked for
-    k of kfkb    1, 2, 3, ... as far as memory goes; where kfkb was asked for
-    r of slack   grown hop by hop where the formula below gains most, then improved by trying neighbours
-    zb-h1        the same, where split backwards were timed
+    schedules    ``planner.search.candidates``, as the planner's
     codecs       only where they beat the best lossless choice by min_gain; then taken away where they do not matter
     M            where it may change: all of the above for every M near the one that is measured
-
-The period of slack 1F1B, per micro-batch, over runs of consecutive stages and the hops inside them:
-
-    P = max(max T_s, max over runs (sum T_s + sum of round trips) / (1 + sum r_h))
 
 Choices within half a percent of the best count as equal: then the lossless one is taken, then the one that holds the
 fewest micro-batches. Left out: the processor time that a codec takes from a stage on the same core.
@@ -26,16 +19,13 @@ from raypipe.planner.control.choice import NO_CODEC, Choice, CodecCost
 from raypipe.planner.control.config import ControllerConfig
 from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s, squeezed
 from raypipe.planner.control.memory_budget import fits, why_not
+from raypipe.planner.search.candidates import Question, candidates, quickest, resident
 from raypipe.planner.tolerance import EVEN
 
 __all__ = ["Found", "Scored", "search"]
 
-MOST_SINGLE = 12
-"""Groups up to this size are tried one by one, larger ones in growing steps."""
 SLOW_TRIP = 0.9
 """Quantile of a hop's round trips that slack is grown for: the slow messages are those to hide."""
-MOST_MOVES = 48
-"""Moves of slack that are tried in one search."""
 FARTHEST = 4
 """Times as many or as few micro-batches as those measured are tried; what is farther away comes after a step there."""
 
@@ -104,110 +94,16 @@ def _orders(
     config: ControllerConfig, measured: Measured, plain: Choice, score: Callable[[Choice], float]
 ) -> Iterator[Choice]:
     """Lossless candidates that fit."""
-    count = measured.num_microbatches
-    kinds, spec = kinds_to_search(config.mode), plain.spec.with_microbatches(count)
-    if not kinds:
-        same = replace(plain, spec=spec)
-        if max(plain.spec.group_size, *spec.slack, 1) <= count and fits(same, config.budgets):
-            yield same
-        return
-    one = Choice(spec.as_kind("1f1b"))
-    if "1f1b" in kinds and fits(one, config.budgets):
-        yield one
-    if "kfkb" in kinds:
-        for k in _group_sizes(count):
-            choice = Choice(spec.as_kind("kfkb", group_size=k))
-            if not fits(choice, config.budgets):
-                break
-            yield choice
-    for kind in ("slack", "zb-h1") if len(config.budgets) > 1 else ():
-        if kind in kinds and (kind == config.mode or kind == "slack" or measured.split_backward_s):
-            yield from _slacks(kind, config, measured, plain, score)
-
-
-def _group_sizes(count: int) -> Iterator[int]:
-    k = 1
-    while k <= count:
-        yield k
-        k = k + 1 if k < MOST_SINGLE else max(k + 1, k * 5 // 4)
-
-
-def _slacks(
-    kind: str, config: ControllerConfig, measured: Measured, plain: Choice, score: Callable[[Choice], float]
-) -> Iterator[Choice]:
-    """Of "slack" or "zb-h1"."""
-    count, hops = measured.num_microbatches, len(config.budgets) - 1
-    seeds = {(1,) * hops, _grown_slack(kind, config, measured, plain)}
-    if plain.spec.slack:
-        seeds.add(plain.spec.slack)
-    for uniform in (2, 3, 4):
-        seeds.add((uniform,) * hops)
-    spec = plain.spec.with_microbatches(count)
-    choices = {r: Choice(spec.as_kind(kind, slack=r)) for r in sorted(seeds)}
-    known = {r: score(choice) for r, choice in choices.items() if fits(choice, config.budgets)}
-    yield from (choices[r] for r in known)
-    moves = MOST_MOVES
-    while known and moves > 0:
-        centre = min(known, key=lambda r: (known[r], sum(r), r))
-        before_s = known[centre]
-        for r in _neighbours(centre, count):
-            choice = Choice(spec.as_kind(kind, slack=r))
-            if moves > 0 and r not in known and fits(choice, config.budgets):
-                moves -= 1
-                known[r] = score(choice)
-                yield choice
-        if min(known.values()) >= before_s * (1 - EVEN):
-            return
-
-
-def _neighbours(centre: tuple[int, ...], most: int) -> Iterator[tuple[int, ...]]:
-    """One more or one less on a hop, or one moved from a hop to another."""
-    places = range(len(centre))
-    for up in places:
-        if centre[up] < most:
-            more = (*centre[:up], centre[up] + 1, *centre[up + 1 :])
-            yield more
-            for down in places:
-                if down != up and centre[down] > 1:
-                    yield (*more[:down], more[down] - 1, *more[down + 1 :])
-    for down in places:
-        if centre[down] > 1:
-            yield (*centre[:down], centre[down] - 1, *centre[down + 1 :])
-
-
-def _grown_slack(kind: str, config: ControllerConfig, measured: Measured, plain: Choice) -> tuple[int, ...]:
-    """Slack from 1F1B up, one more at a time on the hop where it shortens the period most, until nothing helps or fits.
-
-    Worth 0.7 to 1.6 % of the time on uneven hops without a memory limit, where the neighbours of uniform slack end in
-    a local optimum.
-    """
-    busy_s = [f + b for f, b in zip(measured.forward_s, measured.backward_s, strict=True)]
-    trips_s = [measured.round_trip_s(hop, SLOW_TRIP) for hop in range(len(config.budgets) - 1)]
-    r = (1,) * len(trips_s)
-    period_s = _period_s(busy_s, trips_s, r)
-    while max(r) < measured.num_microbatches:
-        options = []
-        for hop in range(len(r)):
-            more = (*r[:hop], r[hop] + 1, *r[hop + 1 :])
-            spec = plain.spec.with_microbatches(measured.num_microbatches).as_kind(kind, slack=more)
-            if fits(Choice(spec), config.budgets):
-                # Where one more alone changes nothing (two hops are equally slow), the slowest hop gets it.
-                options.append((_period_s(busy_s, trips_s, more), -trips_s[hop] / r[hop], more))
-        if not options or period_s <= max(busy_s) * (1 + 1e-9):
-            break
-        period_s, _, r = min(options)
-    return r
-
-
-def _period_s(busy_s: Sequence[float], trips_s: Sequence[float], r: Sequence[int]) -> float:
-    longest_s = max(busy_s)
-    for first in range(len(busy_s)):
-        time_s, depth = busy_s[first], 1
-        for last in range(first + 1, len(busy_s)):
-            time_s += busy_s[last] + trips_s[last - 1]
-            depth += r[last - 1]
-            longest_s = max(longest_s, time_s / depth)
-    return longest_s
+    asked = Question(
+        schedule=config.mode,
+        now=plain.spec.with_microbatches(measured.num_microbatches),
+        busy_s=[f + b for f, b in zip(measured.forward_s, measured.backward_s, strict=True)],
+        round_trip_s=[measured.round_trip_s(hop, SLOW_TRIP) for hop in range(len(config.budgets) - 1)],
+        fits=lambda spec: fits(Choice(spec), config.budgets),
+        score=lambda spec: score(Choice(spec)),
+        split_backward=bool(measured.split_backward_s),
+    )
+    return map(Choice, candidates(asked))
 
 
 def _compressed(
@@ -275,18 +171,9 @@ def _without(choice: Choice, hop: int, forward: bool) -> Choice:
     return replace(choice, backward_codecs=tuple(codecs))
 
 
-def _pick(config: ControllerConfig, candidates: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
+def _pick(config: ControllerConfig, found: Sequence[Choice], score: Callable[[Choice], float]) -> Scored:
     """The quickest; of equals the one that holds the fewest micro-batches on all stages."""
-
-    def resident(choice: Choice) -> float:
-        """In mini-batches."""
-        model = choice.memory_model()
-        count = sum(model.activation_sets(depth) for depth in range(1, len(config.budgets) + 1)) + model.message_slots
-        return count / choice.num_microbatches
-
-    best_s = min(map(score, candidates))
-    even = [one for one in candidates if score(one) <= best_s * (1 + EVEN)]
-    choice = min(even, key=lambda one: (resident(one), score(one), str(one)))
+    choice = quickest(found, score, lambda one: resident(one.memory_model(), len(config.budgets)))
     return Scored(choice, score(choice))
 
 

@@ -32,7 +32,7 @@ import numpy as np
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Op, Row, Schedule, Wiring, single_homes
 from raypipe.ir.segment import Phase
-from raypipe.planner.schedule.sync import check_counts
+from raypipe.planner.schedule.sync import check_counts, slack_by_hop
 from raypipe.planner.tables import OP_CODE, pack
 
 __all__ = ["continuous", "finite", "minibatches_to_drain", "part", "warmups_of"]
@@ -78,31 +78,27 @@ def continuous(
         ScheduleError: a number is out of range, or u does not divide M.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
-    if not isinstance(slack, int) and len(slack) != num_stages - 1:
-        raise ScheduleError(f"{num_stages} stages have {num_stages - 1} hops, but slack lists {len(slack)}: {slack}.")
-    if any(r < 1 for r in ((slack,) if isinstance(slack, int) else slack)):
-        raise ScheduleError(f"slack is {slack}: every hop needs at least 1, which is 1F1B.")
-    if interval < 1 or num_microbatches % interval:
-        raise ScheduleError(
-            f"An update every {interval} micro-batches does not go into mini-batches of {num_microbatches}: "
-            "update_interval must divide num_microbatches."
-        )
-    warmups = warmups_of(num_stages, slack)
+    warmups = warmups_of(num_stages, slack_by_hop(num_stages, slack))
+    _check_interval(interval, num_microbatches)
     tail = num_microbatches * minibatches_to_drain(num_microbatches, warmups)
     stages = range(num_stages)
+    wiring = Wiring(single_homes(stages), interval, first_trainable=first_trainable, norm_per_stage=norm_per_stage)
     return Schedule(
         kind,
-        Wiring(
-            single_homes(stages),
-            update_interval=interval,
-            first_trainable=first_trainable,
-            norm_per_stage=norm_per_stage,
-        ),
+        wiring,
         body=tuple(_turns(s, warmups[s], num_microbatches, num_microbatches, s >= first_trainable) for s in stages),
         stride=num_microbatches,
         prologue=tuple(_turns(s, 0, warmups[s], 0, s >= first_trainable) for s in stages),
         epilogue=tuple(_turns(s, warmups[s], tail - warmups[s], tail, s >= first_trainable) for s in stages),
     )
+
+
+def _check_interval(interval: int, num_microbatches: int) -> None:
+    if interval < 1 or num_microbatches % interval:
+        raise ScheduleError(
+            f"An update every {interval} micro-batches does not go into mini-batches of {num_microbatches}: "
+            "update_interval must divide num_microbatches."
+        )
 
 
 def finite(schedule: Schedule, num_minibatches: int) -> Schedule:

@@ -6,6 +6,8 @@ idle slots. The picture has one line per worker and one column per slot of time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import COMPUTE, Action, Op, Schedule, Wiring, parse_action, single_homes
 from raypipe.ir.timeline import Timeline
@@ -35,37 +37,44 @@ def from_csv(text: str, kind: str = "csv", update_interval: int | None = None) -
     Raises:
         ScheduleError: a cell is no compute action, or a stage is missing or on two workers.
     """
-    rows = []
-    for worker, line in enumerate(text.splitlines()):
-        row = tuple(parse_action(cell) for cell in line.split(",") if cell.strip())
-        for action in row:
-            if action.op not in COMPUTE:
-                raise ScheduleError(
-                    f"{action} in line {worker + 1} is no compute action: keep F, B, I and W; lower() adds the rest."
-                )
-        rows.append(row)
-    actions = [(worker, action) for worker, row in enumerate(rows) for action in row]
-    if not actions:
-        raise ScheduleError("The CSV holds no action: write one line per worker with cells such as 0F0.")
-    home: dict[int, int] = {}
-    for worker, action in actions:
-        if home.setdefault(action.stage, worker) != worker:
-            raise ScheduleError(
-                f"{action} in line {worker + 1}: stage {action.stage} is also in line {home[action.stage] + 1}; "
-                "a stage lives on one worker."
-            )
-    num_stages = 1 + max(home)
-    if lacking := sorted(set(range(num_stages)) - home.keys()):
-        raise ScheduleError(f"Stage {lacking[0]} of {num_stages} has no action in any line: number stages from 0.")
-    num_microbatches = 1 + max(action.microbatch for _, action in actions)
-    backward = [action for _, action in actions if action.op is not Op.F]
+    rows = [tuple(parse_action(cell) for cell in line.split(",") if cell.strip()) for line in text.splitlines()]
+    homes = _homes(rows)
+    actions = [action for row in rows for action in row]
+    num_microbatches = 1 + max(action.microbatch for action in actions)
+    backward = [action for action in actions if action.op is not Op.F]
     wiring = Wiring(
-        single_homes(home[stage] for stage in range(num_stages)),
+        single_homes(homes),
         update_interval=update_interval or num_microbatches,
         split_backward=any(action.op is not Op.B for action in backward),
         first_trainable=min((action.stage for action in backward), default=0),
     )
     return Schedule(kind, wiring, tuple(rows), stride=num_microbatches)
+
+
+def _homes(rows: Sequence[Sequence[Action]]) -> list[int]:
+    """The worker of each stage, as the rows have it.
+
+    Raises:
+        ScheduleError: see ``from_csv``.
+    """
+    found: dict[int, int] = {}
+    for worker, row in enumerate(rows):
+        for action in row:
+            if action.op not in COMPUTE:
+                raise ScheduleError(
+                    f"{action} in line {worker + 1} is no compute action: keep F, B, I and W; lower() adds the rest."
+                )
+            if found.setdefault(action.stage, worker) != worker:
+                raise ScheduleError(
+                    f"{action} in line {worker + 1}: stage {action.stage} is also in line {found[action.stage] + 1}; "
+                    "a stage lives on one worker."
+                )
+    if not found:
+        raise ScheduleError("The CSV holds no action: write one line per worker with cells such as 0F0.")
+    num_stages = 1 + max(found)
+    if lacking := sorted(set(range(num_stages)) - found.keys()):
+        raise ScheduleError(f"Stage {lacking[0]} of {num_stages} has no action in any line: number stages from 0.")
+    return [found[stage] for stage in range(num_stages)]
 
 
 def draw(what: Schedule | Timeline, repeats: int = 1, slot_s: float | None = None) -> str:

@@ -2,6 +2,29 @@
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv:2401.10241), call them B and W. Whatever waits for a backward in
 1F1B waits for half of it, and where a stage would stand still it does a W that it has put off.
+
+S=4, M=8, r=1, one slot per action:
+
+    0: F0 F1 F2 F3  .  .  . I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
+    1:  . F0 F1 F2  . I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
+    2:  .  . F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
+    3:  .  .  . F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
+
+Forwards and I take turns as forwards and backwards do in ``slack``; W of a micro-batch comes behind the I of one
+that is l_s later, where l_s is the sum of r_h over the hops before stage s: what stages that come earlier hold in
+forwards that wait, a later one holds in weights' gradients that wait. So every stage holds at most
+min(M, 1 + sum of all r_h) micro-batches between F and W. With free links, equal stages, r=1 and t_F = t_I = t_W a
+step takes M * (t_F + t_I + t_W) + (S - 1) * (t_F + t_I - t_W), where 1F1B adds (S - 1) * (t_F + t_I + t_W).
+
+Where steps overlap, no stage waits for the norm of all before its optimizer step. S=2, M=4, r=2:
+
+    0: F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 F4 F5 F6 I4 W4 F7 I5 W5 I6 W6 I7 W7 F8 F9
+    1:  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 F4 I4 F5 I5 F6 I6 W4 F7 I7 W5 W6 W7 F8
+
+A later stage begins every step later and ends it as much later, so that with enough slack nobody ever stands still:
+the parallelogram of the same paper, which checks the norm afterwards; here nobody may clip by it. They do not
+overlap with fewer than 1 + sum r_h micro-batches, for forwards of the next step would wait beside weights'
+gradients of this one, nor where a stage has no backward, for nothing would hold it back from running steps ahead.
 """
 
 from __future__ import annotations
@@ -26,30 +49,7 @@ def zb_h1(
     *,
     overlap: bool = False,
 ) -> Schedule:
-    """Slack 1F1B with split backwards, in the memory of 1F1B's first stage on every stage.
-
-    S=4, M=8, r=1, one slot per action:
-
-        0: F0 F1 F2 F3  .  .  . I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
-        1:  . F0 F1 F2  . I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
-        2:  .  . F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
-        3:  .  .  . F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
-
-    Forwards and I take turns as forwards and backwards do in ``slack``; W of a micro-batch comes behind the I of one
-    that is l_s later, where l_s is the sum of r_h over the hops before stage s: what stages that come earlier hold in
-    forwards that wait, a later one holds in weights' gradients that wait. So every stage holds at most
-    min(M, 1 + sum of all r_h) micro-batches between F and W. With free links, equal stages, r=1 and t_F = t_I = t_W a
-    step takes M * (t_F + t_I + t_W) + (S - 1) * (t_F + t_I - t_W), where 1F1B adds (S - 1) * (t_F + t_I + t_W).
-
-    Where steps overlap, no stage waits for the norm of all before its optimizer step. S=2, M=4, r=2:
-
-        0: F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 F4 F5 F6 I4 W4 F7 I5 W5 I6 W6 I7 W7 F8 F9
-        1:  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 F4 I4 F5 I5 F6 I6 W4 F7 I7 W5 W6 W7 F8
-
-    A later stage begins every step later and ends it as much later, so that with enough slack nobody ever stands still:
-    the parallelogram of the same paper, which checks the norm afterwards; here nobody may clip by it. They do not
-    overlap with fewer than 1 + sum r_h micro-batches, for forwards of the next step would wait beside weights'
-    gradients of this one, nor where a stage has no backward, for nothing would hold it back from running steps ahead.
+    """Slack 1F1B with split backwards, in the memory of 1F1B's first stage on every stage; see the module for pictures.
 
     Args:
         num_stages: S.

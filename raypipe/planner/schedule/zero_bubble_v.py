@@ -16,6 +16,8 @@ slots from a stage to the next leave two for the message, and use up the memory 
 To fill and to drain it sooner than that, a step is played slot by slot: every worker takes what is due first among
 what is ready and finds room. Behind a worker's last forward, W waits for whatever others wait for.
 
+A latency of up to two slots per hop is paid once in a step, while the pipeline fills and drains, not per micro-batch.
+
 Left out: what actions really take. All slots are equal, and links are free while the order is found.
 """
 
@@ -51,8 +53,7 @@ def zb_v(num_stages: int, num_microbatches: int, first_trainable: int = 0) -> Sc
     A worker holds at most 2 P activations between F and W, of both stages together: as many bytes as 1F1B keeps on the
     first of P workers. With free links and t_F = t_I = t_W a step takes max(6 M + P - 1, 3 M + 4 P - 2) slots, where
     1F1B on the same workers takes 6 (M + P - 1). From M = 2 P - 1 on every worker w begins in slot w, which is the
-    earliest that it can, and then never stands still. A latency of up to two slots per hop is paid once in a step,
-    while the pipeline fills and drains, not per micro-batch.
+    earliest that it can, and then never stands still.
 
     Args:
         num_stages: S = 2 P.

@@ -9,7 +9,7 @@ from raypipe.ir.cluster import Cluster, Device
 from raypipe.ir.plan_table import human_bytes
 from raypipe.planner.partition.fit import solve_within
 from raypipe.planner.partition.limits import Limits
-from raypipe.planner.tune.attempt import Problem
+from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.request import microbatches
 from raypipe.planner.tune.resolve import memory_model
 from raypipe.planner.tune.solvers import quick_cut

@@ -1,8 +1,9 @@
 """From a profiled model, a cluster and what the user asked for to one plan.
 
-    for each number of stages that is open:
-        cut  -->  slowest stage's t(b)  -->  micro-batches  -->  cut again at that size  -->  slack  -->  simulate
+    for each number of stages and kind of schedule that is open:
+        cut  -->  slowest stage's t(b)  -->  micro-batches  -->  cut again at that size  -->  slack  -->  step
     take the least step time; of those that are as good, the one with the fewest stages
+    cut that one with all nodes and in other orders of execution too, and simulate it
 
 Whatever the user said is kept. A number of stages at which nothing fits is passed over; where none is left, the
 refusal is that of the largest number, which has the most memory.
@@ -10,9 +11,10 @@ refusal is that of the largest number, which has the most memory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Device, Link
@@ -22,14 +24,15 @@ from raypipe.ir.profile import Profile
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tolerance import EVEN
 from raypipe.planner.tune.advice import what_would_fit
-from raypipe.planner.tune.attempt import Problem, attempt, predicted
+from raypipe.planner.tune.attempt import attempt, in_full, predicted
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
+from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
 from raypipe.planner.tune.resolve import spec_of
+from raypipe.planner.tune.sizes import Sizes
 from raypipe.planner.tune.small import best_small, completed
-from raypipe.planner.tune.solvers import solver_of
 from raypipe.planner.tune.weights import weight_policy
 from raypipe.planner.tune.workers import idle_notes, settled_workers, single_notes, used_devices
 
@@ -54,29 +57,32 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     request = settled_workers(request, places, len(cluster.devices) if cluster else None)
     cluster = cluster and used_devices(request, cluster)
     problem = Problem(request, profile, cluster or _assumed(request, profile.graph), described=cluster is not None)
+    found = _compared(problem)
+    best_s = min(decision.prediction.step_s for decision in found)
+    near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
+    best = _completed(problem, min(near, key=lambda decision: sum(decision.partition.replicas)))
+    return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
+
+
+def _compared(problem: Problem) -> list[Decision]:
+    """The best decision for each number of stages that fits and could be the best of all."""
     found: list[Decision] = []
-    refusal: PlanError | None = None
-    counts = _stage_counts(problem)
-    best_s = math.inf
+    counts, best_s = _stage_counts(problem), math.inf
     for count in reversed(counts):
         if count is not None and _at_least_s(problem, count) > best_s * (1 + EVEN):
             continue
-        try:
-            # With one number only there is nothing to compare, and the full answer is asked for at once.
-            found.append(_with_stages(problem, count, quick=len(counts) > 1))
+        with contextlib.suppress(PlanError):
+            found.append(best_small(problem, count) or _best_kind(problem, count, attempt))
             best_s = min(best_s, found[-1].prediction.step_s)
-        except PlanError as error:
-            refusal = refusal or error
-    if not found:
-        assert refusal is not None
+    if found:
+        return found
+    try:  # another order of execution may fit where the nodes' own does not
+        return [_best_kind(problem, counts[-1], in_full)]
+    except PlanError as refusal:
         advice = what_would_fit(problem) if problem.bounded else ""
-        if advice:
-            raise PlanError(f"{refusal} {advice}") from None
-        raise refusal
-    near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
-    best = min(near, key=lambda decision: sum(decision.partition.replicas))
-    best = _refined(problem, best) if len(counts) > 1 or best.prediction.source == "" else best
-    return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
+        if not advice:
+            raise
+        raise PlanError(f"{refusal} {advice}") from None
 
 
 def plan_of(decision: Decision, first_trainable: int | None = None, notes: Sequence[str] = ()) -> Plan:
@@ -144,26 +150,39 @@ def _at_least_s(problem: Problem, num_stages: int) -> float:
     return problem.seconds(size) * count / math.fsum(fastest)
 
 
-def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> Decision:
-    """The best decision with so many stages. Slack costs memory, so that "auto" looks at 1F1B too where that counts.
+def _kinds(problem: Problem, num_stages: int | None) -> list[Request]:
+    """The request for every kind of schedule that may be the best, the one that is preferred first.
 
-    Of a described cluster zb-h1 is a candidate as well, as it is for the controller of a run. Nobody has measured here
-    what splitting the backward costs; the run that does takes it back where that is too much.
+    Slack costs memory, so that "auto" looks at 1F1B too where that counts. Of a described cluster zb-h1 is a candidate
+    as well, as it is for the controller of a run. Nobody has measured here what splitting the backward costs; the run
+    that does takes it back where that is too much.
     """
     request = problem.request
-    if (small := best_small(problem, num_stages)) is not None:
-        return small
     if request.schedule != "auto" or num_stages == 1:
-        return attempt(problem, request, num_stages, quick=quick)
+        return [request]
     slack = dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
     plain = dataclasses.replace(request, schedule="1f1b", slack=None)
     split = dataclasses.replace(request, schedule="zb-h1", slack=None)
+    return [slack, *([plain] if problem.bounded else []), *([split] if problem.described else [])]
+
+
+def _best_kind(
+    problem: Problem, num_stages: int | None, settle: Callable[[Problem, Request, int | None], Decision]
+) -> Decision:
+    """The best decision with so many stages.
+
+    Args:
+        settle: ``attempt`` or ``in_full``.
+
+    Raises:
+        PlanError: none fits; the refusal of the last kind, which holds the least.
+    """
     found, refusal = [], None
-    for candidate in (slack, *([plain] if problem.bounded else []), *([split] if problem.described else [])):
+    for request in _kinds(problem, num_stages):
         try:
-            found.append(attempt(problem, candidate, num_stages, quick=quick))
+            found.append(settle(problem, request, num_stages))
         except PlanError as error:
-            refusal = error  # of the thriftier one
+            refusal = error
     if not found:
         assert refusal is not None
         raise refusal
@@ -171,12 +190,13 @@ def _with_stages(problem: Problem, num_stages: int | None, *, quick: bool) -> De
     return next(decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN))
 
 
-def _refined(problem: Problem, found: Decision) -> Decision:
-    """The same number of stages with all nodes and the solver asked in full, where the search was quicker than that."""
-    if found.prediction.source == "":
+def _completed(problem: Problem, found: Decision) -> Decision:
+    """The best of those compared, with all nodes, the solver asked in full and its whole prediction."""
+    if found.prediction.source:
+        return found
+    if found.of_all:
         return completed(problem, found)
-    graph, request = problem.profile.graph, problem.request
-    same_solver = solver_of(request, graph) is solver_of(request, graph, quick=True)
-    if not problem.searches or (problem.short is graph and same_solver):
-        return dataclasses.replace(found, prediction=predicted(found, problem.links))
-    return _with_stages(problem, found.partition.num_stages, quick=False)
+    num_stages, settled = found.limits.num_stages, found.request
+    asked = (request for request in _kinds(problem, num_stages) if request.schedule == settled.schedule)
+    sizes = Sizes(found.minibatch_size, found.microbatch_size, found.num_microbatches, found.choice)
+    return in_full(problem, next(asked, settled), num_stages, sizes)

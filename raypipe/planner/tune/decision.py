@@ -25,6 +25,7 @@ class Decision:
         cluster: what it was planned for.
         limits: with the memory model of the schedule.
         choice: of the micro-batches; None where they were given, or a rule stands in.
+        of_all: it was found among all cuts, numbers of micro-batches and schedules, so that nothing is left to search.
         reasons: (what, why) of each choice.
     """
 
@@ -38,4 +39,5 @@ class Decision:
     num_microbatches: int
     choice: MicrobatchChoice | None
     prediction: Prediction
+    of_all: bool = False
     reasons: tuple[tuple[str, str], ...] = ()

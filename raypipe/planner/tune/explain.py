@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.ir.plan_table import human_s
-from raypipe.planner.tune.attempt import Problem
 from raypipe.planner.tune.decision import Decision
+from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.weights import weight_reason
 
 __all__ = ["reasons_of"]

@@ -22,8 +22,8 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.planner.columns import columns_of, workspace_bytes
 from raypipe.planner.memory import MemoryModel
+from raypipe.planner.search.replay import equal_messages_s
 from raypipe.planner.tune.pool_bounds import CutCosts, cut_costs, least_s, stage_bytes
-from raypipe.planner.tune.quick import quick_step_s
 from raypipe.planner.tune.request import AUTO_SLACK, Request
 from raypipe.planner.tune.resolve import memory_model, spec_of
 
@@ -156,12 +156,13 @@ def _requests(asked: Question, costs: CutCosts, count: int) -> Iterator[list[Req
         if largest > max(count, AUTO_SLACK):
             return
         slack = (1 + np.ceil((largest - 1) * costs.crossing_bytes / most)).astype(int).tolist()
-        made: dict[tuple[int, ...], Request] = {}
-        for row in map(tuple, slack):
-            if row not in made:
-                short = row[0] if len(set(row)) == 1 else row
-                made[row] = dataclasses.replace(request, schedule="slack", slack=short)
-        yield [made[tuple(row)] for row in slack]
+        for kind in ("slack", "zb-h1"):
+            made: dict[tuple[int, ...], Request] = {}
+            for row in map(tuple, slack):
+                if row not in made:
+                    short = row[0] if len(set(row)) == 1 else row
+                    made[row] = dataclasses.replace(request, schedule=kind, slack=short)
+            yield [made[tuple(row)] for row in slack]
 
 
 def _batch(costs: CutCosts, requests: list[Request], count: int, size: int, cap_bytes: int | None) -> _Batch:
@@ -197,7 +198,7 @@ def _simulated(batches: Sequence[_Batch], cap_bytes: int | None, best_s: float) 
         if not _fits(batch, at, cap_bytes):
             continue
         spec = spec_of(batch.requests[at], stages, batch.number, int(batch.costs.first[cut]))
-        step_s = quick_step_s(spec, batch.costs.of(cut))
+        step_s = equal_messages_s(spec, batch.costs.of(cut))
         best_s = min(best_s, step_s)
         yield step_s, batch, at
 

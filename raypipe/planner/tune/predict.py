@@ -22,25 +22,26 @@ from raypipe.planner.columns import columns_of
 from raypipe.planner.memory import StageMemory
 from raypipe.planner.partition.fit import limit_bytes, memory_of
 from raypipe.planner.partition.limits import Limits
+from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
+from raypipe.planner.search.replay import STEADY, equal_messages_s
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune.bound import bound_of
+from raypipe.planner.tune.decision import Decision
+from raypipe.planner.tune.resolve import spec_of
 
 __all__ = [
-    "STEADY",
     "costs_of",
     "first_trainable_stage",
     "hops_of",
     "predict",
+    "seconds_of",
     "source_of",
     "stages_of",
     "step_of",
     "timeline_of",
 ]
-
-STEADY = (4, 12)
-"""Repetitions of an asynchronous schedule's body, between which its seconds per step are taken."""
 
 
 def first_trainable_stage(graph: ModelGraph, partition: Partition) -> int:
@@ -127,47 +128,47 @@ def source_of(graph: ModelGraph) -> str:
     return found.pop() if len(found) == 1 else ("mixed" if found else "unknown")
 
 
-def predict(
-    graph: ModelGraph,
-    partition: Partition,
-    cluster: Cluster,
-    limits: Limits,
-    schedule: Schedule,
-    minibatch_size: int,
-    *,
-    links: str,
-    one_f_one_b: Schedule | None = None,
-    check: bool = True,
-) -> Prediction:
+def predict(decision: Decision, schedule: Schedule, links: str, one_f_one_b: Schedule | None = None) -> Prediction:
     """The prediction of one step.
 
     Args:
-        graph: seconds at the micro-batch size of ``limits.memory``.
         schedule: compute actions only.
         links: where the cluster's links come from, in words.
         one_f_one_b: to compare with; None where it is the schedule.
-        check: the schedule by all rules; a deadlock is found in any case.
 
     Raises:
         ScheduleError: the schedule cannot work.
     """
-    stages = stages_of(graph, partition, cluster, limits)
-    hops = hops_of(partition, cluster, limits.memory.microbatch_size)
+    stages, hops = _stages_and_hops(decision)
     costs, lowered = costs_of(stages, hops), lower(schedule)
-    if check:
-        validate(lowered)
+    validate(lowered)
     step_s, bubble_fraction = step_of(lowered, costs)
     return Prediction(
         step_s=step_s,
         bubble_fraction=bubble_fraction,
-        samples_per_s=minibatch_size / step_s if step_s else 0.0,
+        samples_per_s=decision.minibatch_size / step_s if step_s else 0.0,
         one_f_one_b_s=None if one_f_one_b is None else makespan_s(lower(one_f_one_b), costs),
         bound=bound_of(stages, hops, costs, schedule, step_s),
-        source=source_of(graph),
+        source=source_of(decision.graph),
         links=links,
         stages=stages,
         hops=hops,
     )
+
+
+def seconds_of(decision: Decision) -> float:
+    """Of one step of a decision, and nothing else of its prediction."""
+    costs, stages = costs_of(*_stages_and_hops(decision)), decision.partition.num_stages
+    first = first_trainable_stage(decision.graph, decision.partition)
+    spec = spec_of(decision.request, stages, decision.num_microbatches, first)
+    if spec.of_kind.synchronous and not spec.of_kind.several_stages:
+        return equal_messages_s(spec, costs)
+    return step_of(lower(schedule_of(spec, stages)), costs)[0]
+
+
+def _stages_and_hops(decision: Decision) -> tuple[tuple[StagePrediction, ...], tuple[HopPrediction, ...]]:
+    stages = stages_of(decision.graph, decision.partition, decision.cluster, decision.limits)
+    return stages, hops_of(decision.partition, decision.cluster, decision.limits.memory.microbatch_size)
 
 
 def step_of(lowered: Schedule, costs: Costs) -> tuple[float, float]:

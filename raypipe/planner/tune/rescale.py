@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.profile import Profile
 from raypipe.planner.columns import columns_of
-from raypipe.planner.microbatch import StageTime, fit_stage_time
+from raypipe.planner.stage_time import StageTime, fit_stage_time
 
 __all__ = ["graph_at", "seconds_at", "seconds_by_count", "times_of"]
 

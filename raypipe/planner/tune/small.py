@@ -10,11 +10,13 @@ import itertools
 
 from raypipe.planner.microbatch import all_sizes
 from raypipe.planner.partition.answer import cut_at
-from raypipe.planner.tune.attempt import NOTHING, Problem, choice_of, limits_of, predicted
+from raypipe.planner.tune.attempt import NOTHING, predicted
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.pool import Question, all_cuts, best_of_all, some_fit
+from raypipe.planner.tune.problem import Problem, limits_of
 from raypipe.planner.tune.request import Request, microbatches
-from raypipe.planner.tune.solvers import branches, solver_of
+from raypipe.planner.tune.sizes import chosen_sizes
+from raypipe.planner.tune.solvers import branches
 
 __all__ = ["best_small", "completed"]
 
@@ -52,22 +54,20 @@ def best_small(problem: Problem, num_stages: int | None) -> Decision | None:
         num_microbatches=count,
         choice=None,
         prediction=dataclasses.replace(NOTHING, step_s=found.step_s),
+        of_all=True,
     )
 
 
 def completed(problem: Problem, found: Decision) -> Decision:
     """A decision of ``best_small`` with its whole prediction, and what the closed form says of its micro-batches."""
-    stages, times, graph = found.partition.num_stages, problem.times, problem.profile.graph
-    if problem.request.num_microbatches is None and times is not None:
+    stages, graph = found.partition.num_stages, problem.profile.graph
+    if problem.request.num_microbatches is None and problem.times is not None:
         cuts = all_cuts(graph, stages)
         assert cuts is not None, "best_small has looked at them"
-        choice = choice_of(
+        choice = chosen_sizes(
             problem,
             found.request,
             stages,
-            solver_of(found.request, graph, quick=True),
-            times,
-            microbatches(problem.request, stages),
             lambda count, size: some_fit(_question(problem, found.request), cuts, count, size, graph),
         )
         choice = choice.simulated(found.num_microbatches, found.microbatch_size, found.prediction.step_s)

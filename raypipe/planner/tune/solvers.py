@@ -20,7 +20,7 @@ from raypipe.planner.tune.request import DEFAULT_STAGES, Request
 from raypipe.planner.tune.resolve import placement_of
 from raypipe.planner.tune.workers import settled_workers
 
-__all__ = ["branches", "make_partition", "placed", "quick_cut", "solver_of"]
+__all__ = ["branches", "make_partition", "own_order_solver", "placed", "quick_cut", "solver_of"]
 
 FEW_STATES = 20_000
 """Sets of executed nodes up to which "auto" looks at other orders than the nodes' own."""
@@ -52,14 +52,20 @@ def branches(graph: ModelGraph) -> bool:
     return not all((i, i + 1) in joined for i in range(len(graph.nodes) - 1))
 
 
-def solver_of(request: Request, graph: ModelGraph, *, quick: bool = False) -> Solver:
-    """What cuts the graph.
+def solver_of(request: Request, graph: ModelGraph) -> Solver:
+    """What cuts the graph for good: in another order of execution where that is allowed and faster."""
+    if request.split_points or request.partitioner not in ("auto", "antichain"):
+        return own_order_solver(request)
+    if request.partitioner == "antichain":
+        return _chunked(request, antichain)
+    return _chunked(request, _either) if branches(graph) else own_order_solver(request)
 
-    Args:
-        quick: good enough to compare numbers of stages: other orders of execution are not looked at.
-    """
-    found = _of_one_each(request, graph, quick=quick)
-    return _chunked(request, found)
+
+def own_order_solver(request: Request) -> Solver:
+    """One that keeps the nodes in their own order, which is good enough to compare with."""
+    if request.split_points or request.partitioner == "parameters":
+        return _chunked(request, _without_profile(request))
+    return _chunked(request, hierarchical if request.partitioner == "hierarchical" else prefix_sum)
 
 
 def _chunked(request: Request, solver: Solver, within: Solver | None = None) -> Solver:
@@ -76,18 +82,6 @@ def quick_cut(request: Request) -> Solver:
         return any_cut
     # Shares of a worker's memory follow from what a sensible cut needs.
     return _chunked(request, prefix_sum, any_cut)
-
-
-def _of_one_each(request: Request, graph: ModelGraph, *, quick: bool) -> Solver:
-    if request.split_points or request.partitioner == "parameters":
-        return _without_profile(request)
-    if request.partitioner == "hierarchical":
-        return hierarchical
-    if request.partitioner == "prefix_sum" or not branches(graph):
-        return antichain if request.partitioner == "antichain" else prefix_sum
-    if quick:
-        return prefix_sum
-    return antichain if request.partitioner == "antichain" else _either
 
 
 def _either(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:

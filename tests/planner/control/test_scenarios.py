@@ -22,8 +22,8 @@ from raypipe.planner.control import (
     Verdict,
     fits,
 )
-from raypipe.planner.control.replay import Wire, compiled, step_s
 from raypipe.planner.control.stages import StageEstimator
+from raypipe.planner.search.replay import Wire, compiled, step_s
 from tests.planner.control.lab import Link, Pipeline, all_choices, constant, run_controlled, run_fixed
 
 PHASE = 40

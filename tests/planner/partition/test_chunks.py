@@ -17,7 +17,7 @@ from raypipe.ir.plan_picture import plan_svg
 from raypipe.ir.plan_table import smallest_bubble
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec
-from raypipe.planner.microbatch import choose_microbatches, fit_stage_time
+from raypipe.planner.microbatch import Pipe, choose_microbatches
 from raypipe.planner.partition.chunks import in_chunks, stages_by_worker
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.partition.limits import Limits
@@ -25,6 +25,7 @@ from raypipe.planner.partition.prefix_sum import prefix_sum
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
+from raypipe.planner.stage_time import fit_stage_time
 from raypipe.planner.tune import Request, decide, make_partition, make_plan, plan_of, timeline_of
 from raypipe.planner.tune.workers import rounds_of, settled_workers
 from tests.planner.partition_cases import chain_of, graphs
@@ -224,16 +225,16 @@ def test_a_cluster_of_more_devices_is_used_from_its_beginning() -> None:
 
 def test_a_mini_batch_without_a_multiple_of_the_workers_takes_another_number() -> None:
     time = fit_stage_time({1: 2e-3, 2: 3e-3, 4: 5e-3})
-    found = choose_microbatches(time, 6, 16, chunks=2)
+    found = choose_microbatches(time, 6, Pipe(16, chunks=2))
     assert found.num_microbatches in (1, 2, 3, 6)
-    assert choose_microbatches(time, 64, 8, chunks=2).num_microbatches % 4 == 0
+    assert choose_microbatches(time, 64, Pipe(8, chunks=2)).num_microbatches % 4 == 0
 
 
 def test_only_rounds_ask_for_a_multiple_of_the_workers() -> None:
     time = fit_stage_time({1: 2e-3, 2: 3e-3, 4: 5e-3})
-    found = choose_microbatches(time, 64, 6, chunks=2, in_rounds=False)
+    found = choose_microbatches(time, 64, Pipe(6, chunks=2, in_rounds=False))
     assert not any(point.refused for point in found.curve)
-    assert choose_microbatches(time, 64, 6, chunks=2).num_microbatches % 3 == 0
+    assert choose_microbatches(time, 64, Pipe(6, chunks=2)).num_microbatches % 3 == 0
 
 
 # Memory.

@@ -13,10 +13,10 @@ from raypipe.ir.graph import ModelGraph, Node
 from raypipe.planner.partition.answer import cut_at
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.partition.limits import Limits
+from raypipe.planner.search.replay import equal_messages_s
 from raypipe.planner.tune.pool import all_cuts
 from raypipe.planner.tune.pool_bounds import cut_costs, least_s, stage_bytes
 from raypipe.planner.tune.predict import costs_of, hops_of, stages_of
-from raypipe.planner.tune.quick import quick_step_s
 from raypipe.planner.tune.request import Request
 from raypipe.planner.tune.resolve import memory_model, spec_of
 
@@ -61,5 +61,5 @@ def test_cuts_cost_and_hold_what_they_do_one_by_one(schedule: str, seed: int) ->
         first = int(costs.first[cut])
         assert found.backward_weight_s[first:] == pytest.approx(expected.backward_weight_s[first:])
         assert nbytes[cut].tolist() == [stage.total_bytes for stage in memory_of(graph, partition, model)]
-        step_s = quick_step_s(spec_of(request, stages, count, first), found)
+        step_s = equal_messages_s(spec_of(request, stages, count, first), found)
         assert bounds_s[cut] <= step_s

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice
-from raypipe.planner.control.replay import Wire, compiled, step_s
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
+from raypipe.planner.search.replay import Wire, compiled, equal_messages_s, step_s
 from raypipe.planner.simulate.serial import Costs, makespan_s
+from raypipe.planner.tune.predict import step_of
 from tests.planner.control.lab import Pipeline
 from tests.planner.specs import spec_for
 
@@ -78,3 +81,22 @@ def test_draws_are_taken_in_turn_and_again_from_the_start():
 def test_the_slowest_optimizer_step_comes_last():
     program = compiled(ScheduleSpec("1f1b", 1), 2)
     assert step_s(program, (1.0, 1.0), (2.0, 2.0), [Wire(), Wire()], (0.5, 4.0)) == 10.0
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b", "kfkb", "slack", "zb-h1"])
+def test_a_step_of_equal_messages_is_that_of_the_lowered_schedule_in_the_steady_state_too(kind: str) -> None:
+    for seed in range(20):
+        drawn = random.Random(seed)
+        stages, count = drawn.randint(1, 5), drawn.randint(1, 10)
+        spec = ScheduleSpec(
+            kind,
+            count,
+            group_size=min(count, 2) if kind == "kfkb" else 1,
+            slack=tuple(drawn.randint(1, 4) for _ in range(stages - 1)) if kind in ("slack", "zb-h1") else (),
+            first_trainable=drawn.choice([0, 0, stages - 1]),
+            overlap=drawn.random() < 0.5,
+        )
+        sizes = (stages,) * 4 + (stages - 1,) * 4
+        costs = Costs(*(tuple(drawn.random() for _ in range(size)) for size in sizes))
+        expected_s, _ = step_of(lower(schedule_of(spec, stages)), costs)
+        assert equal_messages_s(spec, costs) == pytest.approx(expected_s, rel=1e-9), spec
