@@ -332,12 +332,17 @@ class PipelineTrainer:
 
         self._check_travel()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(connected(job.num_workers, self._resources(), detached=detached))
+            stack.enter_context(connected(self._places(job), self._resources(), detached=detached))
             connected_to_ray()  # which takes signals for itself
             check = partial(self._check, job)
             line = start_run(blueprint, job.tensors, self._resources(), check, detached=detached)
             return RunHandle(blueprint.spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
+
+    def _places(self, job: Job) -> int:
+        """Workers that a cluster of our own must have room for: those of the plan, and spares."""
+        offered = self._num_workers() if failures_of(self._run) else None
+        return max(job.num_workers, offered or 0)
 
     def _check(self, job: Job) -> None:
         """The model against its stages, once for every plan."""
@@ -376,6 +381,7 @@ class PipelineTrainer:
             sums_losses=job.settings.loss_reduction == "sum",
             checkpoints=policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
             max_failures=failures_of(self._run),
+            num_workers=self._num_workers(),
         )
 
     def _described(self, name: str, num_steps: int) -> str:

@@ -39,6 +39,7 @@ from raypipe.runtime.run.spec import Outcome, PlanInForce
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.recovery import Recovery
+from raypipe.runtime.workers.spares import Spares
 
 __all__ = ["DriverActor", "driver_name"]
 
@@ -118,7 +119,10 @@ class _DriverActor:
             while not self._requests.wait_checked(1.0):
                 self._journal.begins("waiting for the check of the model, which runs where the run was started")
             self._journal.begins()
-            recovery = Recovery(fleet, blueprint, made, tensors)
+            offered = (spec.num_workers or 0) if spec.max_failures else 0
+            spares = Spares(fleet, offered, lambda note: RunFolder(spec.place).event("warning", note))
+            spares.refill()
+            recovery = Recovery(fleet, blueprint, made, tensors, spares)
             return run_loop(fleet, spec, plan, journal, self._requests, lease=lease, recovery=recovery)
         finally:
             fleet.stop()

@@ -73,6 +73,7 @@ class RunSpec:
         sums_losses: loss_reduction is "sum".
         checkpoints: when to save, what to keep.
         max_failures: to survive in one submission, as in ray.train.FailureConfig; -1 is no limit.
+        num_workers: that the user offered; those that no plan uses are spares, where failures are to be survived.
         copy_interval_steps: every stage keeps a copy of its state in memory after so many steps; None keeps none.
     """
 
@@ -90,6 +91,7 @@ class RunSpec:
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
     resume: bool | None = None
     max_failures: int = 0
+    num_workers: int | None = None
     copy_interval_steps: int | None = None
 
 

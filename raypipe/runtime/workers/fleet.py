@@ -32,7 +32,6 @@ from raypipe.runtime.workers.roster import (
     end_member,
     results,
     shared_memory_notes,
-    stop_members,
 )
 
 __all__ = ["Fleet"]
@@ -291,9 +290,16 @@ class Fleet:
         """Have so many members; see Roster."""
         self._roster.grow(count)
 
-    def end_spares(self) -> None:
-        """End the members that the plan does not use."""
-        self._roster.end_spares()
+    def end_spares(self, keep: int = 0) -> None:
+        """End members that the plan does not use, until there are ``keep`` at most; see Roster."""
+        self._roster.end_spares(keep)
+
+    def rehearse_spares(self) -> None:
+        """Have the spares import what the first optimizer of a process needs, which takes seconds."""
+        assert self._run_setup is not None, "configure() comes first"
+        spares = [member for member in self.roster if member.worker is None]
+        self._join(self._run_setup, spares)
+        results([member.actor.rehearse.remote() for member in spares], PLACE_TIMEOUT_S, "rehearsing")
 
     def go_on(self) -> None:
         """Runs that begin from now on are not empty, though ``halt`` was called before."""
@@ -397,4 +403,4 @@ class Fleet:
 
     def stop(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in."""
-        stop_members(self.roster)
+        self._roster.close()

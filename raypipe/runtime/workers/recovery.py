@@ -23,6 +23,7 @@ from raypipe.runtime.run.recovery import Recovered
 from raypipe.runtime.workers.copies import RemoteCopy
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import StoredTensors
+from raypipe.runtime.workers.spares import Spares
 
 __all__ = ["Recovery"]
 
@@ -33,9 +34,13 @@ class Recovery:
     Args:
         made: of the blueprint: what the fleet is configured for.
         tensors: that the run began with.
+        spares: that are started again when one was used.
     """
 
-    def __init__(self, fleet: Fleet, blueprint: Blueprint, made: Assembled, tensors: StoredTensors) -> None:
+    def __init__(
+        self, fleet: Fleet, blueprint: Blueprint, made: Assembled, tensors: StoredTensors, spares: Spares
+    ) -> None:
+        self._spares = spares
         self._fleet, self._blueprint, self._made, self._tensors = fleet, blueprint, made, tensors
         self._first = made.plan.plan  # which says how mini-batches are parted
         self._num_stages = {self._first.generation: len(made.setup.programs)}  # by generation of the plan
@@ -62,6 +67,7 @@ class Recovery:
         step, source, position = self._restore(made, copies, begun, fresh)
         clock.lap("restore")
         self._made = made
+        self._spares.refill()
         return Recovered(step, source, position, replaced, clock.laps_s, fleet.facts, made.plan if changed else None)
 
     def resize(self, num_stages: int, step: int) -> Recovered:
@@ -78,7 +84,7 @@ class Recovery:
         clock.lap("workers")
         fleet.keep_copy(step)
         self._restore(made, self._copies({step}), step, FreshOptions())
-        fleet.end_spares()
+        fleet.end_spares(keep=self._spares.count)
         clock.lap("move")
         self._made = made
         return Recovered(step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,31 +60,47 @@ class Roster:
     ) -> None:
         self._resources, self._transport, self._link_ports, self._owner = resources, transport, link_ports, owner
         self._started = 0  # members so far, by which their places are named
+        self._growing = threading.Lock()
+        self._closed = False
         self.members: list[Member] = []
         self.grow(count)
 
     def grow(self, count: int) -> None:
-        """Have so many members, of which new ones are spares until a plan uses them.
+        """Have so many members, of which new ones are spares until a plan uses them. From any thread, one by one.
 
         Raises:
             PlanError: there is no place for one.
         """
-        missing = count - len(self.members)
-        if missing > 0:
-            first, self._started = self._started, self._started + missing
-            numbers = range(first, first + missing)
-            self.members += _start(numbers, self._resources, self._transport, self._link_ports, self._owner)
+        with self._growing:
+            missing = count - len(self.members)
+            if missing <= 0 or self._closed:
+                return
+            numbers = range(self._started, self._started + missing)
+            self._started += missing
+            new = _start(numbers, self._resources, self._transport, self._link_ports, self._owner)
+            if self._closed:
+                stop_members(new)
+            else:
+                self.members = [*self.members, *new]
 
     def drop_lost(self) -> None:
         """Forget the members whose process has ended."""
-        self.members = [member for member in self.members if not member.lost]
+        with self._growing:
+            self.members = [member for member in self.members if not member.lost]
 
-    def end_spares(self) -> None:
-        """End the members that the plan does not use."""
-        for member in self.members:
-            if member.worker is None:
+    def end_spares(self, keep: int) -> None:
+        """End members that the plan does not use, until there are ``keep`` members at most."""
+        with self._growing:
+            spares = [member for member in self.members if member.worker is None]
+            surplus = spares[: max(0, len(self.members) - keep)]
+            for member in surplus:
                 end_member(member)
-        self.members = [member for member in self.members if member.worker is not None]
+            self.members = [member for member in self.members if not any(member is one for one in surplus)]
+
+    def close(self) -> None:
+        """Close the links, then end the actors; within seconds, whatever state they are in. None starts any more."""
+        self._closed = True
+        stop_members(self.members)
 
 
 def _start(

@@ -318,6 +318,15 @@ class _StageActor(LinkedActor):
             ]
         return self._writers
 
+    def rehearse(self) -> None:
+        """Make an optimizer and step it, so that a spare need not import for seconds when it becomes a worker."""
+        run = self._setup
+        assert run is not None, "join() comes first"
+        stand_in = torch.nn.Parameter(torch.zeros(1))
+        stand_in.grad = torch.zeros(1)
+        with contextlib.suppress(Exception):  # one that cannot be made for such a parameter has imported by then
+            run.make_optimizer([("spare", stand_in)]).step()
+
     def rest(self) -> None:
         """Hold no stage until a plan needs this worker again; the process and its endpoint stay."""
         self._close_links()

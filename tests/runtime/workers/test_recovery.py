@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.train import FailureConfig
+from ray.train import FailureConfig, ScalingConfig
 
 from raypipe import PipelineTrainer, load_state_dict
 from raypipe.api.handle import RunHandle
@@ -64,6 +64,21 @@ def test_a_killed_stage_is_replaced(stage: int, local_ray: None, tmp_path: Path)
     assert [line["step"] for line in events(tmp_path / "killed", "failure")]
     (recovery,) = events(tmp_path / "killed", "recovery")
     assert recovery["replaced"] == [f"Stage {stage}"]
+
+
+def test_a_spare_takes_the_place_of_a_lost_stage_and_another_spare_is_started(local_ray: None, tmp_path: Path) -> None:
+    made = surviving(tmp_path, "spare", "unet")
+    made._scaling = ScalingConfig(num_workers=3)
+    handle = made.start(4 * STEPS)
+    for step in (40, 200):
+        reached(handle, step)
+        os.kill(handle.status().stages[0]["process"], signal.SIGKILL)
+        reached(handle, step + 40)
+    result = handle.wait(timeout_s=WAIT_S)
+    assert as_undisturbed(tmp_path, result.checkpoint, "unet", 4 * STEPS) == []
+    first, second = events(tmp_path / "spare", "recovery")
+    assert first["replaced"] == second["replaced"] == ["Stage 0"]
+    assert events(tmp_path / "spare", "warning") == []
 
 
 def test_failures_are_counted(local_ray: None, tmp_path: Path) -> None:
