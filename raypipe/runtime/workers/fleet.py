@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from raypipe.engine.checkpoint import FreshOptions, StateSource
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.errors import CheckpointError, RaypipeError
+from raypipe.errors import RaypipeError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
@@ -33,12 +32,12 @@ from raypipe.runtime.workers.roster import (
     results,
     shared_memory_notes,
 )
+from raypipe.runtime.workers.shards import SAVE_TIMEOUT_S, entries_of
 
 __all__ = ["Fleet"]
 
 OPEN_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 3600.0
-SAVE_TIMEOUT_S = 3600.0
 SETTLE_S = 10.0
 """After a failure, how long a worker may go on computing what it has begun, before it is taken for stuck."""
 LEAVE_S = 0.5
@@ -369,22 +368,8 @@ class Fleet:
         Raises:
             CheckpointError: one of them could not.
         """
-        deadline_s = time.monotonic() + SAVE_TIMEOUT_S
-        found: dict[int, dict[str, Any]] = {}  # by stage
-        actors, links = self.actors, self._links
-        missing = set(range(len(actors)))
-        while missing and time.monotonic() < deadline_s:
-            asked = {worker: actors[worker].entries.remote(folder) for worker in sorted(missing)}
-            answers = results(list(asked.values()), SAVE_TIMEOUT_S, "writing a checkpoint")
-            for worker, entries in zip(asked, answers, strict=True):
-                if entries is not None:
-                    found |= zip(self._held[worker], entries, strict=True)
-                    missing.discard(worker)
-            if links != self._links:
-                raise CheckpointError(f"{folder} was not completed: the stages were configured anew meanwhile.")
-        if missing:
-            raise CheckpointError(f"{folder} was not written within {SAVE_TIMEOUT_S:g} s.")
-        return [found[stage] for stage in sorted(found)]
+        links = self._links
+        return entries_of(self.actors, self._held, folder, lambda: links == self._links)
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
         """Every stage goes back to the state of checkpoint ``folder``, but for these options of the optimizer.
