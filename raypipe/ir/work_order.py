@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raypipe.ir.segment import RowsKey, Segment
 
@@ -20,6 +20,8 @@ class Order(NamedTuple):
         measure: report how long actions and messages took.
         codecs: of all messages from this segment on, by hop: forward, backward; empty for what was configured.
         keep_copy: every stage keeps a copy of its state after the segment in memory, to go back to.
+        written: steps whose records are in the run's folder, so that stages need not remember their reports.
+        memo: what a driver that takes the stages over is to know of it; stages only keep it.
     """
 
     segment: Segment
@@ -29,6 +31,8 @@ class Order(NamedTuple):
     measure: bool = False
     codecs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     keep_copy: bool = False
+    written: int = 0
+    memo: Any = None
 
     @property
     def rows(self) -> RowsKey:

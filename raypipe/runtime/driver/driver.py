@@ -38,6 +38,7 @@ from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import Outcome, PlanInForce
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import StoredTensors
+from raypipe.runtime.workers.places import Owner
 from raypipe.runtime.workers.recovery import Recovery
 from raypipe.runtime.workers.spares import Spares
 
@@ -96,7 +97,8 @@ class _DriverActor:
         count = len(setup.programs)
         stages = "1 stage" if count == 1 else f"{count} stages"
         self._journal.begins(f"waiting for the places and processes of {stages}")
-        fleet = Fleet(setup.num_workers, resources, run.transport, run.link_ports, owner=driver_name(spec.name))
+        owner = Owner(driver_name(spec.name), lease.held.generation)
+        fleet = Fleet(setup.num_workers, resources, run.transport, run.link_ports, owner)
         journal = _Published(self._journal, Publisher(spec.name, setup.homes), plan)
         for note in fleet.notes:
             RunFolder(spec.place).event("warning", note)

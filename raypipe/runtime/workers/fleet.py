@@ -12,16 +12,17 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from raypipe.engine.checkpoint import FreshOptions, StateSource
+from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.errors import RaypipeError
+from raypipe.errors import LeaseError, RaypipeError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.work_order import Order
+from raypipe.runtime.run.takeover import Completion
 from raypipe.runtime.run.window import Window
-from raypipe.runtime.workers.copies import CopyFacts, RemoteCopy
-from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
+from raypipe.runtime.workers.copies import RemoteCopy
+from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, Owner
 from raypipe.runtime.workers.root_cause import root_cause
 from raypipe.runtime.workers.roster import (
     GRACE_S,
@@ -32,7 +33,7 @@ from raypipe.runtime.workers.roster import (
     results,
     shared_memory_notes,
 )
-from raypipe.runtime.workers.shards import SAVE_TIMEOUT_S, entries_of
+from raypipe.runtime.workers.state_calls import StateCalls
 
 __all__ = ["Fleet"]
 
@@ -63,7 +64,7 @@ class _Flight:
         return min(reports.end for reports in self.received)
 
 
-class Fleet:
+class Fleet(StateCalls):
     """Stage actors, owned by whoever made them: they die with it. ``configure`` makes them a pipeline, again and again.
 
     Args:
@@ -71,7 +72,8 @@ class Fleet:
         resources: of each, as in ScalingConfig (``{"CPU": 1}``).
         transport: how boundary tensors travel between them; see runtime/links/opening.py.
         link_ports: lowest and highest port that their links may use; None leaves it to the system.
-        owner: the driver's name, by which their places can be found after its death.
+        owner: the driver that orders.
+        roster: members that live already; more are started where these are too few.
 
     Raises:
         ConfigError: the transport cannot keep to ``link_ports``.
@@ -84,30 +86,24 @@ class Fleet:
         resources: Mapping[str, float],
         transport: str = "tcp",
         link_ports: tuple[int, int] | None = None,
-        owner: str = "",
+        owner: Owner = Owner(),  # noqa: B008  (immutable)
+        roster: Sequence[Member] = (),
     ) -> None:
-        self._links = -1  # times that links were opened
+        super().__init__(owner.term)
         self._run_setup: RunSetup | None = None
-        self.in_use: list[Member] = []  # by worker
         self._rows: set[RowsKey] = set()
         self._run = 0
-        self._held: list[tuple[int, ...]] = []  # stages, by worker
         self._names: list[str] = []  # of the workers, for people: "Stage 1", "Stages 0 and 3"
         self._halting = threading.Lock()
         self._halted = False
         self._flight: _Flight | None = None
-        self._roster = Roster(num_workers, resources, transport, link_ports, owner)
+        self._roster = Roster(num_workers, resources, transport, link_ports, owner, roster)
         self.notes = shared_memory_notes(self.members)
 
     @property
     def roster(self) -> list[Member]:
         """All members that live, or did when they were heard of last."""
         return self._roster.members
-
-    @property
-    def actors(self) -> list[Any]:
-        """Of the members in use, by worker."""
-        return [member.actor for member in self.in_use]
 
     @property
     def members(self) -> list[Mapping[str, Any]]:
@@ -144,40 +140,53 @@ class Fleet:
         self._join(run, workers)
         shared = ray.put(replace(setup, addresses=tuple(member.facts["address"] for member in workers)))
         if sources:  # while everybody still holds what the others may have to read
-            loads = [member.actor.load.remote(at, shared, list(sources)) for at, member in enumerate(workers)]
+            loads = [
+                member.actor.load.remote(self._term, at, shared, list(sources)) for at, member in enumerate(workers)
+            ]
             results(loads, LOAD_TIMEOUT_S, "taking the state of their stages")
         resting = [m for m in self.in_use if not m.lost and not any(m is one for one in workers)]
+        self._links += 1
+        self._assign(workers, setup)
+        results([member.actor.rest.remote(self._term) for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
+        opening = [
+            actor.configure.remote(self._term, worker, shared, self._links) for worker, actor in enumerate(self.actors)
+        ]
+        results(opening, OPEN_TIMEOUT_S + PLACE_TIMEOUT_S, "opening their links")
+
+    def adopt(self, workers: Sequence[Member], setup: GenerationSetup, *, links: int, run: int) -> None:
+        """Members that are the workers of a plan already become those of this fleet; nothing is ordered of them.
+
+        Args:
+            links, run: newest numbers that they know.
+        """
+        self._links, self._run = links, run
+        self._assign(workers, setup)
+
+    def complete(self, todo: Completion, schedules: Callable[[RowsKey], Schedule]) -> None:
+        """Give workers that were adopted what others were given, and have all of them end after the same order.
+
+        Args:
+            schedules: the lowered rows by key.
+        """
+        for worker, (actor, orders) in enumerate(zip(self.actors, todo.missing, strict=True)):
+            if worker in todo.idle:
+                actor.work.remote(self._term, todo.run)
+            for order in orders:
+                self._teach(order.rows, schedules)
+                actor.submit.remote(self._term, todo.run, order)
+        ends = [actor.finish_after.remote(self._term, todo.run, todo.orders) for actor in self.actors]
+        results(ends, GRACE_S, "being taken over")
+
+    def _assign(self, workers: Sequence[Member], setup: GenerationSetup) -> None:
         for member in self.roster:
             member.worker = None
         for worker, member in enumerate(workers):
             member.worker = worker
-        self.in_use = workers
-        self._links += 1
+        self.in_use = list(workers)
         self._rows, self._halted = set(), False
         placement = setup.placement(0)
         self._held = [placement.stages_of(worker) for worker in range(len(workers))]
         self._names = [placement.name_of(worker).capitalize() for worker in range(len(workers))]
-        results([member.actor.rest.remote() for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
-        opening = [actor.configure.remote(worker, shared, self._links) for worker, actor in enumerate(self.actors)]
-        results(opening, OPEN_TIMEOUT_S + PLACE_TIMEOUT_S, "opening their links")
-
-    def keep_copy(self, step: int) -> None:
-        """Every stage copies its state in memory, between two runs.
-
-        Args:
-            step: optimizer steps that it has done.
-        """
-        results([actor.keep_copy.remote(step) for actor in self.actors], SAVE_TIMEOUT_S, "copying their state")
-
-    def copies(self) -> list[tuple[Any, CopyFacts]]:
-        """(actor, what it has) of every copy of state in memory that can be read now."""
-        asked = {member.actor: member.actor.copies.remote() for member in self.in_use if not member.lost}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=GRACE_S) if asked else None
-        found = []
-        for actor, ref in asked.items():
-            with contextlib.suppress(RayError):  # of one that does not answer nothing can be read
-                found += [(actor, facts) for facts in ray.get(ref, timeout=0)]
-        return found
 
     def _join(self, run: RunSetup, members: Sequence[Member]) -> None:
         if run is not self._run_setup:
@@ -186,7 +195,9 @@ class Fleet:
                 member.joined = False
         if new := [member for member in members if not member.joined]:
             shared = ray.put(run)
-            results([member.actor.join.remote(shared) for member in new], PLACE_TIMEOUT_S, "joining the run")
+            results(
+                [member.actor.join.remote(self._term, shared) for member in new], PLACE_TIMEOUT_S, "joining the run"
+            )
             for member in new:
                 member.joined = True
 
@@ -212,7 +223,7 @@ class Fleet:
         self._run += 1
         flight = _Flight(
             self._run,
-            {actor.work.remote(self._run): worker for worker, actor in enumerate(self.actors)},
+            {actor.work.remote(self._term, self._run): worker for worker, actor in enumerate(self.actors)},
             {actor.reports.remote(self._run, 0): worker for worker, actor in enumerate(self.actors)},
             [Window() for _ in self.actors],
             last,
@@ -230,12 +241,12 @@ class Fleet:
                     submitted += 1
                 else:
                     for actor in self.actors:
-                        actor.submit.remote(flight.run, None)
+                        actor.submit.remote(self._term, flight.run, None)
             failure = None
             while failure is None and yielded < min(submitted, flight.limit) and flight.complete <= yielded:
                 failure = self._gather(flight)
             while yielded < flight.complete and (failure is not None or yielded < submitted):
-                yield self._by_stage([reports.take(yielded) for reports in flight.received])
+                yield self.by_stage([reports.take(yielded) for reports in flight.received])
                 yielded += 1
             if failure is not None:
                 raise failure
@@ -250,23 +261,27 @@ class Fleet:
             if flight is None or flight.last or flight.limit < math.inf:
                 return
             with contextlib.suppress(RayError):  # a stage that failed meanwhile is run()'s affair
-                begun = ray.get([actor.halt.remote(flight.run) for actor in self.actors], timeout=GRACE_S)
+                begun = ray.get([actor.halt.remote(self._term, flight.run) for actor in self.actors], timeout=GRACE_S)
                 flight.limit = max(begun)
-                ray.get([a.finish_after.remote(flight.run, max(begun)) for a in self.actors], timeout=GRACE_S)
+                ray.get(
+                    [a.finish_after.remote(self._term, flight.run, max(begun)) for a in self.actors], timeout=GRACE_S
+                )
 
     def settle(self) -> None:
         """After a failure: every worker leaves its work; one that is dead, or does not leave it, is lost."""
         flight, self._flight = self._flight, None
         works = flight.works if flight is not None else {}
         ray.wait(list(works), num_returns=len(works), timeout=SETTLE_S) if works else None
-        leaving = [member.actor.abort.remote(self._links, "the run recovers") for member in self.in_use]
+        leaving = [member.actor.abort.remote(self._term, self._links, "the run recovers") for member in self.in_use]
         ray.wait(leaving, num_returns=len(leaving), timeout=GRACE_S)
         stuck = {worker for ref, worker in works.items() if not ray.wait([ref], timeout=0)[0]}
         for worker, (member, ref) in enumerate(zip(self.in_use, leaving, strict=True)):
             try:
                 ray.get(ref, timeout=0)
-            except RayError:  # it is dead, or does not answer
-                member.lost = True
+            except RayError as error:
+                if isinstance(cause := getattr(error, "cause", None), LeaseError):
+                    raise cause from None
+                member.lost = True  # it is dead, or does not answer
             if worker in stuck or member.lost:
                 member.lost = True
                 end_member(member)
@@ -306,14 +321,16 @@ class Fleet:
             self._halted = False
 
     def _submit(self, run: int, order: Order, schedules: Callable[[RowsKey], Schedule]) -> None:
-        key = order.rows
+        self._teach(order.rows, schedules)
+        for actor in self.actors:
+            actor.submit.remote(self._term, run, order)
+
+    def _teach(self, key: RowsKey, schedules: Callable[[RowsKey], Schedule]) -> None:
         if key not in self._rows:
             schedule = schedules(key)
             for worker, actor in enumerate(self.actors):
-                actor.set_row.remote(key, schedule.row(worker), schedule.wiring.norm_per_stage)
+                actor.set_row.remote(self._term, key, schedule.row(worker), schedule.wiring.norm_per_stage)
             self._rows.add(key)
-        for actor in self.actors:
-            actor.submit.remote(run, order)
 
     def _gather(self, flight: _Flight) -> RaypipeError | None:
         """Wait until some stage has news: more reports, or an end that is too early, which is returned."""
@@ -340,7 +357,7 @@ class Fleet:
         same step, or one later where steps overlap; only who has not ended by then is aborted.
         """
         ray.wait(list(flight.works), num_returns=len(flight.works), timeout=LEAVE_S)
-        aborts = [actor.abort.remote(self._links, "another stage failed") for actor in self.actors]
+        aborts = [actor.abort.remote(self._term, self._links, "another stage failed") for actor in self.actors]
         ray.wait([*aborts, *flight.works], num_returns=len(aborts) + len(flight.works), timeout=GRACE_S)
         for worker, member in enumerate(self.in_use):
             try:
@@ -352,39 +369,11 @@ class Fleet:
                 pass
         return root_cause(flight.works, self._names, flight.complete)
 
-    def _by_stage(self, by_worker: Sequence[list[list[StepReport]]]) -> list[list[StepReport]]:
+    def by_stage(self, by_worker: Sequence[Sequence[Sequence[StepReport]]]) -> list[list[StepReport]]:
         """Reports of one segment in the order of the stages."""
         pairs = zip(self._held, by_worker, strict=True)
         found = {stage: of_stage for held, of_worker in pairs for stage, of_stage in zip(held, of_worker, strict=True)}
-        return [found[stage] for stage in sorted(found)]
-
-    def save(self, folder: str) -> None:
-        """Every stage takes a snapshot, between two runs, and writes it to ``folder``; see ``entries``."""
-        results([actor.save.remote(folder) for actor in self.actors], SAVE_TIMEOUT_S, "taking a snapshot")
-
-    def entries(self, folder: str) -> list[dict[str, Any]]:
-        """Wait until every stage has written its part of checkpoint ``folder``; the manifest's entries.
-
-        Raises:
-            CheckpointError: one of them could not.
-        """
-        links = self._links
-        return entries_of(self.actors, self._held, folder, lambda: links == self._links)
-
-    def restore(self, folder: str, fresh: FreshOptions) -> None:
-        """Every stage goes back to the state of checkpoint ``folder``, but for these options of the optimizer.
-
-        Raises:
-            CheckpointError: it does not fit this model, or cannot be read.
-        """
-        reads = [actor.restore.remote(folder, fresh) for actor in self.actors]
-        results(reads, SAVE_TIMEOUT_S, "reading a checkpoint")
-
-    def spans(self) -> list[Any]:
-        """Spans of the last segment run with keep_spans, of all stages."""
-        return [
-            span for spans in results([a.spans.remote() for a in self.actors], 60.0, "sending spans") for span in spans
-        ]
+        return [list(found[stage]) for stage in sorted(found)]
 
     def stop(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in."""

@@ -61,6 +61,11 @@ class OrderGate:
             self._halted.discard(run)
             self._changed.notify_all()
 
+    def limit(self, run: int) -> int | None:
+        """Orders after which the run was told to end; None where it was not."""
+        with self._changed:
+            return self._limits.get(run)
+
     def _may_go(self, run: int) -> bool:
         if run in self._limits and self._begun[run] >= self._limits[run]:
             return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import ray
 from ray import PlacementGroupID
@@ -17,9 +18,21 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from raypipe.errors import PlanError
 
-__all__ = ["PLACE_TIMEOUT_S", "release", "release_orphans", "reserve"]
+__all__ = ["PLACE_TIMEOUT_S", "Owner", "release", "release_orphans", "reserve"]
 
 PLACE_TIMEOUT_S = 30.0
+
+
+class Owner(NamedTuple):
+    """The driver that orders stage actors.
+
+    Attributes:
+        name: by which their places can be found after its death; "" for a process that is no driver.
+        term: generation of its lease on the run's folder: stages obey the newest driver only.
+    """
+
+    name: str = ""
+    term: int = 0
 
 
 def reserve(owner: str, numbers: Sequence[int], needs: Mapping[str, float]) -> list[PlacementGroup]:

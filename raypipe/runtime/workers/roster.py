@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.plan import human_bytes
-from raypipe.runtime.workers.places import release, reserve
+from raypipe.runtime.workers.places import Owner, release, reserve
 from raypipe.runtime.workers.worker import StageActor
 
 __all__ = ["GRACE_S", "Member", "Roster", "chosen", "end_member", "results", "shared_memory_notes", "stop_members"]
@@ -37,6 +37,7 @@ class Member:
         worker: its number in the pipeline; None for a spare.
         joined: it knows the run.
         lost: its process has ended, so that no plan can use it again.
+        number: in the names of its actor and its place; no two members of a driver have the same.
     """
 
     actor: Any
@@ -45,6 +46,7 @@ class Member:
     worker: int | None = None
     joined: bool = False
     lost: bool = False
+    number: int = 0
 
 
 class Roster:
@@ -56,13 +58,14 @@ class Roster:
         resources: Mapping[str, float],
         transport: str,
         link_ports: tuple[int, int] | None,
-        owner: str,
+        owner: Owner,
+        living: Sequence[Member] = (),
     ) -> None:
         self._resources, self._transport, self._link_ports, self._owner = resources, transport, link_ports, owner
-        self._started = 0  # members so far, by which their places are named
         self._growing = threading.Lock()
         self._closed = False
-        self.members: list[Member] = []
+        self.members = list(living)
+        self._started = 1 + max((member.number for member in living), default=-1)  # members so far
         self.grow(count)
 
     def grow(self, count: int) -> None:
@@ -79,7 +82,7 @@ class Roster:
             self._started += missing
             new = _start(numbers, self._resources, self._transport, self._link_ports, self._owner)
             if self._closed:
-                stop_members(new)
+                stop_members(new, self._owner.term)
             else:
                 self.members = [*self.members, *new]
 
@@ -100,11 +103,11 @@ class Roster:
     def close(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in. None starts any more."""
         self._closed = True
-        stop_members(self.members)
+        stop_members(self.members, self._owner.term)
 
 
 def _start(
-    numbers: range, resources: Mapping[str, float], transport: str, link_ports: tuple[int, int] | None, owner: str
+    numbers: range, resources: Mapping[str, float], transport: str, link_ports: tuple[int, int] | None, owner: Owner
 ) -> list[Member]:
     """Actors, each in a place of its own. None is left if this raises."""
     needs = {name: amount for name, amount in resources.items() if amount}
@@ -115,26 +118,41 @@ def _start(
         )
     extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
     options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
-    places = reserve(owner, numbers, needs)
+    places = reserve(owner.name, numbers, needs)
     roster: list[Member] = []
     try:
-        for place in places:
+        for number, place in zip(numbers, places, strict=True):
             strategy = PlacementGroupSchedulingStrategy(placement_group=place)
-            roster.append(Member(StageActor.options(scheduling_strategy=strategy, **options).remote(), place))
+            actor = StageActor.options(scheduling_strategy=strategy, **options).remote()
+            roster.append(Member(actor, place, number=number))
         _introduce(roster, transport, link_ports)
     except BaseException:
-        stop_members(roster)
+        stop_members(roster, owner.term)
         release(places)
         raise
     return roster
 
 
-def stop_members(roster: Sequence[Member]) -> None:
-    """Close the links, then end the actors; within seconds, whatever state they are in."""
-    with contextlib.suppress(RayError, GetTimeoutError):
-        ray.get([member.actor.close.remote() for member in roster], timeout=GRACE_S)
-    for member in roster:
-        end_member(member)
+def stop_members(roster: Sequence[Member], term: int) -> None:
+    """Close the links, then end the actors; within seconds, whatever state they are in.
+
+    Args:
+        term: of the driver that ends them; those that a later one has taken over are left alone.
+    """
+    asked = [member.actor.obeys.remote(term) for member in roster]
+    closing = [member.actor.close.remote(term) for member in roster]
+    ray.wait([*asked, *closing], num_returns=2 * len(roster), timeout=GRACE_S) if roster else None
+    for member, obeys in zip(roster, asked, strict=True):
+        if not _taken_over(obeys):
+            end_member(member)
+
+
+def _taken_over(obeys: Any) -> bool:
+    """Whether a stage has said that it takes orders of a later driver; one that is dead or stuck has said nothing."""
+    try:
+        return not ray.get(obeys, timeout=0)
+    except RayError:
+        return False
 
 
 def end_member(member: Member) -> None:

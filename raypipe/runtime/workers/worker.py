@@ -14,7 +14,6 @@ import gc
 import os
 import platform
 import shutil
-import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,21 +25,17 @@ import ray
 import torch
 
 from raypipe.engine.checkpoint import (
-    CheckpointSource,
     FreshOptions,
     StateSource,
     load_stage,
-    read_all,
     take_snapshot,
 )
 from raypipe.engine.executor import Executor
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
-from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
 from raypipe.errors import LinkError, RaypipeError, StageError
-from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
@@ -52,21 +47,18 @@ from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.copies import CopyFacts, RemoteCopy, WorkerCopies, joined
 from raypipe.runtime.workers.order_gate import OrderGate
+from raypipe.runtime.workers.states import names_of, states_of
+from raypipe.runtime.workers.takeover_actor import KEPT_REPORTS, REPORTS_WAIT_S, TakeoverActor
 
 __all__ = ["StageActor"]
 
-REPORTS_WAIT_S = 10.0
-KEPT_REPORTS = 1024
-"""Segments whose reports stay here after they were told: a driver that takes the stages over finds the records that the
-one before had not written (engine/metrics.py writes at least so often)."""
 
-
-class _StageActor(LinkedActor):
+class _StageActor(LinkedActor, TakeoverActor):
     def __init__(self) -> None:
+        super().__init__()
         torch.set_num_threads(1)
         keep_freed_memory()
         self._endpoint: Endpoint | None = None
-        self._setup: RunSetup | None = None
         self._states: list[StageState] = []
         self._next: list[StageState] | None = None  # from load() to configure()
         self._copies = WorkerCopies()
@@ -74,12 +66,7 @@ class _StageActor(LinkedActor):
         self._executor: Executor | None = None
         self._rows: dict[RowsKey, tuple[Row, bool]] = {}
         self._spans: tuple[Span, ...] = ()
-        self._inflow = OrderGate()
         self._writers: list[ShardWriter] = []
-        self._done: Window[list[list[StepReport]]] = Window(KEPT_REPORTS)
-        self._run = self._over = -1  # numbers of the run that began last, and that ended last
-        self._generation = self._links = -1  # of the plan, and of its links
-        self._grown = threading.Condition()
 
     @ray.method(concurrency_group="control")
     def listen(self, transport: str = "tcp", ports: tuple[int, int] | None = None) -> dict[str, Any]:
@@ -100,11 +87,14 @@ class _StageActor(LinkedActor):
             "versions": {"raypipe": _version(), "torch": torch.__version__, "ray": ray.__version__},
         }
 
-    def join(self, run: RunSetup) -> None:
-        """Belong to a run; once for all its plans."""
+    def join(self, term: int, run: RunSetup) -> None:
+        """Belong to a run; once for all its plans. ``term`` is the driver's number, here and below; see Fence."""
+        self._fence.check(term)
         self._setup = run
 
-    def load(self, worker: int, setup: GenerationSetup, sources: Sequence[StateSource | str | RemoteCopy]) -> None:
+    def load(
+        self, term: int, worker: int, setup: GenerationSetup, sources: Sequence[StateSource | str | RemoteCopy]
+    ) -> None:
         """Make the state of the stages that a worker holds; it is this one's once ``configure`` follows.
 
         Until then the state that it has stays, and copies of it can be read.
@@ -113,32 +103,35 @@ class _StageActor(LinkedActor):
             sources: of the parameters and buffers, each taken from the first that has it; a text names a checkpoint's
                 folder below the run's. Where there are copies, the optimizers go on from there.
         """
+        self._fence.check(term)
         run = self._setup
         assert run is not None, "join() comes first"
         programs = [setup.programs[stage] for stage in setup.placement(worker).stages]
         copies = [source for source in sources if isinstance(source, RemoteCopy)]
         if copies:
             me = ray.get_runtime_context().get_actor_id()
-            names = [name for program in programs for name in _names(program)]
+            names = [name for program in programs for name in names_of(program)]
             source = joined(copies, self._copies, me, names)
-            self._next = _states(run, programs, [source])
+            self._next = states_of(run, programs, [source])
             for program, state in zip(programs, self._next, strict=True):
                 load_stage(source, program, state)
         else:
-            self._next = _states(run, programs, [source for source in sources if not isinstance(source, RemoteCopy)])
+            self._next = states_of(run, programs, [source for source in sources if not isinstance(source, RemoteCopy)])
 
-    def configure(self, worker: int, setup: GenerationSetup, links: int) -> None:
+    def configure(self, term: int, worker: int, setup: GenerationSetup, links: int) -> None:
         """Become a worker, or the same one with another plan, with the state of ``load`` or else that it has.
 
         Args:
             links: counts the times that links were opened; messages of others are dropped.
         """
+        self._fence.check(term)
         run, addresses = self._setup, setup.addresses
         assert self._endpoint is not None, "listen() comes first"
         assert run is not None, "join() comes first"
         self._close_links()
+        self._ledger.clear()
         placement, programs = setup.placement(worker), setup.programs
-        held = [_names(programs[stage]) for stage in placement.stages]
+        held = [names_of(programs[stage]) for stage in placement.stages]
         if self._next is not None:
             self._states, self._held, self._next = self._next, held, None
         if held != self._held:
@@ -164,18 +157,19 @@ class _StageActor(LinkedActor):
             writer.close()
         self._writers = []
         self._rows, self._inflow = {}, OrderGate()
-        self._generation, self._links = setup.generation, links
+        self._generation, self._links, self._worker = setup.generation, links, worker
         self._executor = Executor(run, setup, worker, self._states, channels)
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
         gc.freeze()
 
-    def keep_copy(self, step: int) -> None:
+    def keep_copy(self, term: int, step: int) -> None:
         """Copy the state in memory, between two steps.
 
         Args:
             step: optimizer steps that it has done.
         """
+        self._fence.check(term)
         self._copies.take(step)
 
     @ray.method(concurrency_group="copies")
@@ -194,37 +188,45 @@ class _StageActor(LinkedActor):
         return self._copies.data(generation, stage, step, begin, end)
 
     @ray.method(concurrency_group="orders")
-    def set_row(self, key: RowsKey, row: Row, alone: bool) -> None:
+    def set_row(self, term: int, key: RowsKey, row: Row, alone: bool) -> None:
         """Learn a row of actions, and whether norms are taken alone there; segments refer to it by key."""
+        self._fence.check(term)
         self._rows[key] = row, alone
 
     @ray.method(concurrency_group="orders")
-    def submit(self, run: int, order: Order | None) -> None:
+    def submit(self, term: int, run: int, order: Order | None) -> None:
         """Queue a segment for ``work(run)`` and read its data meanwhile; None ends it after those before."""
+        self._fence.check(term)
         if order is not None and self._executor is not None:
             self._executor.prepare(order.segment, training=order.training)
-        self._inflow.put(run, order)
+        with self._fence.passing(term):
+            if order is not None:
+                self._ledger.ordered(run, order)
+            self._inflow.put(run, order)
 
     @ray.method(concurrency_group="control")
-    def halt(self, run: int) -> int:
+    def halt(self, term: int, run: int) -> int:
         """Begin no further segment of ``work(run)`` until ``finish_after``; how many have begun."""
+        self._fence.check(term)
         return self._inflow.halt(run)
 
     @ray.method(concurrency_group="control")
-    def finish_after(self, run: int, count: int) -> None:
+    def finish_after(self, term: int, run: int, count: int) -> None:
         """End ``work(run)`` after so many segments: no fewer than have begun on any stage."""
+        self._fence.check(term)
         self._inflow.finish_after(run, count)
 
-    def work(self, run: int) -> None:
+    def work(self, term: int, run: int) -> None:
         """Carry out orders until None. Spans stay here until ``spans()`` asks for them.
 
         Args:
             run: number of this call, by which ``reports`` tells it from the one before.
         """
+        self._fence.check(term)
         assert self._executor is not None, "configure() comes first"
         executor = self._executor
         with self._grown:
-            self._run, self._done = run, Window(KEPT_REPORTS)
+            self._run, self._done, self._failure = run, Window(KEPT_REPORTS), None
         try:
             while (order := self._inflow.next(run)) is not None:
                 if order.segment.generation != self._generation:
@@ -246,34 +248,27 @@ class _StageActor(LinkedActor):
                     self._spans = tuple(span for of_stage in reports for report in of_stage for span in report.spans)
                     reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
                 if order.save_to:
-                    self.save(order.save_to)
+                    self._begin_shards(order.save_to)
                 if order.keep_copy:
-                    self.keep_copy(order.segment.first_step + order.segment.num_minibatches)
+                    self._copies.take(order.segment.first_step + order.segment.num_minibatches)
+                self._ledger.done(run, reports)
                 with self._grown:
                     self._done.append(reports)
                     self._grown.notify_all()
         except RaypipeError as error:
             # The neighbours must not wait for what will never come, but they may finish the steps before.
             executor.leave(f"{executor.placement.name_of(executor.placement.worker)} failed")
-            raise type(error)(_with_traceback(error)) from None
+            self._failure = type(error)(_with_traceback(error))
+            raise self._failure from None
         finally:
             with self._grown:
                 self._over = run
                 self._grown.notify_all()
 
     @ray.method(concurrency_group="control")
-    def reports(self, run: int, since: int, wait_s: float = REPORTS_WAIT_S) -> list[list[list[StepReport]]]:
-        """Of the segments number ``since`` and later of ``work(run)``, by stage; waits a while for the first."""
-        with self._grown:
-            # A question about a run that is over is answered at once: waiting ones would fill the control group.
-            self._grown.wait_for(
-                lambda: self._over >= run or (self._run == run and self._done.end > since), timeout=wait_s
-            )
-            return self._done.since(since) if self._run == run else []
-
-    @ray.method(concurrency_group="control")
-    def abort(self, links: int, reason: str) -> None:
+    def abort(self, term: int, links: int, reason: str) -> None:
         """End every wait of the running segment, unless this worker has other links by now."""
+        self._fence.check(term)
         if self._executor is not None and links == self._links:
             self._executor.abort(reason)
 
@@ -290,16 +285,22 @@ class _StageActor(LinkedActor):
             return None
         return [entry for writer in writers if (entry := writer.entry(folder, 0.0)) is not None]
 
-    def save(self, folder: str) -> None:
+    def save(self, term: int, folder: str) -> None:
         """Take a snapshot now, between two runs; ``entry`` tells when it is written."""
+        self._fence.check(term)
+        self._begin_shards(folder)
+
+    def _begin_shards(self, folder: str) -> None:
         for writer in self._shards():
             writer.begin(folder)
 
-    def restore(self, folder: str, fresh: FreshOptions) -> None:
+    def restore(self, term: int, folder: str, fresh: FreshOptions) -> None:
         """Go back to the state of a checkpoint, written at any number of stages, but for these options."""
+        self._fence.check(term)
         run = self._setup
         assert run is not None
         assert run.place is not None, "a run that saves nothing has nothing to go back to"
+        self._ledger.clear()
         for work in self._works():
             load_stage(run.place / folder, work.program, work.state, run.persistent, fresh)
 
@@ -327,16 +328,19 @@ class _StageActor(LinkedActor):
         with contextlib.suppress(Exception):  # one that cannot be made for such a parameter has imported by then
             run.make_optimizer([("spare", stand_in)]).step()
 
-    def rest(self) -> None:
+    def rest(self, term: int) -> None:
         """Hold no stage until a plan needs this worker again; the process and its endpoint stay."""
+        self._fence.check(term)
         self._close_links()
         for writer in self._writers:
             writer.close()
-        self._states, self._held, self._writers, self._rows = [], [], [], {}
+        self._ledger.clear()
+        self._states, self._held, self._writers, self._rows, self._worker = [], [], [], {}, None
         self._copies, self._next = WorkerCopies(), None
 
-    def close(self) -> None:
+    def close(self, term: int) -> None:
         """Close links and endpoint."""
+        self._fence.check(term)
         self._close_links()
         if self._endpoint is not None:
             self._endpoint.close()
@@ -349,30 +353,6 @@ class _StageActor(LinkedActor):
             with contextlib.suppress(LinkError):
                 channel.close()
         self._executor = None
-
-
-def _names(program: StageProgram) -> tuple[str, ...]:
-    return (*program.parameters, *program.buffers)
-
-
-def _states(run: RunSetup, programs: Sequence[StageProgram], sources: Sequence[StateSource | str]) -> list[StageState]:
-    """Of these stages, with new optimizers; those that share a parameter get a copy each."""
-    with contextlib.ExitStack() as stack:
-        found = []
-        for source in sources:
-            if isinstance(source, str):
-                assert run.place is not None, "a run without a folder has no checkpoints"
-                source = stack.enter_context(CheckpointSource(run.place / source))
-            found.append(source)
-        return [
-            StageState(
-                program,
-                read_all(found, _names(program)),
-                run.make_optimizer,
-                run.make_scheduler,
-            )
-            for program in programs
-        ]
 
 
 def _version() -> str:

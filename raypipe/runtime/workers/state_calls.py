@@ -1,0 +1,86 @@
+"""What a fleet asks of all its workers about their state: to keep it, to save it, to go back to one that was saved."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raypipe.engine.checkpoint import FreshOptions
+from raypipe.runtime.workers.copies import CopyFacts
+from raypipe.runtime.workers.roster import GRACE_S, Member, results
+from raypipe.runtime.workers.shards import SAVE_TIMEOUT_S, entries_of
+
+__all__ = ["StateCalls"]
+
+
+class StateCalls:
+    """Workers, and which stages they hold.
+
+    Args:
+        term: of the driver; see Fence.
+
+    Attributes:
+        in_use: the members that are workers, by worker.
+    """
+
+    def __init__(self, term: int) -> None:
+        self._term = term
+        self._links = -1  # times that links were opened
+        self._held: list[tuple[int, ...]] = []  # stages, by worker
+        self.in_use: list[Member] = []
+
+    @property
+    def actors(self) -> list[Any]:
+        """Of the members in use, by worker."""
+        return [member.actor for member in self.in_use]
+
+    def keep_copy(self, step: int) -> None:
+        """Every stage copies its state in memory, between two runs.
+
+        Args:
+            step: optimizer steps that it has done.
+        """
+        results(
+            [actor.keep_copy.remote(self._term, step) for actor in self.actors], SAVE_TIMEOUT_S, "copying their state"
+        )
+
+    def copies(self) -> list[tuple[Any, CopyFacts]]:
+        """(actor, what it has) of every copy of state in memory that can be read now."""
+        asked = {member.actor: member.actor.copies.remote() for member in self.in_use if not member.lost}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=GRACE_S) if asked else None
+        found = []
+        for actor, ref in asked.items():
+            with contextlib.suppress(RayError):  # of one that does not answer nothing can be read
+                found += [(actor, facts) for facts in ray.get(ref, timeout=0)]
+        return found
+
+    def save(self, folder: str) -> None:
+        """Every stage takes a snapshot, between two runs, and writes it to ``folder``; see ``entries``."""
+        results([actor.save.remote(self._term, folder) for actor in self.actors], SAVE_TIMEOUT_S, "taking a snapshot")
+
+    def entries(self, folder: str) -> list[dict[str, Any]]:
+        """Wait until every stage has written its part of checkpoint ``folder``; the manifest's entries.
+
+        Raises:
+            CheckpointError: one of them could not.
+        """
+        links = self._links
+        return entries_of(self.actors, self._held, folder, lambda: links == self._links)
+
+    def restore(self, folder: str, fresh: FreshOptions) -> None:
+        """Every stage goes back to the state of checkpoint ``folder``, but for these options of the optimizer.
+
+        Raises:
+            CheckpointError: it does not fit this model, or cannot be read.
+        """
+        reads = [actor.restore.remote(self._term, folder, fresh) for actor in self.actors]
+        results(reads, SAVE_TIMEOUT_S, "reading a checkpoint")
+
+    def spans(self) -> list[Any]:
+        """Spans of the last segment run with keep_spans, of all stages."""
+        return [
+            span for spans in results([a.spans.remote() for a in self.actors], 60.0, "sending spans") for span in spans
+        ]

@@ -1,0 +1,74 @@
+"""Taking over living stages from a driver that is gone; what is decided of it is in runtime/run/takeover.py.
+
+stand      every stage obeys the new driver from now on, and says what it was ordered
+complete   whoever was not given an order that others have is given it; all end after the same one
+ended      they have
+stand      what they have done, of which the old driver may not have written all
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raypipe.engine.setup import GenerationSetup
+from raypipe.errors import StageError
+from raypipe.ir.schedule import Schedule
+from raypipe.ir.segment import RowsKey
+from raypipe.runtime.run.takeover import Done, Standing, completion, steps_done
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.roster import Member, results
+
+__all__ = ["take_over"]
+
+ASK_S = 10.0
+FINISH_S = 300.0
+"""How long all stages may carry out nothing of what they were given, before they are given up."""
+DOING = "being taken over"
+
+
+def take_over(fleet: Fleet, setup: GenerationSetup, schedules: Callable[[RowsKey], Schedule], term: int) -> list[Done]:
+    """Make the members of the fleet its pipeline, after they have completed all that they were given.
+
+    Args:
+        setup: of the plan that they carry out.
+        schedules: the lowered rows by key.
+        term: of this driver.
+
+    Returns:
+        What they have done that the old driver may not have written.
+
+    Raises:
+        StageError, LinkError: they cannot come to the same step.
+        LeaseError: an even later driver has taken them over.
+    """
+    workers = _in_order(fleet.roster, _standings(fleet.roster, term))
+    if len(workers) != setup.num_workers or list(workers) != sorted(range(setup.num_workers)):
+        raise StageError(f"Of {setup.num_workers} stage actors only {len(workers)} outlived their driver.")
+    members, standings = [m for m, _ in workers.values()], [s for _, s in workers.values()]
+    todo = completion(standings)
+    fleet.adopt(members, setup, links=standings[0].links, run=todo.run)
+    fleet.complete(todo, schedules)
+    _wait_ended([member.actor for member in members], todo.run)
+    return [Done(order, fleet.by_stage(reports)) for order, reports in steps_done(_standings(members, term))]
+
+
+def _standings(members: Sequence[Member], term: int) -> list[Standing]:
+    return results([member.actor.stand.remote(term) for member in members], ASK_S, DOING)
+
+
+def _in_order(members: Sequence[Member], standings: Sequence[Standing]) -> dict[int, tuple[Member, Standing]]:
+    """By worker."""
+    pairs = zip(members, standings, strict=True)
+    found = {standing.worker: (member, standing) for member, standing in pairs if standing.worker is not None}
+    return dict(sorted(found.items()))
+
+
+def _wait_ended(actors: Sequence[Any], run: int) -> None:
+    before, deadline_s = -1, time.monotonic() + FINISH_S
+    while going_on := [n for n in results([a.ended.remote(run) for a in actors], FINISH_S, DOING) if n is not None]:
+        if sum(going_on) != before:
+            before, deadline_s = sum(going_on), time.monotonic() + FINISH_S
+        if time.monotonic() > deadline_s:
+            raise StageError(f"The stages did not complete what they were given within {FINISH_S:g} s.")
