@@ -59,7 +59,7 @@ class PipelineFields:
             worker on a host takes one of its own. "auto" leaves the choice to the system.
         link_checksum: whether messages carry a checksum of header and payload, so that bits that change on the way are
             found: "auto" on links that leave the host, "on" on all of them, "off". A damaged message is asked for again
-            once, over "tcp"; a second time, and with the other transports, the link fails by name.
+            once; a second time, and with "collective" the first time, the link fails by name.
         codec_forward, codec_backward: what boundary tensors and their gradients travel as; anything but "none"
             is lossy, see raypipe.engine.codec for how much. "auto" lets the controller compress a link, "bf16" or
             "int8" forward and "bf16" back, while that makes steps shorter by more than min_gain.

@@ -5,6 +5,7 @@
         | link_message(link, *pieces) ----------------------> group "links": copy out, inbox
         | link_asked(link, *pieces), every few messages ----> the same
         | <-------------------------------- "taken": the window has room, objects of the store have no user left
+    | <-------------------------------- "again": it came damaged, on a checked link, which asks with every message
     link_notify(hello | abort) -----------------------------> group "notices", which no message can hold up
     link_watch(link), never answered while the link lives --> its failure tells that the other process died
 
@@ -15,13 +16,14 @@ as its cluster. Each message costs some milliseconds.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from raypipe.errors import LinkAbortedError, LinkError
-from raypipe.runtime.links.endpoint import Opening
+from raypipe.runtime.links.addresses import machine
+from raypipe.runtime.links.endpoint import Opening, is_checked
 from raypipe.runtime.links.handshake import run_digest
 from raypipe.runtime.links.object_store_channel import Letter, Link, ObjectStoreChannel, first_line
 
@@ -33,6 +35,13 @@ LINK_GROUPS = {"links": 2, "notices": 1, "watch": 1}
 RETRY_S = 0.02
 
 
+class _Address(NamedTuple):
+    """An actor's handle, and where it runs."""
+
+    actor: Any
+    machine: str
+
+
 class ObjectStoreEndpoint:
     """The links of one LinkedActor, for as many generations as it lives."""
 
@@ -41,22 +50,30 @@ class ObjectStoreEndpoint:
         self._conflict = ""
 
     @property
-    def address(self) -> Any:
+    def address(self) -> _Address:
         """This actor's own handle; not kept here, because an actor that holds itself never goes out of scope."""
-        return ray.get_runtime_context().current_actor
+        return _Address(ray.get_runtime_context().current_actor, machine())
 
     def open(self, opening: Opening) -> dict[int, ObjectStoreChannel]:
         """See Endpoint; ``secret`` has no use here."""
-        peers, timeout_s = opening.addresses, opening.timeout_s
+        peers, timeout_s = {peer: _Address(*address) for peer, address in opening.addresses.items()}, opening.timeout_s
         run, deadline_s = run_digest(opening.run_id), time.monotonic() + timeout_s
         links = {peer: Link(run, opening.generation, opening.me, peer, opening.capacity[peer]) for peer in peers}
         self._conflict = ""
         # All ends exist before the first hello, because a peer that is welcome may send at once.
-        channels = {peer: ObjectStoreChannel(opening.names[peer], links[peer], peers[peer]) for peer in peers}
+        channels = {
+            peer: ObjectStoreChannel(
+                opening.names[peer],
+                links[peer],
+                at.actor,
+                checked=is_checked(opening.checksum, same_host=at.machine == machine()),
+            )
+            for peer, at in peers.items()
+        }
         self._channels = dict(channels)
         try:
-            for peer, handle in peers.items():
-                self._greet(links[peer], handle, deadline_s, timeout_s)
+            for peer, at in peers.items():
+                self._greet(links[peer], at.actor, deadline_s, timeout_s)
                 channels[peer].watch()
         except BaseException:
             self._channels = {}
@@ -67,13 +84,12 @@ class ObjectStoreEndpoint:
         return channels
 
     def message(self, packed_link: object, *pieces: object) -> str:
-        """A message came: "taken" when its memory has no user here any more, or "gone"."""
-        link = Link.unpack(packed_link)
-        channel = None if link is None else self._channel(link)
-        if channel is None or channel.shut:
+        """A message came: "taken" when its memory has no user here any more, "again" if it is damaged, or "gone"."""
+        found = Link.unpack(packed_link)
+        channel = None if found is None else self._channel(found[0])
+        if found is None or channel is None or channel.shut:
             return "gone"
-        channel.receive(pieces)
-        return "taken"
+        return channel.receive(pieces, checked=found[1])
 
     def goodbye(self, letter: Letter) -> str:
         """The peer ends its side of a link: "taken", or "gone"."""

@@ -6,6 +6,9 @@ store. Ray pickles every argument but bytes. Processor time per message over all
 read-only. The receiver copies, because a stage may write to its inputs in place, and because a view would pin the
 object. Nobody keeps a reference after that, so a link holds at most ``WINDOW_BYTES`` of the store in each direction,
 and what Ray's batches of deletions (one per second) have not yet reached.
+
+On a checked link every message asks for its answer, and its bytes are kept until it comes: "taken", or "again" where it
+came damaged. Messages may come in any order, so one that is sent again holds up no other.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -23,22 +27,21 @@ import numpy as np
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from raypipe.engine import frame
+from raypipe.engine import frame, seal
 from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkError
 from raypipe.runtime.links.queued_channel import CLOSE_TIMEOUT_S, QueuedChannel
+from raypipe.runtime.links.window import Window
 
 __all__ = ["Letter", "Link", "ObjectStoreChannel", "first_line"]
 
-WINDOW_BYTES = 64 << 20
-WINDOW_MESSAGES = 8
 ASKED_EVERY = 4
 """Of so many messages that ride, one asks for an answer, for all: an answer costs 0.4 ms of processor time."""
 PIECE_BYTES = 96 << 10
 """Ray puts an argument of more than 100 KiB into the store."""
 RIDING_BYTES = 1 << 20
 """A call with more than 10 MiB of small arguments would not keep them either."""
-_LINK = struct.Struct("<16sQIII")
+_LINK = struct.Struct("<16sQIII?")
 
 
 class Link(NamedTuple):
@@ -50,14 +53,17 @@ class Link(NamedTuple):
     receiver: int
     max_tensors: int
 
-    def pack(self) -> bytes:
-        """As a message says it, which goes without pickle."""
-        return _LINK.pack(*self)
+    def pack(self, *, checked: bool = False) -> bytes:
+        """As a message says it, which goes without pickle; and whether the message has a seal."""
+        return _LINK.pack(*self, checked)
 
     @classmethod
-    def unpack(cls, packed: object) -> Link | None:
+    def unpack(cls, packed: object) -> tuple[Link, bool] | None:
         """None for anything that ``pack`` does not make."""
-        return cls(*_LINK.unpack(packed)) if isinstance(packed, bytes) and len(packed) == _LINK.size else None
+        if not isinstance(packed, bytes) or len(packed) != _LINK.size:
+            return None
+        *link, checked = _LINK.unpack(packed)
+        return cls(*link), checked
 
 
 class Letter(NamedTuple):
@@ -72,43 +78,12 @@ class Letter(NamedTuple):
     number: int = 0
 
 
-class _Window:
-    """Messages and bytes under way in one direction that an answer is to come for: a sender waits for room."""
+class _Sent(NamedTuple):
+    """A message on a checked link until its answer comes."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._messages = self._bytes = 0
-        self._open = True
-
-    @property
-    def open(self) -> bool:
-        return self._open
-
-    def enter(self, messages: int, nbytes: int) -> bool:
-        """Wait for room; False when the window was closed. What is larger than the window goes alone."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._open or self._room(messages, nbytes))
-            self._messages, self._bytes = self._messages + messages, self._bytes + nbytes
-            return self._open
-
-    def leave(self, messages: int, nbytes: int) -> None:
-        with self._changed:
-            self._messages, self._bytes = self._messages - messages, self._bytes - nbytes
-            self._changed.notify_all()
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait until nothing is under way."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._open or self._messages == 0, timeout_s)
-
-    def close(self) -> None:
-        with self._changed:
-            self._open = False
-            self._changed.notify_all()
-
-    def _room(self, messages: int, nbytes: int) -> bool:
-        many = self._messages + messages > WINDOW_MESSAGES or self._bytes + nbytes > WINDOW_BYTES
-        return self._messages == 0 or not many
+    name: str
+    data: bytes
+    again: bool = False
 
 
 class ObjectStoreChannel(QueuedChannel):
@@ -118,15 +93,22 @@ class ObjectStoreChannel(QueuedChannel):
         name: for messages to people.
         link: of this end.
         peer: handle of the other end's actor.
+        checked: what this end sends carries checksums; the other end need not be told.
+
+    Attributes:
+        damaged: messages that came damaged and were asked for again.
     """
 
-    def __init__(self, name: str, link: Link, peer: Any) -> None:
+    def __init__(self, name: str, link: Link, peer: Any, *, checked: bool = False) -> None:
         super().__init__(name, link.generation, link.max_tensors)
         self.link = link
-        self._packed_link = link.pack()
+        self.damaged = 0
+        self._checked = checked
+        self._packed_link = link.pack(checked=checked)
+        self._again: deque[_Sent] = deque()
         self.ended = threading.Event()
         self._peer = peer
-        self._window = _Window()
+        self._window = Window()
         self._sent = self._received = 0
         self._unasked, self._unasked_bytes = 0, 0
         self._goodbye: Letter | None = None
@@ -140,6 +122,11 @@ class ObjectStoreChannel(QueuedChannel):
     # The sending thread.
 
     def transmit(self, message: frame.Frame) -> None:
+        if self._checked:
+            head = frame.parse(message.header, generation=self.generation, max_tensors=self.max_tensors)
+            data = b"".join((seal.sealed(message, self._sent), *message.buffers))
+            self._sent += self._send_checked(_Sent(f"{head.action} (micro-batch {head.action.microbatch})", data))
+            return
         data = b"".join((message.header, *message.buffers))
         self._unasked, self._unasked_bytes = self._unasked + 1, self._unasked_bytes + len(data)
         if len(data) > RIDING_BYTES or self._unasked == ASKED_EVERY:
@@ -148,18 +135,31 @@ class ObjectStoreChannel(QueuedChannel):
             self._call(self._peer.link_message, self._packed_link, *_pieces(data))
         self._sent += sent
 
+    def _send_checked(self, sent: _Sent) -> bool:
+        """Send a message whose answer says whether it came undamaged; False when the link has ended."""
+        self._unasked, self._unasked_bytes = 1, len(sent.data)
+        return self._ask(self._peer.link_asked, self._packed_link, *_pieces(sent.data), kept=sent)
+
+    def attend(self) -> None:
+        """Send again what came damaged."""
+        while self._again:
+            self._send_checked(self._again.popleft()._replace(again=True))
+
     def goodbye(self, reason: str | None) -> None:
         self._unasked += 1
         if self._ask(self._peer.link_goodbye, Letter("goodbye", self.link, reason, self._sent)):
             self._window.drain(CLOSE_TIMEOUT_S)
+            while self._again:
+                self.attend()
+                self._window.drain(CLOSE_TIMEOUT_S)
 
-    def _ask(self, method: Any, *arguments: object) -> bool:
+    def _ask(self, method: Any, *arguments: object, kept: _Sent | None = None) -> bool:
         """Make a call whose answer is for everything since the last such call; False when the link has ended."""
         asked = (self._unasked, self._unasked_bytes)
         self._unasked = self._unasked_bytes = 0
         if not self._window.enter(*asked):
             return False
-        self._call(method, *arguments).future().add_done_callback(partial(self._taken, *asked))
+        self._call(method, *arguments).future().add_done_callback(partial(self._taken, *asked, kept))
         return True
 
     def _call(self, method: Any, *arguments: object) -> Any:
@@ -182,15 +182,27 @@ class ObjectStoreChannel(QueuedChannel):
 
     # Ray's thread for answers.
 
-    def _taken(self, messages: int, nbytes: int, answer: Future[str]) -> None:
-        self._window.leave(messages, nbytes)
+    def _taken(self, messages: int, nbytes: int, kept: _Sent | None, answer: Future[str]) -> None:
         error = answer.exception()
+        if error is None and answer.result() == "again" and kept is not None:
+            self._ask_heard(kept)
+        self._window.leave(messages, nbytes)
         if isinstance(error, RayTaskError):
             self.fail(LinkError(f"{self.name}: the peer could not take a message: {first_line(error.cause)}."))
         elif error is not None:
             self._peer_died(error)
         elif answer.result() == "gone":
             self.lost(LinkError(f"{self.name}: the peer closed the link."))
+
+    def _ask_heard(self, kept: _Sent) -> None:
+        """The peer asks for a message again, which it may once."""
+        if kept.again:
+            told = f"{kept.name} came damaged twice: its checksum differs from its sender's. Something between the two "
+            told += "hosts changes bits; look at their network cards and memory."
+            self.fail(LinkError(f"{self.name}: {told}"), tell_peer=told)
+            return
+        self._again.append(kept)
+        self.wake()
 
     def _watch_ended(self, answer: Future[None]) -> None:
         error = answer.exception()
@@ -204,15 +216,18 @@ class ObjectStoreChannel(QueuedChannel):
 
     # The actor's threads.
 
-    def receive(self, pieces: Sequence[object]) -> None:
-        """Take a message; whatever is wrong with it ends the link on both sides."""
+    def receive(self, pieces: Sequence[object], *, checked: bool = False) -> str:
+        """Take a message: "taken", or "again" where its seal tells damage; all else that is wrong ends the link."""
         try:
-            self._take(pieces)
+            if not self._take(pieces, checked=checked):
+                self.damaged += 1
+                return "again"
         except LinkError as error:
             self.fail(LinkError(f"{self.name}: {error}"), tell_peer=str(error))
         except Exception as error:  # noqa: BLE001  (no memory for it, say; the caller of most messages hears nothing)
             self.fail(LinkError(f"{self.name}: receiving failed: {error!r}"), tell_peer=repr(error))
         self._count(1)
+        return "taken"
 
     def receive_goodbye(self, letter: Letter) -> None:
         """The peer sends no more, once everything before it is here."""
@@ -226,23 +241,34 @@ class ObjectStoreChannel(QueuedChannel):
         if complete and self._goodbye is not None:
             self.peer_ended(self._goodbye.reason)
 
-    def _take(self, pieces: Sequence[object]) -> None:
+    def _take(self, pieces: Sequence[object], *, checked: bool) -> bool:
+        """False where it came damaged."""
         arrived_at_s = time.time()
         start = frame.header_bytes(self.max_tensors)
+        body = start + seal.SEAL_BYTES * checked
         arrays = [_array(piece) for piece in pieces]
-        if not arrays or arrays[0].size < start:
+        if not arrays or arrays[0].size < body:
             raise LinkError("something came that is not a message.")
-        head = frame.parse(arrays[0][:start].tobytes(), generation=self.generation, max_tensors=self.max_tensors)
-        arrays[0] = arrays[0][start:]
+        header = arrays[0][:body].tobytes()
+        arrays[0] = arrays[0][body:]
+        if checked and not _undamaged(header, arrays):
+            return False
+        head = frame.parse(header[:start], generation=self.generation, max_tensors=self.max_tensors)
         came_bytes = sum(array.size for array in arrays)
         if came_bytes != head.payload_bytes:
             raise LinkError(f"{head.action} announced {head.payload_bytes} bytes, {came_bytes} came.")
         if head.generation < self.generation:
-            return
+            return True
         one_core()
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
         np.concatenate(arrays, out=payload.numpy())
         self.inbox.deliver(head, frame.decode(head, payload), arrived_at_s)
+        return True
+
+
+def _undamaged(header: bytes, payload: Sequence[np.ndarray]) -> bool:
+    sealed = seal.opened(header)
+    return sealed is not None and seal.checksum([array.data for array in payload]) == sealed.payload_checksum
 
 
 def _pieces(data: bytes) -> Sequence[bytes | np.ndarray]:

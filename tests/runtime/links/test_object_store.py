@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -11,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
+from raypipe.engine import frame
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor, ObjectStoreEndpoint
@@ -29,10 +32,10 @@ GROUPS = {**LINK_GROUPS, "waiting": 2}
 
 
 def opening(
-    me: int, peer: int, address: Any, generation: int = 3, capacity: int = 4, timeout_s: float = WAIT_S
+    me: int, peer: int, address: Any, generation: int = 3, capacity: int = 4, timeout_s: float = WAIT_S, **more: Any
 ) -> Opening:
     name = f"stage {me} <-> stage {peer}"
-    return Opening(me, {peer: address}, generation, "run", {peer: capacity}, timeout_s, {peer: name})
+    return Opening(me, {peer: address}, generation, "run", {peer: capacity}, timeout_s, {peer: name}, **more)
 
 
 def own_threads() -> int:
@@ -41,9 +44,14 @@ def own_threads() -> int:
 
 
 class _BothEnds(ChannelContract):
-    """Runs the contract inside an actor, so that it sees the tensors themselves: real calls, of an actor to itself."""
+    """Runs the contract inside an actor, so that it sees the tensors themselves: real calls, of an actor to itself.
+
+    Messages carry checksums, though nothing leaves the host; ``left`` counts how often which of them is to be damaged.
+    """
 
     def __init__(self) -> None:
+        self.left: dict[int, int] = {}
+        self.rng = random.Random(0)
         self.ends: dict[int, ObjectStoreEndpoint] = {}
         self.generations = count(3)
 
@@ -52,8 +60,8 @@ class _BothEnds(ChannelContract):
         self.ends, generation = {0: first, 1: second}, next(self.generations)
         with ThreadPoolExecutor(2) as pool:
             me = first.address
-            a = pool.submit(first.open, opening(0, 1, me, generation, max_tensors))
-            z = pool.submit(second.open, opening(1, 0, me, generation, max_tensors))
+            a = pool.submit(first.open, opening(0, 1, me, generation, max_tensors, checksum="on"))
+            z = pool.submit(second.open, opening(1, 0, me, generation, max_tensors, checksum="on"))
             return a.result()[1], z.result()[0]
 
     def check(self, name: str, values: dict[str, Any]) -> int:
@@ -74,9 +82,38 @@ class _BothEnds(ChannelContract):
         return self._message(packed_link, *pieces)
 
     def _message(self, packed_link: bytes, *pieces: object) -> str:
-        link = Link.unpack(packed_link)
-        assert link is not None
-        return self.ends[link.receiver].message(packed_link, *pieces)
+        found = Link.unpack(packed_link)
+        assert found is not None
+        return self.ends[found[0].receiver].message(packed_link, *self._damage(pieces))
+
+    def _damage(self, pieces: Any) -> list[Any]:
+        arrays = [np.frombuffer(piece, np.uint8).copy() for piece in pieces]
+        number = int.from_bytes(arrays[0][frame.header_bytes(4) :][:8].tobytes(), "little")
+        if self.left.get(number):
+            self.left[number] -= 1
+            hit = arrays[self.rng.randrange(len(arrays))]
+            hit[self.rng.randrange(hit.size)] ^= 1 << self.rng.randrange(8)
+        return [
+            array if isinstance(piece, np.ndarray) else array.tobytes()
+            for piece, array in zip(pieces, arrays, strict=True)
+        ]
+
+    def damage(self, seed: int, left: dict[int, int], count: int) -> tuple[int, str]:
+        """Send messages of three sizes: how many came damaged, and why it ended before all came."""
+        a, z = self.open_pair()
+        self.rng, self.left, sizes = random.Random(seed), left, (5, 50_000, 400_000)
+        try:
+            for m in range(count):
+                a.send(f(m), (torch.full((sizes[m % 3],), float(m)),))
+            a.close()
+            for m in range(count):
+                assert torch.equal(z.recv(f(m), WAIT_S)[0], torch.full((sizes[m % 3],), float(m)))  # type: ignore[arg-type]
+        except LinkError as error:
+            return z.damaged, str(error)  # type: ignore[attr-defined]
+        finally:
+            z.close()
+            self.left = {}
+        return z.damaged, ""  # type: ignore[attr-defined]
 
     @ray.method(concurrency_group="links")
     def link_goodbye(self, letter: Letter) -> str:
@@ -210,6 +247,19 @@ def test_contract(both: Any, name: str, values: dict[str, Any]) -> None:
 
 def test_links_leave_no_thread_behind(both: Any) -> None:
     assert get(*(both.check.remote("test_a_message_may_hold_nothing", {}) for _ in range(5))) == [0] * 5
+
+
+def test_damaged_messages_are_found_and_sent_again(both: Any) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    assert get(both.damage.remote(seed, dict.fromkeys(range(0, 60, 2), 1), 60)) == [(30, "")]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_message_that_comes_damaged_twice_ends_the_link_by_name(both: Any, number: int) -> None:
+    (damaged, error) = get(both.damage.remote(5, {number: 2}, 3))[0]
+    assert damaged == 2
+    assert f"0SEND_F{number} (micro-batch {number}) came damaged twice" in error
 
 
 def test_an_abort_is_felt_in_the_other_process(ends: Ends) -> None:
