@@ -30,7 +30,7 @@ from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.segments import num_steps_of
-from raypipe.prepare.arguments import check_arguments, check_travel, in_one_paragraph
+from raypipe.prepare.arguments import Arguments, check_arguments, check_travel, in_one_paragraph
 from raypipe.prepare.identity import settings_of
 from raypipe.prepare.job import Job
 from raypipe.prepare.planning import prepare, profile
@@ -101,7 +101,7 @@ class PipelineTrainer:
         self._run = run_config
         self._resume = resume
         self._weights = None if init_from is None else InitialWeights(model, init_from, self._storage())
-        self._arguments = (self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data)
+        self._arguments = Arguments(self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data)
         if resume not in (None, True, False) or (resume and getattr(run_config, "name", None) is None):
             raise ConfigError(
                 f"resume={resume!r} is not possible: give None, False, or True together with the name of the run that "
@@ -130,7 +130,7 @@ class PipelineTrainer:
         if cluster is None and profiled is None:
             made = self._prepared().plan
         else:
-            made = prepare(*self._arguments, self._pipeline, self._num_workers(), cluster, profiled).plan
+            made = prepare(self._arguments, self._pipeline, self._num_workers(), cluster, profiled).plan
         return dataclasses.replace(made, explained=explain)
 
     def profile(self) -> Profile:
@@ -139,15 +139,14 @@ class PipelineTrainer:
         Raises:
             RaypipeError: one paragraph that says what to change.
         """
-        model, loss_fn, _, _, train_data, _ = self._arguments
-        return profile(model, loss_fn, train_data, self._pipeline, self._num_workers())
+        return profile(self._arguments, self._pipeline, self._num_workers())
 
     @in_one_paragraph()
     def simulate(self) -> Timeline:
         """One step as the plan predicts it; a plan that was made without seconds has the model profiled for this."""
         job = self._prepared()
         if job.plan.prediction is None:
-            job = prepare(*self._arguments, self._continued(), self._num_workers(), predict=True)
+            job = prepare(self._arguments, self._continued(), self._num_workers(), predict=True)
         predicted = predicted_step(job.plan)
         assert predicted is not None
         return predicted
@@ -215,7 +214,7 @@ class PipelineTrainer:
         Raises:
             RaypipeError: one paragraph that says what to change.
         """
-        if data is None and self._arguments[5] is None:
+        if data is None and self._arguments.eval_data is None:
             raise ConfigError("evaluate() has no data: give data=..., or eval_data to the trainer.")
         job = self._forward_job() if data is None else evaluating(self._forward_job(), data)
         job, source = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
@@ -240,11 +239,11 @@ class PipelineTrainer:
 
     def _forward_job(self) -> Job:
         """With evaluation's mode, whether there is eval_data or not; checked as for training."""
-        if self._arguments[5] is not None:
+        if self._arguments.eval_data is not None:
             job = self._prepared()
         else:
-            train_data = self._arguments[4]
-            job = self._forward or prepare(*self._arguments[:5], train_data, self._continued(), self._num_workers())
+            given = self._arguments._replace(eval_data=self._arguments.train_data)
+            job = self._forward or prepare(given, self._continued(), self._num_workers())
             self._forward = job
         self._check(job)
         return job
@@ -266,13 +265,12 @@ class PipelineTrainer:
 
     def _check_travel(self) -> None:
         """Of all but the model, of which stages are sent what was captured."""
-        names = ("model", "loss_fn", "optimizer", "lr_scheduler", "train_data", "eval_data")
-        given = dict(zip(names, self._arguments, strict=True)) | {"loss_reduction": self._pipeline.loss_reduction}
+        given = self._arguments._asdict() | {"loss_reduction": self._pipeline.loss_reduction}
         check_travel({name: value for name, value in given.items() if name != "model"})
 
     def _prepared(self) -> Job:
         if self._job is None:
-            job = prepare(*self._arguments, self._continued(), self._num_workers())
+            job = prepare(self._arguments, self._continued(), self._num_workers())
             if self._weights is not None:
                 job = job.noting(self._weights.note(getattr(self._run, "name", None), self._resume))
             self._job = job
@@ -363,7 +361,9 @@ class PipelineTrainer:
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         if self._resume is False:
             name = free_name(self._storage(), name)
-        settings = settings_of(job, self._pipeline, self._arguments[1], self._weights.digest if self._weights else "")
+        settings = settings_of(
+            job, self._pipeline, self._arguments.loss_fn, self._weights.digest if self._weights else ""
+        )
         refuse_another_run(self._storage() / name, name, settings, num_steps, self._resume)
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
         return RunSpec(
@@ -385,8 +385,7 @@ class PipelineTrainer:
         )
 
     def _described(self, name: str, num_steps: int) -> str:
-        names = ("model", "loss_fn", "optimizer", "lr_scheduler", "train_data", "eval_data")
-        given = dict(zip(names, self._arguments, strict=True))
+        given = self._arguments._asdict()
         if self._weights is not None:
             given |= {"model": self._weights.model, "init_from": self._weights.source}
         return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)

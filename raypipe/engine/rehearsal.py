@@ -104,24 +104,27 @@ def rehearse(
         for site in function.sites
     ]
     buffers = [captured.buffers[name].detach().clone() for name in function.buffers]
-    given = [rows[name].clone() for name in function.columns]
     with one_thread(), torch.set_grad_enabled(training), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # compares all rows with all others
         try:
-            outputs = function(leaves, buffers, (), given, RandomKey(0, 0, 0))
+            outputs = function(leaves, buffers, (), _copied(rows, function.columns), RandomKey(0, 0, 0))
         except Exception as error:  # noqa: BLE001  (told in one paragraph)
             raise _of_model(model, captured, rows, error) from None
         assert program.loss is not None
         try:
-            found = program.loss(outputs, [rows[name].clone() for name in program.targets])
+            found = program.loss(outputs, _copied(rows, program.targets))
         except Exception as error:  # noqa: BLE001  (as above)
             raise _of_loss(model, captured, rows, error) from None
         parts = found if isinstance(found, tuple) else (found,)
         total = sum(scalar(part, len(next(iter(rows.values())))) for part in parts)
         if training:
             assert isinstance(total, torch.Tensor)
-            trained = [(site.parameter, leaf) for site, leaf in zip(function.sites, leaves, strict=True)]
+            trained = zip((site.parameter for site in function.sites), leaves, strict=True)
             _backward(total, [(name, leaf) for name, leaf in trained if leaf.requires_grad], captured)
+
+
+def _copied(rows: Mapping[Any, torch.Tensor], names: Sequence[Any]) -> list[torch.Tensor]:
+    return [rows[name].clone() for name in names]
 
 
 def _backward(loss: torch.Tensor, leaves: Sequence[tuple[str, torch.Tensor]], captured: Capture) -> None:

@@ -158,7 +158,7 @@ def _chained(
         arrived = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         read = [columns[name].clone() for name in function.columns]
         targets = [columns[name].clone() for name in program.targets]
-        stage = functools.partial(_staged, program, function, leaves, list(own.values()), arrived, read, targets, key)
+        stage = functools.partial(_staged, program, function, (leaves, list(own.values()), arrived, read, key), targets)
         forget()
         with ThreadPoolExecutor(1) as thread:  # which has its own thread-local and context variables
             outputs = thread.submit(stage).result()
@@ -184,16 +184,16 @@ def _chained(
 def _staged(
     program: StageProgram,
     function: StageFunction,
-    leaves: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    columns: Sequence[torch.Tensor],
+    arguments: tuple[Any, ...],
     targets: Sequence[torch.Tensor],
-    key: RandomKey,
 ) -> tuple[torch.Tensor, ...]:
-    """Forward of one stage; of the last one the loss, perhaps in parts."""
+    """Forward of one stage; of the last one the loss, perhaps in parts.
+
+    Args:
+        arguments: of the function.
+    """
     with one_thread():  # which every thread says for itself
-        outputs = function(leaves, buffers, inputs, columns, key)
+        outputs = function(*arguments)
         if program.loss is None:
             return outputs
         found = program.loss(outputs, targets)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -14,10 +14,30 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.optimizer_trial import PLATEAU
 from raypipe.engine.shipping import unshippable
+from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, PlanError, RaypipeError
 
-__all__ = ["check_arguments", "check_travel", "in_one_paragraph"]
+__all__ = ["Arguments", "check_arguments", "check_travel", "in_one_paragraph"]
+
+
+class Arguments(NamedTuple):
+    """What the user gave a trainer, besides settings.
+
+    Attributes:
+        model: a module, or a function without arguments that builds one.
+        loss_fn: (output, target) -> scalar; None where the model returns its own loss.
+        optimizer: of named parameters.
+        lr_scheduler: of an optimizer.
+        train_data, eval_data: paths or map-style datasets.
+    """
+
+    model: torch.nn.Module | Callable[[], torch.nn.Module]
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    optimizer: MakeOptimizer
+    lr_scheduler: MakeScheduler | None
+    train_data: Any
+    eval_data: Any = None
 
 
 def check_arguments(

@@ -17,6 +17,7 @@ from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
 from raypipe.planner.tune import Request, microbatches
+from raypipe.prepare.arguments import Arguments
 
 __all__ = ["Opened", "check_columns", "example_of", "needs_profile", "open_arguments", "wants_curve"]
 
@@ -46,35 +47,28 @@ class Opened:
     memory: Memory
 
 
-def open_arguments(
-    model: torch.nn.Module | Callable[[], torch.nn.Module],
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-    train_data: Any,
-    eval_data: Any,
-    pipeline: PipelineConfig,
-    num_workers: int | None,
-) -> Opened:
+def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
     """Open the data, build the model and capture it.
 
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
-    built = _built(model)
+    built, loss_fn, evaluates = _built(given.model), given.loss_fn, given.eval_data is not None
     refuse_lazy(built)
     refuse_sparse(built)
     memory = read_memory(built, loss_fn)
-    sources = {"train": open_data(train_data, seed=pipeline.seed)}
-    if eval_data is not None:
-        sources["eval"] = open_data(eval_data, seed=pipeline.seed, shuffle=False)
+    sources = {"train": open_data(given.train_data, seed=pipeline.seed)}
+    if evaluates:
+        sources["eval"] = open_data(given.eval_data, seed=pipeline.seed, shuffle=False)
     request = _request(pipeline, num_workers, sources["train"].num_samples)
     minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
     curve = wants_curve(pipeline) and needs_profile(pipeline, None)
     if curve:
         size = max(size, min(minibatch, CURVE_SAMPLES))
     columns, example = _read(sources["train"], loss_fn is not None, size)
-    captured = capture(built, example, columns, loss_fn, evaluates=eval_data is not None)
+    captured = capture(built, example, columns, loss_fn, evaluates=evaluates)
     rehearse(built, captured, _by_name(columns, example))
-    if eval_data is not None:
+    if evaluates:
         check_columns(columns, sources["eval"])
         count = min(NUM_ROWS, sources["eval"].num_samples)
         rows = _by_name(columns, sources["eval"].read(0, 0, count, columns))

@@ -62,37 +62,62 @@ def find_reduction(
     Raises:
         ConfigError: no weights of micro-batches make the loss of a mini-batch.
     """
-    asked = pipeline.loss_reduction
-    if captured.terms is not None and captured.terms.parts:
+    asked, terms = pipeline.loss_reduction, captured.terms
+    if terms is not None and terms.parts:
         if asked in ("auto", "valid_tokens"):
             return _weighed_by_part(captured, rows, pipeline)
         raise ConfigError(
             f"loss_reduction={asked!r} is one weight for a loss whose terms average over different things "
-            f"({captured.terms.counts.words}). Leave it out: 'auto' weighs each term."  # type: ignore[union-attr]
+            f"({terms.counts.words}). Leave it out: 'auto' weighs each term."  # type: ignore[union-attr]
         )
-    if asked == "valid_tokens" and captured.terms is not None:
+    if asked == "valid_tokens" and terms is not None:
         # The model may shift its labels; what counts are those that its loss sees.
-        return FoundReduction(captured.terms.counts or asked)
+        return FoundReduction(terms.counts or asked)
     rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
     trial = _Trial(model, loss_fn, pipeline.seed)
-    if asked == "mean" and pipeline.num_microbatches != 1 and not any(p.is_meta for p in model.parameters()):
+    runs = pipeline.num_microbatches != 1 and not any(p.is_meta for p in model.parameters())
+    if asked == "mean" and runs:
         _refuse_sum(trial.losses(rows))
     if asked != "auto":
         return FoundReduction(asked)
-    traced = captured.terms if loss_fn is None else _terms_of_loss_fn(loss_fn, trial.outputs(rows), rows)
-    known = traced or _NO_TERMS
+    if loss_fn is not None:
+        terms = _terms_of_loss_fn(loss_fn, trial.outputs(rows), rows)
+    tried = trial.losses(rows) if runs else None
+    return _fitting(
+        _candidates(terms, rows), terms or _NO_TERMS, tried, list(rows)[-1] if loss_fn is not None else None
+    )
+
+
+def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
+    """Reductions that the loss may have, the likeliest first.
+
+    Args:
+        terms: that were read off its graph; None where it could not be traced.
+    """
+    known = terms or _NO_TERMS
     found: list[Reduction] = [known.counts] if known.counts else []
     found += ["sum", "mean"] if known.sums else ["mean", "sum"]
-    if traced is None and len(rows) > 1 and not list(rows.values())[-1].is_floating_point():
+    if terms is None and len(rows) > 1 and not list(rows.values())[-1].is_floating_point():
         found.append("valid_tokens")
+    return found
+
+
+def _fitting(
+    found: Sequence[Reduction], known: LossTerms, tried: tuple[float, list[Grouping]] | None, target: Any
+) -> FoundReduction:
+    """The first that makes the losses of micro-batches add up to that of a mini-batch.
+
+    Args:
+        tried: losses of some rows, together and in micro-batches; None where they could not be tried.
+        target: the column that a loss_fn compares with.
+
+    Raises:
+        ConfigError: none does; with the numbers.
+    """
     note = _note(known.counts) if known.counts else ""
-    if pipeline.num_microbatches == 1 or any(p.is_meta for p in model.parameters()):
-        return FoundReduction(found[0], note)
-    tried = trial.losses(rows)
     if tried is None:
         return FoundReduction(found[0], note)
     whole, groupings = tried
-    target = list(rows)[-1] if loss_fn is not None else None
     for reduction in found:
         if all(misfit(whole, g, weights_of(reduction, g, target)) is None for g in groupings):
             return FoundReduction(reduction, note if reduction is known.counts else "")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import torch
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.optimizer_trial import try_optimizers
 from raypipe.engine.stage import StageProgram
-from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
+from raypipe.engine.state import Settings
 from raypipe.engine.verify import verify
 from raypipe.errors import ConfigError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.profile import Profile
-from raypipe.prepare.arguments import in_one_paragraph
+from raypipe.prepare.arguments import Arguments, in_one_paragraph
 from raypipe.prepare.identity import model_labels
 from raypipe.prepare.inputs import Opened, example_of, needs_profile, open_arguments, wants_curve
 from raypipe.prepare.job import Job
@@ -29,6 +29,7 @@ from raypipe.prepare.profile import (
 )
 from raypipe.progress import ProfilingBar
 from raypipe.runtime.run.blueprint import codecs_of
+from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.planning import PlanBasis, decided, plan_for
 
 __all__ = ["prepare", "profile"]
@@ -39,12 +40,7 @@ MESSAGE_TIMEOUT_S = 300.0
 
 @in_one_paragraph()
 def prepare(
-    model: torch.nn.Module | Callable[[], torch.nn.Module],
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-    optimizer: MakeOptimizer,
-    lr_scheduler: MakeScheduler | None,
-    train_data: Any,
-    eval_data: Any,
+    given: Arguments,
     pipeline: PipelineConfig,
     num_workers: int | None,
     cluster: Cluster | None = None,
@@ -62,39 +58,72 @@ def prepare(
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
+    found = _opened(given, pipeline, None if cluster else num_workers)
+    reduction, counted = find_reduction(found.model, given.loss_fn, found.captured, found.example, pipeline)
+    here = profiled is None and (predict or needs_profile(pipeline, cluster))
+    if here:
+        profiled = _measured(found, pipeline, by_size=wants_curve(pipeline))
+    basis = dataclasses.replace(
+        _basis(given, found, pipeline, cluster, profiled),
+        loss_words=counted,
+        processors=shared_processors() if here else None,
+    )
+    planned = plan_for(basis, None if profiled is None else decided(basis))
+    settings = Settings(pipeline.seed, reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, pipeline.on_nonfinite)
+    return _job(given, found, pipeline, basis, planned, settings)
+
+
+@in_one_paragraph()
+def profile(given: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Profile:
+    """Seconds and bytes of every operation of the model, on this machine.
+
+    Raises:
+        RaypipeError: one paragraph that says what to change.
+    """
+    return _measured(open_arguments(given._replace(eval_data=None), pipeline, num_workers), pipeline, by_size=True)
+
+
+def _opened(given: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
+    """What ``open_arguments`` finds, while a terminal says what takes so long."""
     bar = ProfilingBar()
     bar.say("tracing the model")
     try:
-        found = open_arguments(model, loss_fn, train_data, eval_data, pipeline, None if cluster else num_workers)
+        return open_arguments(given, pipeline, num_workers)
     finally:
         bar.close()
-    captured = found.captured
-    reduction, counted = find_reduction(found.model, loss_fn, captured, found.example, pipeline)
-    here = profiled is None and (predict or needs_profile(pipeline, cluster))
-    if here:
-        profiled = profile_of(
-            captured, found.example, found.larger, by_size=wants_curve(pipeline), budget_s=pipeline.profile_budget_s
-        )
+
+
+def _measured(found: Opened, pipeline: PipelineConfig, *, by_size: bool) -> Profile:
+    return profile_of(found.captured, found.example, found.larger, by_size=by_size, budget_s=pipeline.profile_budget_s)
+
+
+def _basis(
+    given: Arguments, found: Opened, pipeline: PipelineConfig, cluster: Cluster | None, profiled: Profile | None
+) -> PlanBasis:
+    """What the plan is made from."""
     if profiled is not None:
-        refuse_other_graph(captured, profiled)
-    factor, optimizer_class = optimizer_facts(optimizer, captured)
-    basis = PlanBasis(
-        captured.recipe,
+        refuse_other_graph(found.captured, profiled)
+    factor, optimizer_class = optimizer_facts(given.optimizer, found.captured)
+    modules = found.model.named_modules(remove_duplicate=False)
+    return PlanBasis(
+        found.captured.recipe,
         found.request,
         profiled,
         cluster,
         factor,
         optimizer_class,
         pipeline.retune_microbatches,
-        {path: type(module).__name__ for path, module in found.model.named_modules(remove_duplicate=False)},
-        counted,
-        shared_processors() if here else None,
+        {path: type(module).__name__ for path, module in modules},
     )
-    decision = None if profiled is None else decided(basis)
-    planned = plan_for(basis, decision)
-    plan = planned.plan
+
+
+def _job(
+    given: Arguments, found: Opened, pipeline: PipelineConfig, basis: PlanBasis, planned: Planned, settings: Settings
+) -> Job:
+    """The stages of the plan, and what starts with them."""
+    captured, plan = found.captured, planned.plan
     programs = captured.programs(plan.partition.cuts, plan.partition.order)
-    try_optimizers(programs, captured.parameters, optimizer, lr_scheduler)
+    try_optimizers(programs, captured.parameters, given.optimizer, given.lr_scheduler)
     example = example_of(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         basis=basis,
@@ -104,37 +133,14 @@ def prepare(
         persistent=frozenset(captured.parameters) | captured.persistent,
         example={name: x[: plan.microbatch_size] for name, x in example.items()},
         sources=found.sources,
-        settings=Settings(
-            pipeline.seed,
-            reduction,
-            pipeline.max_grad_norm,
-            MESSAGE_TIMEOUT_S,
-            pipeline.on_nonfinite,
-        ),
+        settings=settings,
         codecs=codecs_of(pipeline),
-        make_optimizer=optimizer,
-        make_scheduler=lr_scheduler,
+        make_optimizer=given.optimizer,
+        make_scheduler=given.lr_scheduler,
         aliases=_aliases(found.model),
         check=partial(_check, found, programs, plan.microbatch_size, pipeline),
         model_labels=model_labels(found.model, captured),
     )
-
-
-@in_one_paragraph()
-def profile(
-    model: torch.nn.Module | Callable[[], torch.nn.Module],
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-    train_data: Any,
-    pipeline: PipelineConfig,
-    num_workers: int | None,
-) -> Profile:
-    """Seconds and bytes of every operation of the model, on this machine.
-
-    Raises:
-        RaypipeError: one paragraph that says what to change.
-    """
-    found = open_arguments(model, loss_fn, train_data, None, pipeline, num_workers)
-    return profile_of(found.captured, found.example, found.larger, by_size=True, budget_s=pipeline.profile_budget_s)
 
 
 def _check(found: Opened, programs: tuple[StageProgram, ...], size: int, pipeline: PipelineConfig) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -132,8 +132,98 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         CaptureError: names the place that cannot be traced or trained, and what to do.
     """
     _refuse_hooks(model)
-    buffers = dict(model.named_buffers())
+    _refuse_loss_fn(loss_fn, example)
+    taken = _Example.of(example, columns, loss_fn)
+    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    if isinstance(model, nn.Sequential) and is_plain_sequential(model) and len(taken.args) == 1 and not taken.kwargs:
+        found = _children_captured(model, taken, frozen, loss_fn, evaluates=evaluates)
+    else:
+        found = _traced(model, taken, frozen, loss_fn, evaluates=evaluates)
+    named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    numels = {name: parameter.numel() for name, parameter in named.items()}
+    trainable = frozenset(named) - frozen
+    recipe = ModelRecipe(found.graph, found.stages, numels, trainable, tuple(buffers), found.loss, taken.targets)
     persistent = frozenset(model.state_dict().keys()) & buffers.keys()
+    return Capture(recipe, named, buffers, persistent, found.model, taken.shapes, found.terms)
+
+
+class _Example(NamedTuple):
+    """One micro-batch, as the model and the loss take it.
+
+    Attributes:
+        inputs, targets: names of the columns that each reads, those of the inputs behind args, then kwargs.
+        shapes: as in Capture.columns.
+    """
+
+    args: Tensors
+    kwargs: dict[str, torch.Tensor]
+    inputs: tuple[Any, ...]
+    targets: tuple[Any, ...]
+    shapes: dict[Any, tuple[tuple[int, ...], torch.dtype]]
+
+    @classmethod
+    def of(
+        cls, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str], loss_fn: Any
+    ) -> _Example:
+        """The last column is the target of a loss_fn; a model that returns its own loss reads all of them."""
+        tensors = tuple(example.values() if isinstance(example, Mapping) else example)
+        shapes = {name: (tuple(t.shape), t.dtype) for name, t in zip(columns, tensors, strict=True)}
+        if isinstance(example, Mapping):
+            return cls((), dict(example), tuple(columns), (), shapes)
+        if loss_fn is None:
+            return cls(tensors, {}, tuple(columns), (), shapes)
+        return cls(tensors[:-1], {}, tuple(columns[:-1]), tuple(columns[-1:]), shapes)
+
+    @property
+    def samples(self) -> int:
+        return min((len(t) for t in (*self.args, *self.kwargs.values()) if t.dim()), default=1)
+
+
+class _Found(NamedTuple):
+    """What both ways to capture a model find out; see Capture and ModelRecipe."""
+
+    graph: ModelGraph
+    stages: TracedRecipe | SequentialModel
+    model: TracedModel | SequentialModel
+    loss: Loss
+    terms: LossTerms | None = None
+
+
+def _children_captured(
+    model: nn.Sequential, taken: _Example, frozen: frozenset[str], loss_fn: LossFn | None, *, evaluates: bool
+) -> _Found:
+    """The children as they are."""
+    try:
+        train, evaluation = sequential_children(model, taken.args[0])
+    except CaptureError:
+        raise
+    except Exception as error:  # noqa: BLE001  (told in one paragraph)
+        raise untraceable(model, taken.args, taken.kwargs, taken.inputs, error) from None
+    sizes = {name: t.nbytes for name, t in (*model.named_parameters(), *model.named_buffers())}
+    children = SequentialModel(tuple(train), tuple(evaluation) if evaluates else None, taken.inputs[0])
+    loss: Loss = _own_loss if loss_fn is None else _UserLoss(loss_fn, None)
+    return _Found(sequential_graph(train, sizes, frozen), children, children, loss)
+
+
+def _traced(
+    model: nn.Module, taken: _Example, frozen: frozenset[str], loss_fn: LossFn | None, *, evaluates: bool
+) -> _Found:
+    """The graphs of torch.export, in both modes where anything is evaluated."""
+    if taken.samples < 2:
+        raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
+    run = partial(trace, model, taken.args, taken.kwargs, taken.inputs, returns_loss=loss_fn is None)
+    training = run(training=True)
+    evaluating = run(training=False, one_length=training.one_length) if evaluates else None
+    terms = _weighable_terms(model, training, evaluating) if loss_fn is None else None
+    source = TracedModel(analyse(training), None if evaluating is None else analyse(evaluating))
+    loss: Loss = _own_loss
+    if loss_fn is not None:
+        loss = _UserLoss(loss_fn, source.train.traced.out_spec, source.train.fixed)
+    graph = model_graph(source.train, taken.samples, frozen)
+    return _Found(graph, _recipe_of(source, taken.samples, type(model).__name__), source, loss, terms)
+
+
+def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
     if loss_fn is not None and not isinstance(example, Sequence):
         raise CaptureError(
             "A batch of named columns becomes keyword arguments of a model that returns its own loss; with a loss_fn, "
@@ -141,52 +231,6 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         )
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise CaptureError("loss_fn has parameters of its own; make it part of the model and let the model return it.")
-    args: tuple[torch.Tensor, ...]
-    kwargs: dict[str, torch.Tensor]
-    inputs: tuple[Any, ...]
-    targets: tuple[Any, ...]
-    if isinstance(example, Mapping):
-        args, kwargs, inputs, targets = (), dict(example), tuple(columns), ()
-    elif loss_fn is None:
-        args, kwargs, inputs, targets = tuple(example), {}, tuple(columns), ()
-    else:
-        args, kwargs, inputs, targets = tuple(example[:-1]), {}, tuple(columns[:-1]), tuple(columns[-1:])
-    loss: Loss = _own_loss if loss_fn is None else _UserLoss(loss_fn, None)
-    tensors = example.values() if isinstance(example, Mapping) else example
-    shapes = {name: (tuple(t.shape), t.dtype) for name, t in zip((*inputs, *targets), tensors, strict=True)}
-    source: TracedModel | SequentialModel
-    stages: TracedRecipe | SequentialModel
-    terms: LossTerms | None = None
-    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    if isinstance(model, nn.Sequential) and is_plain_sequential(model) and len(args) == 1 and not kwargs:
-        try:
-            train, evaluation = sequential_children(model, args[0])
-        except CaptureError:
-            raise
-        except Exception as error:  # noqa: BLE001  (told in one paragraph)
-            raise untraceable(model, args, kwargs, inputs, error) from None
-        sizes = {name: t.nbytes for name, t in (*model.named_parameters(), *model.named_buffers())}
-        graph = sequential_graph(train, sizes, frozen)
-        source = stages = SequentialModel(tuple(train), tuple(evaluation) if evaluates else None, inputs[0])
-    else:
-        samples = min((len(t) for t in (*args, *kwargs.values()) if t.dim()), default=1)
-        if samples < 2:
-            raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
-        run = partial(trace, model, args, kwargs, inputs, returns_loss=loss_fn is None)
-        training = run(training=True)
-        evaluating = run(training=False, one_length=training.one_length) if evaluates else None
-        if loss_fn is None:
-            terms = _weighable_terms(model, training, evaluating)
-        source = TracedModel(analyse(training), None if evaluating is None else analyse(evaluating))
-        graph = model_graph(source.train, samples, frozen)
-        stages = _recipe_of(source, samples, type(model).__name__)
-        if loss_fn is not None:
-            loss = _UserLoss(loss_fn, source.train.traced.out_spec, source.train.fixed)
-    named = dict(model.named_parameters())
-    trainable = frozenset(named) - frozen
-    numels = {name: parameter.numel() for name, parameter in named.items()}
-    recipe = ModelRecipe(graph, stages, numels, trainable, tuple(buffers), loss, targets)
-    return Capture(recipe, named, buffers, persistent, source, shapes, terms)
 
 
 def _recipe_of(traced: TracedModel, samples: int, title: str) -> TracedRecipe:

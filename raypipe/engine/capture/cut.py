@@ -108,12 +108,7 @@ def assign_by_owner(
     Raises:
         CaptureError: evaluation uses a parameter before training's place for it.
     """
-    names, users = lines.held_names(), lines.users()
-    joined: dict[int, list[int]] = {}
-    for one, other in together:
-        a, b = lines.operations[one], lines.operations[other]
-        joined.setdefault(a, []).append(b)
-        joined.setdefault(b, []).append(a)
+    names, users, joined = lines.held_names(), lines.users(), _joined(lines, together)
     stages = dict.fromkeys(lines.operations, 0)
     waiting = dict.fromkeys(lines.operations)
     while waiting:  # stages only grow, and the last one is the end of it
@@ -123,21 +118,34 @@ def assign_by_owner(
         earliest = max((stages[i] for i in (*read, *partners) if i in stages), default=0)
         earliest = max(earliest, stages[number])
         for used in read:
-            held = holders.get(names.get(used, ""))
-            if held is None:
-                continue
-            later = [s for s in held if s >= earliest]
-            if not later:
-                raise CaptureError(
-                    f"Evaluation reads {names[used]!r} in stage {earliest} or later, but training holds it in stage "
-                    f"{held[-1]}: the model runs its parts in another order in eval mode. Move the cut with "
-                    "PipelineConfig(partitioner=[...])."
-                )
-            earliest = max(earliest, later[0])
+            if (name := names.get(used, "")) in holders:
+                earliest = _holder_from(earliest, holders[name], name)
         if earliest > stages[number]:
             stages[number] = earliest
             waiting.update(dict.fromkeys(n for n in (*users.get(number, ()), *partners) if n in stages))
     return stages
+
+
+def _joined(lines: Lines, together: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    """By operation, those that must share its stage."""
+    found: dict[int, list[int]] = {}
+    for one, other in together:
+        a, b = lines.operations[one], lines.operations[other]
+        found.setdefault(a, []).append(b)
+        found.setdefault(b, []).append(a)
+    return found
+
+
+def _holder_from(earliest: int, holders: Sequence[int], name: str) -> int:
+    """The first stage from ``earliest`` on that holds a tensor."""
+    found = next((stage for stage in holders if stage >= earliest), None)
+    if found is None:
+        raise CaptureError(
+            f"Evaluation reads {name!r} in stage {earliest} or later, but training holds it in stage {holders[-1]}: "
+            "the model runs its parts in another order in eval mode. Move the cut with "
+            "PipelineConfig(partitioner=[...])."
+        )
+    return found
 
 
 def slice_stages(lines: Lines, stages: Mapping[int, int], num_stages: int, title: str) -> list[GraphFunction]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, InputSpec
 
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
 from raypipe.engine.capture.regions import body_of, fold, in_levels, refuse_draws
@@ -28,10 +28,32 @@ _DROPPED = ("aten._assert", "aten.sym_constrain_range", "aten._assert_tensor_met
 
 
 def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str]) -> Traced:
-    canonical = _canonical_names(model)
+    """The training or evaluation graph of a model.
+
+    Args:
+        columns: names of the data columns, in the order of the program's inputs.
+
+    Raises:
+        CaptureError: an input that is no tensor.
+    """
     graph = fx.Graph()
-    env: dict[fx.Node, Any] = {}
     traced = Traced(graph, {}, {}, {}, {}, None, 0, program.call_spec.out_spec)  # type: ignore[arg-type]
+    env = _placeholders(model, program, columns, traced)
+    traced.key = graph.placeholder("key")
+    copy_nodes(program.graph_module, program.graph, env, traced, detached=False)
+    outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
+    graph.output(tuple(fx.map_arg(list(outputs), lambda n: env[n])))
+    work_out_of_place(traced)
+    graph.lint()
+    return traced
+
+
+def _placeholders(
+    model: torch.nn.Module, program: torch.export.ExportedProgram, columns: Sequence[str], traced: Traced
+) -> dict[fx.Node, Any]:
+    """The program's inputs in ``traced``, each with what it stands for; by the program's own nodes."""
+    env: dict[fx.Node, Any] = {}
+    canonical = _canonical_names(model)
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     known: dict[str, fx.Node] = {}
     user_inputs = iter(columns)
@@ -43,7 +65,7 @@ def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colum
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and name in known:
             env[node] = known[name]  # another name of a shared tensor
             continue
-        copy = env[node] = graph.placeholder(node.name)
+        copy = env[node] = traced.graph.placeholder(node.name)
         copy.meta = dict(node.meta)
         match spec.kind:
             case InputKind.PARAMETER:
@@ -56,23 +78,20 @@ def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colum
                 traced.constants[copy] = program.constants[spec.target].detach()
             case InputKind.USER_INPUT:
                 traced.columns[copy] = next(user_inputs)
-            case InputKind.CUSTOM_OBJ if isinstance(held := program.constants[str(spec.target)], torch.Generator):
-                raise CaptureError(
-                    f"forward draws from {_generator_of(model, held)}, whose state no stage shares and no checkpoint "
-                    "holds. Draw without generator=, as every draw is keyed by seed, step and micro-batch, or keep "
-                    "numbers that shall not change in a buffer."
-                )
             case _:
-                raise CaptureError(
-                    f"The model uses {spec.kind.name} {spec.target!r} as an input; raypipe handles tensors only."
-                )
-    traced.key = graph.placeholder("key")
-    copy_nodes(program.graph_module, program.graph, env, traced, detached=False)
-    outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
-    graph.output(tuple(fx.map_arg(list(outputs), lambda n: env[n])))
-    work_out_of_place(traced)
-    graph.lint()
-    return traced
+                raise _no_tensor(model, program, spec)
+    return env
+
+
+def _no_tensor(model: torch.nn.Module, program: torch.export.ExportedProgram, spec: InputSpec) -> CaptureError:
+    held = program.constants.get(str(spec.target)) if spec.kind is InputKind.CUSTOM_OBJ else None
+    if isinstance(held, torch.Generator):
+        return CaptureError(
+            f"forward draws from {_generator_of(model, held)}, whose state no stage shares and no checkpoint "
+            "holds. Draw without generator=, as every draw is keyed by seed, step and micro-batch, or keep "
+            "numbers that shall not change in a buffer."
+        )
+    return CaptureError(f"The model uses {spec.kind.name} {spec.target!r} as an input; raypipe handles tensors only.")
 
 
 def _generator_of(model: torch.nn.Module, generator: torch.Generator) -> str:

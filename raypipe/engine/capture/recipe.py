@@ -9,9 +9,10 @@ nn.Sequential (sequential.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -90,6 +91,15 @@ def _holders(lines: Lines, stages: Mapping[int, int]) -> dict[str, tuple[int, ..
     return {name: tuple(sorted(holding)) for name, holding in found.items()}
 
 
+class _Shared(NamedTuple):
+    """What is the same in the programs of all stages; see StageProgram."""
+
+    num_stages: int
+    num_sites: dict[str, int]
+    order: dict[str, int]
+    first_trainable: int
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRecipe:
     """A model ready to be cut.
@@ -125,45 +135,62 @@ class ModelRecipe:
         if order:
             check_order(self.graph, cuts, order)
         trains, evals = self.stages.functions(cuts, order)
-        num_sites: dict[str, int] = {}
-        for function in trains:
-            for site in function.sites:
-                num_sites[site.parameter] = num_sites.get(site.parameter, 0) + 1
         holders = self._holders(trains, evals or ())
+        num_sites = Counter(site.parameter for function in trains for site in function.sites)
+        shared = _Shared(
+            num_stages=len(trains),
+            num_sites=dict(num_sites),
+            order={name: i for i, name in enumerate(self.sizes)},
+            first_trainable=self._first_trainable(holders, num_sites),
+        )
         read = {name for function in (*trains, *(evals or ())) for name in function.buffers}
         unread = [name for name in self.buffers if name not in read]  # kept by stage 0
-        first_trainable = min((holders[name][0] for name in self.trainable if name in num_sites), default=None)
-        if first_trainable is None:
+        return tuple(
+            self._program(
+                shared, index, train, None if evals is None else evals[index], holders, () if index else unread
+            )
+            for index, train in enumerate(trains)
+        )
+
+    def _first_trainable(self, holders: Mapping[str, Sequence[int]], used: Container[str]) -> int:
+        """The lowest stage with a parameter that learns."""
+        found = min((holders[name][0] for name in self.trainable if name in used), default=None)
+        if found is None:
             raise CaptureError(
                 "No parameter that the model uses requires a gradient, so there is nothing to train. "
                 "Set requires_grad=True on the parameters that shall move."
             )
-        listed = {name: i for i, name in enumerate(self.sizes)}
-        programs = []
-        for index, train in enumerate(trains):
-            evaluation = None if evals is None else evals[index]
-            held = tuple(name for name in self.sizes if index in holders[name])
-            last = index == len(trains) - 1
-            of_eval = () if evaluation is None else evaluation.buffers
-            buffers = dict.fromkeys((*train.buffers, *of_eval, *(unread if index == 0 else ())))
-            programs.append(
-                StageProgram(
-                    index=index,
-                    num_stages=len(trains),
-                    train=train,
-                    eval=evaluation,
-                    parameters=held,
-                    buffers=tuple(buffers),
-                    trainable=self.trainable & frozenset(held),
-                    shared_with={name: tuple(holders[name]) for name in held if len(holders[name]) > 1},
-                    num_sites=num_sites,
-                    order=listed,
-                    loss=self.loss if last else None,
-                    targets=self.targets if last else (),
-                    first_trainable=first_trainable,
-                )
-            )
-        return tuple(programs)
+        return found
+
+    def _program(
+        self,
+        shared: _Shared,
+        index: int,
+        train: StageFunction,
+        evaluation: StageFunction | None,
+        holders: Mapping[str, Sequence[int]],
+        unread: Sequence[str],
+    ) -> StageProgram:
+        """One stage.
+
+        Args:
+            unread: buffers that no stage reads, and this one keeps.
+        """
+        held = tuple(name for name in self.sizes if index in holders[name])
+        last = index == shared.num_stages - 1
+        of_eval = () if evaluation is None else evaluation.buffers
+        return StageProgram(
+            index=index,
+            train=train,
+            eval=evaluation,
+            parameters=held,
+            buffers=tuple(dict.fromkeys((*train.buffers, *of_eval, *unread))),
+            trainable=self.trainable & frozenset(held),
+            shared_with={name: tuple(holders[name]) for name in held if len(holders[name]) > 1},
+            loss=self.loss if last else None,
+            targets=self.targets if last else (),
+            **shared._asdict(),
+        )
 
     def _holders(self, trains: Sequence[StageFunction], evals: Sequence[StageFunction]) -> dict[str, list[int]]:
         """Stages that hold each parameter: those that train with it, else those that evaluate with it, else stage 0."""

@@ -12,6 +12,7 @@ import contextvars
 import copy
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -206,32 +207,20 @@ def _tried_children(
     first = {parameter: name for name, parameter in model.named_parameters()}
     first_buffer = {buffer: name for name, buffer in model.named_buffers()}
     skeleton = skeleton_of(model)
-    uses: dict[str, int] = {}
+    uses = Counter[str]()
     children: list[Child] = []
     x, draws = example, 0
     modules = zip(_flat_children(model), _flat_children(trial), _flat_children(skeleton), strict=True)
     for (name, own), (_, run), (_, bare) in modules:
         sites = {}
         for local, parameter in own.named_parameters(remove_duplicate=False):
-            canonical = first[parameter]
-            sites[local] = Site(canonical, uses.get(canonical, 0))
-            uses[canonical] = uses.get(canonical, 0) + 1
+            sites[local] = Site(first[parameter], uses[first[parameter]])
+            uses[first[parameter]] += 1
         buffers = {local: first_buffer[held] for local, held in own.named_buffers(remove_duplicate=False)}
         version, versions = x._version, {local: (id(held), held._version) for local, held in run.named_buffers()}
         with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)) as mode:
             y = run(x)
-        for local, parameter in own.named_parameters():
-            if not parameter.is_meta and not torch.equal(parameter, run.get_parameter(local)):
-                raise CaptureError(
-                    f"Child {name!r} ({type(own).__name__}) changes its parameter {local!r} while it computes forward. "
-                    "Let only the optimizer change parameters; write a constraint as a function of the parameter."
-                )
-        if not isinstance(y, torch.Tensor):
-            raise CaptureError(
-                f"Child {name!r} ({type(own).__name__}) of the nn.Sequential returns {type(y).__name__}; between the "
-                "children of a pipeline one tensor travels. Let it return a tensor, or wrap the model in an nn.Module "
-                "that torch.export can trace."
-            )
+        _refuse_child(f"Child {name!r} ({type(own).__name__})", own, run, y)
         size = y.numel() * y.element_size() // max(1, len(y))
         changed = x._version != version
         changes = frozenset(
@@ -242,6 +231,26 @@ def _tried_children(
         draws += mode.index
         x = y
     return children
+
+
+def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> None:
+    """A child that changed a parameter, or returns no tensor.
+
+    Args:
+        own, run: as the user has it, and the copy that computed the output.
+    """
+    for local, parameter in own.named_parameters():
+        if not parameter.is_meta and not torch.equal(parameter, run.get_parameter(local)):
+            raise CaptureError(
+                f"{whose} changes its parameter {local!r} while it computes forward. "
+                "Let only the optimizer change parameters; write a constraint as a function of the parameter."
+            )
+    if not isinstance(output, torch.Tensor):
+        raise CaptureError(
+            f"{whose} of the nn.Sequential returns {type(output).__name__}; between the "
+            "children of a pipeline one tensor travels. Let it return a tensor, or wrap the model in an nn.Module "
+            "that torch.export can trace."
+        )
 
 
 def sequential_graph(

@@ -38,16 +38,7 @@ def stage_function(
         for kind in (Kind.BUFFER, Kind.CONSTANT, Kind.COLUMN)
     )
     source = _Source(lines, inputs)
-    for number, used, index in sites:
-        source.take(f"{values[used].name}__{index}", used, by=number)
-    for number in (*buffers, *constants):
-        source.take(values[number].name, number)
-    for number in inputs:
-        source.take(f"in_{values[number].name}", number)
-    for number in columns:
-        source.take(f"column_{values[number].name}", number)
-    (key,) = lines.of_kind(Kind.KEY)
-    source.take("key", key)
+    source.take_all(sites, (*buffers, *constants), columns)
     for number in operations:
         source.add(number)
     text = source.text(outputs)
@@ -102,6 +93,25 @@ class _Source:
         self._names: dict[int, str] = {}
         self._sites: dict[tuple[int, int], str] = {}  # (operation, parameter) -> name
         self._body: list[tuple[str, str, list[str]]] = []  # name, source, names of what it reads
+
+    def take_all(self, sites: Iterable[tuple[int, int, int]], held: Iterable[int], columns: Iterable[int]) -> None:
+        """The arguments, in the order of the signature.
+
+        Args:
+            sites: (operation, parameter, which use of it).
+            held: buffers and constants.
+        """
+        values = self._lines.values
+        for number, used, index in sites:
+            self.take(f"{values[used].name}__{index}", used, by=number)
+        for number in held:
+            self.take(values[number].name, number)
+        for number in self._inputs:
+            self.take(f"in_{values[number].name}", number)
+        for number in columns:
+            self.take(f"column_{values[number].name}", number)
+        (key,) = self._lines.of_kind(Kind.KEY)
+        self.take("key", key)
 
     def take(self, wanted: str, number: int, by: int | None = None) -> None:
         """An argument: a value, or a use of a parameter ``by`` one operation."""

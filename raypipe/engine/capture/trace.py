@@ -3,14 +3,17 @@
 The exported program is only ever read. Its graph is copied into a plain fx graph in which nested regions
 are inlined, assertions are gone, every random operation carries its number, and activation operations that
 work in place are made out of place wherever that is safe (buffer updates stay in place).
+
+Columns of token ids, shape (b, length), get a dynamic length too, unless the code asks what it is: then the graph is
+right for one length only, and is traced for that one.
 """
 
 from __future__ import annotations
 
 import contextvars
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -45,9 +48,6 @@ def trace(
 ) -> Traced:
     """Export the model in one mode with a dynamic batch dimension (dimension 0 of every input).
 
-    Columns of token ids, shape (b, length), get a dynamic length too, unless the code asks what it is: then the
-    graph is right for one length only, and is traced for that one.
-
     Args:
         args, kwargs: one example micro-batch of at least two samples.
         columns: names of the data columns behind args, then kwargs.
@@ -58,24 +58,14 @@ def trace(
     Raises:
         CaptureError: torch.export cannot trace the model; quotes the place in the user's code.
     """
-    run_conds_outside_of(
-        KeyedRandomness
-    )  # which also refuses a torch.cond under no_grad: the trace would lose the no_grad
-    values = (*args, *kwargs.values())
-    program: torch.export.ExportedProgram | None = None
-    whose = f"{type(model).__name__}.forward"
-    was_training = {name: module.training for name, module in model.named_modules()}
-    sizes = FixedSizes()
-    model.train(training)
+    # It also refuses a torch.cond under no_grad: the trace would lose the no_grad.
+    run_conds_outside_of(KeyedRandomness)
+    sizes, tokens = FixedSizes(), any(is_tokens(value) for value in (*args, *kwargs.values()))
     try:
-        loss = loss_only(model) if returns_loss else nullcontext()
-        loss = loss_only(model) if returns_loss else nullcontext()
-        with nothing_lost(), surroundings_kept(whose), traced_checkpoints(), cumulative_norms(), loss:
+        with _in_mode(model, training=training), _as_stages_run(model, returns_loss=returns_loss):
             with watched_forward(model) as changed:
-                if not one_length and any(is_tokens(value) for value in values):
-                    with suppress(Exception):  # whatever it was, the second attempt says it better
-                        program = _export(model, args, kwargs, free_length=True)
-                if program is None or asks_for_length(program):
+                program = _with_free_length(model, args, kwargs) if tokens and not one_length else None
+                if program is None:
                     with watched_sizes() as sizes:
                         program = _export(model, args, kwargs, free_length=False)
             if changed:
@@ -84,18 +74,48 @@ def trace(
     except CaptureError:
         raise
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, CaptureError):
-            raise cause from None
-        name = type(model).__name__
-        found = sizes.refusal(name) if "Constraints violated" in str(error) else lost_body(name, error)
-        if found is not None:
-            raise found from None
-        raise untraceable(model, args, kwargs, columns, error) from None
+        raise _refusal(model, error, sizes) or untraceable(model, args, kwargs, columns, error) from None
+    return flatten(model, program, columns)
+
+
+@contextmanager
+def _in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Every module in one mode, and afterwards in its own again."""
+    before = {name: module.training for name, module in model.named_modules()}
+    model.train(training)
+    try:
+        yield
     finally:
         for name, module in model.named_modules():
-            module.training = was_training[name]
-    return flatten(model, program, columns)
+            module.training = before[name]
+
+
+@contextmanager
+def _as_stages_run(model: torch.nn.Module, *, returns_loss: bool) -> Iterator[None]:
+    """What a trace would lose is refused or kept, and only the loss of a model that returns one."""
+    loss = loss_only(model) if returns_loss else nullcontext()
+    surroundings = surroundings_kept(f"{type(model).__name__}.forward")
+    with nothing_lost(), surroundings, traced_checkpoints(), cumulative_norms(), loss:
+        yield
+
+
+def _with_free_length(
+    model: torch.nn.Module, args: Sequence[torch.Tensor], kwargs: Mapping[str, torch.Tensor]
+) -> torch.export.ExportedProgram | None:
+    """With a dynamic length of token ids; None where that does not work out, or the code asks for the length."""
+    program = None
+    with suppress(Exception):  # whatever it was, the attempt with one length says it better
+        program = _export(model, args, kwargs, free_length=True)
+    return None if program is None or asks_for_length(program) else program
+
+
+def _refusal(model: torch.nn.Module, error: Exception, sizes: FixedSizes) -> CaptureError | None:
+    """The error in our words, where its cause is known."""
+    cause = error.__cause__ or error.__context__
+    if isinstance(cause, CaptureError):
+        return cause
+    name = type(model).__name__
+    return sizes.refusal(name) if "Constraints violated" in str(error) else lost_body(name, error)
 
 
 def _export(

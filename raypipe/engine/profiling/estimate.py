@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -28,6 +28,7 @@ from raypipe.engine.profiling.steps import Columns, Steps, steps_of
 from raypipe.engine.profiling.workspace import Loss, Passes, kept_bytes, workspaces
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import ConfigError
+from raypipe.ir.graph import ModelGraph
 from raypipe.ir.lines import Lines
 from raypipe.ir.profile import Profile
 
@@ -100,6 +101,46 @@ def estimate_graph(
     Raises:
         ConfigError: the model is an nn.Sequential, whose children only run on real tensors, or picks by value.
     """
+    _refuse_unestimated(captured)
+    rates, meta = rates or measure_rates(), _OnMeta.of(captured)
+    here = _Counts(KeptBytes((*meta.leaves, *meta.buffers)))
+    columns = meta.columns(microbatch_size)
+    meta.steps.run(meta.leaves, meta.buffers, columns, here)
+    spaces = workspaces(
+        Passes(meta.steps, meta.leaves, meta.buffers, _stand_in_loss), columns, meta.columns(2 * microbatch_size)
+    )
+    work = _work_by_size(meta, here, microbatch_size, sizes)
+    costs = {size: _costs(captured, here, of_size, rates) for size, of_size in work.items()}
+    kept = [-(-here.kept.bytes_of.get(i, 0) // microbatch_size) for i in range(len(spaces))]
+    return Profile(
+        graph=_estimated(captured.graph, costs[microbatch_size], kept, spaces),
+        microbatch_size=microbatch_size,
+        seconds_by_size=tuple((size, sum(map(sum, found))) for size, found in costs.items()),
+        device=rates.device,
+        notes=("Seconds are estimated from counted operations and bytes: this model was not timed.",),
+    )
+
+
+def _estimated(
+    graph: ModelGraph, costs: Sequence[tuple[float, float, float]], kept: Sequence[int], spaces: Sequence[Lines]
+) -> ModelGraph:
+    """The graph with seconds, kept bytes of a sample and workspaces by node."""
+    nodes = tuple(
+        dataclasses.replace(
+            node,
+            forward_s=forward,
+            backward_input_s=inward,
+            backward_weight_s=weight,
+            activation_bytes=nbytes,
+            workspace=space,
+            source="estimated",
+        )
+        for node, (forward, inward, weight), nbytes, space in zip(graph.nodes, costs, kept, spaces, strict=True)
+    )
+    return dataclasses.replace(graph, nodes=nodes)
+
+
+def _refuse_unestimated(captured: Capture) -> None:
     if not isinstance(captured.model, TracedModel):
         raise ConfigError(
             "An nn.Sequential runs its children as they are, so it can be measured but not estimated. Profile it on an "
@@ -111,34 +152,6 @@ def estimate_graph(
             f"The size of {picking.name!r} depends on values, so the model can be measured but not estimated. Profile "
             "it on an example."
         )
-    rates = rates or measure_rates()
-    runs = {size: _run(captured, size) for size in sorted({microbatch_size, *sizes})}
-    steps, leaves, buffers, columns = _on_meta(captured, microbatch_size)
-    twice = _on_meta(captured, 2 * microbatch_size)[3]
-    spaces = workspaces(Passes(steps, leaves, buffers, _stand_in_loss), columns, twice)
-    costs = {size: _costs(captured, counts, rates) for size, counts in runs.items()}
-    counts = runs[microbatch_size]
-    nodes = tuple(
-        dataclasses.replace(
-            node,
-            forward_s=forward,
-            backward_input_s=inward,
-            backward_weight_s=weight,
-            activation_bytes=-(-counts.kept.bytes_of.get(i, 0) // microbatch_size),
-            workspace=spaces[i],
-            source="estimated",
-        )
-        for i, (node, (forward, inward, weight)) in enumerate(
-            zip(captured.graph.nodes, costs[microbatch_size], strict=True)
-        )
-    )
-    return Profile(
-        graph=dataclasses.replace(captured.graph, nodes=nodes),
-        microbatch_size=microbatch_size,
-        seconds_by_size=tuple((size, sum(map(sum, found))) for size, found in costs.items()),
-        device=rates.device,
-        notes=("Seconds are estimated from counted operations and bytes: this model was not timed.",),
-    )
 
 
 def bytes_unrun(captured: Capture, samples: int, loss: Loss) -> tuple[list[int], list[Lines]] | None:
@@ -154,12 +167,12 @@ def bytes_unrun(captured: Capture, samples: int, loss: Loss) -> tuple[list[int],
     if not isinstance(captured.model, TracedModel) or _picking(captured.model) is not None:
         return None
     try:
-        steps, leaves, buffers, columns = _on_meta(captured, samples)
-        twice = _on_meta(captured, 2 * samples)[3]
+        meta = _OnMeta.of(captured)
+        columns, twice, held = meta.columns(samples), meta.columns(2 * samples), (*meta.leaves, *meta.buffers)
         for one in (loss, _stand_in_loss):
-            passes = Passes(steps, leaves, buffers, one)
+            passes = Passes(meta.steps, meta.leaves, meta.buffers, one)
             with contextlib.suppress(Exception):  # it looks at values
-                return kept_bytes(passes, columns, held=(*leaves, *buffers)), workspaces(passes, columns, twice)
+                return kept_bytes(passes, columns, held=held), workspaces(passes, columns, twice)
     except (RuntimeError, NotImplementedError, TypeError):
         return None
     return None
@@ -172,23 +185,55 @@ _MORE_FLOPS = {
 }
 
 
+class _Work(NamedTuple):
+    """Of one operation."""
+
+    flops: float
+    moved_bytes: float
+
+
 @dataclass(slots=True)
 class _Counts:
-    """Observer: FLOPs, bytes in and out, and which backwards there are, by position."""
+    """Observer: FLOPs, bytes in and out, and which backwards there are, by position.
+
+    Attributes:
+        kept: counts the bytes that backwards keep.
+    """
 
     kept: KeptBytes
-    flops: list[float] = field(default_factory=list)
-    moved_bytes: list[int] = field(default_factory=list)
+    work: list[_Work] = field(default_factory=list)
     passes: list[bool] = field(default_factory=list)
 
     def __call__(self, position: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) as counter:
             outputs = self.kept(position, call, args, kwargs)
         inputs = tensors_in((args, kwargs))
-        self.flops.append(float(counter.get_total_flops()))
-        self.moved_bytes.append(sum(t.nbytes for t in (*inputs, *tensors_in(outputs))))
+        moved_bytes = sum(t.nbytes for t in (*inputs, *tensors_in(outputs)))
+        self.work.append(_Work(float(counter.get_total_flops()), moved_bytes))
         self.passes.append(any(t.requires_grad and not t.is_leaf for t in inputs))
         return outputs
+
+
+def _work_by_size(meta: _OnMeta, here: _Counts, microbatch_size: int, sizes: Sequence[int]) -> dict[int, list[_Work]]:
+    """By size, the work of every operation, which grows evenly: counted at the size farthest from this one, too.
+
+    Args:
+        here: counted at ``microbatch_size``.
+    """
+    wanted = sorted({microbatch_size, *sizes})
+    far = max(wanted, key=lambda size: abs(size - microbatch_size))
+    if far == microbatch_size:
+        return {microbatch_size: here.work}
+    there = _Counts(KeptBytes(()))
+    meta.steps.run(meta.leaves, meta.buffers, meta.columns(far), there)
+    found = {}
+    for size in wanted:
+        share = (size - microbatch_size) / (far - microbatch_size)
+        found[size] = [
+            _Work(*(a + share * (b - a) for a, b in zip(one, other, strict=True)))
+            for one, other in zip(here.work, there.work, strict=True)
+        ]
+    return found
 
 
 def _picking(model: TracedModel) -> Any:
@@ -196,27 +241,35 @@ def _picking(model: TracedModel) -> Any:
     return next((node for node in model.train.nodes if is_open(node.meta.get("val"))), None)
 
 
-def _run(captured: Capture, samples: int) -> _Counts:
-    steps, leaves, buffers, columns = _on_meta(captured, samples)
-    counts = _Counts(KeptBytes((*leaves, *buffers)))
-    steps.run(leaves, buffers, columns, counts)
-    return counts
+class _OnMeta(NamedTuple):
+    """The steps of a model and what they take, none of which has memory.
 
+    Attributes:
+        shapes: see Capture.columns.
+    """
 
-def _on_meta(captured: Capture, samples: int) -> tuple[Steps, list[torch.Tensor], list[torch.Tensor], Columns]:
-    """The steps of a model and what they take, none of which has memory."""
-    (program,) = captured.programs(())
-    parameters = {
-        name: torch.nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-        for name, p in captured.parameters.items()
-    }
-    leaves = list(WeightRing(program, parameters).newest_leaves())
-    buffers = [captured.buffers[name].detach().to("meta") for name in program.train.buffers]
-    columns = {
-        name: torch.empty((samples, *shape[1:]) if shape else (), dtype=dtype, device="meta")
-        for name, (shape, dtype) in captured.columns.items()
-    }
-    return steps_of(captured, program), leaves, buffers, columns
+    steps: Steps
+    leaves: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    shapes: Mapping[Any, tuple[tuple[int, ...], torch.dtype]]
+
+    @classmethod
+    def of(cls, captured: Capture) -> _OnMeta:
+        (program,) = captured.programs(())
+        parameters = {
+            name: torch.nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+            for name, p in captured.parameters.items()
+        }
+        leaves = list(WeightRing(program, parameters).newest_leaves())
+        buffers = [captured.buffers[name].detach().to("meta") for name in program.train.buffers]
+        return cls(steps_of(captured, program), leaves, buffers, captured.columns)
+
+    def columns(self, samples: int) -> Columns:
+        """So many samples by column."""
+        return {
+            name: torch.empty((samples, *shape[1:]) if shape else (), dtype=dtype, device="meta")
+            for name, (shape, dtype) in self.shapes.items()
+        }
 
 
 def _stand_in_loss(outputs: Any, columns: Columns) -> torch.Tensor:
@@ -228,11 +281,16 @@ def _stand_in_loss(outputs: Any, columns: Columns) -> torch.Tensor:
     return total
 
 
-def _costs(captured: Capture, counts: _Counts, rates: Rates) -> list[tuple[float, float, float]]:
-    """By node, seconds of forward and of the backward for inputs and for parameters."""
+def _costs(captured: Capture, counts: _Counts, work: Sequence[_Work], rates: Rates) -> list[tuple[float, float, float]]:
+    """By node, seconds of forward and of the backward for inputs and for parameters.
+
+    Args:
+        counts: of any size.
+        work: of the size that is asked for.
+    """
     found = []
     for i, node in enumerate(captured.graph.nodes):
-        forward = rates.seconds(counts.flops[i], counts.moved_bytes[i])
+        forward = rates.seconds(*work[i])
         trained = any(captured.parameters[name].requires_grad for name in node.param_names)
         # Shared parameters have a name at their first use only; the gradient is taken at each.
         inward = forward if counts.passes[i] else 0.0

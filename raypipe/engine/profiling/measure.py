@@ -14,11 +14,13 @@ memory that stages share, and the optimizer's step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import platform
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ from raypipe.engine.capture import Capture
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.local import one_thread
 from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, Shares
-from raypipe.engine.profiling.rounds import Moment, Round, Seconds, seconds_between, seconds_of
+from raypipe.engine.profiling.rounds import Moment, Round, seconds_between, seconds_of
 from raypipe.engine.profiling.steps import KEY, Columns, Steps, first_of, samples_of, steps_of
 from raypipe.engine.profiling.workspace import Passes, kept_bytes, workspaces
 from raypipe.engine.stage import StageProgram
@@ -42,6 +44,7 @@ from raypipe.ir.profile import DOUBTFUL, Profile
 __all__ = [
     "Bench",
     "Progress",
+    "advancing",
     "device_name",
     "larger_sizes",
     "powers_of_two",
@@ -86,45 +89,64 @@ def profile_graph(
         StageError: the model cannot run on these columns; ``estimate_graph`` needs no run.
     """
     samples = samples_of(columns)
-    sizes = powers_of_two(samples) if sizes is None else sizes
-    total = repeats + 1 + repeats * len({*sizes, samples}) + 3
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
-    try:
+    wanted = {*(powers_of_two(samples) if sizes is None else sizes), samples}
+    total = repeats + 1 + repeats * len(wanted) + 3
+    advance = advancing(lambda done: progress(done, total) if progress is not None else None)
+    with unprofiled(samples):
         settle_allocator()
         with one_thread():
             bench = Bench.of(captured)
-            kept = bench.kept(columns)
-            advance()
-            spaces = workspaces(bench.passes(), columns, first_of(columns, samples // 2) if samples > 1 else None)
-            advance()
-            shares = bench.shares(columns)
-            advance()
-            rounds = []
-            for _ in range(repeats + 1):
-                rounds.append(bench.round(columns))
-                advance()
-            found = _by_size(bench, columns, {*sizes, samples}, repeats, advance)
+            operations = _operations(bench, columns, samples, repeats, advance)
+            found = _by_size(bench, columns, wanted, repeats, advance)
             more, doubts = _beyond(bench, larger or {}, samples, _median_s(found.alone[samples]), larger_s, repeats)
             found.alone.update(more)
             found.notes.extend(doubts)
+    return _profile(captured, samples, operations, found)
+
+
+@contextlib.contextmanager
+def unprofiled(samples: int) -> Iterator[None]:
+    """What fails inside becomes the refusal of a model that does not run on its example."""
+    try:
+        yield
     except (RuntimeError, ValueError, IndexError) as error:
-        raise unprofiled(samples, error) from error
-    return _profile(captured, samples, seconds_of(rounds[1:], found.alone[samples]), kept, spaces, shares, found)
+        raise StageError(
+            f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
+            "Check that the example has the shapes of the training data."
+        ) from error
 
 
-def unprofiled(samples: int, error: Exception) -> StageError:
-    """The refusal of a model that does not run on its example."""
-    return StageError(
-        f"The model could not be profiled on a micro-batch of {samples} samples: {type(error).__name__}: {error} "
-        "Check that the example has the shapes of the training data."
-    )
+def advancing(told: Callable[[int], object]) -> Callable[[], None]:
+    """A function to call after each part of the work; ``told`` hears how many are done."""
+    done = itertools.count(1)
+
+    def advance() -> None:
+        told(next(done))
+
+    return advance
+
+
+class _Operations(NamedTuple):
+    """By operation, as ``kept``, ``workspaces`` and ``shares`` count them; and rounds of them all."""
+
+    kept: list[int]
+    spaces: list[Lines]
+    shares: list[float]
+    rounds: list[Round]
+
+
+def _operations(bench: Bench, columns: Columns, samples: int, repeats: int, advance: Callable[[], None]) -> _Operations:
+    kept = bench.kept(columns)
+    advance()
+    spaces = workspaces(bench.passes(), columns, first_of(columns, samples // 2) if samples > 1 else None)
+    advance()
+    shares = bench.shares(columns)
+    advance()
+    rounds = []
+    for _ in range(repeats + 1):
+        rounds.append(bench.round(columns))
+        advance()
+    return _Operations(kept, spaces, shares, rounds[1:])  # the first warmed up
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
@@ -328,15 +350,9 @@ def _beyond(
     return found, []
 
 
-def _profile(
-    captured: Capture,
-    samples: int,
-    found: Seconds,
-    kept: Sequence[int],
-    spaces: Sequence[Lines],
-    shares: Sequence[float],
-    by_size: _BySize,
-) -> Profile:
+def _profile(captured: Capture, samples: int, operations: _Operations, by_size: _BySize) -> Profile:
+    kept, spaces, shares, rounds = operations
+    found = seconds_of(rounds, by_size.alone[samples])
     nodes = tuple(
         dataclasses.replace(
             node,
@@ -357,8 +373,8 @@ def _profile(
     ]
     small = None
     if by_size.small is not None:
-        size, rounds = by_size.small
-        small = size, tuple(seconds_of(rounds, by_size.alone.get(size, ())).by_operation())
+        size, of_size = by_size.small
+        small = size, tuple(seconds_of(of_size, by_size.alone.get(size, ())).by_operation())
     return Profile(
         graph=dataclasses.replace(captured.graph, nodes=nodes),
         microbatch_size=samples,

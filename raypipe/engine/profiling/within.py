@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from raypipe.engine.capture import Capture
 from raypipe.engine.local import one_thread
@@ -23,6 +24,7 @@ from raypipe.engine.profiling.estimate import bytes_unrun
 from raypipe.engine.profiling.measure import (
     Bench,
     Progress,
+    advancing,
     device_name,
     larger_sizes,
     powers_of_two,
@@ -73,32 +75,45 @@ def profile_within(
     wanted = sorted({*(powers_of_two(samples) if sizes is None else sizes), samples})
     wanted = [size for size in wanted if size] or [samples]
     told = progress or (lambda done, total: None)
-    source = larger if larger and samples_of(larger) > samples else columns
-    try:
+    with unprofiled(samples):
         settle_allocator()
         with one_thread():
-            budget, bench = Budget(budget_s), Bench.of(captured)
-            small = _smallest(bench, columns, wanted if len(wanted) > 1 else [min(2, samples), samples], budget, told)
-            full_s = FULL_PASSES * repeats * small.total_s * samples / small.size
-            if full_s <= budget.left_s:
-                found = profile_graph(
-                    captured, columns, larger, sizes=sizes, repeats=repeats,
-                    progress=lambda done, of: told(round(total * done / of), total),
-                )  # fmt: skip
-                return dataclasses.replace(found, notes=(*found.notes, f"All {total} operations were measured."))
-            ratios = {small.size: _ratio(bench, first_of(columns, small.size), small, budget)}
+            run = _Run(Budget(budget_s), Bench.of(captured), repeats, told)
+            small = _smallest(run, columns, wanted if len(wanted) > 1 else [min(2, samples), samples])
+            if FULL_PASSES * repeats * small.total_s * samples / small.size <= run.budget.left_s:
+                return _all_operations(captured, columns, larger, sizes, run)
+            small = dataclasses.replace(small, ratio=_ratio(run, first_of(columns, small.size), small))
             limit = [*wanted, *(larger_sizes(samples, larger or {}) if len(wanted) > 1 else ())]
-            size = _affordable(limit, small, budget)
-            large = small
-            if size > small.size:
-                part = first_of(source, size)
-                large = _pass(bench, part, budget, repeats, _halves(told, total))
-                ratios[size] = _ratio(bench, part, large, budget) or ratios[small.size]
-            counts = _bytes(captured, bench, columns, small.size)
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise unprofiled(samples, error) from error
+            large = _largest(run, larger if larger and samples_of(larger) > samples else columns, limit, small)
+            counts = _bytes(captured, run.bench, columns, small.size)
     told(total, total)
-    return _profile(captured, small, large, ratios, counts, budget)
+    return _profile(captured, small, large, counts, run.budget)
+
+
+def _all_operations(
+    captured: Capture, columns: Columns, larger: Columns | None, sizes: Sequence[int] | None, run: _Run
+) -> Profile:
+    """The full measurement, told as so many operations."""
+    total = len(captured.graph.nodes)
+    found = profile_graph(
+        captured, columns, larger, sizes=sizes, repeats=run.repeats,
+        progress=lambda done, of: run.told(round(total * done / of), total),
+    )  # fmt: skip
+    return dataclasses.replace(found, notes=(*found.notes, f"All {total} operations were measured."))
+
+
+class _Run(NamedTuple):
+    """What every pass needs.
+
+    Attributes:
+        repeats: measurements of an operation, at most.
+        told: of (done, total) operations.
+    """
+
+    budget: Budget
+    bench: Bench
+    repeats: int
+    told: Progress
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,23 +123,24 @@ class _Pass:
     Attributes:
         unique_s: seconds of one measurement of every kind.
         measured: kinds that were measured, and all of them.
+        ratio: (forward, backward) of the operations over those of the whole model; None where that was not run.
     """
 
     size: int
     parts: list[Parts]
     unique_s: float
     measured: tuple[int, int]
+    ratio: tuple[float, float] | None = None
 
     @property
     def total_s(self) -> float:
         return sum(p.forward_s + p.backward_s for p in self.parts)
 
 
-def _pass(
-    bench: Bench, columns: Columns, budget: Budget, repeats: int, advance: Callable[[], None] = lambda: None
-) -> _Pass:
+def _pass(run: _Run, columns: Columns, repeats: int, advance: Callable[[], None]) -> _Pass:
+    bench = run.bench
     leaves = [[bench.leaves[site] for site in sites] for sites in bench.steps.sites]
-    observer = Alike(leaves, bench.steps.weight_like, budget, repeats, advance)
+    observer = Alike(leaves, bench.steps.weight_like, run.budget, repeats, advance)
     outputs = bench.steps.run(bench.leaves, bench.buffers, columns, observer)
     loss = observer.loss_parts(bench.loss, outputs, columns)
     parts = observer.seconds()
@@ -140,42 +156,34 @@ def _pass(
     return _Pass(samples_of(columns), parts, unique_s, (sum(p.measured for p in known), len(known)))
 
 
-def _smallest(bench: Bench, columns: Columns, sizes: Sequence[int], budget: Budget, told: Progress) -> _Pass:
-    """The pass of the smallest size that the model runs with."""
-    total, done = len(bench.steps.sites), 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        told(done // 2, total)
-
+def _smallest(run: _Run, columns: Columns, sizes: Sequence[int]) -> _Pass:
+    """The pass of the smallest size that the model runs with, which is the first half of the work."""
+    total = len(run.bench.steps.sites)
     for place, size in enumerate(sizes):
         try:
-            return _pass(bench, first_of(columns, size), budget, 5, advance)
+            advance = advancing(lambda done: run.told(done // 2, total))
+            return _pass(run, first_of(columns, size), 5, advance)
         except (RuntimeError, ValueError):  # batch statistics of a single value, for one
             if place + 1 == len(sizes):
                 raise
-            done = 0
     raise AssertionError("unreachable: the last size either runs or raises")
 
 
-def _halves(told: Progress, total: int) -> Callable[[], None]:
-    """Progress of the second of two passes."""
-    done = 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        told((total + done) // 2, total)
-
-    return advance
+def _largest(run: _Run, columns: Columns, sizes: Sequence[int], small: _Pass) -> _Pass:
+    """The pass of the largest size that there is time for; ``small`` where there is none."""
+    size = _affordable(sizes, small, run.budget)
+    if size <= small.size:
+        return small
+    total, part = len(run.bench.steps.sites), first_of(columns, size)
+    found = _pass(run, part, run.repeats, advancing(lambda done: run.told((total + done) // 2, total)))
+    return dataclasses.replace(found, ratio=_ratio(run, part, found) or small.ratio)
 
 
-def _ratio(bench: Bench, columns: Columns, found: _Pass, budget: Budget) -> tuple[float, float] | None:
+def _ratio(run: _Run, columns: Columns, found: _Pass) -> tuple[float, float] | None:
     """(forward, backward) of the operations over those of the whole model; None where there is no time to run it."""
     wholes: list[tuple[float, float]] = []
-    while len(wholes) < WHOLES and found.total_s <= WHOLE_SHARE * budget.left_s:
-        wholes.append(bench.whole(columns))
+    while len(wholes) < WHOLES and found.total_s <= WHOLE_SHARE * run.budget.left_s:
+        wholes.append(run.bench.whole(columns))
     if len(wholes) < 2:  # the first touches memory that later ones find
         return None
     forward_s, backward_s = (min(seconds) for seconds in zip(*wholes[1:], strict=True))
@@ -205,15 +213,10 @@ def _bytes(captured: Capture, bench: Bench, columns: Columns, size: int) -> tupl
 
 
 def _profile(
-    captured: Capture,
-    small: _Pass,
-    large: _Pass,
-    ratios: Mapping[int, tuple[float, float] | None],
-    counts: tuple[list[int], list[Lines], int],
-    budget: Budget,
+    captured: Capture, small: _Pass, large: _Pass, counts: tuple[list[int], list[Lines], int], budget: Budget
 ) -> Profile:
     kept, spaces, samples = counts
-    by_size = {p.size: _scaled(p.parts, ratios[p.size] or (1.0, 1.0)) for p in (small, large)}
+    by_size = {p.size: _scaled(p.parts, p.ratio or (1.0, 1.0)) for p in (small, large)}
     nodes = tuple(
         dataclasses.replace(
             node,
@@ -230,7 +233,7 @@ def _profile(
         graph=dataclasses.replace(captured.graph, nodes=nodes),
         microbatch_size=large.size,
         seconds_by_size=tuple(sorted((size, math.fsum(_seconds(parts))) for size, parts in by_size.items())),
-        raw_ratio=ratios[large.size] or (1.0, 1.0),
+        raw_ratio=large.ratio or (1.0, 1.0),
         device=device_name(),
         notes=(_note(len(nodes), small, large, budget),),
         small=None if large is small else (small.size, tuple(_seconds(by_size[small.size]))),
