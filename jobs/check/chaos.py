@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import raypipe
 from jobs.lib.machine import machine_line
@@ -57,9 +58,9 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Linear(32, 4))
 
 
-def data() -> dict[str, torch.Tensor]:
+def data() -> TensorDataset:
     made = torch.Generator().manual_seed(1)
-    return {"x": torch.randn(512, 32, generator=made), "y": torch.randint(0, 4, (512,), generator=made)}
+    return TensorDataset(torch.randn(512, 32, generator=made), torch.randint(0, 4, (512,), generator=made))
 
 
 def adamw(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
@@ -72,7 +73,7 @@ def trainer(folder: Path, name: str, asked: argparse.Namespace) -> raypipe.Pipel
         model(),
         loss_fn=functional.cross_entropy,
         optimizer=adamw,
-        train_data=tuple(data().values()),
+        train_data=data(),
         pipeline=raypipe.PipelineConfig(
             num_stages=asked.stages,
             minibatch_size=32,

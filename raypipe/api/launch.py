@@ -16,7 +16,20 @@ from raypipe.ir.plan import Plan
 from raypipe.prepare.job import Job
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 
-__all__ = ["failures_of", "generation_setup", "local_fleet", "policy_of", "refuse_replicas", "run_setup"]
+__all__ = [
+    "copy_interval",
+    "failures_of",
+    "generation_setup",
+    "local_fleet",
+    "policy_of",
+    "refuse_replicas",
+    "run_setup",
+]
+
+COPY_EVERY = 3
+"""Orders are given three ahead, so that of two copies one is of a step that the driver knows to be done."""
+DRAIN_EVERY = 20
+"""Of an asynchronous schedule, for which a copy costs (stages - 1) / (20 x micro-batches) of the time."""
 
 
 def local_fleet(job: Job, place: Place | None) -> LocalFleet:
@@ -68,6 +81,15 @@ def policy_of(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
         getattr(config, "checkpoint_score_attribute", None),
         getattr(config, "checkpoint_score_order", None) or "max",
     )
+
+
+def copy_interval(job: Job) -> int:
+    """Steps between two copies of the state in memory, of a run that survives failures.
+
+    An asynchronous schedule completes what is under way before each, which changes later weight versions and so the
+    bits: its interval is the same wherever and however often the run is started, in threads too.
+    """
+    return COPY_EVERY if job.flow is None else DRAIN_EVERY
 
 
 def failures_of(run: Any) -> int:

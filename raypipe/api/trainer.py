@@ -16,7 +16,7 @@ import torch
 from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
 from raypipe.api.handle import Result, RunHandle
 from raypipe.api.init_from import InitialWeights
-from raypipe.api.launch import failures_of, policy_of, refuse_replicas, run_setup
+from raypipe.api.launch import copy_interval, failures_of, policy_of, refuse_replicas, run_setup
 from raypipe.api.listing import DEFAULT_STORAGE
 from raypipe.api.signals import stopping_on_signals
 from raypipe.config.pipeline import PipelineConfig
@@ -351,8 +351,8 @@ class PipelineTrainer:
     def _blueprint(self, job: Job, num_steps: int, *, local: bool) -> Blueprint:
         """What becomes a run wherever it is planned and assembled."""
         spec = self._spec(job, num_steps)
-        if spec.max_failures and not local:
-            spec = dataclasses.replace(spec, copy_interval_steps=3)
+        if spec.max_failures:
+            spec = dataclasses.replace(spec, copy_interval_steps=copy_interval(job))
         setup = run_setup(job, spec.place, None if local else self._pipeline)
         return Blueprint(job.basis, self._pipeline, setup, spec, turns=not local)
 

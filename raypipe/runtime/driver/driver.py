@@ -122,7 +122,7 @@ class _DriverActor:
                 self._journal.begins("waiting for the check of the model, which runs where the run was started")
             self._journal.begins()
             offered = (spec.num_workers or 0) if spec.max_failures else 0
-            spares = Spares(fleet, offered, lambda note: RunFolder(spec.place).event("warning", note))
+            spares = Spares(fleet, offered, RunFolder(spec.place).event)
             spares.refill()
             recovery = Recovery(fleet, blueprint, made, tensors, spares)
             return run_loop(fleet, spec, plan, journal, self._requests, lease=lease, recovery=recovery)

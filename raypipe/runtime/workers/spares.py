@@ -18,11 +18,11 @@ class Spares:
 
     Args:
         count: of all members.
-        tell: (sentence) notes that one could not be started, which ends nothing.
+        event: (decision, reason) notes that one is ready, or could not be started, which ends nothing.
     """
 
-    def __init__(self, fleet: Fleet, count: int, tell: Callable[[str], None]) -> None:
-        self._fleet, self.count, self._tell = fleet, count, tell
+    def __init__(self, fleet: Fleet, count: int, event: Callable[[str, str], None]) -> None:
+        self._fleet, self.count, self._event = fleet, count, event
 
     def refill(self) -> None:
         """Start those that are missing, in the background."""
@@ -33,5 +33,6 @@ class Spares:
         try:
             self._fleet.grow(self.count)
             self._fleet.rehearse_spares()
+            self._event("spare", f"{self.count} workers are there, spares with torch and the optimizer imported")
         except (RaypipeError, RayError) as error:
-            self._tell(f"A spare worker could not be started: {error}")
+            self._event("warning", f"A spare worker could not be started: {error}")
