@@ -35,11 +35,18 @@ __all__ = ["Address", "SocketChannel", "SocketListener", "open_channels"]
 
 RETRY_S = 0.02
 
+CONNECT_AGAIN_S = 0.25
+"""After this time a connection that nobody took is tried anew, and then after twice the time: a listener's queue that
+strangers filled drops what comes, and the system itself tries again after 1, 3 and 7 s only."""
+
+ACCEPTED_AT_ONCE = 16
+
 GUEST_S = 5.0
 """Time that somebody who connected has to prove itself."""
 
 GUESTS = 64
-"""Connections, besides those of peers, that may be in the middle of proving themselves; the oldest has to go."""
+"""Connections, besides those of peers, that may be in the middle of proving themselves. With one more the oldest has to
+go of those that did not greet as a peer would; where all did, the oldest."""
 
 _PENDING = (0, errno.EINPROGRESS, errno.EINTR)
 
@@ -103,7 +110,12 @@ class _Talk:
 
     def __init__(self, sock: socket.socket, steps: Conversation, peer: int | None, until_s: float) -> None:
         self.sock, self.steps, self.peer, self.until_s = sock, steps, peer, until_s
-        self.begun, self.heard, self.wanted_bytes = False, b"", 0
+        self.turns, self.heard, self.wanted_bytes = 0, b"", 0
+
+    @property
+    def greeted(self) -> bool:
+        """Whether who called has said what a peer would say first."""
+        return self.turns > 1
 
     def step(self) -> Answer | None:
         """Say what is next; the answer once the conversation is over.
@@ -114,10 +126,10 @@ class _Talk:
         heard = self.heard
         while True:
             try:
-                turn = self.steps.send(heard) if self.begun else next(self.steps)
+                turn = self.steps.send(heard) if self.turns else next(self.steps)
             except StopIteration as end:
                 return end.value
-            self.begun = True
+            self.turns += 1
             if turn.say and self.sock.send(turn.say) != len(turn.say):
                 raise BlockingIOError
             if turn.wanted_bytes:
@@ -159,6 +171,7 @@ class _Opening:
         self.unproven: set[int] = set()  # peers in whose name somebody called who does not know the secret
         self.unix = {peer for peer, at in peers.items() if at.unix and same_machine(at, listener.address)}
         self.retry_at_s = dict.fromkeys(peers, 0.0)
+        self.patience_s = dict.fromkeys(peers, CONNECT_AGAIN_S)
         self.selector = selectors.DefaultSelector()
         for sock in listener.sockets:
             self.selector.register(sock, selectors.EVENT_READ)
@@ -170,10 +183,13 @@ class _Opening:
                 self._raise_late()
             for guest in [guest for guest in self.guests if now_s >= guest.until_s]:
                 self._drop(guest)
+            for talk in [talk for talk in self.calls.values() if now_s >= talk.until_s]:
+                self._call_again(talk)
             for peer, at_s in list(self.retry_at_s.items()):
                 if now_s >= at_s:
                     self._connect(peer)
-            next_s = min([self.deadline_s, *self.retry_at_s.values(), *(guest.until_s for guest in self.guests)])
+            talks = (*self.guests, *self.calls.values())
+            next_s = min([self.deadline_s, *self.retry_at_s.values(), *(talk.until_s for talk in talks)])
             for key, _ in self.selector.select(max(next_s - time.monotonic(), 0.0)):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
@@ -194,7 +210,8 @@ class _Opening:
         sock = socket.socket(socket.AF_UNIX if over_unix else family)
         sock.setblocking(False)
         enlarge_buffers(sock)
-        self.calls[peer] = talk = _Talk(sock, call(self.hellos[peer], self.secret), peer, self.deadline_s)
+        until_s = time.monotonic() + self.patience_s[peer]
+        self.calls[peer] = talk = _Talk(sock, call(self.hellos[peer], self.secret), peer, until_s)
         choose_congestion_control(sock)
         try:
             code = sock.connect_ex(at.unix_path() if over_unix else (at.host, at.port))
@@ -204,6 +221,13 @@ class _Opening:
             self.selector.register(sock, selectors.EVENT_WRITE, talk)
         else:
             self._cannot_connect(talk, code)
+
+    def _call_again(self, talk: _Talk) -> None:
+        """Nobody took the connection yet."""
+        assert talk.peer is not None
+        self.patience_s[talk.peer] *= 2
+        self.retry_at_s[talk.peer] = 0.0
+        self._drop(talk)
 
     def _cannot_connect(self, talk: _Talk, code: int) -> None:
         peer = talk.peer
@@ -221,14 +245,16 @@ class _Opening:
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            sock, _ = listener.accept()
-            sock.setblocking(False)
-            guest = _Talk(sock, answer(self.hellos, self.secret), None, time.monotonic() + GUEST_S)
-            guest.step()
-            self.guests[guest] = None
-            self.selector.register(sock, selectors.EVENT_READ, guest)
-            if len(self.guests) > GUESTS + len(self.peers):
-                self._drop(next(iter(self.guests)))
+            for _ in range(ACCEPTED_AT_ONCE):
+                sock, _ = listener.accept()
+                sock.setblocking(False)
+                guest = _Talk(sock, answer(self.hellos, self.secret), None, time.monotonic() + GUEST_S)
+                guest.step()
+                self.guests[guest] = None
+                self.selector.register(sock, selectors.EVENT_READ, guest)
+                if len(self.guests) > GUESTS + len(self.peers):
+                    silent = (other for other in self.guests if not other.greeted)
+                    self._drop(next(silent, next(iter(self.guests))))
 
     def _go_on(self, talk: _Talk, *, connecting: bool) -> None:
         try:
@@ -236,6 +262,7 @@ class _Opening:
                 if code := talk.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     self._cannot_connect(talk, code)
                     return
+                talk.until_s = self.deadline_s
                 self.selector.modify(talk.sock, selectors.EVENT_READ, talk)
                 done = talk.step()
             else:
