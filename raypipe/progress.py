@@ -75,7 +75,7 @@ class RunProgress:
             self._stream.write(f"note: {note}\n")
 
     def __call__(self, news: News) -> None:
-        if not self._placed:
+        if not self._placed and news.status.path:
             self._placed = True
             self._say(f"{news.status.name}: its folder is {news.status.path}")
         self._show(news)
@@ -88,8 +88,8 @@ class RunProgress:
         self._stream.flush()
 
     def _show(self, news: News) -> None:
+        self._say_message(news)
         if not news.records:
-            self._starting(news)
             return
         if self._line is None:
             self._line = ProgressLine(news.status.num_steps, self._stream)
@@ -101,12 +101,14 @@ class RunProgress:
             if record.step >= news.status.first_step:
                 self._line.update(record)
 
-    def _starting(self, news: News) -> None:
-        doing = news.status.message
-        if news.status.state == "starting" and doing != self._said and time.monotonic() >= self._late_s:
-            self._said = doing
-            self._stream.write(f"{news.status.name}: {doing}\n")
-            self._stream.flush()
+    def _say_message(self, news: News) -> None:
+        """What a start waits for, once it takes a while, and what happens to a run, at once."""
+        state, message = news.status.state, news.status.message
+        if message == self._said or (state == "starting" and time.monotonic() < self._late_s):
+            return
+        if state == "starting" or (state == "running" and message):
+            self._said = message
+            self._say(f"{news.status.name}: {message}")
 
 
 class ProfilingBar:

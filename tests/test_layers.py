@@ -102,6 +102,7 @@ PARTS = {
     ),
     "elastic": ("tune",),
     "control": ("elastic", "memory", "search", "tolerance"),
+    "liveness": (),
     "segments": (),
     "rows": ("schedule", "segments"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -77,3 +78,24 @@ def test_what_is_done_before_a_run_shows_on_a_terminal_only() -> None:
     assert hidden.getvalue() == ""
     lines = [text.removesuffix("\x1b[K") for text in shown.getvalue().split("\r")[1:]]
     assert lines == ["tracing the model", "profiling 48 of 120 operations", ""]
+
+
+def test_what_happens_is_heard_at_once_and_taken_back_by_the_next_step() -> None:
+    journal, stream = Journal("digits", "runs/digits"), io.StringIO()
+    watch = RunProgress([], stream, late_s=0.0)
+    journal.begins(num_steps=3)
+    with ThreadPoolExecutor() as threads:
+        heard = threads.submit(journal.news, 0, 600.0)
+        while not heard.done():  # whenever the other thread begins to wait
+            journal.alert("Stage 1 has been stopped")
+            heard_now = wait([heard], timeout=0.05).done
+        watch(heard.result())
+    assert heard_now == {heard}
+    assert heard.result().records == []
+    assert stream.getvalue().splitlines()[-1] == "digits: Stage 1 has been stopped"
+    journal.tell(message="the disk is full")
+    journal.step(record(0), ())
+    assert journal.news(0, 0.0).status.message == "the disk is full"
+    journal.alert("Stage 1 is slow")
+    journal.step(record(1), ())
+    assert journal.news(0, 0.0).status.message == ""

@@ -53,6 +53,7 @@ def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = N
         transport=pipeline.transport,
         link_checksum=pipeline.link_checksum,
         link_ports=None if pipeline.link_ports == "auto" else pipeline.link_ports,
+        driver_grace_s=float(pipeline.driver_grace_s),
     )
 
 

@@ -83,6 +83,9 @@ class PipelineFields:
             run, "skip" leaves the step out on all stages. Parameters, optimizer and scheduler stay as they are, buffers
             (batch statistics) keep what the forwards wrote, as in plain PyTorch, and metrics and events say so; ten in
             a row end the run. Stages wait for each other's norms before every step, as they do with max_grad_norm.
+        driver_grace_s: seconds that a stage goes on without a word from the driver of its run, which speaks to every
+            stage twice a second; then it ends itself and gives its place back. The driver gives up a stage that it
+            cannot reach for as long. Time in which the one who waits is itself starved or stopped does not count.
         verify: "first_step" runs two micro-batches through the model itself and through its stages before training
             begins, while the actors start, and refuses the run where loss, gradients or buffers differ. That needs
             about twice the memory of the model in this process. "off" trains what was captured, unseen.
@@ -121,4 +124,5 @@ class PipelineFields:
     checkpoint_interval_steps: int | Auto = "auto"
     seed: int = 0
     on_nonfinite: str = "stop"
+    driver_grace_s: float = 60.0
     verify: str = "first_step"

@@ -70,6 +70,10 @@ def _number(above: float) -> _Rule:
     return _Rule(lambda v: type(v) in (int, float) and math.isfinite(v) and v > above, f"a number above {above:g}")
 
 
+def _seconds(least: float) -> _Rule:
+    return _Rule(lambda v: type(v) in (int, float) and math.isfinite(v) and v >= least, f"seconds, at least {least:g}")
+
+
 def _each(rule: _Rule, text: str) -> _Rule:
     return _Rule(lambda v: isinstance(v, tuple) and len(v) > 0 and all(map(rule.accepts, v)), text)
 
@@ -119,6 +123,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "checkpoint_interval_steps": _AUTO | _integer(1),
     "seed": _integer(0),
     "on_nonfinite": _one_of("stop", "skip"),
+    "driver_grace_s": _seconds(5.0),
     "verify": _one_of("first_step", "off"),
 }
 

@@ -78,6 +78,16 @@ class Executor:
         """Of this worker's stages, in their order."""
         return [work.state for work in self.works.values()]
 
+    @property
+    def doing(self) -> Action | None:
+        """The action in progress, an object of its own each time; None between mini-batches."""
+        return self._action
+
+    @property
+    def reads(self) -> bool:
+        """Whether it waits for the data of a micro-batch."""
+        return any(work.feed.reading for work in self.works.values())
+
     def abort(self, reason: str) -> None:
         """Release every wait from another thread; the executor is unusable afterwards."""
         for channel in self.channels.values():

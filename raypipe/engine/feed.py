@@ -73,6 +73,8 @@ class Feed:
         self._current: tuple[tuple[str, int, int], _Minibatch] | None = None
         self._ahead: dict[tuple[str, int, int], _Minibatch | Exception] = {}
         self._reading = threading.Lock()
+        self.reading = False
+        """Whether ``microbatch`` waits for data at this moment."""
 
     def prepare(self, segment: Segment, *, training: bool) -> None:
         """Read the mini-batches that the segment begins now; a failure is kept for the thread that needs the data."""
@@ -100,7 +102,13 @@ class Feed:
             found = self._ahead.pop(key, None)
             if isinstance(found, Exception):
                 raise found
-            self._current = (key, found if found is not None else self._read(key, segment))
+            if found is None:
+                self.reading = True
+                try:
+                    found = self._read(key, segment)
+                finally:
+                    self.reading = False
+            self._current = (key, found)
         parts, weights, shares, _ = self._current[1]
         if not self._weighs:
             return MicrobatchData(parts[index])

@@ -6,6 +6,7 @@ Its metrics are in ``metrics.py``, its checkpoints in ``checkpoint/``.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,10 @@ from raypipe.ir.picture import timeline_svg
 from raypipe.ir.timeline import Timeline, chrome_trace_json
 
 __all__ = ["RunFolder"]
+
+
+_APPENDING = threading.Lock()
+"""Object stores cannot append: there a file is read and written anew, and several threads of a driver have events."""
 
 
 class RunFolder:
@@ -40,7 +45,8 @@ class RunFolder:
     def event(self, decision: str, reason: str, **numbers: Any) -> None:
         """One line of events.jsonl: what was decided or happened, why, and the numbers."""
         line = {"time": round(time.time(), 3), "decision": decision, "reason": reason, **numbers}
-        self.place.append_bytes("events.jsonl", (json.dumps(line) + "\n").encode())
+        with _APPENDING:
+            self.place.append_bytes("events.jsonl", (json.dumps(line) + "\n").encode())
 
     def write_timelines(self, timelines: Sequence[Timeline]) -> None:
         """timeline/trace.json for Perfetto, timeline.svg for any browser, and the spans as Parquet."""

@@ -38,6 +38,7 @@ class RunSetup:
         link_ports: lowest and highest port that links may use.
         link_checksum: "auto", "on" or "off", see PipelineConfig.
         open_timeout_s: deadline for opening all links.
+        driver_grace_s: after which a worker ends itself that hears nothing of its driver.
     """
 
     make_optimizer: MakeOptimizer
@@ -52,6 +53,7 @@ class RunSetup:
     link_ports: tuple[int, int] | None = None
     link_checksum: str = "auto"
     open_timeout_s: float = OPEN_TIMEOUT_S
+    driver_grace_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "checkpoint_interval_steps": ({}, ["auto", 5]),
     "seed": ({}, [0, 1]),
     "on_nonfinite": ({}, ["stop", "skip"]),
+    "driver_grace_s": ({}, [5, 60.0, 90]),
     "verify": ({}, ["first_step", "off"]),
 }
 

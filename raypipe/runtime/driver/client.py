@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.driver import DriverActor, driver_name
 from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.journal import News
+from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.workers.packing import StoredTensors, stored
 from raypipe.runtime.workers.places import release_orphans
 
@@ -23,6 +26,8 @@ __all__ = ["NAMESPACE", "RayConnection", "connected", "find_run", "start_run"]
 
 NAMESPACE = "raypipe"
 CONTROL_TIMEOUT_S = 30.0
+ANSWER_S = 5.0
+"""A driver that is silent for longer is told about, and waited for."""
 
 # Standard error stays free for the progress line; Ray writes its logs into its session folder.
 _QUIET: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR", "log_to_driver": False}
@@ -66,38 +71,71 @@ def connected(num_workers: int, resources: Mapping[str, float], *, detached: boo
         ray.shutdown()
 
 
+class _Question(NamedTuple):
+    """What the driver was asked for: news of records ``since``, and since when by this process's clock."""
+
+    since: int
+    ref: Any
+    since_s: float
+
+
 class RayConnection:
     """A connection to the driver actor of one run.
 
     Args:
         owner: this process started the run and ends the driver with ``close``; others only listen.
         call: the owner's reference to the driver's long call.
+        path: of the run's folder, where it is known before the driver has answered.
     """
 
-    def __init__(self, driver: Any, name: str, *, owner: bool, call: Any = None) -> None:
+    def __init__(self, driver: Any, name: str, *, owner: bool, call: Any = None, path: str = "") -> None:
         self._driver: Any = driver
         self._call: Any = call
         self._name = name
         self._owner = owner
+        self._asked: _Question | None = None
+        self._status = RunStatus(name=name, path=path, state="starting")
 
     def news(self, since: int, wait_s: float) -> News:
-        """See Journal.
+        """See Journal. A driver that does not answer in time is waited for as long as Ray knows of its process.
+
+        Nothing is new then, and the status says for how long it has been silent.
 
         Raises:
             StageError: the driver is gone.
         """
+        if self._asked is None or self._asked.since != since:
+            self._asked = _Question(since, self._driver.news.remote(since, wait_s), time.monotonic())
         try:
-            news: News = ray.get(self._driver.news.remote(since, wait_s), timeout=wait_s + CONTROL_TIMEOUT_S)
-            if not news.ended:
-                self.check()
-            return news
+            if not ray.wait([self._asked.ref], timeout=wait_s + ANSWER_S)[0]:
+                return self._no_news()
+            asked, self._asked = self._asked, None
+            news: News = ray.get(asked.ref)
+        except ActorUnavailableError:  # Ray cannot reach it at the moment, and does not say that it is dead
+            self._asked = asked._replace(ref=self._driver.news.remote(since, wait_s))
+            return self._no_news()
         except RayActorError as error:
-            if isinstance(error, ActorDiedError):
-                release_orphans(driver_name(self._name))
-            raise StageError(
-                f"The driver of run {self._name!r} is gone, and its stages with it: {str(error).splitlines()[0]} "
-                "Start the run again under the same name; it goes on from its newest checkpoint."
-            ) from None
+            raise self._gone(error) from None
+        self._status = news.status
+        if not news.ended:
+            self.check()
+        return news
+
+    def _no_news(self) -> News:
+        assert self._asked is not None
+        silent_s = time.monotonic() - self._asked.since_s
+        message = (
+            f"the driver has not answered for {silent_s:.0f} s; Ray says that its process lives, so it is waited for"
+        )
+        return News([], dataclasses.replace(self._status, message=message), None, None, self._asked.since)
+
+    def _gone(self, error: RayActorError) -> StageError:
+        if isinstance(error, ActorDiedError):
+            release_orphans(driver_name(self._name))
+        return StageError(
+            f"The driver of run {self._name!r} is gone, and its stages with it: {str(error).splitlines()[0]} "
+            "Start the run again under the same name; it goes on from its newest checkpoint."
+        )
 
     def check(self) -> None:
         """Raise what kept the driver from running at all: a function of the user's that it cannot import, say."""
@@ -138,9 +176,14 @@ class RayConnection:
                 release_orphans(driver_name(self._name))
         self._driver = self._call = None
 
-    def _ask(self, ref: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+    def _ask(self, ref: Any, timeout_s: float | None = None) -> Any:
         try:
-            return ray.get(ref, timeout=timeout_s)
+            return ray.get(ref, timeout=CONTROL_TIMEOUT_S if timeout_s is None else timeout_s)
+        except GetTimeoutError:
+            raise StageError(
+                f"The driver of run {self._name!r} has not answered, though Ray says that its process lives: it is "
+                "stopped, or its machine is busy. It will do what was asked once it goes on."
+            ) from None
         except RayActorError as error:
             raise StageError(f"The driver of run {self._name!r} is gone: {str(error).splitlines()[0]}") from None
 
@@ -187,7 +230,7 @@ def start_run(
             f"Something of the run cannot be sent to Ray's actors: {str(error).splitlines()[-1]} Define model, "
             "loss_fn, optimizer and data at module level, without locks, open files or connections in them."
         ) from None
-    connection = RayConnection(driver, spec.name, owner=not detached, call=call)
+    connection = RayConnection(driver, spec.name, owner=not detached, call=call, path=str(spec.place))
     if not detached:
         try:
             check()

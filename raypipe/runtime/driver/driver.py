@@ -14,10 +14,12 @@ nobody when it is detached.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -25,6 +27,7 @@ import ray
 from raypipe.engine.metrics import part_before
 from raypipe.engine.rundir import RunFolder
 from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import ControllerDecision
@@ -41,6 +44,7 @@ from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.places import Owner
 from raypipe.runtime.workers.recovery import Recovery
 from raypipe.runtime.workers.spares import Spares
+from raypipe.runtime.workers.watch import Notice
 
 __all__ = ["DriverActor", "driver_name"]
 
@@ -98,7 +102,12 @@ class _DriverActor:
         stages = "1 stage" if count == 1 else f"{count} stages"
         self._journal.begins(f"waiting for the places and processes of {stages}")
         owner = Owner(driver_name(spec.name), lease.held.generation)
-        fleet = Fleet(setup.num_workers, resources, run.transport, run.link_ports, owner)
+        fleet = Fleet(
+            setup.num_workers, resources, run.transport, run.link_ports, owner,
+            lease_s=run.driver_grace_s, tell=partial(self._tell, RunFolder(spec.place)),
+        )  # fmt: skip
+        if plan.predicted is not None:
+            fleet.expect(max(span.end_s - span.start_s for span in plan.predicted.spans))
         journal = _Published(self._journal, Publisher(spec.name, setup.homes), plan)
         for note in fleet.notes:
             RunFolder(spec.place).event("warning", note)
@@ -128,6 +137,13 @@ class _DriverActor:
             return run_loop(fleet, spec, plan, journal, self._requests, lease=lease, recovery=recovery)
         finally:
             fleet.stop()
+
+    def _tell(self, folder: RunFolder, notice: Notice) -> None:
+        """Everybody hears at once what happened to a stage, and events.jsonl keeps it."""
+        numbers = {"seconds": round(notice.after_s, 3), "process": notice.process, "host": notice.host}
+        self._journal.alert(notice.reason)
+        with contextlib.suppress(CheckpointError):  # a full disk is told by those who need the folder
+            folder.event(notice.means, notice.reason, worker=notice.worker, **numbers)
 
     @ray.method(concurrency_group="control")
     def news(self, since: int, wait_s: float) -> News:

@@ -61,6 +61,7 @@ class Journal:
         self._status = RunStatus(name=name, path=path, state="starting")
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
+        self._alerts, self._alert = 0, ""
 
     def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str) -> None:
         """The run goes on after ``step`` steps; these are the records of the last ones."""
@@ -74,6 +75,8 @@ class Journal:
         with self._changed:
             self._records.append(record)
             self._status = self._status.after(record)
+            if self._alert and self._status.message == self._alert:
+                self._status = dataclasses.replace(self._status, message="")
             self._changed.notify_all()
 
     def decided(self, decision: ControllerDecision) -> None:
@@ -99,6 +102,14 @@ class Journal:
             self._status = dataclasses.replace(self._status, **changes)
             self._changed.notify_all()
 
+    def alert(self, message: str) -> None:
+        """Something has happened that everybody hears at once, also those who wait; the next step takes it back."""
+        with self._changed:
+            self._alerts += 1
+            self._alert = message
+            self._status = dataclasses.replace(self._status, message=message)
+            self._changed.notify_all()
+
     def stopping(self, reason: str) -> None:
         """Somebody asked the run to stop."""
         with self._changed:
@@ -122,14 +133,18 @@ class Journal:
             self._changed.notify_all()
 
     def news(self, since: int, wait_s: float) -> News:
-        """Records number ``since`` and later; waits up to ``wait_s`` for the first of them, or for the end.
+        """Records number ``since`` and later; waits up to ``wait_s`` for the first of them, an alert, or the end.
 
         Who asks so late that the first of them is not kept any more gets those that are: ``end`` tells the difference.
         What comes shortly after the first is told with it: an answer per step would cost a driver of quick steps more
         than the steps do. With ``wait_s`` 0 the answer is what is known now.
         """
         with self._changed:
-            if self._changed.wait_for(lambda: self._records.end != since or self._over, timeout=wait_s):
+            alerts = self._alerts
+            self._changed.wait_for(
+                lambda: self._records.end != since or self._over or self._alerts != alerts, timeout=wait_s
+            )
+            if self._records.end != since or self._over:
                 self._changed.wait_for(lambda: self._over, timeout=min(wait_s, GATHER_S))
             # A number that was never reached is of a driver before this one: all that is known is new then.
             found = self._records.since(since if since <= self._records.end else 0)

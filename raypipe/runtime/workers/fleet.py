@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -19,13 +19,17 @@ from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.work_order import Order
+from raypipe.planner.liveness import Finding
 from raypipe.runtime.run.takeover import Completion
 from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.copies import RemoteCopy
+from raypipe.runtime.workers.flight import Flight
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, Owner
 from raypipe.runtime.workers.root_cause import root_cause
 from raypipe.runtime.workers.roster import (
     GRACE_S,
+    LEASE_S,
+    SPARE,
     Member,
     Roster,
     chosen,
@@ -34,6 +38,7 @@ from raypipe.runtime.workers.roster import (
     shared_memory_notes,
 )
 from raypipe.runtime.workers.state_calls import StateCalls
+from raypipe.runtime.workers.watch import Notice, Watch
 
 __all__ = ["Fleet"]
 
@@ -43,25 +48,6 @@ SETTLE_S = 10.0
 """After a failure, how long a worker may go on computing what it has begun, before it is taken for stuck."""
 LEAVE_S = 0.5
 """After a first failure, how long the other stages have to finish what was sent to them and to follow."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """One ``Fleet.run``: its number, the long calls, the polls under way (with their workers), what came so far."""
-
-    run: int
-    works: dict[Any, int]
-    polls: dict[Any, int]
-    received: list[Window[list[list[StepReport]]]]
-    last: bool = False
-    """It completes what a halt left under way, so that no other halt may cut it short."""
-    limit: float = math.inf
-    """Segments after which the stages end: a number once the run was halted."""
-
-    @property
-    def complete(self) -> int:
-        """Segments that every worker has reported."""
-        return min(reports.end for reports in self.received)
 
 
 class Fleet(StateCalls):
@@ -74,6 +60,9 @@ class Fleet(StateCalls):
         link_ports: lowest and highest port that their links may use; None leaves it to the system.
         owner: the driver that orders.
         roster: members that live already; more are started where these are too few.
+        lease_s: after which an actor ends itself that hears nothing of this fleet, and counts as lost here that cannot
+            be reached.
+        tell: is called, from another thread, with what happens to members; it must not raise.
 
     Raises:
         ConfigError: the transport cannot keep to ``link_ports``.
@@ -88,6 +77,8 @@ class Fleet(StateCalls):
         link_ports: tuple[int, int] | None = None,
         owner: Owner = Owner(),  # noqa: B008  (immutable)
         roster: Sequence[Member] = (),
+        lease_s: float = LEASE_S,
+        tell: Callable[[Notice], None] = lambda notice: None,
     ) -> None:
         super().__init__(owner.term)
         self._run_setup: RunSetup | None = None
@@ -96,8 +87,9 @@ class Fleet(StateCalls):
         self._names: list[str] = []  # of the workers, for people: "Stage 1", "Stages 0 and 3"
         self._halting = threading.Lock()
         self._halted = False
-        self._flight: _Flight | None = None
-        self._roster = Roster(num_workers, resources, transport, link_ports, owner, roster)
+        self._flight: Flight | None = None
+        self._roster = Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s)
+        self._watch = Watch(lambda: self.roster, lease_s, tell)
         self.notes = shared_memory_notes(self.members)
 
     @property
@@ -115,6 +107,10 @@ class Fleet(StateCalls):
         """What people are told of each worker; not its address, which may hold a handle and so keep the actor alive."""
         told = self.in_use or self.roster
         return tuple({name: v for name, v in member.facts.items() if name != "address"} for member in told)
+
+    def expect(self, action_s: float) -> None:
+        """The longest action of a step takes about so long; what takes many times that is told, and hangs some day."""
+        self._watch.planned_s = action_s
 
     def configure(
         self,
@@ -178,15 +174,15 @@ class Fleet(StateCalls):
         results(ends, GRACE_S, "being taken over")
 
     def _assign(self, workers: Sequence[Member], setup: GenerationSetup) -> None:
+        placement = setup.placement(0)
         for member in self.roster:
-            member.worker = None
+            member.worker, member.name = None, SPARE
         for worker, member in enumerate(workers):
-            member.worker = worker
+            member.worker, member.name = worker, placement.name_of(worker).capitalize()
         self.in_use = list(workers)
         self._rows, self._halted = set(), False
-        placement = setup.placement(0)
         self._held = [placement.stages_of(worker) for worker in range(len(workers))]
-        self._names = [placement.name_of(worker).capitalize() for worker in range(len(workers))]
+        self._names = [member.name for member in workers]
 
     def _join(self, run: RunSetup, members: Sequence[Member]) -> None:
         if run is not self._run_setup:
@@ -221,7 +217,7 @@ class Fleet(StateCalls):
             StageError, LinkError: the root cause of the first failure; every stage has been released.
         """
         self._run += 1
-        flight = _Flight(
+        flight = Flight(
             self._run,
             {actor.work.remote(self._term, self._run): worker for worker, actor in enumerate(self.actors)},
             {actor.reports.remote(self._run, 0): worker for worker, actor in enumerate(self.actors)},
@@ -332,7 +328,7 @@ class Fleet(StateCalls):
                 actor.set_row.remote(self._term, key, schedule.row(worker), schedule.wiring.norm_per_stage)
             self._rows.add(key)
 
-    def _gather(self, flight: _Flight) -> RaypipeError | None:
+    def _gather(self, flight: Flight) -> RaypipeError | None:
         """Wait until some stage has news: more reports, or an end that is too early, which is returned."""
         done, _ = ray.wait([*flight.polls, *flight.works], num_returns=1, timeout=None)
         ref = done[0]
@@ -350,7 +346,7 @@ class Fleet(StateCalls):
             del flight.works[ref]  # ended in order: all its reports are on their way
         return None
 
-    def _release(self, flight: _Flight) -> RaypipeError:
+    def _release(self, flight: Flight) -> RaypipeError:
         """Release everybody, take the reports of finished steps, and find the failure that explains the others.
 
         A failed stage leaves its links in good order and its neighbours follow, so that all of them end after the
@@ -363,11 +359,14 @@ class Fleet(StateCalls):
             try:
                 last = member.actor.reports.remote(flight.run, flight.received[worker].end, 0.0)
                 flight.received[worker].extend(ray.get(last, timeout=GRACE_S))
-            except ActorDiedError:
-                member.lost = True
+            except ActorDiedError as error:
+                self._watch.explain(member, str(error))
             except RayError:  # what it has not told by now is lost with it
                 pass
-        return root_cause(flight.works, self._names, flight.complete)
+        return root_cause(flight.works, self._names, flight.complete, self._explain)
+
+    def _explain(self, worker: int, said: str) -> Finding:
+        return self._watch.explain(self.in_use[worker], said)
 
     def by_stage(self, by_worker: Sequence[Sequence[Sequence[StepReport]]]) -> list[list[StepReport]]:
         """Reports of one segment in the order of the stages."""
@@ -377,4 +376,5 @@ class Fleet(StateCalls):
 
     def stop(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in."""
+        self._watch.close()
         self._roster.close()

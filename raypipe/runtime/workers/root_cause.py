@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 
 from raypipe.errors import LinkAbortedError, LinkError, RaypipeError, StageError, StageLostError
+from raypipe.planner.liveness import Finding
 
 __all__ = ["root_cause"]
 
 
-def root_cause(works: Mapping[Any, int], names: Sequence[str], segments: int) -> RaypipeError:
+def root_cause(
+    works: Mapping[Any, int], names: Sequence[str], segments: int, explain: Callable[[int, str], Finding]
+) -> RaypipeError:
     """The failure nearest to the root: the user's error, then a death, a broken link, an abort, a stage that hangs.
 
     Of several as near, that of the last worker: a loss that is not finite makes every stage's gradients so, and it
@@ -23,14 +27,15 @@ def root_cause(works: Mapping[Any, int], names: Sequence[str], segments: int) ->
         works: reference to each worker's long call -> worker; all have ended, or have had the time to.
         names: of the workers, for people.
         segments: that every stage has carried out, for the message.
+        explain: (worker, what Ray says) -> why a worker is lost that Ray says is dead.
     """
     gone = (5, StageLostError("A stage died after its last segment, before its reports were fetched."))
     from_last = sorted(works.items(), key=lambda item: -item[1])
-    found = (_failure(ref, names[worker], segments) for ref, worker in from_last)
+    found = (_failure(ref, names[worker], segments, partial(explain, worker)) for ref, worker in from_last)
     return min(filter(None, found), key=lambda item: item[0], default=gone)[1]
 
 
-def _failure(ref: Any, name: str, segments: int) -> tuple[int, RaypipeError] | None:
+def _failure(ref: Any, name: str, segments: int, explain: Callable[[str], Finding]) -> tuple[int, RaypipeError] | None:
     """How a worker's long call failed, and how far from the root that is; None where it ended well."""
     try:
         ray.get(ref, timeout=0)
@@ -43,7 +48,11 @@ def _failure(ref: Any, name: str, segments: int) -> tuple[int, RaypipeError] | N
         if isinstance(cause, LinkError):
             return 2, cause
         return 0, cause if isinstance(cause, RaypipeError) else StageError(f"{name} failed: {error}")
+    except ActorDiedError as error:
+        found = explain(str(error))
+        how = "died" if found.means == "died" else "hung"
+        return 1, StageLostError(f"{name} {how} after {segments} segments of this run: it {found.why}")
     except RayActorError as error:
         first = str(error).splitlines()[0]
-        return 1, StageLostError(f"{name} died after {segments} segments of this run: {first}")
+        return 1, StageLostError(f"{name} could not be reached after {segments} segments of this run: {first}")
     return None

@@ -16,13 +16,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.plan import human_bytes
+from raypipe.planner.liveness import Finding
 from raypipe.runtime.workers.places import Owner, release, reserve
+from raypipe.runtime.workers.pulse import Pulse
 from raypipe.runtime.workers.worker import StageActor
 
-__all__ = ["GRACE_S", "Member", "Roster", "chosen", "end_member", "results", "shared_memory_notes", "stop_members"]
+__all__ = [
+    "GRACE_S", "LEASE_S", "SPARE", "Member", "Roster", "chosen", "end_member", "results", "shared_memory_notes",
+    "stop_members",
+]  # fmt: skip
 
+SPARE = "A spare worker"
 START_TIMEOUT_S = 150.0
 LEAST_SHM_BYTES = 256 << 20
+LEASE_S = 60.0
+"""See PipelineConfig.driver_grace_s."""
 GRACE_S = 2.0
 """How long to wait for what should come at once, such as the other stages' word after a failure."""
 
@@ -37,6 +45,9 @@ class Member:
         worker: its number in the pipeline; None for a spare.
         joined: it knows the run.
         lost: its process has ended, so that no plan can use it again.
+        name: for people: "Stage 1", "Stages 0 and 3", or "A spare worker".
+        pulse: what it said of itself last.
+        finding: why it was lost, once that is known.
         number: in the names of its actor and its place; no two members of a driver have the same.
     """
 
@@ -47,6 +58,9 @@ class Member:
     joined: bool = False
     lost: bool = False
     number: int = 0
+    name: str = SPARE
+    pulse: Pulse | None = None
+    finding: Finding | None = None
 
 
 class Roster:
@@ -60,8 +74,11 @@ class Roster:
         link_ports: tuple[int, int] | None,
         owner: Owner,
         living: Sequence[Member] = (),
+        lease_s: float = LEASE_S,
     ) -> None:
         self._resources, self._transport, self._link_ports, self._owner = resources, transport, link_ports, owner
+        # A lease begins when somebody renews it, or a while after the last process has had the time to start.
+        self._lease_s = START_TIMEOUT_S + lease_s
         self._growing = threading.Lock()
         self._closed = False
         self.members = list(living)
@@ -80,7 +97,7 @@ class Roster:
                 return
             numbers = range(self._started, self._started + missing)
             self._started += missing
-            new = _start(numbers, self._resources, self._transport, self._link_ports, self._owner)
+            new = self._start(numbers)
             if self._closed:
                 stop_members(new, self._owner.term)
             else:
@@ -105,32 +122,29 @@ class Roster:
         self._closed = True
         stop_members(self.members, self._owner.term)
 
-
-def _start(
-    numbers: range, resources: Mapping[str, float], transport: str, link_ports: tuple[int, int] | None, owner: Owner
-) -> list[Member]:
-    """Actors, each in a place of its own. None is left if this raises."""
-    needs = {name: amount for name, amount in resources.items() if amount}
-    if not needs:
-        raise ConfigError(
-            "resources_per_worker asks for nothing, so stages could not be placed; give each at least a share of a "
-            'CPU: ScalingConfig(resources_per_worker={"CPU": 0.1}).'
-        )
-    extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
-    options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
-    places = reserve(owner.name, numbers, needs)
-    roster: list[Member] = []
-    try:
-        for number, place in zip(numbers, places, strict=True):
-            strategy = PlacementGroupSchedulingStrategy(placement_group=place)
-            actor = StageActor.options(scheduling_strategy=strategy, **options).remote()
-            roster.append(Member(actor, place, number=number))
-        _introduce(roster, transport, link_ports)
-    except BaseException:
-        stop_members(roster, owner.term)
-        release(places)
-        raise
-    return roster
+    def _start(self, numbers: range) -> list[Member]:
+        """Actors, each in a place of its own. None is left if this raises."""
+        needs = {name: amount for name, amount in self._resources.items() if amount}
+        if not needs:
+            raise ConfigError(
+                "resources_per_worker asks for nothing, so stages could not be placed; give each at least a share of a "
+                'CPU: ScalingConfig(resources_per_worker={"CPU": 0.1}).'
+            )
+        extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+        options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
+        places = reserve(self._owner.name, numbers, needs)
+        roster: list[Member] = []
+        try:
+            for number, place in zip(numbers, places, strict=True):
+                strategy = PlacementGroupSchedulingStrategy(placement_group=place)
+                actor = StageActor.options(scheduling_strategy=strategy, **options).remote(self._lease_s)
+                roster.append(Member(actor, place, number=number))
+            _introduce(roster, self._transport, self._link_ports)
+        except BaseException:
+            stop_members(roster, self._owner.term)
+            release(places)
+            raise
+        return roster
 
 
 def stop_members(roster: Sequence[Member], term: int) -> None:
@@ -157,6 +171,7 @@ def _taken_over(obeys: Any) -> bool:
 
 def end_member(member: Member) -> None:
     """End its process, whatever state it is in, and give its place back."""
+    member.lost = True
     with contextlib.suppress(RayError):
         ray.kill(member.actor, no_restart=True)
     release([member.place])

@@ -5,12 +5,14 @@ driver --join(run), load(sources) ----> build state
        --run(segment) ----------------->  rows of actions, micro-batches over the links
        <------------- step reports -----
        --abort(reason) ---------------->  (control group: answers while a segment runs)
+       --pulse(lease_s) --------------->  (a group of its own: answers whatever the others do)
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import platform
 import shutil
@@ -47,6 +49,7 @@ from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.copies import CopyFacts, RemoteCopy, WorkerCopies, joined
 from raypipe.runtime.workers.order_gate import OrderGate
+from raypipe.runtime.workers.pulse import Pulse, Vitals
 from raypipe.runtime.workers.states import names_of, states_of
 from raypipe.runtime.workers.takeover_actor import KEPT_REPORTS, REPORTS_WAIT_S, TakeoverActor
 
@@ -54,7 +57,8 @@ __all__ = ["StageActor"]
 
 
 class _StageActor(LinkedActor, TakeoverActor):
-    def __init__(self) -> None:
+    def __init__(self, lease_s: float = math.inf) -> None:
+        """Wait for the first ``pulse`` so long."""
         super().__init__()
         torch.set_num_threads(1)
         keep_freed_memory()
@@ -67,6 +71,7 @@ class _StageActor(LinkedActor, TakeoverActor):
         self._rows: dict[RowsKey, tuple[Row, bool]] = {}
         self._spans: tuple[Span, ...] = ()
         self._writers: list[ShardWriter] = []
+        self._vitals = Vitals(lease_s, self._shut)
 
     @ray.method(concurrency_group="control")
     def listen(self, transport: str = "tcp", ports: tuple[int, int] | None = None) -> dict[str, Any]:
@@ -86,6 +91,11 @@ class _StageActor(LinkedActor, TakeoverActor):
             "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
             "versions": {"raypipe": _version(), "torch": torch.__version__, "ray": ray.__version__},
         }
+
+    @ray.method(concurrency_group="pulse")
+    def pulse(self, lease_s: float) -> Pulse:
+        """Stay for ``lease_s`` more seconds; what this process does."""
+        return self._vitals.pulse(lease_s, self._executor, self._done.end)
 
     def join(self, term: int, run: RunSetup) -> None:
         """Belong to a run; once for all its plans. ``term`` is the driver's number, here and below; see Fence."""
@@ -341,6 +351,9 @@ class _StageActor(LinkedActor, TakeoverActor):
     def close(self, term: int) -> None:
         """Close links and endpoint."""
         self._fence.check(term)
+        self._shut()
+
+    def _shut(self) -> None:
         self._close_links()
         if self._endpoint is not None:
             self._endpoint.close()
@@ -368,7 +381,7 @@ def _with_traceback(error: RaypipeError) -> str:
     return f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}"
 
 
-StageActor = ray.remote(
-    num_cpus=1, max_restarts=0, concurrency_groups={"control": 4, "orders": 1, "copies": 2, **LINK_GROUPS}
-)(_StageActor)
+GROUPS = {"control": 4, "orders": 1, "copies": 2, "pulse": 1, **LINK_GROUPS}
+
+StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups=GROUPS)(_StageActor)
 """The actor class. It is never restarted by Ray: an empty stage of an unknown generation helps nobody."""

@@ -1,0 +1,58 @@
+"""A driver that is stopped or busy is waited for, and one that is dead is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raypipe.api.handle import RunHandle
+from raypipe.engine.storage import Place
+from raypipe.errors import StageError
+from raypipe.runtime.driver import client
+from raypipe.runtime.run.lease import read_lease
+from tests.prepare.test_resume import trainer
+from tests.runtime.left_over import wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def begun(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RunHandle, int]]:
+    """A run that trains, and its driver's process; its client tells of silence soon."""
+    monkeypatch.setattr(client, "ANSWER_S", 0.5)
+    monkeypatch.setattr(client, "CONTROL_TIMEOUT_S", 0.5)
+    handle = trainer("mlp", tmp_path, "run", 2).start(num_steps=10**6)
+    wait_until(lambda: handle.status().step > 0)
+    held = read_lease(Place.of(tmp_path / "run"))
+    assert held is not None
+    yield handle, held.holder.pid
+    handle.close()
+
+
+def test_a_driver_that_is_stopped_is_waited_for(begun: tuple[RunHandle, int]) -> None:
+    handle, process = begun
+    os.kill(process, signal.SIGSTOP)
+    wait_until(lambda: "has not answered for" in handle.status().message)
+    step = handle.status().step
+    assert "its process lives" in handle.status().message
+    assert handle.status().state == "running"
+    assert handle.path
+    with pytest.raises(StageError, match="its process lives"):
+        handle.timeline()
+    os.kill(process, signal.SIGCONT)
+    wait_until(lambda: handle.status().step > step and not handle.status().message)
+    handle.request_stop("seen enough")
+    assert handle.wait(timeout_s=180).stopped == "seen enough"
+
+
+def test_a_driver_that_dies_while_it_is_stopped_is_gone(begun: tuple[RunHandle, int]) -> None:
+    handle, process = begun
+    os.kill(process, signal.SIGSTOP)
+    wait_until(lambda: "has not answered for" in handle.status().message)
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(StageError, match="driver of run 'run' is gone"):
+        handle.wait(timeout_s=180)

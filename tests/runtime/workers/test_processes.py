@@ -1,0 +1,141 @@
+"""What the kernel says of real processes, under a clock that the test turns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raypipe.runtime.workers.processes import AWAKE_S, LOOK_S, Ended, Processes
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+WAIT_S = 60.0
+BUSY = "while True: pass"
+IDLE = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def looked() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", getattr(request, "param", IDLE)])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def wait_for(pid: int, state: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while state_of(pid) != state:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_stopped_process_counts_only_while_the_reader_is_awake(
+    looked: Processes, child: subprocess.Popen[bytes]
+) -> None:
+    assert looked.watch(child.pid)
+    looked.sample(0.0)
+    assert looked.looks()[child.pid].stopped_s == 0.0
+    child.send_signal(signal.SIGSTOP)
+    wait_for(child.pid, "T")
+    for turn in range(1, 15):
+        looked.sample(turn * LOOK_S)
+    assert looked.looks()[child.pid].stopped_s == pytest.approx(1.4)
+    looked.sample(1000.0)  # nobody knows what lay between
+    assert looked.looks()[child.pid].stopped_s == pytest.approx(1.4 + AWAKE_S)
+    child.send_signal(signal.SIGCONT)
+    wait_for(child.pid, "S")
+    looked.sample(1000.1)
+    assert looked.looks()[child.pid].stopped_s == 0.0
+
+
+def test_an_idle_process(looked: Processes, child: subprocess.Popen[bytes]) -> None:
+    wait_for(child.pid, "S")
+    looked.watch(child.pid)
+    for turn in range(31):
+        looked.sample(turn * LOOK_S)
+    assert looked.looks()[child.pid].idle_s > 0.9
+
+
+@pytest.mark.parametrize("child", [BUSY], indirect=True)
+def test_a_busy_process_is_not_idle(looked: Processes, child: subprocess.Popen[bytes]) -> None:
+    looked.watch(child.pid)
+    begin_s = time.monotonic()
+    for turn in range(20):
+        looked.sample(turn * LOOK_S)
+        used_s = 0.0
+        while used_s < 0.05:  # a tick of the kernel's clock or more, however busy this machine is
+            assert time.monotonic() - begin_s < WAIT_S
+            fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+            used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") - turn * 0.05
+            time.sleep(0.005)
+    assert looked.looks()[child.pid].idle_s == 0.0
+
+
+def ended(looked: Processes, pid: int) -> Ended:
+    found = looked.ended(pid, 7.5)
+    assert found is not None
+    return found
+
+
+def test_how_processes_end(looked: Processes) -> None:
+    """By a signal or by themselves; the kernel says which from Linux 6.15 on, once somebody has reaped them."""
+    for code, sent, name, status in (
+        (IDLE, signal.SIGKILL, "SIGKILL", None),
+        (IDLE, signal.SIGTERM, "SIGTERM", None),
+        ("import os; os.abort()", None, "SIGABRT", None),
+        ("raise SystemExit(3)", None, "", 3),
+    ):
+        process = subprocess.Popen([sys.executable, "-c", f"input(); {code}"], stdin=subprocess.PIPE)
+        assert looked.watch(process.pid)
+        assert process.stdin is not None
+        looked.sample(5.0)
+        if sent is None:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        else:
+            assert looked.ended(process.pid, 5.0) is None
+            process.send_signal(sent)
+        process.wait(WAIT_S)
+        process.stdin.close()
+        looked.sample(6.0)
+        assert process.pid not in looked.looks()
+        found = ended(looked, process.pid)
+        assert found.ago_s == 1.5
+        assert not found.out_of_memory
+        if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15):
+            assert (found.signal, found.status) == (name, status)
+        else:
+            assert (found.signal, found.status) == ("", None)
+
+
+def test_a_stopped_process_is_ended(looked: Processes, child: subprocess.Popen[bytes]) -> None:
+    looked.watch(child.pid)
+    child.send_signal(signal.SIGSTOP)
+    looked.end(child.pid)
+    assert child.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_what_is_not_there_cannot_be_watched(looked: Processes) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(WAIT_S)
+    assert not looked.watch(gone.pid)
+    assert looked.ended(gone.pid, 0.0) is None
+    looked.end(gone.pid)
