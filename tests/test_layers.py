@@ -104,6 +104,7 @@ PARTS = {
     "control": ("elastic", "memory", "search", "tolerance"),
     "liveness": (),
     "segments": (),
+    "copies": (),
     "rows": ("schedule", "segments"),
 }
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raypipe.errors import DataError
 from raypipe.ir.links import MessageTimes, StageSample
 from raypipe.ir.timeline import Span
 
-__all__ = ["Averages", "Norms", "StepRecord", "StepReport", "mean_loss", "merge_reports"]
+__all__ = ["Averages", "CopyReport", "Norms", "StepRecord", "StepReport", "mean_loss", "merge_reports"]
 
 Averages = tuple[tuple[float, float], ...]
 """(loss, items that it averages over) of each part of a loss."""
@@ -29,6 +30,20 @@ class Norms:
     places: tuple[int, ...]
     norms: tuple[float, ...]
     dtype: str
+
+
+class CopyReport(NamedTuple):
+    """A copy of a stage's state in memory that another worker holds, or this one where nobody else is to.
+
+    Attributes:
+        step: after which it was taken.
+        copied_s: that copying took.
+        sent_s: from the first byte on its way to the last.
+    """
+
+    step: int
+    copied_s: float
+    sent_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,8 @@ class StepReport:
         averages: of each part of an evaluation's loss, with the items that it averages over (samples, valid labels);
             none on all stages but the last.
         skipped: it was not finite, and no stage took the step.
+        copying: the worker copied its state or sent a copy meanwhile, so that the times are no measurement.
+        copied: the newest whole copy of this stage that its holder has, if any.
     """
 
     stage: int
@@ -80,6 +97,8 @@ class StepReport:
     norms: Norms | None = None
     averages: Averages = ()
     skipped: bool = False
+    copying: bool = False
+    copied: CopyReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from raypipe.engine.copy.header import CopyHeader
+from raypipe.engine.copy.header import TENSORS, CopyHeader
 from raypipe.engine.copy.source import CopySource, clones_from
 from raypipe.engine.layout import raw_bytes
 from raypipe.errors import CheckpointError
@@ -91,10 +91,23 @@ class HeldCopies:
         """Of the memory that they take."""
         return sum(copy.block.nbytes for copy in self._copies)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of parameters and buffers, as in the newest."""
+        names = self._copies[-1].header.table if self._copies else ()
+        return tuple(name.removeprefix(TENSORS) for name in names if name.startswith(TENSORS))
+
     def begin(self, header: CopyHeader) -> HeldCopy:
-        """Expect a copy, in the memory of the one that it takes the place of: all go but the newest whole one."""
-        whole = [copy for copy in self._copies if copy.whole and copy.header.step != header.step]
-        kept = max(whole, key=lambda copy: copy.header.step, default=None)
+        """Expect a copy, in the memory of the one that it takes the place of: all go but the newest whole one before.
+
+        Copies of later steps go too, for the run has gone back. One of the same step stays if it is whole: that is
+        where the run went back to.
+        """
+        before = [copy for copy in self._copies if copy.whole and copy.header.step <= header.step]
+        kept = max(before, key=lambda copy: copy.header.step, default=None)
+        if kept is not None and kept.header.step == header.step:
+            self._copies = before
+            return kept
         spare = next((copy.block for copy in self._copies if copy is not kept), None)
         coming = HeldCopy(header, spare)
         self._copies = [copy for copy in (kept,) if copy is not None] + [coming]
@@ -110,7 +123,3 @@ class HeldCopies:
             if copy.header.step == step:
                 return copy
         raise CheckpointError(f"There is no copy of step {step} here, only of {list(self.steps) or 'none'}.")
-
-    def drop_after(self, step: int) -> None:
-        """Forget the copies of later steps, for the run goes back to this one."""
-        self._copies = [copy for copy in self._copies if copy.header.step <= step]

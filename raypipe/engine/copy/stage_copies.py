@@ -114,12 +114,6 @@ class StageCopies:
             f"Stage {self._program.index} has no copy of step {step}, only of {list(self.steps) or 'none'}."
         )
 
-    def drop_after(self, step: int) -> None:
-        """Forget the copies of later steps, for the run goes back to this one."""
-        for slot in self._slots:
-            if slot.header is not None and slot.header.step > step:
-                slot.header = None
-
     def _parts(self) -> tuple[dict[str, torch.Tensor], tuple[OptionGroup, ...], dict[str, dict[str, Any]]]:
         """The state's own tensors by their names in a copy, and what is no tensor."""
         state = self._state

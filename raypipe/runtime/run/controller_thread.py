@@ -135,7 +135,7 @@ class ControllerThread:
 
 
 def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepReport], *, counts: bool) -> StepDone:
-    """The controller's event, from what the stages report.
+    """The controller's event, from what the stages report; nothing is measured while a copy of state is under way.
 
     Args:
         seconds: from the end of the step before to its own end.
@@ -143,6 +143,8 @@ def step_done(seconds: float, setting: ActiveSettings, reports: Sequence[StepRep
     """
     assert setting.choice is not None
     step = reports[0].step
+    if any(report.copying for report in reports):
+        return StepDone(step, seconds, setting.choice, (), (), counts=False)
     turned = setting.codecs
     messages = (
         # A codec that is never turned is part of the link: what counts are the bytes on the wire.

@@ -1,33 +1,33 @@
-"""Copies of state in memory, between processes: what a worker has, and how another one reads it.
+"""Copies of state in memory, as one worker has them: of its own stages, and of other workers' that it holds.
 
-    worker A   WorkerCopies: its own stages after step 20, 21          facts() --> driver: who has what
-    worker B   RemoteCopy(A, stage 1, step 21).opened()  --header, bytes in parcels-->  CopySource
+    worker A   take(21): copied and sent by a thread, beside step 22      facts() --> driver: who has what
+    worker B   CopyHolder: A's stages after step 20, 21                   header, data --> whoever restores: RemoteCopy
 
 The bytes are those of a copy's block, which no step changes; they travel as plain arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import ray
-from ray.exceptions import GetTimeoutError, RayError
+import torch
 
 from raypipe.engine.checkpoint import StateSource
-from raypipe.engine.copy import CopyHeader, CopySource, HeldCopy, JoinedSource, StageCopies
+from raypipe.engine.copy import CopyHeader, CopySource, JoinedSource, StageCopies, clones_from
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
-from raypipe.errors import CheckpointError, StageLostError
+from raypipe.ir.report import StepReport
+from raypipe.runtime.workers.copy_holder import CopyHolder, StageKey
+from raypipe.runtime.workers.copy_sender import Begun, CopySender
+from raypipe.runtime.workers.remote_copy import RemoteCopy
 
-__all__ = ["CopyFacts", "RemoteCopy", "WorkerCopies", "joined"]
+__all__ = ["CopyFacts", "WorkerCopies", "joined"]
 
-PARCEL_BYTES = 16 << 20
-"""Of a copy that travel at once, where a stage waits for it."""
-READ_TIMEOUT_S = 120.0
-"""For one parcel; a worker that has died is known at once."""
+Reports = list[list[StepReport]]
+"""Of one segment, by stage."""
 
 
 class CopyFacts(NamedTuple):
@@ -39,6 +39,7 @@ class CopyFacts(NamedTuple):
         names: of its parameters and buffers.
         steps: after which there is a whole copy, in order.
         size_bytes: of the memory that they take.
+        held: for another worker.
     """
 
     generation: int
@@ -46,54 +47,92 @@ class CopyFacts(NamedTuple):
     names: tuple[str, ...]
     steps: tuple[int, ...]
     size_bytes: int
+    held: bool = False
 
 
 class _Own(NamedTuple):
-    """Copies of a stage that the worker holds, or held when it was configured before."""
+    """Copies of a stage that the worker has, or had when it was configured before."""
 
     generation: int
     program: StageProgram
     state: StageState
     copies: StageCopies
 
+    def facts(self) -> CopyFacts:
+        program, copies = self.program, self.copies
+        names = (*program.parameters, *program.buffers)
+        return CopyFacts(self.generation, program.index, names, copies.steps, copies.size_bytes)
+
 
 class WorkerCopies:
-    """Copies of the stages that a worker holds.
+    """All copies that one worker has.
 
-    Those of the time before it was configured anew stay until it has taken two of the present: another worker may not
-    have taken its first one yet, and then all go back to an older step.
+    Those of the time before it was configured anew stay until it takes the second one of the present: the driver has
+    that taken when all workers have the first, and until then all may have to go back to an older step.
+
+    Args:
+        busy: whether boundary messages wait to leave, so that nothing is sent beside them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, busy: Callable[[], bool]) -> None:
         self._own: list[_Own] = []
         self._older: list[_Own] = []
         self._taken = 0
+        self._sender = CopySender(busy)
+        self.holder = CopyHolder()
 
-    def begin(self, generation: int, programs: Sequence[StageProgram], states: Sequence[StageState]) -> None:
-        """The worker holds these stages from now on."""
+    def begin(
+        self, generation: int, programs: Sequence[StageProgram], states: Sequence[StageState], holder: Any
+    ) -> None:
+        """The worker holds these stages from now on.
+
+        Args:
+            holder: the actor of the worker that is sent their copies; None for nobody.
+        """
+        self._sender.send_to(holder, generation)
         self._older, self._taken = [one for one in (*self._own, *self._older) if one.copies.steps], 0
         pairs = zip(programs, states, strict=True)
         self._own = [_Own(generation, program, state, StageCopies(program, state)) for program, state in pairs]
 
-    def take(self, step: int) -> None:
-        """Copy the state of every stage, between two steps."""
+    def take(self, step: int, *, send: bool = True) -> None:
+        """Begin to copy the state of every stage, between two steps; the rest happens beside the next one.
+
+        Args:
+            send: whether the holder is to have them too.
+
+        Raises:
+            CheckpointError: an optimizer keeps what cannot be copied; or the copy before failed.
+        """
+        self._sender.wait()
         if self._taken:
             self._older = []
-        for own in self._own:
-            own.copies.take(step, own.state.updates)
         self._taken += 1
+        begun = [Begun(own.program.index, own.copies, own.copies.begin(step, own.state.updates)) for own in self._own]
+        self._sender.begin(step, begun, send=send)
+
+    def wait_until_taken(self) -> None:
+        """For the copies of this worker; they may still be on their way to the holder."""
+        for own in self._own:
+            own.state.wait_until_read()
+
+    def noted(self, reports: Reports, begin_s: float) -> Reports:
+        """The reports of a segment that began then (monotonic clock), with what the driver is to know of copies."""
+        copying = self._sender.at_work_since(begin_s)
+        at = [self._sender.acknowledged(of_stage[0].stage) for of_stage in reports]
+        if not copying and not any(at):
+            return reports
+        return [
+            [replace(report, copying=copying, copied=copied) for report in of_stage]
+            for of_stage, copied in zip(reports, at, strict=True)
+        ]
 
     def facts(self) -> list[CopyFacts]:
-        return [
-            CopyFacts(
-                own.generation,
-                own.program.index,
-                (*own.program.parameters, *own.program.buffers),
-                own.copies.steps,
-                own.copies.size_bytes,
-            )
-            for own in (*self._own, *self._older)
+        """Of all of them, its own first."""
+        held = [
+            CopyFacts(owner.generation, owner.stage, copies.names, copies.steps, copies.size_bytes, held=True)
+            for owner, copies in self.holder.copies().items()
         ]
+        return [own.facts() for own in (*self._own, *self._older)] + held
 
     def source(self, generation: int, stage: int, step: int) -> CopySource:
         """The state of a stage after a step.
@@ -101,59 +140,35 @@ class WorkerCopies:
         Raises:
             CheckpointError: there is no copy of it here.
         """
-        return self._of(generation, stage, step).source(step)
+        header, block = self._copy(generation, stage, step)
+        return CopySource(header, clones_from(block))
 
     def header(self, generation: int, stage: int, step: int) -> CopyHeader:
         """What is in that copy."""
-        return self._of(generation, stage, step).copy(step)[0]
+        return self._copy(generation, stage, step)[0]
 
-    def data(self, generation: int, stage: int, step: int, begin: int, end: int) -> np.ndarray:
-        """Bytes ``begin`` to ``end`` of a copy, as they were: a later copy may take the place of this one."""
-        return self._of(generation, stage, step).copy(step)[1][begin:end].numpy().copy()
+    def data(self, generation: int, stage: int, step: int, places: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Bytes of a copy, as they were: a later copy may take the place of this one.
 
-    def _of(self, generation: int, stage: int, step: int) -> StageCopies:
+        Args:
+            places: begin and end of each piece.
+        """
+        block = self._copy(generation, stage, step)[1].numpy()
+        return np.concatenate([block[begin:end] for begin, end in places])
+
+    def stop(self) -> None:
+        """Give up what is on its way to the holder."""
+        self._sender.stop()
+
+    def close(self) -> None:
+        """End the thread that copies and sends."""
+        self._sender.close()
+
+    def _copy(self, generation: int, stage: int, step: int) -> tuple[CopyHeader, torch.Tensor]:
         for own in (*self._own, *self._older):
             if (own.generation, own.program.index) == (generation, stage) and step in own.copies.steps:
-                return own.copies
-        raise CheckpointError(f"There is no copy of stage {stage} of plan {generation} after step {step} here.")
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteCopy:
-    """A copy that some worker has, as a driver names it to others.
-
-    Attributes:
-        actor: that has it.
-        key: of the actor, by which it knows itself.
-        names: of parameters and buffers in it.
-    """
-
-    actor: Any
-    key: str
-    generation: int
-    stage: int
-    step: int
-    names: tuple[str, ...]
-
-    def opened(self) -> CopySource:
-        """All of it, in memory of this process.
-
-        Raises:
-            StageLostError: the worker that has it died, or does not answer.
-        """
-        which = self.generation, self.stage, self.step
-        try:
-            header = CopyHeader.from_json(ray.get(self.actor.copy_header.remote(*which), timeout=READ_TIMEOUT_S))
-            held = HeldCopy(header)
-            for begin in range(0, header.size_bytes, PARCEL_BYTES):
-                end = min(begin + PARCEL_BYTES, header.size_bytes)
-                part = ray.get(self.actor.copy_data.remote(*which, begin, end), timeout=READ_TIMEOUT_S)
-                held.place(begin, memoryview(part))
-        except (RayError, GetTimeoutError) as error:
-            raise StageLostError(
-                f"The copy of stage {self.stage} after step {self.step} cannot be read: {str(error).splitlines()[0]}"
-            ) from None
-        return held.source()
+                return own.copies.copy(step)
+        return self.holder.copy(StageKey(generation, stage), step)
 
 
 def joined(copies: Iterable[RemoteCopy], own: WorkerCopies, me: str, names: Iterable[str]) -> StateSource:

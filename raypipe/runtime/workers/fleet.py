@@ -19,12 +19,13 @@ from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.work_order import Order
+from raypipe.planner.copies import holders
 from raypipe.planner.liveness import Finding
 from raypipe.runtime.run.takeover import Completion
 from raypipe.runtime.run.window import Window
-from raypipe.runtime.workers.copies import RemoteCopy
 from raypipe.runtime.workers.flight import Flight
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, Owner
+from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.root_cause import root_cause
 from raypipe.runtime.workers.roster import (
     GRACE_S,
@@ -144,8 +145,10 @@ class Fleet(StateCalls):
         self._links += 1
         self._assign(workers, setup)
         results([member.actor.rest.remote(self._term) for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
+        held_by = holders([member.facts["node"] for member in workers])
         opening = [
-            actor.configure.remote(self._term, worker, shared, self._links) for worker, actor in enumerate(self.actors)
+            actor.configure.remote(self._term, worker, shared, self._links, None if at is None else self.actors[at])
+            for worker, (actor, at) in enumerate(zip(self.actors, held_by, strict=True))
         ]
         results(opening, OPEN_TIMEOUT_S + PLACE_TIMEOUT_S, "opening their links")
 

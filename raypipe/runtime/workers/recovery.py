@@ -20,9 +20,9 @@ from raypipe.planner.segments import Position
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.planning import another, plan_for
 from raypipe.runtime.run.recovery import Recovered
-from raypipe.runtime.workers.copies import RemoteCopy
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import StoredTensors
+from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.spares import Spares
 
 __all__ = ["Recovery"]
@@ -82,7 +82,7 @@ class Recovery:
             fleet.go_on()
             raise
         clock.lap("workers")
-        fleet.keep_copy(step)
+        fleet.keep_copy(step, send=False)
         self._restore(made, self._copies({step}), step, FreshOptions())
         fleet.end_spares(keep=self._spares.count)
         clock.lap("move")

@@ -37,25 +37,28 @@ class StateCalls:
         """Of the members in use, by worker."""
         return [member.actor for member in self.in_use]
 
-    def keep_copy(self, step: int) -> None:
+    def keep_copy(self, step: int, *, send: bool = True) -> None:
         """Every stage copies its state in memory, between two runs.
 
         Args:
             step: optimizer steps that it has done.
+            send: another worker is to have the copy too, soon.
         """
         results(
-            [actor.keep_copy.remote(self._term, step) for actor in self.actors], SAVE_TIMEOUT_S, "copying their state"
+            [actor.keep_copy.remote(self._term, step, send) for actor in self.actors],
+            SAVE_TIMEOUT_S,
+            "copying their state",
         )
 
     def copies(self) -> list[tuple[Any, CopyFacts]]:
-        """(actor, what it has) of every copy of state in memory that can be read now."""
+        """(actor, what it has) of all copies in memory that can be read now, of own stages before held ones."""
         asked = {member.actor: member.actor.copies.remote() for member in self.in_use if not member.lost}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=GRACE_S) if asked else None
         found = []
         for actor, ref in asked.items():
             with contextlib.suppress(RayError):  # of one that does not answer nothing can be read
                 found += [(actor, facts) for facts in ray.get(ref, timeout=0)]
-        return found
+        return sorted(found, key=lambda pair: pair[1].held)
 
     def save(self, folder: str) -> None:
         """Every stage takes a snapshot, between two runs, and writes it to ``folder``; see ``entries``."""

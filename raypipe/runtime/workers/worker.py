@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import shutil
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -47,16 +48,18 @@ from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor
 from raypipe.runtime.links.opening import make_endpoint
 from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.allocator import keep_freed_memory
-from raypipe.runtime.workers.copies import CopyFacts, RemoteCopy, WorkerCopies, joined
+from raypipe.runtime.workers.copies import joined
+from raypipe.runtime.workers.copying_actor import COPY_GROUPS, CopyingActor
 from raypipe.runtime.workers.order_gate import OrderGate
 from raypipe.runtime.workers.pulse import Pulse, Vitals
+from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.states import names_of, states_of
-from raypipe.runtime.workers.takeover_actor import KEPT_REPORTS, REPORTS_WAIT_S, TakeoverActor
+from raypipe.runtime.workers.takeover_actor import KEPT_REPORTS, REPORTS_WAIT_S
 
 __all__ = ["StageActor"]
 
 
-class _StageActor(LinkedActor, TakeoverActor):
+class _StageActor(LinkedActor, CopyingActor):
     def __init__(self, lease_s: float = math.inf) -> None:
         """Wait for the first ``pulse`` so long."""
         super().__init__()
@@ -65,9 +68,7 @@ class _StageActor(LinkedActor, TakeoverActor):
         self._endpoint: Endpoint | None = None
         self._states: list[StageState] = []
         self._next: list[StageState] | None = None  # from load() to configure()
-        self._copies = WorkerCopies()
         self._held: list[tuple[str, ...]] = []  # names of the tensors of each
-        self._executor: Executor | None = None
         self._rows: dict[RowsKey, tuple[Row, bool]] = {}
         self._spans: tuple[Span, ...] = ()
         self._writers: list[ShardWriter] = []
@@ -100,6 +101,7 @@ class _StageActor(LinkedActor, TakeoverActor):
     def join(self, term: int, run: RunSetup) -> None:
         """Belong to a run; once for all its plans. ``term`` is the driver's number, here and below; see Fence."""
         self._fence.check(term)
+        self._forget_copies()
         self._setup = run
 
     def load(
@@ -128,11 +130,12 @@ class _StageActor(LinkedActor, TakeoverActor):
         else:
             self._next = states_of(run, programs, [source for source in sources if not isinstance(source, RemoteCopy)])
 
-    def configure(self, term: int, worker: int, setup: GenerationSetup, links: int) -> None:
+    def configure(self, term: int, worker: int, setup: GenerationSetup, links: int, holder: Any = None) -> None:
         """Become a worker, or the same one with another plan, with the state of ``load`` or else that it has.
 
         Args:
             links: counts the times that links were opened; messages of others are dropped.
+            holder: the actor that is sent copies of this one's state.
         """
         self._fence.check(term)
         run, addresses = self._setup, setup.addresses
@@ -149,7 +152,7 @@ class _StageActor(LinkedActor, TakeoverActor):
                 f"Worker {placement.worker} does not hold the parameters of {placement.name_of(placement.worker)} "
                 "as they are cut now; load its state first."
             )
-        self._copies.begin(setup.generation, [programs[stage] for stage in placement.stages], self._states)
+        self._copies.begin(setup.generation, [programs[stage] for stage in placement.stages], self._states, holder)
         peers = placement.neighbours(programs)
         opening = Opening(
             me=placement.worker,
@@ -172,30 +175,6 @@ class _StageActor(LinkedActor, TakeoverActor):
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
         gc.freeze()
-
-    def keep_copy(self, term: int, step: int) -> None:
-        """Copy the state in memory, between two steps.
-
-        Args:
-            step: optimizer steps that it has done.
-        """
-        self._fence.check(term)
-        self._copies.take(step)
-
-    @ray.method(concurrency_group="copies")
-    def copies(self) -> list[CopyFacts]:
-        """What copies of state are here."""
-        return self._copies.facts()
-
-    @ray.method(concurrency_group="copies")
-    def copy_header(self, generation: int, stage: int, step: int) -> bytes:
-        """See RemoteCopy."""
-        return self._copies.header(generation, stage, step).to_json()
-
-    @ray.method(concurrency_group="copies")
-    def copy_data(self, generation: int, stage: int, step: int, begin: int, end: int) -> Any:
-        """See RemoteCopy."""
-        return self._copies.data(generation, stage, step, begin, end)
 
     @ray.method(concurrency_group="orders")
     def set_row(self, term: int, key: RowsKey, row: Row, alone: bool) -> None:
@@ -246,6 +225,7 @@ class _StageActor(LinkedActor, TakeoverActor):
                 row, alone = self._rows[order.rows]
                 if order.training:
                     executor.use_codecs(order.codecs)
+                begin_s = time.monotonic()
                 reports = executor.run(
                     order.segment,
                     row,
@@ -259,6 +239,7 @@ class _StageActor(LinkedActor, TakeoverActor):
                     reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
                 if order.save_to:
                     self._begin_shards(order.save_to)
+                reports = self._copies.noted(reports, begin_s)
                 if order.keep_copy:
                     self._copies.take(order.segment.first_step + order.segment.num_minibatches)
                 self._ledger.done(run, reports)
@@ -346,7 +327,8 @@ class _StageActor(LinkedActor, TakeoverActor):
             writer.close()
         self._ledger.clear()
         self._states, self._held, self._writers, self._rows, self._worker = [], [], [], {}, None
-        self._copies, self._next = WorkerCopies(), None
+        self._next = None
+        self._forget_copies()
 
     def close(self, term: int) -> None:
         """Close links and endpoint."""
@@ -355,6 +337,7 @@ class _StageActor(LinkedActor, TakeoverActor):
 
     def _shut(self) -> None:
         self._close_links()
+        self._copies.close()
         if self._endpoint is not None:
             self._endpoint.close()
             self._endpoint = None
@@ -381,7 +364,7 @@ def _with_traceback(error: RaypipeError) -> str:
     return f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}"
 
 
-GROUPS = {"control": 4, "orders": 1, "copies": 2, "pulse": 1, **LINK_GROUPS}
+GROUPS = {"control": 4, "orders": 1, "pulse": 1, **COPY_GROUPS, **LINK_GROUPS}
 
 StageActor = ray.remote(num_cpus=1, max_restarts=0, concurrency_groups=GROUPS)(_StageActor)
 """The actor class. It is never restarted by Ray: an empty stage of an unknown generation helps nobody."""

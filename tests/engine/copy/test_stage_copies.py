@@ -110,16 +110,11 @@ def test_two_are_kept_and_the_oldest_gives_its_memory() -> None:
         assert same(stage.all(), kept[step])
 
 
-def test_after_going_back_the_step_gone_back_to_stays() -> None:
+def test_the_same_step_again_takes_its_own_place() -> None:
     stage = Stage("momentum")
     copies = stage.copies()
-    for step in (0, 1):
+    for step in (0, 1, 1):
         copies.take(step, step)
-        stage.step()
-    copies.drop_after(0)
-    assert copies.steps == (0,)
-    copies.take(1, 1)
-    copies.take(1, 1)  # the same step again takes its own place
     assert copies.steps == (0, 1)
 
 
@@ -227,8 +222,17 @@ class TestHeld:
             else:
                 sent(copies, step, held)
         assert held.steps == (1, 3)
-        held.drop_after(1)
+
+    def test_where_the_run_went_back_later_copies_go_and_that_one_stays(self) -> None:
+        copies, held = Stage("sgd").copies(), HeldCopies()
+        for step in (1, 2):
+            copies.take(step, step)
+            sent(copies, step, held)
+        assert held.begin(copies.copy(1)[0]).whole
         assert held.steps == (1,)
+        copies.take(3, 3)
+        sent(copies, 3, held)
+        assert held.steps == (1, 3)
 
     def test_parcels_may_come_twice_but_none_may_be_missing(self) -> None:
         stage = Stage("momentum")

@@ -64,6 +64,7 @@ def test_a_killed_stage_is_replaced(stage: int, local_ray: None, tmp_path: Path)
     assert [line["step"] for line in events(tmp_path / "killed", "failure")]
     (recovery,) = events(tmp_path / "killed", "recovery")
     assert recovery["replaced"] == [f"Stage {stage}"]
+    assert recovery["reason"] == "from copies in memory"  # the other worker held one of the lost stage
 
 
 def test_a_spare_takes_the_place_of_a_lost_stage_and_another_spare_is_started(local_ray: None, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""When the stages copy their state: as often as that is worth its cost, and not before everybody has the copy before.
+
+    ordered     copy 20 . . . . . . . . . copy 30      21 ... 29: too soon, or some stage's copy 20 has not arrived
+    reports     . . stage 0: 20 . stage 1: 20 .
+
+A stage that took copy 30 while the holder of another one has no more than copy 10 of it would have overwritten its own
+copy 10, and nothing would be left to go back to together. So the next copy is ordered when all have the one before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from raypipe.ir.report import StepReport
+from raypipe.planner.copies import CopyCosts, copy_interval
+
+__all__ = ["CopyTimes"]
+
+WINDOW_STEPS = 16
+
+
+class CopyTimes:
+    """Of one run.
+
+    Args:
+        least_steps: between two copies; None for none at all.
+    """
+
+    def __init__(self, least_steps: int | None) -> None:
+        self._least_steps = least_steps
+        self._at = 0  # step of the newest copy that was ordered
+        self._arrived = True
+        self._interval = 0
+        self._seconds: deque[float] = deque(maxlen=WINDOW_STEPS)
+
+    def due(self, step: int, *, fixed: bool) -> bool:
+        """Whether a copy is to be taken after that step.
+
+        Args:
+            fixed: only the number of the step may decide, for the pipeline must run empty and that changes bits.
+        """
+        if self._least_steps is None:
+            return False
+        if fixed:
+            return step % self._least_steps == 0
+        return self._arrived and step - self._at >= max(self._least_steps, self._interval)
+
+    def ordered(self, step: int) -> None:
+        """A copy will be taken after that step, or was; also an earlier one than before, where the run went back."""
+        self._at, self._arrived = step, False
+
+    def heard(self, seconds: float, of_step: Sequence[StepReport]) -> None:
+        """What all stages say of a step that took so long."""
+        if self._least_steps is None:
+            return
+        self._seconds.append(seconds)
+        copied = [report.copied for report in of_step if report.copied is not None]
+        if len(copied) == len(of_step) and all(copy.step == self._at for copy in copied):
+            self._arrived = True
+            costs = CopyCosts(
+                median(self._seconds), max(copy.copied_s for copy in copied), max(copy.sent_s for copy in copied)
+            )
+            self._interval = copy_interval(costs)

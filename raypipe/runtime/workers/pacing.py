@@ -1,0 +1,56 @@
+"""Sending that nobody is to notice: a share of the time, small parcels, and never while something else waits to leave.
+
+parcel   [==]              [==]       [===]
+pause        [---3 x===---]    [busy--]     [---3 x ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["Pace"]
+
+SHARE = 0.25
+"""Of the time that is spent sending where nothing else is under way."""
+LEAST_SHARE = 0.02
+"""The same where something always is: a copy must arrive some day."""
+PARCEL_S = 0.01
+"""What a parcel should take: boundary messages wait for as long behind it."""
+LEAST_BYTES, MOST_BYTES = 256 << 10, 4 << 20
+POLL_S, MOST_SLEEP_S = 0.002, 0.05
+
+
+class Pace:
+    """Of one sender.
+
+    Attributes:
+        parcel_bytes: that the next parcel should have.
+
+    Args:
+        busy: whether something else is queued or under way.
+        stopped: whether to wait no longer.
+    """
+
+    def __init__(
+        self,
+        busy: Callable[[], bool],
+        stopped: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._busy, self._stopped, self._clock, self._sleep = busy, stopped, clock, sleep
+        self.parcel_bytes = LEAST_BYTES
+
+    def sent(self, nbytes: int, took_s: float) -> None:
+        """A parcel has arrived: wait until the next one may go, and find out how large it should be."""
+        if nbytes >= self.parcel_bytes:
+            factor = min(2.0, max(0.5, PARCEL_S / max(took_s, 1e-6)))
+            self.parcel_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, self.parcel_bytes * factor)))
+        now_s = self._clock()
+        least_s, most_s = now_s + took_s * (1 / SHARE - 1), now_s + took_s * (1 / LEAST_SHARE - 1)
+        while not self._stopped():
+            now_s = self._clock()
+            if now_s >= most_s or (now_s >= least_s and not self._busy()):
+                return
+            self._sleep(min(MOST_SLEEP_S, max(POLL_S, least_s - now_s)))

@@ -1,0 +1,69 @@
+"""Who holds whose copies, and how often they are taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.planner.copies import (
+    MOST_STEPS,
+    OVERHEAD,
+    SENDING_SHARE,
+    SLOWDOWN,
+    CopyCosts,
+    copy_interval,
+    holders,
+)  # fmt: skip
+
+COSTS = CopyCosts(step_s=0.5, copied_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found"),
+    [
+        ("", ()),
+        ("a", (None,)),
+        ("aa", (1, 0)),
+        ("aab", (2, 2, 0)),
+        ("aabb", (2, 3, 0, 1)),
+        ("abc", (1, 2, 0)),
+        ("aaab", (3, 3, 3, 0)),
+    ],
+)
+def test_who_holds(nodes: str, found: tuple[int | None, ...]) -> None:
+    assert holders(nodes) == found
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=12))
+def test_on_another_node_where_there_is_one_and_spread(nodes: list[str]) -> None:
+    found = holders(nodes)
+    for worker, holder in enumerate(found):
+        assert holder is not None
+        assert holder != worker
+        assert nodes[holder] != nodes[worker] or len(set(nodes)) == 1
+    if len(set(nodes)) == len(nodes) or len(set(nodes)) == 1:
+        assert set(Counter(found).values()) == {1}
+
+
+def test_the_interval_insures_against_failures_and_keeps_the_overhead() -> None:
+    """50 ms a copy, six failures an hour: Young's interval is 7.7 s; with ten thousand, 3 % of 1.7 s are 50 ms."""
+    assert copy_interval(COSTS) == 16
+    assert copy_interval(COSTS, failures_per_hour=100.0) == 4
+    assert copy_interval(COSTS, failures_per_hour=1e4) == 4
+    assert copy_interval(COSTS._replace(sent_s=2.0)) == 35  # 250 ms with what it slows down
+    assert copy_interval(COSTS._replace(sent_s=60.0)) == 404
+    assert copy_interval(COSTS._replace(step_s=1000.0)) == 1
+    assert copy_interval(COSTS._replace(step_s=1e-6)) == MOST_STEPS
+
+
+@given(st.floats(0.01, 100.0), st.floats(0.0, 10.0), st.floats(0.0, 1000.0))
+def test_overhead_and_share_hold_wherever_the_interval_is_not_cut(
+    step_s: float, copied_s: float, sent_s: float
+) -> None:
+    interval = copy_interval(CopyCosts(step_s, copied_s, sent_s))
+    if interval < MOST_STEPS:
+        assert copied_s + SLOWDOWN * sent_s <= OVERHEAD * interval * step_s * (1 + 1e-9)
+        assert sent_s <= SENDING_SHARE * interval * step_s * (1 + 1e-9)

@@ -1,0 +1,135 @@
+"""Copies of stages that other workers hold: they arrive whole or not at all, and anybody can be restored from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from raypipe.engine.checkpoint import load_stage
+from raypipe.engine.copy import CopySource
+from raypipe.errors import StageLostError
+from raypipe.ir.report import StepReport
+from raypipe.runtime.workers.copy_holder import StageKey
+from raypipe.runtime.workers.copying_actor import COPY_GROUPS, CopyingActor
+from raypipe.runtime.workers.remote_copy import PARCEL_BYTES, RemoteCopy
+from tests.engine.copy.stages import Stage, same
+
+KEY = StageKey(3, 0)
+WAIT_S = 60.0
+
+
+class _Worker(CopyingActor):
+    """An actor with one stage that needs no links."""
+
+    def begin(self, rows: int, holder: Any, generation: int = KEY.generation) -> None:
+        self.stage = Stage("adamw", size=rows)
+        self._copies.begin(generation, [self.stage.program], [self.stage.state], holder)
+
+    def step_and_copy(self, step: int) -> dict[str, torch.Tensor]:
+        self.stage.step()
+        found = self.stage.all()
+        self._copies.take(step)
+        return found
+
+    def acknowledged(self) -> int:
+        nothing = StepReport(KEY.stage, 0, 1, None, None, 0.0, 0.0, 0.0, 0.0, (0, 0), 1)
+        ((found,),) = self._copies.noted([[nothing]], time.monotonic())
+        return -1 if found.copied is None else found.copied.step
+
+    def stop(self) -> None:
+        self._copies.stop()
+
+    def forget(self) -> None:
+        self._forget_copies()
+
+    def go_back(self, actor: Any, step: int) -> dict[str, torch.Tensor]:
+        self.stage.back(remote(actor, KEY, step))
+        return self.stage.all()
+
+
+@pytest.fixture(scope="module")
+def pair(local_ray: None) -> Iterator[tuple[Any, Any]]:
+    made = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **COPY_GROUPS})(_Worker)
+    actors = made.remote(), made.remote()
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+def get(ref: Any) -> Any:
+    return ray.get(ref, timeout=WAIT_S)
+
+
+def remote(actor: Any, owner: StageKey, step: int) -> CopySource:
+    return RemoteCopy(actor, "", *owner, step, ()).opened()
+
+
+def steps(actor: Any, *, held: bool) -> dict[StageKey, tuple[int, ...]]:
+    """After which it has copies, of its own stages or of others."""
+    return {StageKey(f.generation, f.stage): f.steps for f in get(actor.copies.remote()) if f.held == held}
+
+
+def wait_for(actor: Any, step: int) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while get(actor.acknowledged.remote()) < step:
+        assert time.monotonic() < end_s, "the copy did not arrive"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("rows", [5, PARCEL_BYTES // 12 + 100], ids=["small", "many parcels"])
+def test_a_copy_arrives_and_everybody_can_be_restored_from_it(pair: tuple[Any, Any], rows: int) -> None:
+    """The last two are kept. Who asks may be this process, the stage itself, or one that has nothing yet."""
+    worker, holder = pair
+    get(worker.begin.remote(rows, holder))
+    then = {}
+    for step in (1, 2, 3):
+        then[step] = get(worker.step_and_copy.remote(step))
+        wait_for(worker, step)
+    assert steps(worker, held=False)[KEY] == (2, 3)
+    assert steps(holder, held=True)[KEY] == (2, 3)
+    for step in (3, 2):
+        source, fresh = remote(holder, KEY, step), Stage("adamw", size=rows)
+        load_stage(source, fresh.program, fresh.state)
+        assert same(fresh.all(), then[step])
+        assert same(get(worker.go_back.remote(holder, step)), then[step])
+    # The run goes back to step 2 and on from there; another plan's second copy ends those of this one.
+    before = get(worker.go_back.remote(holder, 2))
+    for step, held in ((3, (2, 3)), (4, (3, 4))):
+        assert not same(get(worker.step_and_copy.remote(step)), before)
+        wait_for(worker, step)
+        assert steps(holder, held=True)[KEY] == held
+    newer = KEY._replace(generation=KEY.generation + 1)
+    get(worker.begin.remote(rows, holder, newer.generation))
+    for step, owners in ((6, {KEY, newer}), (7, {newer})):
+        get(worker.step_and_copy.remote(step))
+        wait_for(worker, step)
+        assert set(steps(holder, held=True)) == owners
+    get(holder.forget.remote())
+
+
+def test_what_is_not_held_is_told(pair: tuple[Any, Any]) -> None:
+    with pytest.raises(StageLostError, match="The copy of stage 4 after step 7 cannot be read"):
+        remote(pair[1], StageKey(9, 4), 7)
+
+
+def test_a_holder_that_dies_ends_nothing_but_the_copy(local_ray: None, pair: tuple[Any, Any]) -> None:
+    worker = pair[0]
+    holder = ray.remote(num_cpus=0, concurrency_groups={"control": 1, **COPY_GROUPS})(_Worker).remote()
+    get(worker.begin.remote(PARCEL_BYTES // 12, holder))
+    ray.kill(holder)
+    get(worker.step_and_copy.remote(1))
+    get(worker.stop.remote())
+    assert steps(worker, held=False)[KEY] == (1,)
+    assert get(worker.acknowledged.remote()) == -1
+
+
+def test_where_nobody_is_to_hold_copies_the_own_one_counts(pair: tuple[Any, Any]) -> None:
+    worker = pair[0]
+    get(worker.begin.remote(5, None))
+    get(worker.step_and_copy.remote(4))
+    wait_for(worker, 4)
