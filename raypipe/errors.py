@@ -19,7 +19,14 @@ __all__ = [
 
 
 class RaypipeError(Exception):
-    """Base of every error raised on purpose. The message is one paragraph that ends with the remedy."""
+    """Base of every error raised on purpose. The message is one paragraph that ends with the remedy.
+
+    Attributes:
+        raised_at_s: seconds since 1970 when something went wrong on a stage, by its host's clock; None where nobody
+            knows. It travels with the error.
+    """
+
+    raised_at_s: float | None = None
 
 
 class ConfigError(RaypipeError):

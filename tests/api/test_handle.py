@@ -92,6 +92,7 @@ def test_a_failed_run_says_why(cluster: None, tmp_path: Path) -> None:
     events = [json.loads(line) for line in (tmp_path / "failing/events.jsonl").read_text().splitlines()]
     assert events[-1]["decision"] == "fail"
     assert "the user's own mistake" in events[-1]["reason"]
+    assert events[-1]["seconds"] >= 0  # since the stage raised it
     assert pq.read_table(tmp_path / "failing/metrics.parquet").num_rows == 1
 
 

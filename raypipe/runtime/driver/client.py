@@ -223,24 +223,43 @@ def start_run(
         ) from error
     release_orphans(driver_name(spec.name))  # of a driver that died while nobody looked
     try:
-        call = driver.run.remote(blueprint, _handed_over(driver, tensors, detached), dict(resources))
+        call = _begun(driver, blueprint, tensors, resources, detached=detached)
+        connection = RayConnection(driver, spec.name, owner=not detached, call=call, path=str(spec.place))
+        if not detached:
+            check()
+        driver.go_on.remote()
+        while detached and not _started(driver):
+            connection.check()
+    except BaseException:
+        # Also where somebody lost patience with a slow start: a driver that stays behind would block the run's name.
+        with contextlib.suppress(RayError):
+            ray.kill(driver, no_restart=True)
+        release_orphans(driver_name(spec.name))
+        raise
+    return connection
+
+
+def _begun(
+    driver: Any, blueprint: Blueprint, tensors: Mapping[str, Any], resources: Mapping[str, float], *, detached: bool
+) -> Any:
+    """The driver's long call.
+
+    Raises:
+        ConfigError: something of the run cannot be sent.
+    """
+    try:
+        return driver.run.remote(blueprint, _handed_over(driver, tensors, detached), dict(resources))
     except TypeError as error:  # raypipe.prepare.arguments looks for it before, and may have looked past something
-        ray.kill(driver, no_restart=True)
         raise ConfigError(
             f"Something of the run cannot be sent to Ray's actors: {str(error).splitlines()[-1]} Define model, "
             "loss_fn, optimizer and data at module level, without locks, open files or connections in them."
         ) from None
-    connection = RayConnection(driver, spec.name, owner=not detached, call=call, path=str(spec.place))
-    if not detached:
-        try:
-            check()
-        except BaseException:
-            connection.close()
-            raise
-    driver.go_on.remote()
-    while detached and not ray.get(driver.wait_started.remote(1.0)):
-        connection.check()
-    return connection
+
+
+def _started(driver: Any) -> bool:
+    """Whether a detached driver has all that it needs from here; False where it does not answer soon."""
+    asked = driver.wait_started.remote(1.0)
+    return bool(ray.wait([asked], timeout=ANSWER_S)[0] and ray.get(asked))
 
 
 def _handed_over(driver: Any, tensors: Mapping[str, Any], detached: bool) -> StoredTensors:

@@ -31,7 +31,7 @@ from raypipe.runtime.run.controller_thread import ControllerThread
 from raypipe.runtime.run.forwards import evaluation_orders, forwards
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.ordering import Ordering
-from raypipe.runtime.run.recovery import Failures, Recovered, Recoverer
+from raypipe.runtime.run.recovery import Failures, Recovered, Recoverer, noticed
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.resuming import beginning
 from raypipe.runtime.run.spec import AnyFleet, Outcome, PlanInForce, RunSpec, Watcher
@@ -67,9 +67,9 @@ def run_loop(
     try:
         outcome = loop.run()
     except BaseException as error:
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reason, when = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", noticed(error)
         if lease is None or not lease.lost:
-            loop.try_to(lambda: loop.folder.event("fail", reason, step=loop.at.step))
+            loop.try_to(lambda: loop.folder.event("fail", reason, step=loop.at.step, **when))
             loop.try_to(loop.metrics.write)
         raise
     finally:
@@ -179,7 +179,7 @@ class _Loop:
                 raise error
             why_not = self._failures.counted(error, self.at.step)
             line = (str(error).splitlines() or [""])[0]
-            numbers = {"step": self.at.step, "failures": self._failures.count}
+            numbers = {"step": self.at.step, "failures": self._failures.count, **noticed(error)}
             if why_not:
                 self._tell("give up", f"{line} ({why_not})", **numbers)
                 raise type(error)(f"{error}\nThe run ends: {why_not}.")

@@ -10,6 +10,7 @@ loop goes on <------ Recovered(position, ...)
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from raypipe.errors import LinkError, RaypipeError, StageError, StageLostError
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.spec import PlanInForce
 
-__all__ = ["Failures", "Recovered", "Recoverer"]
+__all__ = ["Failures", "Recovered", "Recoverer", "noticed"]
 
 UNLIMITED = -1
 MOST_LOST = 5
@@ -83,6 +84,12 @@ class Recoverer(Protocol):
             PlanError: there is no such plan, or no place for it; the run can go on as it was.
             StageError, LinkError: something failed on the way; ``recover`` is next.
         """
+
+
+def noticed(error: BaseException) -> dict[str, float]:
+    """For an event: seconds since something went wrong, as far as the hosts' clocks agree; empty where nobody knows."""
+    at_s = getattr(error, "raised_at_s", None)
+    return {} if at_s is None else {"seconds": round(max(0.0, time.time() - at_s), 3)}
 
 
 class Failures:

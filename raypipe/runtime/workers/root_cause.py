@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -51,7 +52,9 @@ def _failure(ref: Any, name: str, segments: int, explain: Callable[[str], Findin
     except ActorDiedError as error:
         found = explain(str(error))
         how = "died" if found.means == "died" else "hung"
-        return 1, StageLostError(f"{name} {how} after {segments} segments of this run: it {found.why}")
+        lost = StageLostError(f"{name} {how} after {segments} segments of this run: it {found.why}")
+        lost.raised_at_s = time.time() - found.after_s
+        return 1, lost
     except RayActorError as error:
         first = str(error).splitlines()[0]
         return 1, StageLostError(f"{name} could not be reached after {segments} segments of this run: {first}")

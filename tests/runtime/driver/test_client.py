@@ -15,7 +15,7 @@ from raypipe.errors import StageError
 from raypipe.runtime.driver import client
 from raypipe.runtime.run.lease import read_lease
 from tests.prepare.test_resume import trainer
-from tests.runtime.left_over import wait_until
+from tests.runtime.left_over import ours, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -56,3 +56,17 @@ def test_a_driver_that_dies_while_it_is_stopped_is_gone(begun: tuple[RunHandle, 
     os.kill(process, signal.SIGKILL)
     with pytest.raises(StageError, match="driver of run 'run' is gone"):
         handle.wait(timeout_s=180)
+
+
+def test_a_start_that_somebody_gives_up_leaves_nothing_behind(cluster: None, tmp_path: Path) -> None:
+    """Ctrl-C while the model is checked, or whatever else goes wrong: the name is free again, and so are the places."""
+
+    def patience_ends() -> None:
+        raise KeyboardInterrupt
+
+    made = trainer("mlp", tmp_path, "run", 2)
+    job = made._prepared()
+    blueprint = made._blueprint(job, 10, local=False)
+    with pytest.raises(KeyboardInterrupt):
+        client.start_run(blueprint, job.tensors, made._resources(), patience_ends, detached=False)
+    wait_until(lambda: f"raypipe/{blueprint.spec.name}" not in ours().drivers, 60.0)
