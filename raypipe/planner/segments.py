@@ -116,6 +116,7 @@ def flowing_segments(
     num_steps: int,
     start: Position,
     *,
+    flowing: bool = False,
     empty_after: Callable[[int], bool],
     empty_soon: Callable[[], bool],
 ) -> Iterator[tuple[Segment, Position]]:
@@ -124,10 +125,11 @@ def flowing_segments(
     A mini-batch that is smaller than the others runs by itself, with one update.
 
     Args:
+        flowing: whether mini-batches are under way at the start.
         empty_after: whether the pipeline must be empty after so many steps.
         empty_soon: asked before each segment whether it shall be empty as soon as that is possible.
     """
-    at, flowing = start, False
+    at = start
     sizes = _sizes(minibatch_size, microbatch_size)
     while at.step < num_steps:
         full = min((num_samples - at.offset) // minibatch_size, num_steps - at.step)

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, files_folder, prune
+from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, files_folder, newest_step, prune
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
 from raypipe.planner.segments import Position
@@ -79,6 +79,12 @@ class Checkpoints:
         self._pool = _pool()
         self._last: tuple[int, Future[None]] | None = None  # the newest that was begun to be completed, and its step
         self.latest, self.latest_step = "", 0
+
+    def find(self) -> int:
+        """Steps of the newest checkpoint in the run's folder, the latest from now on; 0 where there is none."""
+        self.latest_step = newest_step(self._place) or 0
+        self.latest = str(self._place / checkpoint_name(self.latest_step)) if self.latest_step else ""
+        return self.latest_step
 
     def due(self, step: int) -> bool:
         """Whether to save after ``step`` steps."""

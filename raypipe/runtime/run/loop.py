@@ -9,7 +9,7 @@ orders --> fleet --> reports of all stages --> one StepRecord per step --> progr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,11 +19,8 @@ from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import CheckpointError, LinkError, PlanError, RaypipeError, StageError
 from raypipe.ir.report import StepRecord, StepReport, mean_loss, merge_reports
-from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import ControllerConfig
-from raypipe.planner.rows import rows_for
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.checkpoints import Checkpoints
 from raypipe.runtime.run.control import Control
@@ -33,8 +30,9 @@ from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.ordering import Ordering
 from raypipe.runtime.run.recovery import Failures, Recovered, Recoverer, noticed
 from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.run.resuming import beginning
+from raypipe.runtime.run.resuming import beginning, left_at
 from raypipe.runtime.run.spec import AnyFleet, Outcome, PlanInForce, RunSpec, Watcher
+from raypipe.runtime.run.takeover import Done
 
 __all__ = ["run_loop"]
 
@@ -51,6 +49,7 @@ def run_loop(
     *,
     lease: Lease | None = None,
     recovery: Recoverer | None = None,
+    taken: Sequence[Done] = (),
 ) -> Outcome:
     """Begin where the newest checkpoint ends, train, evaluate, save. Metrics are written whatever happens.
 
@@ -59,13 +58,14 @@ def run_loop(
             wanted.
         lease: on the run's folder; None where nobody else can know of it.
         recovery: brings the stages back after a failure; None where they cannot fail by themselves, as threads.
+        taken: what stages have done for an earlier driver, from which they were taken over where they stand.
 
     Raises:
         LeaseError: another process has taken the run over; nothing more is written then.
     """
     loop = _Loop(fleet, spec, plan, watcher, requests, make_controller, lease, recovery)
     try:
-        outcome = loop.run()
+        outcome = loop.run(taken)
     except BaseException as error:
         reason, when = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", noticed(error)
         if lease is None or not lease.lost:
@@ -102,7 +102,6 @@ class _Loop:
         self._lease, self._recovery = lease, recovery
         self.fleet, self.spec, self.watcher, self.requests = fleet, spec, watcher, requests
         self.plan = plan
-        self._schedules = dict(plan.schedules)
         self.folder = RunFolder(spec.place)
         self.control = Control(make_controller, self.folder, watcher, self.try_to)
         self._failures = Failures(spec.max_failures)
@@ -118,16 +117,16 @@ class _Loop:
         self._began_at, self._fresh = 0, FreshOptions()
         self._marks: dict[int, tuple[Position, int]] = {}  # by step of a copy: where the run stood, steps skipped
         self._end_s: float | None = None
-        self._evaluated = 0
         self._complaint = ""  # of the last write that training does not need, where it failed
 
-    def run(self) -> Outcome:
+    def run(self, taken: Sequence[Done]) -> Outcome:
         spec, requests = self.spec, self.requests
         if self._lease is not None and self._lease.taken_from:
             self.folder.event("take over", f"{self._lease.taken_from} is dead or did not renew its lease")
-        self._resume()
-        self.control.begin(self.plan.retune, resumed=self.at.step > 0)
-        began_at = self._began_at = self._saved = self._completed = self.checkpoints.latest_step = self.at.step
+        self._take_over(taken) if taken else self._resume()
+        began_at = self._began_at = self.at.step
+        self._ordering.learn(step=began_at, written=began_at)
+        self.control.begin(self.plan.retune, resumed=began_at > 0)
         self._ordering.traced_step = min(spec.num_steps - 1, began_at + max(2, (spec.num_steps - began_at) // 2))
         self.folder.write_plan(self.plan.plan.to_json())
         self.folder.write_config(spec.config_yaml)
@@ -152,16 +151,19 @@ class _Loop:
     def _to_the_end(self) -> None:
         """All that is left to do of the run, up to its last checkpoint."""
         spec, requests = self.spec, self.requests
-        self._keep_copy()
+        if self._empty:
+            self._keep_copy()
         if self.at.step >= spec.num_steps and self._eval_loss is None and self._evaluates_after(self.at.step):
             self._eval_loss = self._evaluate()
         while self.at.step < spec.num_steps and not requests.stop_reason:
-            self._resize()
-            self._keep_copy()
+            if self._empty:
+                self._resize()
+                self._keep_copy()
             self._train()
             if self._evaluates_after(self.at.step):
                 self._eval_loss = self._evaluate()
                 self._complete(self._eval_loss)
+        self._drain()
         if self._saved < self.at.step:  # stopped between two checkpoints
             self.fleet.save(self.checkpoints.begin(self.at.step))
         if self._completed < self.at.step:
@@ -209,14 +211,13 @@ class _Loop:
         self._empty, self._end_s, self._copied = True, None, False
         if back.plan is not None:
             self._take_plan(back.plan)
-        self._ordering.forget()
+        self._ordering.forget(self.at.step, self._skipped)
         self.checkpoints.forget_after(self.at.step)
         self._saved = self._completed = self.checkpoints.latest_step
 
     def _take_plan(self, plan: PlanInForce) -> None:
         """The stages run another plan from now on; the controller begins anew, for it knew other stages."""
-        self.plan, self._schedules = plan, dict(plan.schedules)
-        self._ordering.plan = plan
+        self.plan = self._ordering.plan = plan
         self.control.end()
         self.control.begin(plan.retune, resumed=False)
         self.try_to(lambda: self.folder.write_plan(plan.plan.to_json()))
@@ -268,17 +269,36 @@ class _Loop:
             self._fresh = begins.fresh
             self.at = Position(**found.manifest.position)
             self.checkpoints.latest = str(spec.place / found.folder)
+        self._saved = self._completed = self.checkpoints.latest_step = self.at.step
         self.metrics.go_back(self.at.step)
         if found is not None:
             self.watcher.resumed(self.metrics.recent, self.at.step, self.checkpoints.latest)
             self.folder.event("resume", f"from {found.folder}", step=self.at.step)
         begins.keep(spec)
 
+    def _take_over(self, taken: Sequence[Done]) -> None:
+        """The stages stand where they were left; what they have done since records were written last is told now."""
+        found = left_at(taken)
+        self.at, self._ordering.known = found.position, found.known
+        self.metrics.go_back(self.at.step)
+        self._skipped = found.skipped(self.metrics.recent)
+        self._saved = self._completed = self.checkpoints.find()
+        self.watcher.resumed(self.metrics.recent, self.at.step, self.checkpoints.latest)
+        for done in taken:
+            self._ordering.remember(done.order.memo.ordered)
+        self._follow(iter([list(map(list, done.reports)) for done in taken]))
+        self._write_metrics()
+        self.folder.event("take over", "the stages go on where they stand", step=self.at.step)
+
     def _train(self) -> None:
         """Train to the end, to a stop, or to a checkpoint whose score is an evaluation."""
-        self._follow(self.fleet.run(self._ordering.orders(self.at), self._schedule))
-        if not self._empty:  # stopped in the middle: what is under way is completed
-            self._follow(self.fleet.run(iter([self._ordering.draining(self.at)]), self._schedule, last=True))
+        self._follow(self.fleet.run(self._ordering.orders(self.at, empty=self._empty), self.plan.rows))
+        self._drain()
+
+    def _drain(self) -> None:
+        """Where the run was stopped in the middle, complete what is under way."""
+        if not self._empty:
+            self._follow(self.fleet.run(iter([self._ordering.draining(self.at)]), self.plan.rows, last=True))
 
     def _follow(self, news: Iterator[list[list[StepReport]]]) -> None:
         for reports in news:
@@ -304,7 +324,12 @@ class _Loop:
                 if not self._evaluates_after(self.at.step):
                     self._complete(None)
             if self.metrics.due:
-                self.try_to(self.metrics.write)
+                self._write_metrics()
+            self._ordering.learn(step=self.at.step, skipped=self._skipped)
+
+    def _write_metrics(self) -> None:
+        self.try_to(self.metrics.write)
+        self._ordering.learn(written=self.at.step)
 
     def _mark(self) -> None:
         """Every stage keeps a copy of its state in memory: what the run is to know when it goes back there."""
@@ -325,7 +350,7 @@ class _Loop:
         return step >= self.spec.num_steps or self.spec.checkpoints.score_attribute == "eval_loss"
 
     def _complete(self, eval_loss: float | None) -> None:
-        self.try_to(self.metrics.write)  # first: a run that goes on from this checkpoint finds the steps before it here
+        self._write_metrics()  # first: a run that goes on from this checkpoint finds the steps before it here
         self._completed = self.at.step
         # Schedulers take as many steps again as updates were made, and a skipped one is none.
         end = replace(self.at, updates=self.at.updates - self._skipped)
@@ -334,21 +359,12 @@ class _Loop:
     def _evaluate(self) -> float | None:
         """Loss over the evaluation samples; None when the run was stopped meanwhile."""
         spec = self.spec
-        orders = evaluation_orders(
-            spec.num_samples["eval"],
-            spec.minibatch_size,
-            spec.microbatch_size,
-            self._evaluated,
-            generation=self.plan.plan.generation,
-        )
-        self._evaluated += sum(len(order.segment.microbatch_samples) for order in orders)
-        found = list(forwards(self.fleet, orders, self._schedule))
+        used, sizes = self._ordering.known.evaluated, (spec.minibatch_size, spec.microbatch_size)
+        generation = self.plan.plan.generation
+        orders = evaluation_orders(spec.num_samples["eval"], *sizes, used, generation=generation)
+        self._ordering.learn(evaluated=used + sum(len(order.segment.microbatch_samples) for order in orders))
+        found = list(forwards(self.fleet, orders, self.plan.rows))
         return None if self.requests.stop_reason else mean_loss(found, sums=spec.sums_losses)
-
-    def _schedule(self, key: RowsKey) -> Schedule:
-        if key not in self._schedules:
-            self._schedules[key] = rows_for(self.plan.plan, key)
-        return self._schedules[key]
 
     def _metrics(self, eval_loss: float | None) -> dict[str, float]:
         last = self.metrics.recent[-1:]
@@ -357,15 +373,13 @@ class _Loop:
 
     def try_to(self, write: Callable[[], None]) -> None:
         """Write what training does not need: a full disk is told and ends neither the run nor hides why it ended."""
+        before, self._complaint = self._complaint, ""
         try:
             write()
         except CheckpointError as error:
             self._complaint = str(error)
+        if before or self._complaint:
             self.watcher.tell(message=self._complaint)
-        else:
-            if self._complaint:
-                self._complaint = ""
-                self.watcher.tell(message="")
 
     def _tell(self, decision: str, reason: str, **numbers: Any) -> None:
         self.try_to(lambda: self.folder.event(decision, reason, **numbers))
@@ -377,14 +391,7 @@ class _Loop:
     def _manifest(self, end: Position, entries: list[dict[str, Any]], metrics: Mapping[str, float]) -> Manifest:
         spec = self.spec
         return make_manifest(
-            end.step,
-            entries,
-            position=asdict(end),
-            seed=spec.seed,
-            minibatch_size=spec.minibatch_size,
-            microbatch_size=spec.microbatch_size,
-            num_samples=spec.num_samples["train"],
-            aliases=spec.aliases,
-            metrics=metrics,
-            **self._signature(),
-        )
+            end.step, entries, position=asdict(end), seed=spec.seed, minibatch_size=spec.minibatch_size,
+            microbatch_size=spec.microbatch_size, num_samples=spec.num_samples["train"], aliases=spec.aliases,
+            metrics=metrics, **self._signature(),
+        )  # fmt: skip

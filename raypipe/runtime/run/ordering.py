@@ -23,7 +23,7 @@ from raypipe.runtime.run.copy_times import CopyTimes
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import PlanInForce, RunSpec
 
-__all__ = ["Ordered", "Ordering"]
+__all__ = ["Known", "Memo", "Ordered", "Ordering"]
 
 
 class Ordered(NamedTuple):
@@ -45,6 +45,30 @@ class Ordered(NamedTuple):
     copies: bool = False
 
 
+class Known(NamedTuple):
+    """What the loop knows when it orders something.
+
+    Attributes:
+        step: up to which all steps are done.
+        skipped: those of them that were not finite, since the run went back to a checkpoint last.
+        evaluated: micro-batches that evaluations have used up.
+        written: steps whose records are in the run's folder.
+    """
+
+    step: int = 0
+    skipped: int = 0
+    evaluated: int = 0
+    written: int = 0
+
+
+class Memo(NamedTuple):
+    """What a driver that takes the stages over is to know of an order that trains; ``before`` is the position then."""
+
+    ordered: Ordered
+    before: Position
+    known: Known
+
+
 class Ordering:
     """Makes orders from a position on, and remembers those that have not been carried out.
 
@@ -52,6 +76,7 @@ class Ordering:
         plan: in force.
         traced_step: the step whose actions are noted one by one.
         copy_times: when copies of state are taken.
+        known: by the loop, which keeps it up to date.
 
     Args:
         pauses_after: whether no order may follow that step, because an evaluation belongs to its checkpoint.
@@ -74,23 +99,40 @@ class Ordering:
         self._calm = False  # whether the step that is ordered next is like the one before
         self.traced_step = 0
         self.copy_times = CopyTimes(spec.copy_interval_steps)
+        self.known = Known()
+
+    def remember(self, ordered: Ordered) -> None:
+        """An earlier driver ordered this; what was to be saved then is not this one's."""
+        self._ordered[ordered.segment.first_step] = ordered._replace(saves=False)
 
     def taken(self, step: int) -> Ordered:
         """The segment that begins with this step; it has been carried out."""
         return self._ordered.pop(step)
 
-    def forget(self) -> None:
-        """What was ordered will not be carried out."""
+    def forget(self, step: int, skipped: int) -> None:
+        """What was ordered will not be carried out; the run goes back to this step, so many before it were skipped."""
         self._ordered.clear()
+        self.learn(step=step, skipped=skipped, written=min(step, self.known.written))
 
-    def orders(self, at: Position) -> Iterator[Order]:
-        """Train from here to the end of the run, or to a step after which there is an evaluation."""
+    def learn(self, **changes: int) -> None:
+        """The loop knows more; see Known."""
+        self.known = self.known._replace(**changes)
+
+    def orders(self, at: Position, *, empty: bool = True) -> Iterator[Order]:
+        """Train from here to the end of the run, or to a step after which there is an evaluation.
+
+        Args:
+            empty: whether the pipeline runs nothing of the steps to come.
+        """
         self._calm = False
-        for segment, after, setting in self._segments(at):
+        before = at
+        for segment, after, setting in self._segments(at, empty=empty):
             self._asked = self._asked or self._requests.take_checkpoint()
-            empty = segment.phase.ends_empty
-            saves = empty and (after.step == self._spec.num_steps or self._checkpoints.due(after.step) or self._asked)
-            copies = empty and self._copies_after(after.step)
+            ends_empty = segment.phase.ends_empty
+            saves = ends_empty and (
+                after.step == self._spec.num_steps or self._checkpoints.due(after.step) or self._asked
+            )
+            copies = ends_empty and self._copies_after(after.step)
             if saves:
                 self._asked = False
             if copies:
@@ -99,7 +141,8 @@ class Ordering:
             calm = not saves and not traced
             ordered = Ordered(segment, after, setting, self._calm and calm, saves, copies)
             self._calm = calm
-            yield self._order(ordered, traced=traced)
+            yield self._order(ordered, before, traced=traced)
+            before = after
             if saves and self._pauses_after(after.step):
                 return
 
@@ -109,9 +152,9 @@ class Ordering:
         spec = self._spec
         segment = draining_segment(self.plan.flow, spec.minibatch_size, spec.microbatch_size, at)
         segment = replace(segment, generation=self.plan.plan.generation)
-        return self._order(Ordered(segment, at.after(segment, spec.num_samples["train"])), traced=False)
+        return self._order(Ordered(segment, at.after(segment, spec.num_samples["train"])), at, traced=False)
 
-    def _order(self, ordered: Ordered, *, traced: bool) -> Order:
+    def _order(self, ordered: Ordered, before: Position, *, traced: bool) -> Order:
         segment, after, setting, *_ = ordered
         self._ordered[segment.first_step] = ordered
         return Order(
@@ -121,12 +164,14 @@ class Ordering:
             measure=self._control.runs,
             codecs=setting.codecs,
             keep_copy=ordered.copies,
+            written=self.known.written,
+            memo=Memo(ordered, before, self.known),
         )
 
     def _copies_after(self, step: int) -> bool:
         return self.copy_times.due(step, fixed=self.plan.flow is not None)
 
-    def _segments(self, at: Position) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
+    def _segments(self, at: Position, *, empty: bool) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
         """What comes next, the position after it, and what it runs with: the controller's word of that moment."""
         spec, generation = self._spec, self.plan.plan.generation
         if self.plan.flow is not None:
@@ -137,6 +182,7 @@ class Ordering:
                 spec.microbatch_size,
                 spec.num_steps,
                 at,
+                flowing=not empty,
                 empty_after=lambda step: self._checkpoints.due_at(step) or self._copies_after(step),
                 empty_soon=lambda: self._asked or self._requests.wants_checkpoint or self._checkpoints.overdue,
             )

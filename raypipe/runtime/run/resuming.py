@@ -1,17 +1,22 @@
-"""Where a run begins: after its newest good checkpoint, if what is there is the same run."""
+"""Where a run begins: after its newest good checkpoint, if what is there is the same run; or where its stages stand."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from raypipe.engine.checkpoint import MANIFEST, Checkpoint, FreshOptions, check_position, find_checkpoint, newest_step
 from raypipe.engine.rundir import RunFolder
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
+from raypipe.ir.report import StepRecord
+from raypipe.planner.segments import Position
+from raypipe.runtime.run.ordering import Known
 from raypipe.runtime.run.same_run import Change, Settings, fresh_after, goes_on, write_settings
 from raypipe.runtime.run.spec import RunSpec
+from raypipe.runtime.run.takeover import Done
 
-__all__ = ["Beginning", "beginning", "refuse_another_run"]
+__all__ = ["Beginning", "Standpoint", "beginning", "left_at", "refuse_another_run"]
 
 
 class Beginning(NamedTuple):
@@ -62,6 +67,39 @@ def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:
             for line in change.lines:
                 folder.event("change", line, step=done)
     return Beginning(found, fresh_after(changes, done), changes)
+
+
+class Standpoint(NamedTuple):
+    """Where the loop of a driver that is gone stood before the first of the steps that are told once more.
+
+    Attributes:
+        position: then.
+        early: what it knew when it ordered the first of these steps.
+        known: what it knew when it ordered the last of them.
+    """
+
+    position: Position
+    early: Known
+    known: Known
+
+    def skipped(self, records: Iterable[StepRecord]) -> int:
+        """Steps before ``position`` that were not finite, of those that count.
+
+        Args:
+            records: of the last steps before.
+        """
+        later = (record for record in records if self.early.step <= record.step < self.position.step)
+        return self.early.skipped + sum(record.skipped for record in later)
+
+
+def left_at(taken: Sequence[Done]) -> Standpoint:
+    """Of a run whose stages were taken over.
+
+    Args:
+        taken: what they have done that may not be in the run's folder yet, at least one order.
+    """
+    first, last = (taken[at].order.memo for at in (0, -1))
+    return Standpoint(first.before, first.known, last.known)
 
 
 def refuse_another_run(place: Place, name: str, settings: Settings, num_steps: int, resume: bool | None) -> None:

@@ -15,6 +15,7 @@ from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span, Timeline
 from raypipe.ir.work_order import Order
 from raypipe.planner.control import ControllerConfig, ControllerDecision
+from raypipe.planner.rows import rows_for
 from raypipe.planner.segments import Flow
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 from raypipe.runtime.run.same_run import Settings
@@ -109,11 +110,17 @@ class PlanInForce:
     """
 
     plan: Plan
-    schedules: Mapping[RowsKey, Schedule]
+    schedules: dict[RowsKey, Schedule]
     predicted: Timeline | None
     predicted_step_s: float
     flow: Flow | None = None
     retune: ControllerConfig | None = None
+
+    def rows(self, key: RowsKey) -> Schedule:
+        """The lowered rows of this key, made when they are wanted first."""
+        if key not in self.schedules:
+            self.schedules[key] = rows_for(self.plan, key)
+        return self.schedules[key]
 
 
 @dataclass(frozen=True, slots=True)

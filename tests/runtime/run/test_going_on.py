@@ -1,0 +1,95 @@
+"""A loop that goes on where stages stand which another loop has left: no step twice, no record lost, the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from raypipe import load_state_dict
+from raypipe.engine.local import LocalFleet
+from raypipe.ir.report import StepRecord, StepReport
+from raypipe.ir.work_order import Order
+from raypipe.runtime.run.blueprint import assemble
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.takeover import Done
+from tests.exactness import same_bits
+from tests.runtime.run.test_planning import trainer
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+STEPS, KILLED, UNWRITTEN = 14, 9, 4
+
+
+class Killed(BaseException):
+    """The driver's process ends."""
+
+
+class Dies(Journal):
+    """Ends the loop in the middle of its work."""
+
+    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
+        super().step(record, reports)
+        if record.step + 1 == KILLED:
+            raise Killed
+
+
+class Remembering:
+    """A fleet whose stages remember what they were ordered and what came of it."""
+
+    def __init__(self, fleet: LocalFleet) -> None:
+        self._fleet = fleet
+        self.done: list[Done] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fleet, name)
+
+    def run(self, orders: Iterator[Order], *arguments: Any, **more: Any) -> Iterator[list[list[StepReport]]]:
+        given: list[Order] = []
+
+        def noted() -> Iterator[Order]:
+            for order in orders:
+                given.append(order)
+                yield order
+
+        for count, reports in enumerate(self._fleet.run(noted(), *arguments, **more)):
+            if given[count].training:
+                self.done.append(Done(given[count], reports))
+            yield reports
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline"),
+    [
+        ("noisy", {}),
+        ("buffers", {"num_stages": 3, "on_nonfinite": "skip"}),
+        ("noisy", {"schedule": "2bw", "verify": "off"}),
+    ],
+)
+def test_a_loop_goes_on_where_stages_stand(name: str, pipeline: dict[str, Any], tmp_path: Path) -> None:
+    made = trainer(tmp_path, "run", name, **pipeline)
+    job = made._prepared()
+    blueprint = made._blueprint(job, STEPS, local=True)
+    spec, (run, setup, plan) = blueprint.spec, assemble(blueprint, job.planned)
+    fleet = Remembering(LocalFleet(run, setup, job.tensors))
+    try:
+        with pytest.raises(Killed):
+            run_loop(fleet, spec, plan, Dies("run", ""), Requests())
+        told = Journal("run", "")
+        found = run_loop(fleet, spec, plan, told, Requests(), taken=fleet.done[-UNWRITTEN:])
+    finally:
+        fleet.stop()
+    assert found.step == STEPS
+    alone = trainer(tmp_path, "alone", name, **pipeline).fit(STEPS, local=True, progress=False)
+    rows = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
+    assert [(row["step"], row["loss"]) for row in rows] == [(r.step, r.loss) for r in alone.records]
+    assert [record.step for record in told.news(0, 0.0).records] == list(range(STEPS))
+    first = [order.segment.first_step for order, _ in fleet.done]
+    assert first == sorted(set(first)), "no step was ordered twice"
+    state, wanted = load_state_dict(tmp_path / "run"), load_state_dict(alone.checkpoint)
+    assert [key for key in wanted if not same_bits(state[key], wanted[key])] == []
