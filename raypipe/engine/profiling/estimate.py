@@ -103,15 +103,18 @@ def estimate_graph(
     """
     _refuse_unestimated(captured)
     rates, meta = rates or measure_rates(), _OnMeta.of(captured)
-    here = _Counts(KeptBytes((*meta.leaves, *meta.buffers)))
-    columns = meta.columns(microbatch_size)
-    meta.steps.run(meta.leaves, meta.buffers, columns, here)
+    here, there = _counted(meta, microbatch_size), _twice(meta, microbatch_size)
     spaces = workspaces(
-        Passes(meta.steps, meta.leaves, meta.buffers, _stand_in_loss), columns, meta.columns(2 * microbatch_size)
+        Passes(meta.steps, meta.leaves, meta.buffers, _stand_in_loss),
+        meta.columns(microbatch_size),
+        None if there is None else meta.columns(there.samples),
+        {counts.samples: counts.kept_besides_data for counts in (here, there) if counts is not None},
     )
-    work = _work_by_size(meta, here, microbatch_size, sizes)
-    costs = {size: _costs(captured, here, of_size, rates) for size, of_size in work.items()}
-    kept = [-(-here.kept.bytes_of.get(i, 0) // microbatch_size) for i in range(len(spaces))]
+    wanted = sorted({microbatch_size, *sizes})
+    if there is None and len(wanted) > 1:
+        there = _counted(meta, wanted[0] if wanted[0] < microbatch_size else wanted[-1])
+    costs = {size: _costs(captured, here, _work_at(size, here, there), rates) for size in wanted}
+    kept = [-(-nbytes // microbatch_size) for nbytes in here.kept]
     return Profile(
         graph=_estimated(captured.graph, costs[microbatch_size], kept, spaces),
         microbatch_size=microbatch_size,
@@ -193,7 +196,7 @@ class _Work(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Counts:
+class _Counter:
     """Observer: FLOPs, bytes in and out, and which backwards there are, by position.
 
     Attributes:
@@ -214,26 +217,49 @@ class _Counts:
         return outputs
 
 
-def _work_by_size(meta: _OnMeta, here: _Counts, microbatch_size: int, sizes: Sequence[int]) -> dict[int, list[_Work]]:
-    """By size, the work of every operation, which grows evenly: counted at the size farthest from this one, too.
+class _Counts(NamedTuple):
+    """What one pass with so many samples counted, by operation.
 
-    Args:
-        here: counted at ``microbatch_size``.
+    Attributes:
+        work: of the forward.
+        passes: whether there is a backward for inputs.
+        kept: bytes that the backward keeps.
+        kept_besides_data: the same without the data's own, and with what the loss keeps.
     """
-    wanted = sorted({microbatch_size, *sizes})
-    far = max(wanted, key=lambda size: abs(size - microbatch_size))
-    if far == microbatch_size:
-        return {microbatch_size: here.work}
-    there = _Counts(KeptBytes(()))
-    meta.steps.run(meta.leaves, meta.buffers, meta.columns(far), there)
-    found = {}
-    for size in wanted:
-        share = (size - microbatch_size) / (far - microbatch_size)
-        found[size] = [
-            _Work(*(a + share * (b - a) for a, b in zip(one, other, strict=True)))
-            for one, other in zip(here.work, there.work, strict=True)
-        ]
-    return found
+
+    samples: int
+    work: list[_Work]
+    passes: list[bool]
+    kept: list[int]
+    kept_besides_data: list[int]
+
+
+def _counted(meta: _OnMeta, samples: int) -> _Counts:
+    columns, count = meta.columns(samples), len(meta.steps.sites)
+    counter = _Counter(KeptBytes((*meta.leaves, *meta.buffers)))
+    outputs = meta.steps.run(meta.leaves, meta.buffers, columns, counter)
+    kept = [counter.kept.bytes_of.get(i, 0) for i in range(count)]
+    counter.kept(count - 1, _stand_in_loss, (outputs, columns), {})
+    besides = counter.kept.besides(columns.values())
+    return _Counts(samples, counter.work, counter.passes, kept, [besides.get(i, 0) for i in range(count)])
+
+
+def _twice(meta: _OnMeta, samples: int) -> _Counts | None:
+    """Of twice so many samples, a size that nobody asked for; None where the model does not take that."""
+    with contextlib.suppress(Exception):
+        return _counted(meta, 2 * samples)
+    return None
+
+
+def _work_at(size: int, here: _Counts, there: _Counts | None) -> list[_Work]:
+    """By operation at another size, as it grows evenly from one to the other that were counted."""
+    if there is None:
+        return here.work
+    share = (size - here.samples) / (there.samples - here.samples)
+    return [
+        _Work(*(max(0.0, a + share * (b - a)) for a, b in zip(one, other, strict=True)))
+        for one, other in zip(here.work, there.work, strict=True)
+    ]
 
 
 def _picking(model: TracedModel) -> Any:

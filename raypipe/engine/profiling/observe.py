@@ -10,7 +10,7 @@ real gradients, and with memory as warm or cold as it is in training.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -103,6 +103,7 @@ class KeptBytes:
 
     held: Sequence[torch.Tensor]
     bytes_of: dict[int, int] = field(default_factory=dict)
+    _keepers: dict[int, int] = field(default_factory=dict)  # by storage, the operation that keeps it
     _seen: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -113,11 +114,20 @@ class KeptBytes:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen:
                 self._seen[storage._cdata] = storage  # kept alive, so that no address comes twice
+                self._keepers[storage._cdata] = position
                 self.bytes_of[position] = self.bytes_of.get(position, 0) + storage.nbytes()
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             return call(*args, **kwargs)
+
+    def besides(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        """``bytes_of`` as if these had been held too."""
+        found = dict(self.bytes_of)
+        for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values():
+            if (keeper := self._keepers.get(storage._cdata)) is not None:
+                found[keeper] -= storage.nbytes()
+        return found
 
 
 class Shares:

@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,16 +82,22 @@ class Passes:
     loss: Loss
 
 
-def workspaces(passes: Passes, columns: Columns, other: Columns | None = None) -> list[Lines]:
+def workspaces(
+    passes: Passes, columns: Columns, other: Columns | None = None, kept: Mapping[int, Sequence[int]] | None = None
+) -> list[Lines]:
     """By operation, from one number of samples, and from another one if the model takes that too.
 
     With one number only, what depends on parameters alone and the largest gradient of a parameter count as fixed.
+
+    Args:
+        kept: by number of samples, ``kept_bytes`` with leaves, buffers and data held, where they are known.
     """
-    found = {samples_of(columns): _readings(passes, columns)}
+    known = kept or {}
+    found = {samples_of(columns): _readings(passes, columns, known.get(samples_of(columns)))}
     if other is not None:
         # The user's code, at a size that nobody asked for: batch statistics of a single value, for one.
         with contextlib.suppress(Exception):
-            found[samples_of(other)] = _readings(passes, other)
+            found[samples_of(other)] = _readings(passes, other, known.get(samples_of(other)))
     (few, low), (many, high) = min(found.items()), max(found.items())
     lines: list[list[tuple[int, int]]] = [[] for _ in passes.steps.sites]
     if few == many or [at for at, _ in low] != [at for at, _ in high]:
@@ -121,10 +127,15 @@ def _alone(passes: Passes, position: int, nbytes: int, samples: int) -> tuple[in
     return fixed, math.ceil((nbytes - fixed) / samples)
 
 
-def _readings(passes: Passes, columns: Columns) -> list[tuple[int, int]]:
-    """(position, bytes above those that it and the operations before it keep), after everything that torch did."""
+def _readings(passes: Passes, columns: Columns, own: Sequence[int] | None) -> list[tuple[int, int]]:
+    """(position, bytes above those that it and the operations before it keep), after everything that torch did.
+
+    Args:
+        own: bytes that each operation keeps; None counts them here.
+    """
     steps, leaves, buffers = passes.steps, passes.leaves, passes.buffers
-    kept = _kept_up_to(passes, columns)
+    own = kept_bytes(passes, columns, (*leaves, *buffers, *columns.values())) if own is None else own
+    kept = list(itertools.accumulate(own))
     found: list[tuple[int, int]] = []
     live = LiveBytes()
     owners = BackwardClock(len(kept), lambda: len(live.log))
@@ -154,12 +165,6 @@ def _readings(passes: Passes, columns: Columns) -> list[tuple[int, int]]:
         read(position, begin, int(end))
         begin = int(end)
     return found
-
-
-def _kept_up_to(passes: Passes, columns: Columns) -> list[int]:
-    """By operation, what it and those before it keep, the data apart."""
-    held = (*passes.leaves, *passes.buffers, *columns.values())
-    return list(itertools.accumulate(kept_bytes(passes, columns, held)))
 
 
 def kept_bytes(passes: Passes, columns: Columns, held: Sequence[torch.Tensor]) -> list[int]:
