@@ -39,6 +39,7 @@ from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.planning import plan_for
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import Outcome, PlanInForce
+from raypipe.runtime.workers.drain_watch import DrainWatch
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.places import Owner
@@ -111,7 +112,8 @@ class _DriverActor:
         journal = _Published(self._journal, Publisher(spec.name, setup.homes), plan)
         for note in fleet.notes:
             RunFolder(spec.place).event("warning", note)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(fleet.stop)
             self._journal.begins(
                 f"sending {stages} their parameters and opening the links between them",
                 stages=fleet.facts,
@@ -134,9 +136,10 @@ class _DriverActor:
             spares = Spares(fleet, offered, RunFolder(spec.place).event)
             spares.refill()
             recovery = Recovery(fleet, blueprint, made, tensors, spares)
+            drains = DrainWatch(lambda: fleet.nodes, self._requests.leave, RunFolder(spec.place).event)
+            stack.callback(drains.close)
             return run_loop(fleet, spec, plan, journal, self._requests, lease=lease, recovery=recovery)
-        finally:
-            fleet.stop()
+        raise AssertionError("unreachable: an ExitStack swallows nothing")
 
     def _tell(self, folder: RunFolder, notice: Notice) -> None:
         """Everybody hears at once what happened to a stage, and events.jsonl keeps it."""

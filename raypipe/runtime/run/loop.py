@@ -17,7 +17,7 @@ from raypipe.engine.checkpoint import FreshOptions, Manifest, make_manifest
 from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
-from raypipe.errors import CheckpointError, LinkError, PlanError, RaypipeError, StageError
+from raypipe.errors import LinkError, PlanError, RaypipeError, StageError
 from raypipe.ir.report import StepRecord, StepReport, mean_loss, merge_reports
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import ControllerConfig
@@ -27,6 +27,7 @@ from raypipe.runtime.run.control import Control
 from raypipe.runtime.run.controller_thread import ControllerThread
 from raypipe.runtime.run.forwards import evaluation_orders, forwards
 from raypipe.runtime.run.lease import Lease
+from raypipe.runtime.run.notes import Notes
 from raypipe.runtime.run.ordering import Ordering
 from raypipe.runtime.run.recovery import Failures, Recovered, Recoverer, noticed
 from raypipe.runtime.run.requests import Requests
@@ -69,8 +70,8 @@ def run_loop(
     except BaseException as error:
         reason, when = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", noticed(error)
         if lease is None or not lease.lost:
-            loop.try_to(lambda: loop.folder.event("fail", reason, step=loop.at.step, **when))
-            loop.try_to(loop.metrics.write)
+            loop.notes.event("fail", reason, step=loop.at.step, **when)
+            loop.notes.try_to(loop.metrics.write)
         raise
     finally:
         requests.end()
@@ -103,7 +104,8 @@ class _Loop:
         self.fleet, self.spec, self.watcher, self.requests = fleet, spec, watcher, requests
         self.plan = plan
         self.folder = RunFolder(spec.place)
-        self.control = Control(make_controller, self.folder, watcher, self.try_to)
+        self.notes = Notes(self.folder, watcher)
+        self.control = Control(make_controller, self.folder, watcher, self.notes.try_to)
         self._failures = Failures(spec.max_failures)
         self.metrics = MetricsWriter(spec.place)
         self.at = Position()
@@ -117,7 +119,6 @@ class _Loop:
         self._began_at, self._fresh = 0, FreshOptions()
         self._marks: dict[int, tuple[Position, int]] = {}  # by step of a copy: where the run stood, steps skipped
         self._end_s: float | None = None
-        self._complaint = ""  # of the last write that training does not need, where it failed
 
     def run(self, taken: Sequence[Done]) -> Outcome:
         spec, requests = self.spec, self.requests
@@ -141,7 +142,7 @@ class _Loop:
         if self.at.step > began_at:
             measured = Timeline(tuple(self.fleet.spans()), "measured", name=spec.name)
             timelines = [found for found in (self.plan.predicted, measured) if found is not None]
-            self.try_to(lambda: self.folder.write_timelines(timelines))
+            self.notes.try_to(lambda: self.folder.write_timelines(timelines))
         self.control.end()
         stopped = requests.stop_reason if self.at.step < spec.num_steps else ""
         decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")
@@ -151,14 +152,13 @@ class _Loop:
     def _to_the_end(self) -> None:
         """All that is left to do of the run, up to its last checkpoint."""
         spec, requests = self.spec, self.requests
-        if self._empty:
-            self._keep_copy()
+        self._keep_copy()
         if self.at.step >= spec.num_steps and self._eval_loss is None and self._evaluates_after(self.at.step):
             self._eval_loss = self._evaluate()
         while self.at.step < spec.num_steps and not requests.stop_reason:
             if self._empty:
-                self._resize()
-                self._keep_copy()
+                self._change()
+            self._keep_copy()
             self._train()
             if self._evaluates_after(self.at.step):
                 self._eval_loss = self._evaluate()
@@ -197,8 +197,8 @@ class _Loop:
                 break
             except (StageError, LinkError) as another:
                 error = another
-        redone = was - self.at.step
-        self._tell_change("recovery", f"from {back.source}", back, time.monotonic() - begin_s, redone_steps=redone)
+        took_s, redone = time.monotonic() - begin_s, was - self.at.step
+        self._tell_change("recovery", f"from {back.source}", back, took_s, redone_steps=redone)
 
     def _go_back(self, back: Recovered) -> None:
         """The stages have the state of this or an earlier step: forget what came after it, and order it again."""
@@ -206,7 +206,7 @@ class _Loop:
             self.at, self._skipped = back.position, 0
         else:
             self.at, self._skipped = self._marks[back.step]
-        self.try_to(lambda: self.metrics.go_back(self.at.step))
+        self.notes.try_to(lambda: self.metrics.go_back(self.at.step))
         self._marks = {step: mark for step, mark in self._marks.items() if step <= self.at.step}
         self._empty, self._end_s, self._copied = True, None, False
         if back.plan is not None:
@@ -220,7 +220,7 @@ class _Loop:
         self.plan = self._ordering.plan = plan
         self.control.end()
         self.control.begin(plan.retune, resumed=False)
-        self.try_to(lambda: self.folder.write_plan(plan.plan.to_json()))
+        self.notes.try_to(lambda: self.folder.write_plan(plan.plan.to_json()))
         self.watcher.planned(plan)
 
     def _tell_change(self, decision: str, reason: str, back: Recovered, seconds: float, **numbers: Any) -> None:
@@ -229,31 +229,43 @@ class _Loop:
         state = {} if self.requests.stop_reason else {"message": ""}
         self.watcher.tell(step=self.at.step, stages=back.stages, **state)
 
-    def _resize(self) -> None:
-        """Give the run the number of stages that somebody asked for."""
-        asked = self.requests.take_resize()
-        if asked is None:
-            return
+    def _change(self) -> None:
+        """Between two steps, do what was asked for: another number of stages, or stages away from nodes that go."""
+        if (asked := self.requests.take_resize()) is not None:
+            count, answer = asked.num_stages, asked.answer
+            self._change_to("resize", "asked for", lambda on, at: on.resize(count, at), answer, num_stages=count)
+        if nodes := self.requests.take_leaving():
+            self._change_to("move", "nodes are about to be taken away", lambda on, at: on.move(nodes, at))
+
+    def _change_to(
+        self,
+        decision: str,
+        reason: str,
+        change: Callable[[Recoverer, int], Recovered | None],
+        answer: Callable[[RaypipeError | None], None] = lambda error: None,
+        **numbers: Any,
+    ) -> None:
         begin_s = time.monotonic()
         try:
             if self._recovery is None:
-                raise PlanError("Stages in threads of one process cannot be resized; start the run with local=False.")
+                raise PlanError("Stages in threads of one process stay as they are; start the run with local=False.")
             self._marks[self.at.step] = self.at, self._skipped
-            back = self._recovery.resize(asked.num_stages, self.at.step)
+            back = change(self._recovery, self.at.step)
         except PlanError as error:
-            self._tell("resize refused", str(error), step=self.at.step, num_stages=asked.num_stages)
-            asked.answer(error)
+            self._tell(f"{decision} refused", str(error), step=self.at.step, **numbers)
+            answer(error)
             return
         except RaypipeError as error:
-            asked.answer(PlanError(f"The run failed while it was resized, and recovers: {error}"))
+            answer(PlanError(f"The run failed meanwhile, and recovers where it may: {error}"))
             raise
-        self._go_back(back)
-        self._tell_change("resize", "asked for", back, time.monotonic() - begin_s)
-        asked.answer()
+        if back is not None:
+            self._go_back(back)
+            self._tell_change(decision, reason, back, time.monotonic() - begin_s)
+        answer(None)
 
     def _keep_copy(self) -> None:
-        """Before the first step after a beginning: copies of what all stages have now."""
-        if self.spec.copy_interval_steps is not None and self._recovery is not None and not self._copied:
+        """Before the first step after a beginning, where nothing is under way: copies of what all stages have now."""
+        if self.spec.copy_interval_steps and self._recovery is not None and self._empty and not self._copied:
             self._recovery.keep_copy(self.at.step)
             self._ordering.copy_times.ordered(self.at.step)
             self._mark()
@@ -328,7 +340,7 @@ class _Loop:
             self._ordering.learn(step=self.at.step, skipped=self._skipped)
 
     def _write_metrics(self) -> None:
-        self.try_to(self.metrics.write)
+        self.notes.try_to(self.metrics.write)
         self._ordering.learn(written=self.at.step)
 
     def _mark(self) -> None:
@@ -341,7 +353,7 @@ class _Loop:
         if record.skipped:
             self._skipped += 1
             why = f"the loss is {record.loss:g} and the gradient norm {record.grad_norm:g}"
-            self.try_to(lambda: self.folder.event("skip", why, step=record.step, skipped=self._skipped))
+            self.notes.event("skip", why, step=record.step, skipped=self._skipped)
 
     def _evaluates_after(self, step: int) -> bool:
         """Whether an evaluation belongs to the checkpoint of ``step``: at the end, and where it is the score."""
@@ -360,29 +372,17 @@ class _Loop:
         """Loss over the evaluation samples; None when the run was stopped meanwhile."""
         spec = self.spec
         used, sizes = self._ordering.known.evaluated, (spec.minibatch_size, spec.microbatch_size)
-        generation = self.plan.plan.generation
-        orders = evaluation_orders(spec.num_samples["eval"], *sizes, used, generation=generation)
+        orders = evaluation_orders(spec.num_samples["eval"], *sizes, used, generation=self.plan.plan.generation)
         self._ordering.learn(evaluated=used + sum(len(order.segment.microbatch_samples) for order in orders))
         found = list(forwards(self.fleet, orders, self.plan.rows))
         return None if self.requests.stop_reason else mean_loss(found, sums=spec.sums_losses)
 
     def _metrics(self, eval_loss: float | None) -> dict[str, float]:
-        last = self.metrics.recent[-1:]
-        found = {name: getattr(record, name) for record in last for name in ("loss", "grad_norm")}
+        found = {name: getattr(last, name) for last in self.metrics.recent[-1:] for name in ("loss", "grad_norm")}
         return found if eval_loss is None else {**found, "eval_loss": eval_loss}
 
-    def try_to(self, write: Callable[[], None]) -> None:
-        """Write what training does not need: a full disk is told and ends neither the run nor hides why it ended."""
-        before, self._complaint = self._complaint, ""
-        try:
-            write()
-        except CheckpointError as error:
-            self._complaint = str(error)
-        if before or self._complaint:
-            self.watcher.tell(message=self._complaint)
-
     def _tell(self, decision: str, reason: str, **numbers: Any) -> None:
-        self.try_to(lambda: self.folder.event(decision, reason, **numbers))
+        self.notes.event(decision, reason, **numbers)
         self.watcher.tell(checkpoint=self.checkpoints.latest)
 
     def _signature(self) -> dict[str, Any]:

@@ -85,6 +85,14 @@ class Recoverer(Protocol):
             StageError, LinkError: something failed on the way; ``recover`` is next.
         """
 
+    def move(self, nodes: Collection[str], step: int) -> Recovered | None:
+        """Between two steps, have other workers take over from those on these nodes; None where none is there.
+
+        Raises:
+            PlanError: there is no place for one; the run can go on as it was.
+            StageError, LinkError: something failed on the way; ``recover`` is next.
+        """
+
 
 def noticed(error: BaseException) -> dict[str, float]:
     """For an event: seconds since something went wrong, as far as the hosts' clocks agree; empty where nobody knows."""

@@ -1,8 +1,9 @@
-"""What people ask of a running loop from outside its thread: begin, stop, save a checkpoint, or resize."""
+"""What people ask of a running loop from outside its thread: begin, stop, save a checkpoint, resize, leave nodes."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from typing import Protocol
 
 from raypipe.errors import PlanError, RaypipeError
@@ -42,6 +43,7 @@ class Requests:
         self.stop_reason = ""
         self._fleet: _Haltable | None = None
         self._resize: Resize | None = None
+        self._leaving: set[str] = set()
         self._lock = threading.Lock()
         self._checkpoint = threading.Event()
         self._go_on = threading.Event()
@@ -50,7 +52,7 @@ class Requests:
         """From now on ``stop`` halts this fleet, at once if it was asked for already."""
         with self._lock:
             self._fleet = fleet
-            stopping = bool(self.stop_reason)
+            stopping = bool(self.stop_reason or self._leaving)
         if stopping:
             fleet.halt()
 
@@ -87,6 +89,20 @@ class Requests:
             raise PlanError(f"The run was not resized within {timeout_s:g} s; it may be so later: see its status.")
         if asked.error is not None:
             raise asked.error
+
+    def leave(self, nodes: Collection[str]) -> None:
+        """Have the stages on these nodes moved to others soon, for the nodes are about to go."""
+        with self._lock:
+            self._leaving.update(nodes)
+            fleet = self._fleet
+        if fleet is not None:
+            fleet.halt()
+
+    def take_leaving(self) -> frozenset[str]:
+        """The nodes that are about to go, once."""
+        with self._lock:
+            found, self._leaving = frozenset(self._leaving), set()
+        return found
 
     def take_resize(self) -> Resize | None:
         """The resize that somebody waits for, once; whoever takes it answers it."""

@@ -38,10 +38,10 @@ def drain_node(node: str, reason: str, deadline_s: float | None) -> str:
     """
     client: Any = getattr(_module("ray._raylet"), "GcsClient", None)
     reasons: Any = getattr(_module("ray.core.generated.autoscaler_pb2"), "DrainNodeReason", None)
-    if not hasattr(client, "drain_node") or reasons is None:
+    gcs: Any = None if client is None else client(address=ray.get_runtime_context().gcs_address)
+    if not hasattr(gcs, "drain_node") or reasons is None:
         return f"Ray {ray.__version__} has no interface for it that raypipe knows"
     preempted = reasons.Value("DRAIN_NODE_REASON_PREEMPTION")  # which Ray may not refuse for a node that is busy
-    gcs = client(address=ray.get_runtime_context().gcs_address)
     accepted, refusal = gcs.drain_node(node, preempted, reason, int((deadline_s or 0.0) * 1e3))
     return "" if accepted else str(refusal) or "Ray refused without a reason"
 

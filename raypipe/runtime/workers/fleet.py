@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +102,11 @@ class Fleet(StateCalls):
     def members(self) -> list[Mapping[str, Any]]:
         """What every member says of itself, in the roster's order."""
         return [member.facts for member in self.roster]
+
+    @property
+    def nodes(self) -> set[str]:
+        """That members are on, by Ray's ids of them."""
+        return {member.facts["node"] for member in self.roster}
 
     @property
     def facts(self) -> tuple[dict[str, Any], ...]:
@@ -303,9 +308,17 @@ class Fleet(StateCalls):
         """Have so many members; see Roster."""
         self._roster.grow(count)
 
-    def end_spares(self, keep: int = 0) -> None:
-        """End members that the plan does not use, until there are ``keep`` at most; see Roster."""
-        self._roster.end_spares(keep)
+    def end_spares(self, keep: int = 0, on: Collection[str] | None = None) -> None:
+        """End members that the plan does not use; see Roster."""
+        self._roster.end_spares(keep, on)
+
+    def staying(self, nodes: Collection[str]) -> list[int]:
+        """Positions in the roster of all members that are not on these nodes, workers first."""
+        return self._roster.staying(nodes)
+
+    def members_besides(self, nodes: Collection[str]) -> list[int]:
+        """Positions in the roster of workers 0, 1, ...: those in use, others for those on these nodes; see Roster."""
+        return self._roster.besides(nodes, self.in_use)
 
     def rehearse_spares(self) -> None:
         """Have the spares import what the first optimizer of a process needs, which takes seconds."""

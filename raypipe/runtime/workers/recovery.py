@@ -89,6 +89,34 @@ class Recovery:
         self._made = made
         return Recovered(step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan)
 
+    def move(self, nodes: Collection[str], step: int) -> Recovered | None:
+        """See Recoverer."""
+        clock, fleet = _Clock(), self._fleet
+        fleet.end_spares(on=nodes)
+        leaving = tuple(str(m.facts["host"]) for m in fleet.in_use if m.facts["node"] in nodes)
+        if not leaving:
+            fleet.go_on()
+            return None
+        made, changed = self._made, False
+        try:
+            members = fleet.members_besides(nodes)
+        except PlanError as error:
+            staying = fleet.staying(nodes)
+            if not staying:
+                fleet.go_on()
+                raise
+            made, changed = self._planned_for(len(staying), error), True
+            members = staying[: made.setup.num_workers]
+        clock.lap("workers")
+        fleet.keep_copy(step)
+        self._restore(made, self._copies({step}), step, FreshOptions(), members)
+        fleet.end_spares(on=nodes)
+        clock.lap("move")
+        self._made = made
+        self._spares.refill()
+        plan = made.plan if changed else None
+        return Recovered(step, "the stages themselves", None, leaving, clock.laps_s, fleet.facts, plan)
+
     def _planned_for(self, workers: int, error: PlanError) -> Assembled:
         """A plan for the workers that are left, with as many stages on each as before."""
         if not workers:
@@ -122,12 +150,17 @@ class Recovery:
         return ()
 
     def _restore(
-        self, made: Assembled, copies: Sequence[RemoteCopy], begun: int, fresh: FreshOptions
+        self,
+        made: Assembled,
+        copies: Sequence[RemoteCopy],
+        begun: int,
+        fresh: FreshOptions,
+        members: Sequence[int] | None = None,
     ) -> tuple[int, str, Position | None]:
         """(step, where from, position of a checkpoint) of the state that all stages have now."""
         fleet, run, setup = self._fleet, made.run, made.setup
         if copies:
-            fleet.configure(run, setup, copies)
+            fleet.configure(run, setup, copies, members)
             return copies[0].step, "copies in memory", None
         newest = find_checkpoint(self._blueprint.spec.place)[0]
         if newest is None:

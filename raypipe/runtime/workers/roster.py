@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,14 +108,39 @@ class Roster:
         with self._growing:
             self.members = [member for member in self.members if not member.lost]
 
-    def end_spares(self, keep: int) -> None:
-        """End members that the plan does not use, until there are ``keep`` members at most."""
+    def end_spares(self, keep: int, on: Collection[str] | None = None) -> None:
+        """End members that the plan does not use, until there are ``keep`` members at most; or all that are on a node.
+
+        Args:
+            on: nodes; None ends those of any node.
+        """
         with self._growing:
             spares = [member for member in self.members if member.worker is None]
             surplus = spares[: max(0, len(self.members) - keep)]
+            if on is not None:
+                surplus = [member for member in spares if member.facts["node"] in on]
             for member in surplus:
                 end_member(member)
             self.members = [member for member in self.members if not any(member is one for one in surplus)]
+
+    def staying(self, nodes: Collection[str]) -> list[int]:
+        """Positions of all members that are not on these nodes, workers first."""
+        there = [at for at, member in enumerate(self.members) if member.facts["node"] not in nodes]
+        workers = [self.members[at].worker for at in there]
+        return [at for _, at in sorted(zip((math.inf if w is None else w for w in workers), there, strict=True))]
+
+    def besides(self, nodes: Collection[str], in_use: Sequence[Member]) -> list[int]:
+        """Positions of workers 0, 1, ...: those in use, and others for those on these nodes.
+
+        Raises:
+            PlanError: there is no place for another one.
+        """
+        leaving = sum(member.facts["node"] in nodes for member in in_use)
+        spares = [at for at in self.staying(nodes) if self.members[at].worker is None]
+        before = len(self.members)
+        self.grow(before + leaving - len(spares))
+        others = iter([*spares, *range(before, len(self.members))])
+        return [next(others) if m.facts["node"] in nodes else self.members.index(m) for m in in_use]
 
     def close(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in. None starts any more."""
