@@ -166,7 +166,7 @@ def _kind(config: PipelineFields) -> ScheduleKind:
 
 
 def _turned(config: PipelineFields) -> tuple[str, ...]:
-    """Fields by which the controller has something to turn; see raypipe.runtime.run.retuning."""
+    """Fields by which the controller has something to turn; see raypipe.runtime.run.controller_config."""
     if not _kind(config).turned or config.retune_interval_steps == 0:
         return ()
     kinds = bool(kinds_to_search(config.schedule)) and config.group_size == "auto" == config.slack

@@ -23,7 +23,7 @@ from raypipe.api.launch import failures_of, generation_setup, policy_of, run_set
 from raypipe.config.pipeline import _ALLOWED, SUPPORTED
 from raypipe.config.ray import READ
 from raypipe.errors import ConfigError, PlanError, RaypipeError
-from raypipe.runtime.run.retuning import retune_setup
+from raypipe.runtime.run.controller_config import controller_config
 from tests import nets
 
 pytestmark = pytest.mark.ray
@@ -56,7 +56,7 @@ def told(made: PipelineTrainer) -> str:
     plan = dataclasses.replace(job.plan, notes=(), reasons=(), prediction=None)
     policy = policy_of(made._pipeline, getattr(made._run, "checkpoint_config", None))
     survived = failures_of(made._run)
-    turned = retune_setup(made._pipeline, job.planned)
+    turned = controller_config(made._pipeline, job.planned)
     if turned is not None:
         turned = dataclasses.replace(turned, microbatch_seconds=tuple(n for n, _ in turned.microbatch_seconds))  # type: ignore[arg-type]
     # The first word of "All 7 operations were measured", "Of 7 operations 5 were".

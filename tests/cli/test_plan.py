@@ -18,7 +18,7 @@ from raypipe.cli import app
 from raypipe.errors import PlanError, RaypipeError
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
-from raypipe.runtime.run.retuning import retune_setup
+from raypipe.runtime.run.controller_config import controller_config
 
 pytestmark = pytest.mark.engine
 
@@ -193,4 +193,4 @@ def test_a_job_knows_its_workers_and_turns_nothing(partitioner: str) -> None:
     for count in (job.plan.num_microbatches, 3):
         rows = job.schedule(count)
         assert (rows.num_workers, rows.wiring.placement) == (1, job.placement)
-    assert retune_setup(made._pipeline, job.planned) is None
+    assert controller_config(made._pipeline, job.planned) is None

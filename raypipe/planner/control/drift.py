@@ -1,11 +1,11 @@
-"""Has something changed? A running mean, and the steps that disagree with it.
+"""Change detection: a running mean, and the steps that disagree with it.
 
         ordinary step: the mean moves a little
   +---+
   v   | agrees
 steady ---- differs ----> suspect ---- differs again ----> changed: the mean starts anew from both
   ^                          |
-  +--------- agrees ---------+        one odd step is noise and hardly counts
+  +--------- agrees ---------+        a single outlier is noise and hardly moves the mean
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Drift", "News"]
 
 
 class News(StrEnum):
-    """What one more step says."""
+    """What a step says about the watched number."""
 
     STEADY = "steady"
     SUSPECT = "suspect"
@@ -27,14 +27,14 @@ class News(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """State of one watched number.
+    """Change detection of one number.
 
     Attributes:
-        threshold: relative change of the mean that counts.
-        floor_s: changes below ``threshold * floor_s`` never count, however small the mean is.
+        threshold: relative distance from the mean from which on a step disagrees.
+        floor_s: distances below ``threshold * floor_s`` never count, however small the mean is.
         weight: of the newest step in the mean.
         mean_s: None before the first step.
-        odd_s: what the last step said, where it disagreed.
+        odd_s: the value of the last step, where it disagreed with the mean.
     """
 
     threshold: float
@@ -50,7 +50,7 @@ class Drift:
         allowed_s = self.threshold * max(self.mean_s, self.floor_s)
         change_s = seconds - self.mean_s
         if abs(change_s) <= allowed_s:
-            # One odd step moves the mean no further than an ordinary one can.
+            # The outlier before is clipped: it moves the mean no further than an ordinary step can.
             odd_s = 0.0 if self.odd_s is None else max(-allowed_s, min(allowed_s, self.odd_s - self.mean_s))
             mean_s = max(0.0, self.mean_s + self.weight * (change_s + odd_s))
             return replace(self, mean_s=mean_s, odd_s=None), News.STEADY

@@ -1,14 +1,14 @@
-"""What messages say of the link that they crossed, from the clocks of its two ends.
+"""Occupancy, latency and clock offset of a link, from the time stamps of its messages.
 
-A link carries one message per direction at a time, in order, and its ends do not agree what time it is:
+A link carries one message per direction at a time, in order. The clocks of its two ends differ:
 
     arrived_i = clock + latency + left_i        left_i = max(sent_i, left_(i-1)) + occupancy_i
 
-``clock`` is how far the receiver's clock is ahead. Three things are known without it:
+``clock`` is how far the receiver's clock is ahead. Three things follow without knowing it:
 
 1. A message handed over while another was on the wire arrives one occupancy after it:
    arrived_i - arrived_(i-1) = occupancy_i, on one clock.
-2. Of two messages that met nobody, the larger takes longer by its additional bytes.
+2. Of two messages that each found the link idle, the larger takes longer by its additional bytes.
 3. (arrived - sent) forward and (arrived - sent) backward, added up, have no clock in them.
 
 What cannot be known is how the latency is shared between the two ways; each gets half. Nothing depends on it: in a
@@ -27,13 +27,13 @@ from raypipe.ir.links import LinkSample
 
 __all__ = ["Way", "agreed", "occupancies_s", "round_trip", "seconds_per_byte"]
 
-MET = 3
-"""Messages that must have met another before their gaps are believed."""
-SIZES = 1.25
+LEAST_GAPS = 3
+"""Messages that must have followed another without a pause before the gaps between them are used."""
+SIZE_RATIO = 1.25
 """Largest over smallest message from which on sizes tell occupancy from latency."""
 MOST_PAIRS = 400
 STAMPS_S = 1e-3
-"""By so much time stamps may err before a message that arrived too early accuses a clock."""
+"""Error of time stamps. A message that arrived earlier than that before it was sent shows that a clock was set."""
 
 
 class Way(NamedTuple):
@@ -59,13 +59,13 @@ def seconds_per_byte(steps: Sequence[Sequence[LinkSample]], most_s: float = 0.0)
     """
     late = [gap for step in steps for gap in _late_gaps(step, 1.1 * most_s)]
     per_byte, gaps = median(late) if late else 0.0, list[float]()
-    for _ in range(4):  # what is known of the occupancy tells who met whom; that settles at once
+    for _ in range(4):  # which messages met depends on the occupancy, and it on them: this settles at once
         before = per_byte
         gaps = [gap for step in steps for gap in _gaps(step, per_byte)]
         per_byte = median(gaps) if gaps else 0.0
         if abs(per_byte - before) <= 0.01 * per_byte:
             break
-    if len(gaps) >= MET:
+    if len(gaps) >= LEAST_GAPS:
         return Way(per_byte, True, f"{len(gaps)} messages met another")
     slopes = _slopes(steps)
     if slopes:
@@ -78,9 +78,8 @@ def round_trip(
 ) -> tuple[float, float] | None:
     """(latency one way, clock of the forward receiver ahead of its sender) in seconds, from the messages of one step.
 
-    Noise may put the latency below 0.
-
-    None for a step that cannot be: messages arrived before they were sent, so a clock was set while it ran.
+    Noise may put the latency below 0. None where messages arrived before they were sent, for a clock was set while the
+    step ran.
     """
     both = [
         min((m.arrived_at_s - m.sent_at_s - way.seconds_per_byte * m.wire_bytes for m in messages), default=None)
@@ -88,7 +87,7 @@ def round_trip(
     ]
     least = [min((m.arrived_at_s - m.sent_at_s for m in messages), default=None) for messages in (forward, backward)]
     if both[0] is None or both[1] is None or least[0] is None or least[1] is None:
-        # One way only: no latency can be seen, and the clock is what makes the quickest message take none.
+        # Messages in one direction only: latency and clock cannot be told apart, so the latency counts as 0.
         return (0.0, both[0] if both[0] is not None else -(both[1] or 0.0))
     if least[0] + least[1] < -STAMPS_S:
         return None
@@ -98,9 +97,10 @@ def round_trip(
 def agreed(trips: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
     """One latency, and the clock of each step, from the steps' own (latency, clock).
 
-    As in NTP, a quick exchange is worth more than a slow one: whatever held up one way only makes the latency too long
-    and moves the clock by as much. So the clock of a quick step holds for all whose own is explained by that; in the
-    others it was set. Not the very quickest, for a clock that is set within a step can make it seem so.
+    As in NTP, quick exchanges count more than slow ones: a delay in one direction makes the latency of a step too long,
+    and its clock wrong by as much. The clock of a quick step is used for every step whose own differs by no more than
+    its delay explains; in the others the clock was set. The quick step is the one at the first quarter, not the very
+    quickest, which a clock set within a step can fake.
     """
     latency_s, clock_s = sorted(trips)[len(trips) // 4]
     clocks_s = [
@@ -112,7 +112,7 @@ def agreed(trips: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
 def occupancies_s(messages: Sequence[LinkSample], clock_s: float, latency_s: float) -> list[tuple[LinkSample, float]]:
     """Each message of one direction in one step with its occupancy, in the order in which they were sent.
 
-    A message behind one that nobody reported is left out, for it may have waited for it.
+    A message that may have waited for one that was not reported is left out.
     """
     found = []
     previous: LinkSample | None = None
@@ -141,7 +141,7 @@ def _gaps(messages: Sequence[LinkSample], per_byte: float) -> list[float]:
 
 
 def _late_gaps(messages: Sequence[LinkSample], most_s: float) -> list[float]:
-    """Like ``_gaps`` for messages that only may have met another: they were slower than the quickest."""
+    """Like ``_gaps``, for messages that may have met another since they were slower than the quickest."""
     quickest_s = min((m.arrived_at_s - m.sent_at_s for m in messages), default=0.0)
     return [
         (b.arrived_at_s - a.arrived_at_s) / b.wire_bytes
@@ -158,11 +158,11 @@ def _slopes(steps: Sequence[Sequence[LinkSample]]) -> list[float]:
     found: list[float] = []
     for messages in steps:
         sizes = [m.wire_bytes for m in messages]
-        if not sizes or max(sizes) < SIZES * max(1, min(sizes)):
+        if not sizes or max(sizes) < SIZE_RATIO * max(1, min(sizes)):
             continue  # as in nearly every run: no pair differs enough, and there are many pairs
         for a, b in combinations(messages, 2):
             small, large = (a, b) if a.wire_bytes <= b.wire_bytes else (b, a)
-            if large.wire_bytes >= SIZES * max(1, small.wire_bytes):
+            if large.wire_bytes >= SIZE_RATIO * max(1, small.wire_bytes):
                 later_s = (large.arrived_at_s - large.sent_at_s) - (small.arrived_at_s - small.sent_at_s)
                 found.append(later_s / (large.wire_bytes - small.wire_bytes))
                 if len(found) == MOST_PAIRS:

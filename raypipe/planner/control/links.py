@@ -2,11 +2,11 @@
 
     samples --by step--> occupancy per byte --> latency and clock of each step --> occupancy of each message
                                                         |
-                                                     Drift: SUSPECT --> the estimate is made of the odd step alone
+                                                     Drift: SUSPECT --> the estimate is made of the newest step alone
                                                             CHANGED --> the window is cut to what is new
 
-Because each step has its own clock offset, clocks may run apart or be set between steps; a step in which one was set
-is set aside. Samples may be lost, or come in any order.
+Every step has a clock offset of its own, so clocks may drift, or be set between steps. A step during which a clock was
+set is ignored. Samples may be lost, or come in any order.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from raypipe.planner.control.fifo import Way, agreed, occupancies_s, round_trip,
 __all__ = ["WINDOW_STEPS", "LinkEstimator"]
 
 WINDOW_STEPS = 8
-CODEC_TURNED = 0.2
-"""Relative change of the bytes before over those on the wire that only another codec makes."""
+CODEC_CHANGED = 0.2
+"""Relative change of the compression ratio from which on another codec must be in use."""
 FLOOR_S = 1e-3
-"""A link that takes less is as good as free: changes are measured against this."""
+"""Changes are relative to at least this much: a faster link is as good as free."""
 
 Step = tuple[tuple[LinkSample, ...], tuple[LinkSample, ...]]
 """Messages forward and backward, each in the order in which they were sent."""
@@ -46,61 +46,61 @@ class LinkEstimator:
     def __init__(self, hop: int, drift_threshold: float = 0.25, window_steps: int = WINDOW_STEPS) -> None:
         self.hop = hop
         self._window: deque[Step] = deque(maxlen=window_steps)
-        self._drift = Drift(drift_threshold, FLOOR_S)  # of both ways together, which no clock and no split can move
+        self._drift = Drift(drift_threshold, FLOOR_S)  # of forward plus backward, which does not depend on the clocks
         self._ratios: list[float] = []  # bytes before and on the wire in the newest step, each way
-        self._odd = 0  # newest steps that disagree with those before
-        self._seen: tuple[list[Step], _Seen | None] = ([], None)  # the last that was measured for an estimate
+        self._outliers = 0  # 1 while the newest step disagrees with those before, else 0
+        self._last: tuple[list[Step], _Fit | None] = ([], None)  # the steps of the last estimate, and what it found
 
     def add(self, messages: Iterable[LinkSample]) -> News:
-        """Take in the messages of one step; what they say.
+        """Take in the messages of one step, and say whether the link has changed.
 
         Returns:
-            STEADY also where nothing can be told.
+            STEADY also where the messages do not tell.
         """
         step = _by_way(m for m in messages if m.hop == self.hop)
         if not any(step) or any(way and way[0].microbatch for way in step):
             return News.STEADY  # only the first message of a step is sure to find an idle link
-        seen = _measure([step])
-        if seen is None:  # a clock was set while the step ran
+        fit = _measure([step])
+        if fit is None:  # a clock was set while the step ran
             return News.STEADY
         ratios = [ratio for ratio in map(_ratio, step) if ratio is not None]
-        if any(abs(a - b) > CODEC_TURNED * b for a, b in zip(ratios, self._ratios, strict=False)):
-            # Another codec is no change of the link, and what a message takes in it says nothing of the one before.
+        if any(abs(a - b) > CODEC_CHANGED * b for a, b in zip(ratios, self._ratios, strict=False)):
+            # The link has not changed, but its messages have: what they take is compared with nothing before.
             self._drift = replace(self._drift, mean_s=None, odd_s=None)
         self._ratios = ratios
-        self._drift, word = self._drift.after(sum(_middle_s(costs_s) for costs_s in seen.costs_s if costs_s))
-        if self._odd and word is News.STEADY:
-            self._window.pop()  # no other step is like the last one
+        self._drift, news = self._drift.after(sum(_middle_s(costs_s) for costs_s in fit.costs_s if costs_s))
+        if self._outliers and news is News.STEADY:
+            self._window.pop()  # it was an outlier: this step is like those before it
         self._window.append(step)
-        if word is News.CHANGED:
+        if news is News.CHANGED:
             keep = list(self._window)[-2:]
             self._window.clear()
             self._window.extend(keep)
-        self._odd = 1 if word is News.SUSPECT else 0
-        return word
+        self._outliers = 1 if news is News.SUSPECT else 0
+        return news
 
     def estimate(self, forward: bool) -> LinkEstimate | None:
         """Of the window, or of the newest step where that disagrees with the window; None before any message."""
-        steps = list(self._window)[-self._odd :]
-        if not (len(steps) == len(self._seen[0]) and all(map(is_, steps, self._seen[0]))):
-            self._seen = steps, _measure(steps)  # one answer for both ways
-        seen = self._seen[1]
+        steps = list(self._window)[-self._outliers :]
+        if not (len(steps) == len(self._last[0]) and all(map(is_, steps, self._last[0]))):
+            self._last = steps, _measure(steps)  # once for both directions
+        fit = self._last[1]
         way = 0 if forward else 1
-        if seen is None or not seen.draws_s[way]:
+        if fit is None or not fit.draws_s[way]:
             return None
-        draws_s = sorted(seen.draws_s[way])
+        draws_s = sorted(fit.draws_s[way])
         return LinkEstimate(
             hop=self.hop,
             forward=forward,
-            raw_bytes=seen.raw_bytes[way],
-            latency_s=seen.latency_s,
-            occupancy_s=median(seen.draws_s[way]),
+            raw_bytes=fit.raw_bytes[way],
+            latency_s=fit.latency_s,
+            occupancy_s=median(fit.draws_s[way]),
             ewma_s=(self._drift.mean_s or 0.0) / 2,
-            p90_s=seen.latency_s + draws_s[min(len(draws_s) - 1, int(0.9 * len(draws_s)))],
-            seconds_per_byte=seen.ways[way].seconds_per_byte,
-            draws_s=tuple(seen.draws_s[way]),
-            split=seen.ways[way].split,
-            reason=seen.ways[way].reason,
+            p90_s=fit.latency_s + draws_s[min(len(draws_s) - 1, int(0.9 * len(draws_s)))],
+            seconds_per_byte=fit.ways[way].seconds_per_byte,
+            draws_s=tuple(fit.draws_s[way]),
+            split=fit.ways[way].split,
+            reason=fit.ways[way].reason,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class LinkEstimator:
             "hop": self.hop,
             "window": [[list(m) for way in step for m in way] for step in self._window],
             "drift": asdict(self._drift),
-            "odd": self._odd,
+            "odd": self._outliers,
             "ratios": self._ratios,
         }
 
@@ -118,11 +118,11 @@ class LinkEstimator:
         self._window.clear()
         self._window.extend(_by_way(LinkSample(*m) for m in step) for step in found["window"])
         self._drift = Drift(**found["drift"])
-        self._odd = found["odd"]
+        self._outliers = found["odd"]
         self._ratios = found["ratios"]
 
 
-class _Seen(NamedTuple):
+class _Fit(NamedTuple):
     """Both ways over some steps; pairs are forward and backward.
 
     Attributes:
@@ -140,7 +140,7 @@ class _Seen(NamedTuple):
     costs_s: tuple[list[float], list[float]]
 
 
-def _measure(steps: Sequence[Step]) -> _Seen | None:
+def _measure(steps: Sequence[Step]) -> _Fit | None:
     """None where no step can be used."""
     ways = _ways(steps)
     found = [(step, trip) for step in steps if (trip := round_trip(*step, ways)) is not None]
@@ -148,19 +148,19 @@ def _measure(steps: Sequence[Step]) -> _Seen | None:
         return None
     latency_s, clocks_s = agreed([trip for _, trip in found])
     raw = [max((m.raw_bytes or m.wire_bytes for step in steps for m in step[way]), default=0) for way in (0, 1)]
-    seen = _Seen(ways, latency_s, (raw[0], raw[1]), ([], []), ([], []))
+    fit = _Fit(ways, latency_s, (raw[0], raw[1]), ([], []), ([], []))
     for (step, _), clock_s in zip(found, clocks_s, strict=True):
         for way, ahead_s in ((0, clock_s), (1, -clock_s)):
             for m, occupancy_s in occupancies_s(step[way], ahead_s, latency_s):
-                seen.costs_s[way].append(latency_s + occupancy_s)
-                seen.draws_s[way].append(occupancy_s * (raw[way] / m.wire_bytes if m.wire_bytes else 1.0))
-    return seen
+                fit.costs_s[way].append(latency_s + occupancy_s)
+                fit.draws_s[way].append(occupancy_s * (raw[way] / m.wire_bytes if m.wire_bytes else 1.0))
+    return fit
 
 
 def _ways(steps: Sequence[Step]) -> tuple[Way, Way]:
     """Occupancy per byte; where nothing splits it from the latency, no more than the whole round trip allows."""
     trips = [_least_s(step[0]) + _least_s(step[1]) for step in steps if all(step)]
-    # With messages one way only, what the clocks differ by cannot be told from what a message takes.
+    # With messages in one direction only, the clock offset cannot be told from what a message takes.
     total_s = max(0.0, median(trips)) if trips else 0.0
     forward, backward = (seconds_per_byte([step[way] for step in steps], total_s) for way in (0, 1))
     if forward.split and backward.split:

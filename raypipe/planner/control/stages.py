@@ -14,8 +14,8 @@ from raypipe.planner.control.drift import Drift, News
 __all__ = ["StageEstimator"]
 
 WINDOW_STEPS = 8
-TOLD = 5
-"""Timings of split backwards that are remembered, as fractions of a whole one."""
+SPLIT_TIMINGS = 5
+"""Timings of split backwards that are kept, as fractions of a whole one."""
 FLOOR_S = 1e-3
 
 
@@ -29,25 +29,25 @@ class StageEstimator:
     def __init__(self, num_stages: int, drift_threshold: float = 0.25) -> None:
         self._window: list[deque[StageSample]] = [deque(maxlen=WINDOW_STEPS) for _ in range(num_stages)]
         self._drift = [Drift(drift_threshold, FLOOR_S) for _ in range(num_stages)]
-        # I and W over the whole that they were run for: of single micro-batches, and the same on a slow day.
-        self._told: list[deque[tuple[float, float]]] = [deque(maxlen=TOLD) for _ in range(num_stages)]
+        # I and W as fractions of a whole backward, which are the same while the machine is slow.
+        self._split_shares: list[deque[tuple[float, float]]] = [deque(maxlen=SPLIT_TIMINGS) for _ in range(num_stages)]
 
     def add(self, samples: Iterable[StageSample]) -> News:
-        """Take in one step; CHANGED when a stage has become another.
+        """Take in one step; CHANGED when a stage has become faster or slower for good.
 
-        Then all stages begin anew: what slows one often slows others, and less than the threshold. Stages that were
-        seen at different times are out of balance, and so would be what is chosen for them.
+        Then all stages forget their earlier steps: what slows one often slows others by less than the threshold, and
+        seconds of different times would be compared as if the stages were out of balance.
         """
         news = News.STEADY
         for sample in samples:
             window = self._window[sample.stage]
             busy_s = sample.forward_s + self._whole_s(sample)
-            self._drift[sample.stage], word = self._drift[sample.stage].after(busy_s)
+            self._drift[sample.stage], heard = self._drift[sample.stage].after(busy_s)
             window.append(sample)
             if sample.backward_s > 0 and sample.input_s is not None and sample.weight_s is not None:
-                told = sample.input_s / sample.backward_s, sample.weight_s / sample.backward_s
-                self._told[sample.stage].append(told)
-            if word is News.CHANGED:
+                shares = sample.input_s / sample.backward_s, sample.weight_s / sample.backward_s
+                self._split_shares[sample.stage].append(shares)
+            if heard is News.CHANGED:
                 news = News.CHANGED
         if news is News.CHANGED:
             for window in self._window:
@@ -58,7 +58,7 @@ class StageEstimator:
 
     @property
     def complete(self) -> bool:
-        """Whether every stage has been heard of."""
+        """Whether every stage has reported a step."""
         return all(self._window)
 
     def seconds(self) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
@@ -77,8 +77,8 @@ class StageEstimator:
     def split_backward_s(self) -> tuple[tuple[float, float], ...]:
         """By stage, (I, W): the input and weight parts of a split backward; empty until all with a backward were timed.
 
-        Whole backwards are split now and then only. In between the parts are taken as the same fractions of a whole
-        backward as when they were last timed.
+        A run of whole backwards splits one now and then to time its parts; in between they count as the same fractions
+        of a whole one.
         """
         found = []
         for stage, window in enumerate(self._window):
@@ -101,15 +101,15 @@ class StageEstimator:
 
     def _shares(self, stage: int) -> tuple[float, float] | None:
         """What I and W take, as fractions of a whole backward; None before both were timed."""
-        told = self._told[stage]
-        return (median(i for i, _ in told), median(w for _, w in told)) if told else None
+        timed = self._split_shares[stage]
+        return (median(i for i, _ in timed), median(w for _, w in timed)) if timed else None
 
     def to_dict(self) -> dict[str, Any]:
         """The state, for JSON."""
         return {
             "window": [[list(sample) for sample in window] for window in self._window],
             "drift": [asdict(one) for one in self._drift],
-            "told": [[list(pair) for pair in told] for told in self._told],
+            "told": [[list(pair) for pair in timed] for timed in self._split_shares],
         }
 
     def load(self, found: dict[str, Any]) -> None:
@@ -118,6 +118,6 @@ class StageEstimator:
             window.clear()
             window.extend(StageSample(*row) for row in rows)
         self._drift = [Drift(**one) for one in found["drift"]]
-        for told, pairs in zip(self._told, found["told"], strict=True):
-            told.clear()
-            told.extend((float(i), float(w)) for i, w in pairs)
+        for timed, pairs in zip(self._split_shares, found["told"], strict=True):
+            timed.clear()
+            timed.extend((float(i), float(w)) for i, w in pairs)

@@ -26,9 +26,9 @@ from raypipe.planner.rows import flow_of, flowing_keys, rows_for
 from raypipe.planner.segments import train_segments
 from raypipe.planner.simulate.serial import simulate
 from raypipe.planner.tune import costs_of
+from raypipe.runtime.run.controller_config import controller_config
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.planning import PlanBasis
-from raypipe.runtime.run.retuning import retune_setup
 from raypipe.runtime.run.spec import PlanInForce, RunSpec
 
 __all__ = ["Assembled", "Blueprint", "assemble", "codecs_of", "predicted_step"]
@@ -87,7 +87,7 @@ def assemble(blueprint: Blueprint, planned: Planned) -> Assembled:
             predicted=predicted,
             predicted_step_s=_step_s(plan, predicted, overlaps=blueprint.turns),
             flow=flow_of(plan),
-            retune=retune_setup(blueprint.pipeline, planned) if blueprint.turns else None,
+            retune=controller_config(blueprint.pipeline, planned) if blueprint.turns else None,
         ),
     )
 

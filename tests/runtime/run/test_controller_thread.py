@@ -20,11 +20,11 @@ from raypipe.engine.stage_work import SPLIT_EVERY, SPLIT_FIRST
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, ControllerConfig, ControllerDecision, StepDone, Verdict
 from raypipe.runtime.run.blueprint import assemble
+from raypipe.runtime.run.controller_config import controller_config
 from raypipe.runtime.run.controller_thread import ControllerThread
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.run.retuning import retune_setup
 from raypipe.testing import reference
 from tests.exactness import same_bits
 from tests.models import CASES
@@ -286,7 +286,7 @@ def test_a_controller_that_fails_ends_nothing(tmp_path: Path) -> None:
 
 def test_a_state_of_another_pipeline_is_refused_by_name(tmp_path: Path) -> None:
     job = trainer(tmp_path, "refused", "mlp")._prepared()
-    setup = retune_setup(PipelineConfig(), job.planned)
+    setup = controller_config(PipelineConfig(), job.planned)
     assert setup is not None
     controller = ControllerThread(setup, '{"wanted": 1}')
     try:
@@ -315,7 +315,7 @@ def test_what_is_left_open_is_turned(given: dict[str, Any], mode: str | None, tm
     patience = {} if mode else dict.fromkeys(PATIENCE, "auto")  # which is refused where nothing is turned
     found = trainer(tmp_path, "open", "mlp", **{**patience, **given})
     job = found._prepared()
-    setup = retune_setup(found._pipeline, job.planned)
+    setup = controller_config(found._pipeline, job.planned)
     assert (None if setup is None else setup.mode) == mode
     if setup is not None and "retune_interval_steps" not in given:
         assert (setup.retune_interval_steps, setup.link_drift_threshold, setup.min_gain) == tuple(PATIENCE.values())

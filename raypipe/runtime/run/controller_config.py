@@ -1,4 +1,4 @@
-"""What the controller of a run may turn: from the configuration and the plan to its ControllerConfig."""
+"""From the configuration and the plan to what the controller of the run may change."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from raypipe.ir.schedule_spec import kinds_to_search
 from raypipe.planner.control import Choice, CodecCost, ControllerConfig
 from raypipe.runtime.run.planned import Planned
 
-__all__ = ["retune_setup"]
+__all__ = ["controller_config"]
 
 FORWARD_CODECS = ("bf16", "int8")
 BACKWARD_CODECS = ("bf16",)
-"""What "auto" may take, the mildest first: gradients are treated more mildly than activations."""
+"""What "auto" may take, the mildest first: gradients get milder codecs than activations."""
 
 
-def retune_setup(pipeline: PipelineConfig, planned: Planned) -> ControllerConfig | None:
-    """None where nothing is to be turned.
+def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerConfig | None:
+    """What the controller of a run may change; None where it has nothing to do.
 
-    That is with one stage, an asynchronous schedule, several stages on a worker, everything given, or forbidden.
+    That is with one stage, an asynchronous schedule, several stages on a worker, or where everything was given or
+    retuning was switched off.
     """
     kinds = bool(kinds_to_search(pipeline.schedule)) and pipeline.group_size == "auto" == pipeline.slack
     wanted = [
