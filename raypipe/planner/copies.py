@@ -1,10 +1,10 @@
 """Copies of state in memory: who holds whose, and how often they are worth taking. Pure arithmetic.
 
-    cost of copying        copy_s per interval
+    cost of copying        cost_s per interval
     cost of a failure      half an interval of steps is done again, on average
     interval               where both together are least, but never more than OVERHEAD of the time
 
-The first two give Young's interval, sqrt(2 copy_s MTBF) (Young, CACM 17(9), 1974), with the failure rate that is worth
+The first two give Young's interval, sqrt(2 cost_s MTBF) (Young, CACM 17(9), 1974), with the failure rate that is worth
 insuring against in place of one that nobody knows.
 """
 
@@ -22,8 +22,6 @@ FAILURES_PER_HOUR = 6.0
 """Of a whole run, that are insured against. An assumption: 32 spot machines that live for five hours each."""
 SENDING_SHARE = 0.5
 """Of an interval in which copies may travel: the controller measures nothing meanwhile."""
-SLOWDOWN = 0.1
-"""By which steps are taken to be slower while a copy travels, paced as it is."""
 MOST_STEPS = 1000
 
 
@@ -31,13 +29,13 @@ class CopyCosts(NamedTuple):
     """What was measured where copies cost most.
 
     Attributes:
-        step_s: of the pipeline.
-        copied_s: of copying the state of a stage, beside a step.
+        step_s: of the pipeline, while no copy is under way.
+        cost_s: that steps took longer in all while one was.
         sent_s: from the first to the last byte of a copy that was sent.
     """
 
     step_s: float
-    copied_s: float
+    cost_s: float
     sent_s: float = 0.0
 
 
@@ -47,9 +45,8 @@ def copy_interval(costs: CopyCosts, failures_per_hour: float = FAILURES_PER_HOUR
     Args:
         failures_per_hour: of the run.
     """
-    cost_s = costs.copied_s + SLOWDOWN * costs.sent_s
-    young_s = math.sqrt(2 * cost_s * 3600 / failures_per_hour)
-    least_s = max(cost_s / OVERHEAD, costs.sent_s / SENDING_SHARE)
+    young_s = math.sqrt(2 * costs.cost_s * 3600 / failures_per_hour)
+    least_s = max(costs.cost_s / OVERHEAD, costs.sent_s / SENDING_SHARE)
     return min(MOST_STEPS, max(1, math.ceil(max(young_s, least_s) / costs.step_s)))
 
 

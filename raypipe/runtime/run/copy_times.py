@@ -5,6 +5,8 @@
 
 A stage that took copy 30 while the holder of another one has no more than copy 10 of it would have overwritten its own
 copy 10, and nothing would be left to go back to together. So the next copy is ordered when all have the one before.
+
+What a copy costs is what the steps beside it took longer than those without one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from raypipe.planner.copies import CopyCosts, copy_interval
 
 __all__ = ["CopyTimes"]
 
-WINDOW_STEPS = 16
+WINDOW_STEPS, WINDOW_COPIES = 16, 5
 
 
 class CopyTimes:
@@ -33,7 +35,9 @@ class CopyTimes:
         self._at = 0  # step of the newest copy that was ordered
         self._arrived = True
         self._interval = 0
-        self._seconds: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._calm_s: deque[float] = deque(maxlen=WINDOW_STEPS)  # of steps without a copy
+        self._copying_s: list[float] = []  # of those beside the newest copy
+        self._costs_s: deque[float] = deque(maxlen=WINDOW_COPIES)
 
     def due(self, step: int, *, fixed: bool) -> bool:
         """Whether a copy is to be taken after that step.
@@ -49,17 +53,19 @@ class CopyTimes:
 
     def ordered(self, step: int) -> None:
         """A copy will be taken after that step, or was; also an earlier one than before, where the run went back."""
-        self._at, self._arrived = step, False
+        self._at, self._arrived, self._copying_s = step, False, []
 
     def heard(self, seconds: float, of_step: Sequence[StepReport]) -> None:
         """What all stages say of a step that took so long."""
         if self._least_steps is None:
             return
-        self._seconds.append(seconds)
+        (self._copying_s if any(report.copying for report in of_step) else self._calm_s).append(seconds)
         copied = [report.copied for report in of_step if report.copied is not None]
-        if len(copied) == len(of_step) and all(copy.step == self._at for copy in copied):
-            self._arrived = True
-            costs = CopyCosts(
-                median(self._seconds), max(copy.copied_s for copy in copied), max(copy.sent_s for copy in copied)
-            )
+        if self._arrived or len(copied) < len(of_step) or any(copy.step != self._at for copy in copied):
+            return
+        self._arrived = True
+        if self._calm_s:
+            step_s = median(self._calm_s)
+            self._costs_s.append(max(0.0, sum(self._copying_s) - len(self._copying_s) * step_s))
+            costs = CopyCosts(step_s, median(self._costs_s), max(copy.sent_s for copy in copied))
             self._interval = copy_interval(costs)

@@ -8,9 +8,9 @@ from raypipe.ir.report import CopyReport, StepReport
 from raypipe.runtime.run.copy_times import CopyTimes
 
 
-def reports(*copied: CopyReport | None) -> list[StepReport]:
+def reports(*copied: CopyReport | None, copying: bool = False) -> list[StepReport]:
     nothing = StepReport(0, 0, 1, None, None, 0.0, 0.0, 0.0, 0.0, (0, 0), 1)
-    return [replace(nothing, copied=one) for one in copied]
+    return [replace(nothing, copied=one, copying=copying) for one in copied]
 
 
 def test_the_next_one_waits_until_all_have_the_one_before() -> None:
@@ -28,11 +28,26 @@ def test_the_next_one_waits_until_all_have_the_one_before() -> None:
 
 
 def test_it_waits_as_long_as_copies_are_dear() -> None:
+    """Two steps beside a copy take 0.2 s longer each; then they do not, and the middle of the costs decides."""
+    times, at = CopyTimes(3), 0
+    times.heard(1.0, reports(None, None))
+    first = {}
+    for copy, slower_s in enumerate((0.2, 0.0, 0.0)):
+        times.ordered(at)
+        held = CopyReport(at, 0.1, 1.0)
+        for copied in (reports(None, held, copying=True), reports(held, held, copying=True)):
+            times.heard(1.0 + slower_s, copied)
+        first[copy] = next(step - at for step in range(at, at + 100) if times.due(step, fixed=False))
+        at += first[copy]
+    assert first == {0: 22, 1: 16, 2: 3}  # sqrt(2 * 0.4 s * 600 s), sqrt(2 * 0.2 s * 600 s)
+
+
+def test_a_copy_that_takes_long_to_send_is_taken_half_of_the_time() -> None:
     times = CopyTimes(3)
     times.ordered(0)
-    times.heard(1.0, reports(CopyReport(0, 0.3, 0.0), CopyReport(0, 0.1, 1.0)))
-    steps = [step for step in range(100) if times.due(step, fixed=False)]
-    assert steps[0] == 22  # sqrt(2 * 0.4 s * 600 s)
+    times.heard(1.0, reports(None))
+    times.heard(1.0, reports(CopyReport(0, 0.1, 20.0), copying=True))
+    assert [times.due(step, fixed=False) for step in (39, 40)] == [False, True]
 
 
 def test_after_going_back_it_counts_from_there() -> None:
