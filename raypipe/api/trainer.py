@@ -101,7 +101,10 @@ class PipelineTrainer:
         self._run = run_config
         self._resume = resume
         self._weights = None if init_from is None else InitialWeights(model, init_from, self._storage())
-        self._arguments = Arguments(self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data)
+        survives = failures_of(run_config) != 0
+        self._arguments = Arguments(
+            self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, survives
+        )
         if resume not in (None, True, False) or (resume and getattr(run_config, "name", None) is None):
             raise ConfigError(
                 f"resume={resume!r} is not possible: give None, False, or True together with the name of the run that "

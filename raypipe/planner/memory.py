@@ -1,6 +1,7 @@
 """What a stage holds at its fullest moment: the memory model of every plan.
 
     weights x versions | sums of gradients | optimizer state | module buffers     for the whole run
+    copies of weights, optimizer state and buffers                                where a run survives failures
     activations x micro-batches in flight | messages that came or go | workspace  most after the warm-up's last forward
 
 How many micro-batches a stage has in flight follows from its *depth*: the micro-batches that the workers from
@@ -75,6 +76,7 @@ class MemoryModel:
         version_limit: most copies that a stage has room for; None for no limit.
         gradient_factor: bytes of gradients per byte of trainable parameters.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
+        state_copies: of weights, optimizer and buffers: its own, and those of another stage, taken to be as large.
         reserve_bytes: kept free on every device, for temporaries and the runtime; of several stages on one device, the
             share of each.
         resident: what the rows say, for schedules without a formula; it is of so many micro-batches and stages.
@@ -89,6 +91,7 @@ class MemoryModel:
     version_limit: int | None = None
     gradient_factor: float = 1.0
     optimizer_factor: float = 2.0
+    state_copies: int = 0
     reserve_bytes: int = 0
     resident: Resident | None = None
 
@@ -101,8 +104,11 @@ class MemoryModel:
             )
         counts = [self.microbatch_size]
         counts += [count for count in (self.weight_versions, self.version_limit) if count is not None]
-        if min(counts) < 1 or not min(self.gradient_factor, self.optimizer_factor, self.reserve_bytes) >= 0:
-            raise PlanError(f"{self}: counts must be at least 1, factors and reserve_bytes at least 0.")
+        if (
+            min(counts) < 1
+            or not min(self.gradient_factor, self.optimizer_factor, self.state_copies, self.reserve_bytes) >= 0
+        ):
+            raise PlanError(f"{self}: counts must be at least 1, factors, copies and reserve_bytes at least 0.")
 
     def in_flight(self, depth: int) -> int:
         """Most micro-batches between their F and their B, or W, on a stage of this depth."""
@@ -160,6 +166,8 @@ class MemoryModel:
         found = columns_of(graph)
         state = np.ceil(found.trainable_bytes * (self.gradient_factor + self.optimizer_factor)).astype(np.int64)
         once = found.param_bytes - found.trainable_bytes + state + found.buffer_bytes
+        optimizer = np.ceil(found.trainable_bytes * self.optimizer_factor).astype(np.int64)
+        once = once + self.state_copies * (found.param_bytes + optimizer + found.buffer_bytes)
         # Only what learns has versions.
         return np.stack([found.trainable_bytes, once, found.activation_bytes * self.microbatch_size])
 
@@ -195,10 +203,11 @@ class StageMemory:
     message_bytes: int
     workspace_bytes: int
     reserve_bytes: int
+    copy_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        resident = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes
+        resident = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + self.copy_bytes
         return resident + self.activation_bytes + self.message_bytes + self.workspace_bytes + self.reserve_bytes
 
     def __str__(self) -> str:
@@ -207,6 +216,7 @@ class StageMemory:
             "gradients": self.gradient_bytes,
             "optimizer": self.optimizer_bytes,
             "buffers": self.buffer_bytes,
+            "copies of the state": self.copy_bytes,
             f"activations of {self.in_flight} micro-batches": self.activation_bytes,
             "messages": self.message_bytes,
             "workspace": self.workspace_bytes,
@@ -235,6 +245,7 @@ def stage_memory(
         workspace_bytes: as ``columns.workspace_bytes`` says.
     """
     in_flight, sets, versions = model.in_flight(depth), model.activation_sets(depth), model.versions(depth)
+    optimizer_bytes = math.ceil(resident.trainable_bytes * model.optimizer_factor)
     return StageMemory(
         stage=stage,
         action=f"{stage}F{in_flight - 1}",
@@ -243,8 +254,9 @@ def stage_memory(
         versions=versions,
         weight_bytes=(versions - 1) * resident.trainable_bytes + resident.param_bytes,
         gradient_bytes=math.ceil(resident.trainable_bytes * model.gradient_factor),
-        optimizer_bytes=math.ceil(resident.trainable_bytes * model.optimizer_factor),
+        optimizer_bytes=optimizer_bytes,
         buffer_bytes=resident.buffer_bytes,
+        copy_bytes=model.state_copies * (resident.param_bytes + optimizer_bytes + resident.buffer_bytes),
         activation_bytes=sets * model.microbatch_size * resident.activation_bytes,
         message_bytes=model.microbatch_size
         * (receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots),

@@ -30,6 +30,7 @@ class Arguments(NamedTuple):
         optimizer: of named parameters.
         lr_scheduler: of an optimizer.
         train_data, eval_data: paths or map-style datasets.
+        survives: workers keep copies of the state in memory, so that the run can go on after a failure.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -38,6 +39,7 @@ class Arguments(NamedTuple):
     lr_scheduler: MakeScheduler | None
     train_data: Any
     eval_data: Any = None
+    survives: bool = False
 
 
 def check_arguments(

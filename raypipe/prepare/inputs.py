@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from raypipe.prepare.arguments import Arguments
 
 __all__ = ["Opened", "check_columns", "example_of", "needs_profile", "open_arguments", "wants_curve"]
 
+KEPT_COPIES = 4
+"""Of the state, where a run survives failures: two of a worker's own stages and two of those of another one."""
 CURVE_SAMPLES = 8
 """How seconds grow with the micro-batch shows in sizes of up to this many samples..."""
 MOST_SAMPLES, MOST_BYTES = 256, 16 << 20
@@ -61,6 +63,8 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     if evaluates:
         sources["eval"] = open_data(given.eval_data, seed=pipeline.seed, shuffle=False)
     request = _request(pipeline, num_workers, sources["train"].num_samples)
+    if given.survives:
+        request = replace(request, state_copies=KEPT_COPIES)
     minibatch, size, _count = microbatches(request, request.num_stages or request.num_workers or 2)
     curve = wants_curve(pipeline) and needs_profile(pipeline, None)
     if curve:

@@ -53,6 +53,19 @@ def test_what_waits_for_its_weights_counts_twice() -> None:
     assert MemoryModel(ScheduleSpec("slack", num_microbatches=8, slack=(1, 2, 1))).activation_sets(4) == 5
 
 
+def test_copies_of_the_state_are_a_line_of_their_own() -> None:
+    """Two of a stage's own and two of another one: weights, optimizer and buffers, and no gradients."""
+    graph = ModelGraph((Node("a", "", ("w",), 100, None, frozen_bytes=20, buffer_bytes=7),))
+    without = MemoryModel(ScheduleSpec("1f1b"), optimizer_factor=2.0)
+    model = dataclasses.replace(without, state_copies=4)
+    found, plain = (stage_memory(m, sums_of(graph, range(1)), 0, 1) for m in (model, without))
+    assert found.copy_bytes == 4 * (100 + 160 + 7)
+    assert found.total_bytes == plain.total_bytes + found.copy_bytes
+    assert "copies of the state 1.0 KiB" in str(found)
+    assert "copies" not in str(plain)
+    assert int(model.node_bytes(graph, 1)[0]) == int(without.node_bytes(graph, 1)[0]) + found.copy_bytes
+
+
 @pytest.mark.slow
 @given(graphs(most=8), limits(), st.integers(1, 5), st.data())
 def test_nodes_add_up_to_the_stage(graph, bounds, depth, data):

@@ -108,7 +108,9 @@ def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints
         in_flight, sets, slots: of MemoryModel, broadcast to (cuts, stages).
     """
     params, trainable, buffers, activations = costs.held_bytes
-    state = np.ceil(trainable * model.gradient_factor) + np.ceil(trainable * model.optimizer_factor)
+    optimizer = np.ceil(trainable * model.optimizer_factor)
+    state = np.ceil(trainable * model.gradient_factor) + optimizer
+    state += model.state_copies * (params + optimizer + buffers)
     none = np.zeros((len(params), 1), dtype=np.int64)
     received, sent = np.hstack([none, costs.crossing_bytes]), np.hstack([costs.crossing_bytes, none])
     messages = received * (in_flight + slots) + sent * slots

@@ -92,6 +92,7 @@ def _parts(memory: StageMemory) -> tuple[tuple[str, int], ...]:
         ("messages", memory.message_bytes),
         ("workspace", memory.workspace_bytes),
         ("reserve", memory.reserve_bytes),
+        *((("copies of the state", memory.copy_bytes),) if memory.copy_bytes else ()),
     )
 
 
