@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,8 +35,10 @@ from jobs.lib.common import machine_line
 FIRST = 1000
 LOOKS = 10
 MOST_GROWTH_BYTES = 5 << 20
-EVERY_STEPS = 2000
-"""Steps between two checkpoints."""
+EVERY_STEPS = 250
+"""Steps between two checkpoints: the first are written before the first look."""
+SAMPLES = 5
+"""Looks at a process at each moment, a tenth of a second apart; the least counts. A step has memory and threads too."""
 WAIT_S = 3600.0
 
 
@@ -50,11 +52,20 @@ class Look:
 
     @classmethod
     def at(cls, process: int) -> Look:
+        """The least of some samples."""
+        found = []
+        for _ in range(SAMPLES):
+            found.append(cls.now(process))
+            time.sleep(0.1)
+        return cls(*(min(getattr(look, f.name) for look in found) for f in fields(cls)))
+
+    @classmethod
+    def now(cls, process: int) -> Look:
         """Read from /proc."""
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines if ":" in line)
-        resident = int(fields["VmRSS"].split()[0]) << 10
-        return cls(resident, len(list(Path(f"/proc/{process}/fd").iterdir())), int(fields["Threads"]))
+        found = dict(line.split(":", 1) for line in lines if ":" in line)
+        resident = int(found["VmRSS"].split()[0]) << 10
+        return cls(resident, len(list(Path(f"/proc/{process}/fd").iterdir())), int(found["Threads"]))
 
 
 def adam(named: Any) -> torch.optim.Optimizer:
@@ -110,7 +121,7 @@ def soak(steps: int, *, local: bool, trace: bool) -> list[tuple[int, dict[str, L
                 step = wait_for(handle, wanted)
                 if trace and i == 0:
                     gc.collect()
-                    tracemalloc.start(12)
+                    tracemalloc.start()
                     before = tracemalloc.take_snapshot()
                 looks = {name: Look.at(process) for name, process in processes_of(handle, local).items()}
                 found.append((step, looks))
@@ -119,10 +130,10 @@ def soak(steps: int, *, local: bool, trace: bool) -> list[tuple[int, dict[str, L
             if before is not None:
                 gc.collect()
                 after = tracemalloc.take_snapshot()
-                for line in after.compare_to(before, "traceback")[:12]:
+                for line in after.compare_to(before, "lineno")[:25]:
                     print(
                         f"{line.size_diff / 1024:.0f} KiB, {line.count_diff} blocks",
-                        *line.traceback.format()[-8:],
+                        *line.traceback.format(),
                         sep="\n",
                     )
                 tracemalloc.stop()
