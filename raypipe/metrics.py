@@ -77,7 +77,7 @@ METRICS: tuple[Metric, ...] = (
     _counter("retunes", "Times the controller changed the plan of the run."),
     _counter("failures", "Failures of stages, links and nodes that the run noticed."),
     Metric("raypipe_recovery_seconds", Kind.HISTOGRAM, "s", RUN,
-           "From a failure to the end of the first step after it.", boundaries=_SECONDS),
+           "From a failure that was noticed until all stages are ready again.", boundaries=_SECONDS),
     _counter("lost_steps", "Optimizer steps that had to be done again after a failure."),
     _counter("skipped_steps", "Optimizer steps left out because loss or gradient norm was not finite."),
     _gauge("generation", "1", RUN, "Generation of the plan; it counts re-plans."),

@@ -216,6 +216,7 @@ class _Published:
         self._journal = journal
         self._publisher = publisher
         publisher.event("predicted_step_seconds", plan.predicted_step_s)
+        publisher.event("generation", plan.plan.generation)
         if plan.retune is not None:
             publisher.event("group_size", plan.retune.choice.spec.group_size)
         self.resumed, self.tell = journal.resumed, journal.tell
@@ -223,6 +224,10 @@ class _Published:
     def planned(self, plan: PlanInForce) -> None:
         self._publisher.resized(plan.plan.schedule.wiring.homes)
         self._publisher.event("predicted_step_seconds", plan.predicted_step_s)
+        self._publisher.event("generation", plan.plan.generation)
+
+    def counted(self, metric: str, value: float = 1.0) -> None:
+        self._publisher.event(metric, value)
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
         self._journal.step(record, reports)

@@ -88,6 +88,9 @@ class Journal:
     def planned(self, plan: PlanInForce) -> None:
         """The run has another plan."""
 
+    def counted(self, metric: str, value: float = 1.0) -> None:
+        """Something that metrics count has happened; see raypipe.metrics."""
+
     def begins(self, doing: str = "", **changes: Any) -> None:
         """What it does before its first step, "" once the stages are ready. A wish to stop is not covered up."""
         with self._changed:

@@ -186,6 +186,7 @@ class _Loop:
                 self._tell("give up", f"{line} ({why_not})", **numbers)
                 raise type(error)(f"{error}\nThe run ends: {why_not}.")
             self._tell("failure", line, **numbers)
+            self.watcher.counted("failures")
             if self._lease is not None:
                 self._lease.check()
             self.watcher.tell(message=f"recovering: {line}")
@@ -199,6 +200,8 @@ class _Loop:
                 error = another
         took_s, redone = time.monotonic() - begin_s, was - self.at.step
         self._tell_change("recovery", f"from {back.source}", back, took_s, redone_steps=redone)
+        self.watcher.counted("recovery_seconds", took_s)
+        self.watcher.counted("lost_steps", redone)
 
     def _go_back(self, back: Recovered) -> None:
         """The stages have the state of this or an earlier step: forget what came after it, and order it again."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ray.train import FailureConfig, ScalingConfig
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from raypipe import PipelineTrainer, load_state_dict
 from raypipe.api.handle import RunHandle
@@ -122,3 +123,20 @@ def test_a_number_of_stages_that_cannot_be_is_refused(local_ray: None, tmp_path:
         handle.resize(1000)
     result = handle.wait(timeout_s=WAIT_S)
     assert as_undisturbed(tmp_path, result.checkpoint, "noisy") == []
+
+
+def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(local_ray: None, tmp_path: Path) -> None:
+    made = surviving(tmp_path, "fewer", "noisy")
+    made._scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
+    handle = made.start(4 * STEPS)
+    reached(handle, 40)
+    other = placement_group([{"CPU": 2}])  # somebody else waits for a place
+    try:
+        os.kill(handle.status().stages[1]["process"], signal.SIGKILL)
+        result = handle.wait(timeout_s=WAIT_S)
+    finally:
+        remove_placement_group(other)
+    assert as_undisturbed(tmp_path, result.checkpoint, "noisy", 4 * STEPS) == []
+    (recovery,) = events(tmp_path / "fewer", "recovery")
+    assert recovery["num_stages"] == 1
+    assert "memory" in recovery["reason"]
