@@ -84,7 +84,8 @@ class PipelineFields:
             (batch statistics) keep what the forwards wrote, as in plain PyTorch, and metrics and events say so; ten in
             a row end the run. Stages wait for each other's norms before every step, as they do with max_grad_norm.
         driver_grace_s: seconds that a stage goes on without a word from the driver of its run, which speaks to every
-            stage twice a second; then it ends itself and gives its place back. The driver gives up a stage that it
+            stage twice a second; then it ends itself and gives its place back. Until then the next driver of that name
+            can take it over where it stands, if the driver was killed. The driver gives up a stage that it
             cannot reach for as long. Time in which the one who waits is itself starved or stopped does not count.
         verify: "first_step" runs two micro-batches through the model itself and through its stages before training
             begins, while the actors start, and refuses the run where loss, gradients or buffers differ. That needs

@@ -2,7 +2,8 @@
 
     trainer  --client.py-->  DriverActor (driver.py)  -->  loop (runtime/run), fleet (runtime/workers)
                                   |
-                              publish.py   metrics for Prometheus
+                              publish.py     metrics for Prometheus
+                              succession.py  what one driver leaves to the next
 
 No tensor passes through the driver.
 """

@@ -20,11 +20,10 @@ from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.journal import News
 from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.workers.packing import StoredTensors, stored
-from raypipe.runtime.workers.places import release_orphans
+from raypipe.runtime.workers.places import NAMESPACE, PREFIX, is_driver, release_orphans
 
 __all__ = ["NAMESPACE", "RayConnection", "connected", "find_run", "start_run"]
 
-NAMESPACE = "raypipe"
 CONTROL_TIMEOUT_S = 30.0
 ANSWER_S = 5.0
 """A driver that is silent for longer is told about, and waited for."""
@@ -94,6 +93,7 @@ class RayConnection:
         self._name = name
         self._owner = owner
         self._asked: _Question | None = None
+        self._ended = False
         self._status = RunStatus(name=name, path=path, state="starting")
 
     def news(self, since: int, wait_s: float) -> News:
@@ -116,7 +116,7 @@ class RayConnection:
             return self._no_news()
         except RayActorError as error:
             raise self._gone(error) from None
-        self._status = news.status
+        self._status, self._ended = news.status, news.ended
         if not news.ended:
             self.check()
         return news
@@ -130,11 +130,13 @@ class RayConnection:
         return News([], dataclasses.replace(self._status, message=message), None, None, self._asked.since)
 
     def _gone(self, error: RayActorError) -> StageError:
-        if isinstance(error, ActorDiedError):
+        if self._owner and isinstance(error, ActorDiedError):
             release_orphans(driver_name(self._name))
+        stages = "with it" if self._owner else "wait a while for another one"
         return StageError(
-            f"The driver of run {self._name!r} is gone, and its stages with it: {str(error).splitlines()[0]} "
-            "Start the run again under the same name; it goes on from its newest checkpoint."
+            f"The driver of run {self._name!r} is gone, and its stages {stages}: {str(error).splitlines()[0]} Start "
+            "the run again under the same name; it goes on where its stages stand if they live, else from its newest "
+            "checkpoint."
         )
 
     def check(self) -> None:
@@ -145,6 +147,8 @@ class RayConnection:
                 ray.get(call)
             except RayTaskError as error:
                 raise StageError(f"The driver of run {self._name!r} could not begin: {error}") from None
+            except RayActorError:  # it died, and Ray has started it again: it has just answered
+                pass
 
     def part_before(self, step: int) -> bytes | None:
         """The newest part of metrics.parquet with steps below ``step``; None where there is none."""
@@ -169,11 +173,16 @@ class RayConnection:
         return self._ask(self._driver.predicted.remote())
 
     def close(self) -> None:
-        """Let go of the driver; its owner ends it, and with it whatever of the run is left."""
+        """Let go of the driver; its owner ends it, and with it whatever of the run is left.
+
+        A driver whose run has ended has ended its stages too. Others of this name are none of its own: it has refused
+        to go on with them.
+        """
         if self._owner and self._driver is not None:
             with contextlib.suppress(RayError):
                 ray.kill(self._driver, no_restart=True)
-                release_orphans(driver_name(self._name))
+                if not self._ended:
+                    release_orphans(driver_name(self._name))
         self._driver = self._call = None
 
     def _ask(self, ref: Any, timeout_s: float | None = None) -> Any:
@@ -212,6 +221,7 @@ def start_run(
     if detached:
         check()
     options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
+    options["max_restarts"] = spec.max_failures  # each takes the stages over, see runtime/driver/succession.py
     if detached:
         options["lifetime"] = "detached"
     try:
@@ -221,7 +231,6 @@ def start_run(
             f"A run named {spec.name!r} is on this cluster ({error}). Choose another RunConfig(name=...), follow it "
             f"with raypipe.attach({spec.name!r}), or wait for it."
         ) from error
-    release_orphans(driver_name(spec.name))  # of a driver that died while nobody looked
     try:
         call = _begun(driver, blueprint, tensors, resources, detached=detached)
         connection = RayConnection(driver, spec.name, owner=not detached, call=call, path=str(spec.place))
@@ -290,9 +299,8 @@ def find_run(name: str) -> RayConnection:
     try:
         driver = ray.get_actor(driver_name(name), namespace=NAMESPACE)
     except ValueError:
-        prefix = driver_name("")
-        named = ray.util.list_named_actors(all_namespaces=True)
-        runs = sorted(a["name"][len(prefix) :] for a in named if a["name"].startswith(prefix))
+        names = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True)]
+        runs = sorted(name.removeprefix(PREFIX) for name in names if is_driver(name))
         raise ConfigError(
             f"No run named {name!r} is on this cluster. Running: {', '.join(runs) or 'none'}. How a finished run ended "
             "is in events.jsonl of its folder."

@@ -8,8 +8,8 @@
 It makes the plan (runtime/run/planning.py), and holds all that another plan can be made from. The controller of the
 schedule works in here too, see runtime/run/controller_thread.py.
 
-It is named ``raypipe/<run>``. The stages belong to it and die with it; it belongs to whoever started it, or to
-nobody when it is detached.
+It is named ``raypipe/<run>``, and belongs to whoever started it, or to nobody when it is detached. It ends its stages
+when it ends; when it is killed they wait a while for another driver of its name, which goes on with them.
 """
 
 from __future__ import annotations
@@ -26,40 +26,50 @@ import ray
 
 from raypipe.engine.metrics import part_before
 from raypipe.engine.rundir import RunFolder
+from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, LinkError, StageError
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import ControllerDecision
 from raypipe.runtime.driver.publish import Publisher
-from raypipe.runtime.run.blueprint import Blueprint, assemble
+from raypipe.runtime.driver.succession import Charter, Left, NotTakenOverError, Submission, continued, find_left
+from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.planning import plan_for
 from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.run.spec import Outcome, PlanInForce
+from raypipe.runtime.run.spec import Outcome, PlanInForce, RunSpec, Watcher
+from raypipe.runtime.run.takeover import Done
 from raypipe.runtime.workers.drain_watch import DrainWatch
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import StoredTensors
-from raypipe.runtime.workers.places import Owner
+from raypipe.runtime.workers.places import PREFIX, Owner, release_orphans
 from raypipe.runtime.workers.recovery import Recovery
+from raypipe.runtime.workers.roster import Member
 from raypipe.runtime.workers.spares import Spares
+from raypipe.runtime.workers.takeover import take_over
 from raypipe.runtime.workers.watch import Notice
 
 __all__ = ["DriverActor", "driver_name"]
 
+NOTHING_LEFT = (
+    "The driver of this run was lost, and no stage outlived it that knows the run. Start the run again under the same "
+    "name; it goes on from its newest checkpoint."
+)
 LINGER_S = 60.0
 """How long a detached driver answers after its run has ended."""
 
 
 def driver_name(run: str) -> str:
     """The name under which Ray knows the driver of a run."""
-    return f"raypipe/{run}"
+    return f"{PREFIX}{run}"
 
 
 class _DriverActor:
     def __init__(self, run: str, path: str, detached: bool) -> None:
+        self._name = driver_name(run)
         self._journal = Journal(run, path)
         self._requests = Requests()
         self._place: Place | None = None  # the run's folder, once it is known
@@ -67,6 +77,8 @@ class _DriverActor:
         self._independent = threading.Event()  # of whoever started the run
         self._kept: list[Any] = []  # copies of parameters that this process owns, until the stages have them
         self._predicted: Timeline | None = None
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            threading.Thread(target=self._live, args=(None,), name="raypipe run", daemon=True).start()
 
     def run(self, blueprint: Blueprint, tensors: StoredTensors, resources: Mapping[str, float]) -> None:
         """The whole run in one call; ``news`` tells how it goes and how it ended, and no stage is left after it.
@@ -74,12 +86,20 @@ class _DriverActor:
         Args:
             tensors: initial parameters and buffers, of which workers fetch their own.
         """
-        spec = blueprint.spec
+        self._live(Submission(blueprint, tensors, resources))
+
+    def _live(self, given: Submission | None) -> None:
+        """The whole run.
+
+        Args:
+            given: by whoever started the run; None where Ray has started this driver again, which was given nothing.
+        """
         try:
             self._independent.set()
+            spec = self._charted() if given is None else given.blueprint.spec
             self._place = spec.place
             with Lease.take(spec.place, spec.name, self._journal.begins) as lease:
-                outcome = self._train(blueprint, tensors, resources, lease)
+                outcome = self._train(given, lease)
             self._journal.end(outcome, None)
         except Exception as error:  # noqa: BLE001  (told to everybody who asks)
             self._journal.end(None, error)
@@ -88,32 +108,48 @@ class _DriverActor:
             me = ray.get_runtime_context().current_actor
             threading.Thread(target=_leave, args=(me,), daemon=True).start()
 
-    def _train(
-        self,
-        blueprint: Blueprint,
-        tensors: StoredTensors,
-        resources: Mapping[str, float],
-        lease: Lease,
-    ) -> Outcome:
+    def _charted(self) -> RunSpec:
+        """What the stages know of the run."""
+        left = find_left(self._name)
+        if left is None:
+            raise StageError(NOTHING_LEFT)
+        return left.charter.spec
+
+    def _train(self, given: Submission | None, lease: Lease) -> Outcome:
+        """Go on with the stages of a driver that is gone, or begin with new ones."""
+        owner = Owner(self._name, lease.held.generation)
+        left = find_left(owner.name)
+        if left is not None:
+            self._journal.begins("taking over the stages of a driver that is gone")
+            spec, asked = continued(given, left), self._requests
+            if spec is None:  # they save a checkpoint, from which it goes on
+                spec, asked = left.charter.spec, Requests()
+                asked.stop("the run was submitted again with other settings")
+            try:
+                outcome = self._go_on(spec, left, owner, lease, asked)
+                if asked is self._requests:
+                    return outcome
+            except NotTakenOverError as error:
+                RunFolder(spec.place).event("not taken over", str(error))
+        release_orphans(owner.name)
+        if given is None:
+            raise StageError(NOTHING_LEFT)
+        return self._begin(given, owner, lease)
+
+    def _begin(self, given: Submission, owner: Owner, lease: Lease) -> Outcome:
+        """With new stages."""
         self._journal.begins("making the plan")
-        spec, made = blueprint.spec, assemble(blueprint, plan_for(blueprint.basis))
+        blueprint, tensors, resources = given
+        spec, planned = blueprint.spec, plan_for(blueprint.basis)
+        made = assemble(blueprint, planned)
         run, setup, plan = made
-        self._predicted = plan.predicted
         count = len(setup.programs)
         stages = "1 stage" if count == 1 else f"{count} stages"
         self._journal.begins(f"waiting for the places and processes of {stages}")
-        owner = Owner(driver_name(spec.name), lease.held.generation)
-        fleet = Fleet(
-            setup.num_workers, resources, run.transport, run.link_ports, owner,
-            lease_s=run.driver_grace_s, tell=partial(self._tell, RunFolder(spec.place)),
-        )  # fmt: skip
-        if plan.predicted is not None:
-            fleet.expect(max(span.end_s - span.start_s for span in plan.predicted.spans))
-        journal = _Published(self._journal, Publisher(spec.name, setup.homes), plan)
+        fleet = self._fleet(setup.num_workers, run, resources, owner)
         for note in fleet.notes:
             RunFolder(spec.place).event("warning", note)
-        with contextlib.ExitStack() as stack:
-            stack.callback(fleet.stop)
+        try:
             self._journal.begins(
                 f"sending {stages} their parameters and opening the links between them",
                 stages=fleet.facts,
@@ -125,21 +161,85 @@ class _DriverActor:
                 # needs; and a run that survives failures may have to begin anew before its first checkpoint.
                 tensors.let_go(run.persistent)
                 self._kept.clear()
-            # What was imported lives as long as this process. Full collections took 40 % of its processor time
-            # (perf, two stages), on hosts where that may be a stage's.
-            gc.collect()
-            gc.freeze()
+            recovery = self._recovery(fleet, Charter.of(blueprint, planned, resources), made, tensors)
             while not self._requests.wait_checked(1.0):
                 self._journal.begins("waiting for the check of the model, which runs where the run was started")
+            return self._loop(fleet, spec, plan, recovery, lease, self._requests)
+        finally:
+            fleet.stop()
+
+    def _go_on(self, spec: RunSpec, left: Left, owner: Owner, lease: Lease, requests: Requests) -> Outcome:
+        """With stages that another driver has left.
+
+        Raises:
+            NotTakenOverError: they cannot go on together; they have ended.
+        """
+        charter = left.charter._replace(spec=spec)
+        made = assemble(charter.blueprint(left.setup), charter.planned)
+        fleet = self._fleet(len(left.roster), left.setup, charter.resources, owner, left.roster)
+        try:
+            try:
+                done = take_over(fleet, made.run, made.setup, made.plan.rows, owner.term)
+            except (StageError, LinkError) as error:
+                raise NotTakenOverError(str(error)) from None
+            self._journal.begins("", stages=fleet.facts, num_steps=spec.num_steps)
+            recovery = self._recovery(fleet, charter, made, left.tensors)
+            return self._loop(fleet, spec, made.plan, recovery, lease, requests, done)
+        finally:
+            fleet.stop()
+
+    def _fleet(
+        self,
+        count: int,
+        run: RunSetup,
+        resources: Mapping[str, float],
+        owner: Owner,
+        roster: Sequence[Member] = (),
+    ) -> Fleet:
+        assert self._place is not None, "the run's folder is known before its stages"
+        return Fleet(
+            count, resources, run.transport, run.link_ports, owner, roster,
+            lease_s=run.driver_grace_s, tell=partial(self._tell, RunFolder(self._place)),
+        )  # fmt: skip
+
+    def _recovery(self, fleet: Fleet, charter: Charter, made: Assembled, tensors: StoredTensors) -> Recovery:
+        """What brings the stages back; they know from now on what a later driver needs."""
+        spec = charter.spec
+        offered = (spec.num_workers or 0) if spec.max_failures else 0
+        spares = Spares(fleet, offered, RunFolder(spec.place).event)
+        blueprint = charter.blueprint(made.run)
+        recovery = Recovery(fleet, blueprint, charter.planned, made, tensors, spares, charter.packed)
+        recovery.keep_charter(made)
+        spares.refill()
+        return recovery
+
+    def _loop(
+        self,
+        fleet: Fleet,
+        spec: RunSpec,
+        plan: PlanInForce,
+        recovery: Recovery,
+        lease: Lease,
+        requests: Requests,
+        taken: Sequence[Done] = (),
+    ) -> Outcome:
+        self._predicted = plan.predicted
+        if plan.predicted is not None:
+            fleet.expect(max(span.end_s - span.start_s for span in plan.predicted.spans))
+        watcher: Watcher
+        if requests is self._requests:
+            watcher = _Published(self._journal, Publisher(spec.name, plan.plan.schedule.wiring.homes), plan)
             self._journal.begins()
-            offered = (spec.num_workers or 0) if spec.max_failures else 0
-            spares = Spares(fleet, offered, RunFolder(spec.place).event)
-            spares.refill()
-            recovery = Recovery(fleet, blueprint, made, tensors, spares)
-            drains = DrainWatch(lambda: fleet.nodes, self._requests.leave, RunFolder(spec.place).event)
-            stack.callback(drains.close)
-            return run_loop(fleet, spec, plan, journal, self._requests, lease=lease, recovery=recovery)
-        raise AssertionError("unreachable: an ExitStack swallows nothing")
+        else:  # it only saves a checkpoint; the run that follows tells everybody of these steps
+            watcher = Journal(spec.name, str(spec.place))
+        # What was imported lives as long as this process. Full collections took 40 % of its processor time
+        # (perf, two stages), on hosts where that may be a stage's.
+        gc.collect()
+        gc.freeze()
+        drains = DrainWatch(lambda: fleet.nodes, requests.leave, RunFolder(spec.place).event)
+        with contextlib.closing(drains):
+            return run_loop(fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken)
+        raise AssertionError("unreachable: closing() swallows nothing")
 
     def _tell(self, folder: RunFolder, notice: Notice) -> None:
         """Everybody hears at once what happened to a stage, and events.jsonl keeps it."""

@@ -8,6 +8,8 @@
        v
     root_cause.py            which of several failures explains the others; endings.py: how a process ended, in words
 
+``takeover.py`` takes living stages over from a driver that is gone: ``takeover_actor.py`` is their side of it,
+``ledger.py`` what they were ordered, ``fence.py`` whom they obey.
 ``notices.py`` reads what a cloud announces to a machine, ``drains.py`` Ray's list of nodes that are about to go.
 ``packing.py`` carries parameters through Ray's object store as plain bytes, ``actor_outputs.py`` brings outputs back,
 ``allocator.py`` keeps freed memory in a stage's process.

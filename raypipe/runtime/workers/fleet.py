@@ -52,7 +52,7 @@ LEAVE_S = 0.5
 
 
 class Fleet(StateCalls):
-    """Stage actors, owned by whoever made them: they die with it. ``configure`` makes them a pipeline, again and again.
+    """Stage actors of whoever made them, which ends them. ``configure`` makes them a pipeline, again and again.
 
     Args:
         num_workers: actors to start; a pipeline may use fewer.
@@ -157,21 +157,15 @@ class Fleet(StateCalls):
         ]
         results(opening, OPEN_TIMEOUT_S + PLACE_TIMEOUT_S, "opening their links")
 
-    def adopt(self, workers: Sequence[Member], setup: GenerationSetup, *, links: int, run: int) -> None:
-        """Members that are the workers of a plan already become those of this fleet; nothing is ordered of them.
-
-        Args:
-            links, run: newest numbers that they know.
-        """
-        self._links, self._run = links, run
+    def adopt(self, workers: Sequence[Member], run: RunSetup, setup: GenerationSetup, *, links: int, last: int) -> None:
+        """Take members that are workers already; ``links`` and ``last`` are their newest numbers of links and a run."""
+        self._run_setup, self._links, self._run = run, links, last
+        for member in workers:
+            member.joined = True
         self._assign(workers, setup)
 
     def complete(self, todo: Completion, schedules: Callable[[RowsKey], Schedule]) -> None:
-        """Give workers that were adopted what others were given, and have all of them end after the same order.
-
-        Args:
-            schedules: the lowered rows by key.
-        """
+        """Give workers that were adopted what others were given, and have all of them end after the same order."""
         for worker, (actor, orders) in enumerate(zip(self.actors, todo.missing, strict=True)):
             if worker in todo.idle:
                 actor.work.remote(self._term, todo.run)
@@ -346,6 +340,8 @@ class Fleet(StateCalls):
 
     def _gather(self, flight: Flight) -> RaypipeError | None:
         """Wait until some stage has news: more reports, or an end that is too early, which is returned."""
+        if not flight.polls and not flight.works:  # all have ended early, and not because of this driver
+            return LeaseError("The stages have ended this run for another driver, which took it over. Follow that one.")
         done, _ = ray.wait([*flight.polls, *flight.works], num_returns=1, timeout=None)
         ref = done[0]
         try:

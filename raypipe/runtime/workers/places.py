@@ -1,7 +1,12 @@
-"""Places of a run's stages: one placement group each, named ``raypipe/<run>/<stage>``.
+"""Names and places of a run's stages: one placement group each.
 
-Ray removes a group when both the actor that made it and that actor's job have ended. A driver that is killed while
-its job, a notebook say, lives on would leave its groups behind; whoever notices its death removes them by name.
+    raypipe/<run>                    the driver
+    raypipe/<run>/stage-actor-<n>    stage actor n
+    raypipe/<run>/<n>                its placement group
+
+Stage actors of a driver and their places belong to nobody (detached), so that they outlive a driver that is killed, and
+the next one finds them by name. Who starts them ends them; where nobody is left to do so, each ends itself when its
+lease runs out.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ray
 from ray import PlacementGroupID
@@ -18,9 +23,27 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from raypipe.errors import PlanError
 
-__all__ = ["PLACE_TIMEOUT_S", "Owner", "release", "release_orphans", "reserve"]
+__all__ = [
+    "NAMESPACE",
+    "PLACE_TIMEOUT_S",
+    "PREFIX",
+    "Owner",
+    "actor_name",
+    "is_driver",
+    "living",
+    "owner_of",
+    "release",
+    "release_ended",
+    "release_orphans",
+    "reserve",
+]
 
+NAMESPACE = "raypipe"
+PREFIX = "raypipe/"
 PLACE_TIMEOUT_S = 30.0
+END_TIMEOUT_S, END_POLL_S = 5.0, 0.05
+
+_ACTOR = "stage-actor-"
 
 
 class Owner(NamedTuple):
@@ -39,7 +62,7 @@ def reserve(owner: str, numbers: Sequence[int], needs: Mapping[str, float]) -> l
     """A place for every worker, each on its own, so that one can move later without the others.
 
     Args:
-        owner: the driver's name; "" leaves the groups without one.
+        owner: the driver's name; "" leaves the groups without one, and with this process.
         numbers: of the workers; no two places of an owner have the same.
         needs: resources of one worker.
 
@@ -47,7 +70,8 @@ def reserve(owner: str, numbers: Sequence[int], needs: Mapping[str, float]) -> l
         PlanError: one found none in time; says what the cluster has.
     """
     names = [f"{owner}/{number}" if owner else "" for number in numbers]
-    groups = [placement_group([dict(needs)], strategy="PACK", name=name) for name in names]
+    lifetime = "detached" if owner else None
+    groups = [placement_group([dict(needs)], strategy="PACK", name=name, lifetime=lifetime) for name in names]
     deadline_s = time.monotonic() + PLACE_TIMEOUT_S
     for got, group in enumerate(groups):
         if group.wait(max(deadline_s - time.monotonic(), 0.01)):
@@ -70,10 +94,60 @@ def release(groups: Sequence[PlacementGroup]) -> None:
             remove_placement_group(group)
 
 
+def actor_name(owner: str, number: int) -> str:
+    """Under which Ray knows a stage actor of a driver; its place is ``<owner>/<number>``."""
+    return f"{owner}/{_ACTOR}{number}"
+
+
+def is_driver(name: str) -> bool:
+    """Whether an actor of this name is a driver, and none of its stage actors."""
+    return name.startswith(PREFIX) and f"/{_ACTOR}" not in name
+
+
+def living(owner: str) -> dict[int, tuple[Any, PlacementGroup]]:
+    """Stage actors of the driver of this name that live, and their places, by number."""
+    prefix, places = actor_name(owner, 0)[:-1], _places(owner)
+    names = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True) if row["namespace"] == NAMESPACE]
+    found = {}
+    for number in sorted(int(name[len(prefix) :]) for name in names if name.startswith(prefix)):
+        with contextlib.suppress(ValueError):  # it has ended meanwhile
+            actor = ray.get_actor(actor_name(owner, number), namespace=NAMESPACE)
+            if number in places:
+                found[number] = actor, places[number]
+    return found
+
+
 def release_orphans(owner: str) -> None:
-    """Remove the places of a driver that is dead: exactly those named after it."""
+    """End the stage actors of a driver that is dead, and remove their places: exactly those named after it."""
+    deadline_s = time.monotonic() + END_TIMEOUT_S
     with contextlib.suppress(RayError):
-        for group in placement_group_table().values():
-            parent, _, worker = group["name"].rpartition("/")
-            if parent == owner and worker.isdigit() and group["state"] != "REMOVED":
-                release([PlacementGroup(PlacementGroupID.from_hex(group["placement_group_id"]))])
+        while (left := living(owner)) and time.monotonic() < deadline_s:  # a driver may be killed while it starts one
+            for actor, _ in left.values():
+                ray.kill(actor, no_restart=True)
+            time.sleep(END_POLL_S)
+        release(list(_places(owner).values()))
+
+
+def release_ended(owner: str) -> None:
+    """Where a driver is gone, remove the places of its stage actors that are gone too."""
+    with contextlib.suppress(RayError):
+        try:
+            ray.get_actor(owner, namespace=NAMESPACE)
+        except ValueError:
+            here = living(owner)
+            release([place for number, place in _places(owner).items() if number not in here])
+
+
+def owner_of(actor: str | None) -> str:
+    """Name of the driver of a stage actor of this name; "" where it has none."""
+    return (actor or "").partition(f"/{_ACTOR}")[0]
+
+
+def _places(owner: str) -> dict[int, PlacementGroup]:
+    """By number."""
+    found = {}
+    for group in placement_group_table().values():
+        parent, _, number = group["name"].rpartition("/")
+        if parent == owner and number.isdigit() and group["state"] != "REMOVED":
+            found[int(number)] = PlacementGroup(PlacementGroupID.from_hex(group["placement_group_id"]))
+    return found

@@ -11,13 +11,14 @@ A failure in any of these is a failure like the first: the loop counts it and ca
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from raypipe.engine.checkpoint import FreshOptions, find_checkpoint
 from raypipe.errors import PlanError, StageError
 from raypipe.planner.recovery import Copy, newest_common
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
+from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.planning import another, plan_for
 from raypipe.runtime.run.recovery import Recovered
 from raypipe.runtime.workers.fleet import Fleet
@@ -32,15 +33,24 @@ class Recovery:
     """Brings the stages of one run back, and gives them other plans; see ``Recoverer``.
 
     Args:
-        made: of the blueprint: what the fleet is configured for.
+        planned, made: what the fleet is configured for.
         tensors: that the run began with.
         spares: that are started again when one was used.
+        charter: (plan) -> what a later driver needs to know of a run that has this plan.
     """
 
     def __init__(
-        self, fleet: Fleet, blueprint: Blueprint, made: Assembled, tensors: StoredTensors, spares: Spares
+        self,
+        fleet: Fleet,
+        blueprint: Blueprint,
+        planned: Planned,
+        made: Assembled,
+        tensors: StoredTensors,
+        spares: Spares,
+        charter: Callable[[Planned], bytes],
     ) -> None:
         self._spares = spares
+        self._charter, self._planned = charter, {made.setup.generation: planned}
         self._fleet, self._blueprint, self._made, self._tensors = fleet, blueprint, made, tensors
         self._first = made.plan.plan  # which says how mini-batches are parted
         self._num_stages = {self._first.generation: len(made.setup.programs)}  # by generation of the plan
@@ -130,7 +140,9 @@ class Recovery:
 
     def _plan(self, num_stages: int, num_workers: int | None) -> Assembled:
         basis = another(self._blueprint.basis, self._first, num_stages=num_stages, num_workers=num_workers)
-        made = assemble(self._blueprint, plan_for(basis, generation=max(self._num_stages) + 1))
+        planned = plan_for(basis, generation=max(self._num_stages) + 1)
+        made = assemble(self._blueprint, planned)
+        self._planned[made.setup.generation] = planned
         self._num_stages[made.setup.generation] = len(made.setup.programs)
         return made
 
@@ -149,6 +161,11 @@ class Recovery:
                 ]
         return ()
 
+    def keep_charter(self, made: Assembled) -> None:
+        """Have every worker keep what a later driver needs."""
+        names = [name for name in sorted(self._tensors.names) if name not in made.run.persistent]
+        self._fleet.keep_charter(self._charter(self._planned[made.setup.generation]), self._tensors, names)
+
     def _restore(
         self,
         made: Assembled,
@@ -158,6 +175,18 @@ class Recovery:
         members: Sequence[int] | None = None,
     ) -> tuple[int, str, Position | None]:
         """(step, where from, position of a checkpoint) of the state that all stages have now."""
+        found = self._restored(made, copies, begun, fresh, members)
+        self.keep_charter(made)
+        return found
+
+    def _restored(
+        self,
+        made: Assembled,
+        copies: Sequence[RemoteCopy],
+        begun: int,
+        fresh: FreshOptions,
+        members: Sequence[int] | None,
+    ) -> tuple[int, str, Position | None]:
         fleet, run, setup = self._fleet, made.run, made.setup
         if copies:
             fleet.configure(run, setup, copies, members)

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.plan import human_bytes
 from raypipe.planner.liveness import Finding
-from raypipe.runtime.workers.places import Owner, release, reserve
+from raypipe.runtime.workers.places import NAMESPACE, Owner, actor_name, release, reserve
 from raypipe.runtime.workers.pulse import Pulse
 from raypipe.runtime.workers.worker import StageActor
 
@@ -29,6 +29,7 @@ __all__ = [
 SPARE = "A spare worker"
 START_TIMEOUT_S = 150.0
 LEAST_SHM_BYTES = 256 << 20
+_LASTING: Mapping[str, Any] = {"namespace": NAMESPACE, "lifetime": "detached"}
 LEASE_S = 60.0
 """See PipelineConfig.driver_grace_s."""
 GRACE_S = 2.0
@@ -157,12 +158,14 @@ class Roster:
             )
         extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
-        places = reserve(self._owner.name, numbers, needs)
+        owner = self._owner.name
+        places = reserve(owner, numbers, needs)
         roster: list[Member] = []
         try:
             for number, place in zip(numbers, places, strict=True):
                 strategy = PlacementGroupSchedulingStrategy(placement_group=place)
-                actor = StageActor.options(scheduling_strategy=strategy, **options).remote(self._lease_s)
+                lasting = {"name": actor_name(owner, number), **_LASTING} if owner else {}
+                actor = StageActor.options(scheduling_strategy=strategy, **options, **lasting).remote(self._lease_s)
                 roster.append(Member(actor, place, number=number))
             _introduce(roster, self._transport, self._link_ports)
         except BaseException:

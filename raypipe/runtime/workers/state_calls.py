@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -10,6 +11,8 @@ from ray.exceptions import RayError
 
 from raypipe.engine.checkpoint import FreshOptions
 from raypipe.runtime.workers.copies import CopyFacts
+from raypipe.runtime.workers.packing import StoredTensors
+from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.roster import GRACE_S, Member, results
 from raypipe.runtime.workers.shards import SAVE_TIMEOUT_S, entries_of
 
@@ -87,3 +90,9 @@ class StateCalls:
         return [
             span for spans in results([a.spans.remote() for a in self.actors], 60.0, "sending spans") for span in spans
         ]
+
+    def keep_charter(self, charter: bytes, tensors: StoredTensors, names: Sequence[str]) -> None:
+        """Have every worker keep what another driver would need to go on with the run; see TakeoverActor."""
+        shared = ray.put(charter)
+        kept = [actor.keep_charter.remote(self._term, shared, tensors, list(names)) for actor in self.actors]
+        results(kept, PLACE_TIMEOUT_S, "keeping what a later driver needs")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raypipe.engine.setup import GenerationSetup
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.errors import StageError
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
@@ -28,11 +28,13 @@ FINISH_S = 300.0
 DOING = "being taken over"
 
 
-def take_over(fleet: Fleet, setup: GenerationSetup, schedules: Callable[[RowsKey], Schedule], term: int) -> list[Done]:
+def take_over(
+    fleet: Fleet, run: RunSetup, setup: GenerationSetup, schedules: Callable[[RowsKey], Schedule], term: int
+) -> list[Done]:
     """Make the members of the fleet its pipeline, after they have completed all that they were given.
 
     Args:
-        setup: of the plan that they carry out.
+        run, setup: that they were configured with.
         schedules: the lowered rows by key.
         term: of this driver.
 
@@ -48,7 +50,7 @@ def take_over(fleet: Fleet, setup: GenerationSetup, schedules: Callable[[RowsKey
         raise StageError(f"Of {setup.num_workers} stage actors only {len(workers)} outlived their driver.")
     members, standings = [m for m, _ in workers.values()], [s for _, s in workers.values()]
     todo = completion(standings)
-    fleet.adopt(members, setup, links=standings[0].links, run=todo.run)
+    fleet.adopt(members, run, setup, links=standings[0].links, last=todo.run)
     fleet.complete(todo, schedules)
     _wait_ended([member.actor for member in members], todo.run)
     return [Done(order, fleet.by_stage(reports)) for order, reports in steps_done(_standings(members, term))]

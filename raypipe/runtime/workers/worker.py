@@ -51,6 +51,7 @@ from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.copies import joined
 from raypipe.runtime.workers.copying_actor import COPY_GROUPS, CopyingActor
 from raypipe.runtime.workers.order_gate import OrderGate
+from raypipe.runtime.workers.places import owner_of, release_ended
 from raypipe.runtime.workers.pulse import Pulse, Vitals
 from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.states import names_of, states_of
@@ -72,7 +73,7 @@ class _StageActor(LinkedActor, CopyingActor):
         self._rows: dict[RowsKey, tuple[Row, bool]] = {}
         self._spans: tuple[Span, ...] = ()
         self._writers: list[ShardWriter] = []
-        self._vitals = Vitals(lease_s, self._shut)
+        self._vitals = Vitals(lease_s, self._give_up)
 
     @ray.method(concurrency_group="control")
     def listen(self, transport: str = "tcp", ports: tuple[int, int] | None = None) -> dict[str, Any]:
@@ -335,6 +336,12 @@ class _StageActor(LinkedActor, CopyingActor):
         """Close links and endpoint."""
         self._fence.check(term)
         self._shut()
+
+    def _give_up(self) -> None:
+        """Nobody has taken this stage over: leave nothing, of those either that cannot say so any more."""
+        self._shut()
+        if owner := owner_of(ray.get_runtime_context().get_actor_name()):
+            release_ended(owner)
 
     def _shut(self) -> None:
         self._close_links()

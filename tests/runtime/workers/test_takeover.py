@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Iterator
 from functools import cache
 
 import pytest
 import ray
 
-from raypipe.engine.setup import GenerationSetup
+from raypipe.engine.data import open_data
+from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.state import Settings
 from raypipe.errors import LeaseError, LinkError, StageError
 from raypipe.ir.report import StepReport
@@ -20,12 +22,13 @@ from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import build_schedule, microbatches
 from raypipe.runtime.run.takeover import Done
 from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import stored
 from raypipe.runtime.workers.places import Owner
 from raypipe.runtime.workers.takeover import take_over
 from tests.exactness import SHAPES, config_of, request_of
 from tests.mishaps import Fuse
 from tests.models import CASES
-from tests.runtime.workers.test_fleet import configure, faulty, pids, sgd
+from tests.runtime.workers.test_fleet import faulty, pids, sgd
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -44,6 +47,9 @@ class Training:
     def __init__(self, burns: int = 10**6) -> None:
         self.stages, self.tensors = faulty(2, 1, Fuse("F", burns))
         self.setup = GenerationSetup(self.stages, single_homes(range(2)))
+        sources = {"train": open_data(CASES["mlp"].data(SHAPE.samples), seed=0)}
+        settings = Settings(0, "mean", None, 120.0)
+        self.run = RunSetup(sgd, None, sources, settings, frozenset(self.tensors), None, uuid.uuid4().hex)
         request = request_of(config_of(SHAPE, 2, "1f1b"), SHAPE.samples)
         minibatch, size, _ = microbatches(request, 2)
         self.orders = [Order(segment) for segment, _ in train_segments(SHAPE.samples, minibatch, size, STEPS)]
@@ -52,13 +58,12 @@ class Training:
 
     def begin(self, term: int = 1) -> Fleet:
         fleet = Fleet(2, NEEDS, owner=Owner(term=term))
-        data, settings = CASES["mlp"].data(SHAPE.samples), Settings(0, "mean", None, 120.0)
-        configure(fleet, self.stages, self.tensors, sgd, data, settings)
+        fleet.configure(self.run, self.setup, [stored(self.tensors)])
         return fleet
 
     def succeed(self, before: Fleet, term: int = 2) -> tuple[Fleet, list[Done]]:
         fleet = Fleet(2, NEEDS, owner=Owner(term=term), roster=before.roster)
-        return fleet, take_over(fleet, self.setup, self.rows, term)
+        return fleet, take_over(fleet, self.run, self.setup, self.rows, term)
 
 
 def losses(reports: Iterator[list[list[StepReport]]]) -> list[float | None]:
@@ -121,7 +126,7 @@ def test_a_stage_that_is_gone_too_is_told(local_ray: None) -> None:
         next(iter(first.run(iter(training.orders), training.rows)))
         fleet = Fleet(1, NEEDS, owner=Owner(term=2), roster=first.roster[:1])
         with pytest.raises(StageError, match="Of 2 stage actors only 1 outlived"):
-            take_over(fleet, training.setup, training.rows, 2)
+            take_over(fleet, training.run, training.setup, training.rows, 2)
     finally:
         first._roster._owner = Owner(term=3)
         first.stop()

@@ -1,0 +1,122 @@
+"""What one driver leaves to the next: the charter of its run, which its stages keep, and the stages themselves.
+
+driver  --Charter--> every stage        in memory: nothing that would be unpickled lies in the run's folder
+  x
+driver  <--find_left-- any living stage
+        the same submission: the stages go on        (runtime/workers/takeover.py)
+        another one: they save a checkpoint and end, and it goes on from that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.checkpoint import newest_step
+from raypipe.engine.setup import RunSetup
+from raypipe.runtime.run.blueprint import Blueprint
+from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.planning import PlanBasis
+from raypipe.runtime.run.same_run import differences, goes_on
+from raypipe.runtime.run.spec import RunSpec
+from raypipe.runtime.workers.packing import StoredTensors
+from raypipe.runtime.workers.places import living
+from raypipe.runtime.workers.roster import Member
+
+__all__ = ["Charter", "Left", "NotTakenOverError", "Submission", "continued", "find_left"]
+
+ASK_S = 10.0
+
+
+class NotTakenOverError(Exception):
+    """Stages that a driver has left cannot go on together; says why."""
+
+
+class Submission(NamedTuple):
+    """What whoever started the run gave to its driver; resources are those of one worker."""
+
+    blueprint: Blueprint
+    tensors: StoredTensors
+    resources: Mapping[str, float]
+
+
+class Charter(NamedTuple):
+    """A blueprint without what every stage knows anyway, the plan in force, and the resources of one worker."""
+
+    basis: PlanBasis
+    pipeline: PipelineConfig
+    spec: RunSpec
+    turns: bool
+    planned: Planned
+    resources: Mapping[str, float]
+
+    @classmethod
+    def of(cls, blueprint: Blueprint, planned: Planned, resources: Mapping[str, float]) -> Charter:
+        """Of a run that has this plan."""
+        known = blueprint.basis, blueprint.pipeline, blueprint.spec, blueprint.turns
+        return cls(*known, planned, dict(resources))
+
+    def blueprint(self, setup: RunSetup) -> Blueprint:
+        """As it was."""
+        return Blueprint(self.basis, self.pipeline, setup, self.spec, self.turns)
+
+    def packed(self, planned: Planned) -> bytes:
+        """For the stages, of the run with this plan."""
+        packed: bytes = ray.cloudpickle.dumps(self._replace(planned=planned))
+        return packed
+
+
+class Left(NamedTuple):
+    """What a driver that is gone has left.
+
+    Attributes:
+        roster: its living stage actors.
+        tensors: what the run began with, of what no checkpoint holds.
+    """
+
+    roster: list[Member]
+    charter: Charter
+    setup: RunSetup
+    tensors: StoredTensors
+
+
+def find_left(owner: str) -> Left | None:
+    """What the driver of this name left, if any stage of it lives that knows its run. Looking changes nothing."""
+    roster = [Member(actor, place, number=number) for number, (actor, place) in living(owner).items()]
+    asked = [(member.actor.listen.remote(), member.actor.charter.remote()) for member in roster]
+    found = None
+    for member, (facts, charter) in zip(roster, asked, strict=True):
+        try:
+            member.facts, (packed, setup, tensors) = ray.get([facts, charter], timeout=ASK_S)
+        except RayError:  # taking over will tell
+            continue
+        if packed and setup is not None and found is None:
+            found = Left(roster, ray.cloudpickle.loads(packed), setup, tensors)
+    return found
+
+
+def continued(given: Submission | None, left: Left) -> RunSpec | None:
+    """What the loop knows of the run when the stages go on as they are; None where they cannot, with other settings.
+
+    Args:
+        given: the new submission; None where there is none but the one that the stages are of.
+
+    Raises:
+        ConfigError: it is another run, or has other settings that nobody asked to take over.
+    """
+    was = left.charter
+    if given is None:
+        return was.spec
+    spec, blueprint = given.blueprint.spec, given.blueprint
+    done = newest_step(spec.place) or 0
+    goes_on(spec.place, spec.name, spec.settings, done=done, num_steps=spec.num_steps, resume=spec.resume)
+    mine, before = spec.settings, was.spec.settings
+    changed = differences(before.fixed, mine.fixed) or differences(before.free, mine.free)
+    if changed or (blueprint.pipeline, blueprint.basis.request) != (was.pipeline, was.basis.request):
+        return None
+    return replace(spec, minibatch_size=was.spec.minibatch_size, microbatch_size=was.spec.microbatch_size)

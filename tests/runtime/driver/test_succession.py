@@ -1,0 +1,109 @@
+"""A driver that is killed while its stages train: the next one goes on with them, or they end themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from raypipe.api.handle import Result, RunHandle
+from raypipe.errors import ConfigError, StageError
+from raypipe.runtime.workers.places import NAMESPACE
+from tests import processes
+from tests.runtime.left_over import Held, ours, wait_until
+from tests.runtime.run.test_planning import trainer
+from tests.runtime.workers.test_recovery import as_undisturbed, events, reached, surviving
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEPS = 120
+WAIT_S = 180.0
+
+
+@pytest.fixture
+def before(local_ray: None) -> Iterator[Held]:
+    """What is there before a run; nothing more is there afterwards."""
+    found = ours()
+    yield found
+    for name in ours().drivers - found.drivers:  # one that has ended its run answers for a minute more
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+    wait_until(lambda: ours() == found, 90.0)
+
+
+def kill_driver(folder: Path) -> None:
+    os.kill(json.loads((folder / "lease.json").read_text())["holder"]["pid"], signal.SIGKILL)
+
+
+def stages_of(handle: RunHandle) -> list[int]:
+    return [one["process"] for one in handle.status().stages]
+
+
+def whole(folder: Path, run: str, result: Result, name: str, **pipeline: Any) -> None:
+    """Every step once, in the handle and in the run's folder, with the bits of an undisturbed run."""
+    assert as_undisturbed(folder, result.checkpoint, name, STEPS, **pipeline) == []
+    wanted = pq.read_table(folder / "alone" / "metrics.parquet").to_pylist()
+    found = pq.read_table(folder / run / "metrics.parquet").to_pylist()
+    assert [(row["step"], row["loss"]) for row in found] == [(row["step"], row["loss"]) for row in wanted]
+    assert [record.step for record in result.records] == list(range(STEPS))
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_driver_that_ray_starts_again_goes_on(before: Held, tmp_path: Path, detached: bool) -> None:
+    handle = surviving(tmp_path, "again", "noisy").start(STEPS, detached=detached)
+    reached(handle, 10)
+    stages = stages_of(handle)
+    kill_driver(tmp_path / "again")
+    reached(handle, 30)
+    assert stages_of(handle) == stages
+    result = handle.wait(timeout_s=WAIT_S)
+    whole(tmp_path, "again", result, "noisy")
+    assert [line["reason"] for line in events(tmp_path / "again", "take over")][1:] == [
+        "the stages go on where they stand"
+    ]
+    assert events(tmp_path / "again", "resume") == []
+
+
+def killed(folder: Path, run: str, name: str, **pipeline: Any) -> tuple[RunHandle, list[int]]:
+    """A detached run whose driver is killed and does not come again by itself."""
+    handle = trainer(folder, run, name, **pipeline).start(STEPS, detached=True)
+    reached(handle, 10)
+    stages = stages_of(handle)
+    kill_driver(folder / run)
+    with pytest.raises(StageError, match="its stages wait a while for another one"):
+        handle.wait(timeout_s=WAIT_S)
+    return handle, stages
+
+
+def test_the_same_script_submitted_again_goes_on(before: Held, tmp_path: Path) -> None:
+    _, stages = killed(tmp_path, "submitted", "noisy")
+    handle = trainer(tmp_path, "submitted", "noisy").start(STEPS)
+    reached(handle, 30)
+    assert stages_of(handle) == stages
+    whole(tmp_path, "submitted", handle.wait(timeout_s=WAIT_S), "noisy")
+    assert events(tmp_path / "submitted", "resume") == []
+
+
+def test_another_script_goes_on_from_a_checkpoint_of_these_stages(before: Held, tmp_path: Path) -> None:
+    """Another seed is another run, which leaves them alone; another number of stages is the same run."""
+    _, stages = killed(tmp_path, "other", "noisy")
+    with pytest.raises(ConfigError, match="seed"):
+        trainer(tmp_path, "other", "noisy", seed=5).start(STEPS).wait(timeout_s=WAIT_S)
+    assert all(map(processes.alive, stages))
+    handle = trainer(tmp_path, "other", "noisy", num_stages=3).start(STEPS)
+    whole(tmp_path, "other", handle.wait(timeout_s=WAIT_S), "noisy")
+    assert not any(map(processes.alive, stages))
+    (resumed,) = events(tmp_path / "other", "resume")
+    assert resumed["step"] >= 10
+
+
+def test_nobody_comes(before: Held, tmp_path: Path) -> None:
+    _, stages = killed(tmp_path, "nobody", "noisy", driver_grace_s=5.0)
+    wait_until(lambda: not any(map(processes.alive, stages)), 60.0)
+    wait_until(lambda: ours() == before, 60.0)
