@@ -27,11 +27,13 @@ class Stamp(NamedTuple):
         sent_at_s: on the sender's wall clock, after any encoding.
         arrived_at_s: on the receiver's, when its last byte was there, before any decoding.
         wire_bytes: of the payload, after any codec.
+        damaged: messages that came damaged on this way since the one before, and were asked for again.
     """
 
     sent_at_s: float = 0.0
     arrived_at_s: float = 0.0
     wire_bytes: int = 0
+    damaged: int = 0
 
 
 class Message(tuple[torch.Tensor | None, ...]):

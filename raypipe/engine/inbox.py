@@ -35,14 +35,16 @@ class Inbox:
         # A bare lock per waiting thread: half the time to wake of a Condition, and only the one concerned wakes.
         self._waiting: list[tuple[Action, threading.Lock]] = []
 
-    def deliver(self, head: Head, tensors: Sequence[torch.Tensor | None], arrived_at_s: float) -> None:
+    def deliver(
+        self, head: Head, tensors: Sequence[torch.Tensor | None], arrived_at_s: float, damaged: int = 0
+    ) -> None:
         """Leave a message. After a failure it is dropped; a second one of the same action is a failure.
 
         Args:
-            arrived_at_s: see Stamp.
+            arrived_at_s, damaged: see Stamp.
         """
         action = head.action
-        stamp = Stamp(head.sent_at_s, arrived_at_s, head.payload_bytes)
+        stamp = Stamp(head.sent_at_s, arrived_at_s, head.payload_bytes, damaged)
         message = Message.of(tensors, head.weight_version, stamp)
         with self._lock:
             twice = action in self._messages

@@ -85,7 +85,7 @@ class StageWork:
         self._training = True
         self._wait_s = self._busy_s = 0.0
         self._sent, self._plain = [0, 0], [0, 0]
-        self._peak = 0
+        self._peak = self._damaged = 0
 
     def use_codecs(self, ahead: Codec, back: Codec) -> None:
         """What the messages to other workers travel in from now on, for the bytes that are told."""
@@ -114,6 +114,7 @@ class StageWork:
         self._split_microbatch, self._split_backward_s = middle if splits else None, None
         self._wait_s = self._busy_s = 0.0
         self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._in_flight)
+        self._damaged = 0
         self._losses.clear()
         self._seed_tensors.clear()
 
@@ -170,6 +171,7 @@ class StageWork:
             sample=stage_sample(self.stage, step, spans, self._split_backward_s) if measure else None,
             messages=tuple(times for times in self._times.values() if times.wire_bytes),
             worker=self.worker,
+            damaged=self._damaged,
         )
 
     _segment: Segment
@@ -321,8 +323,9 @@ class StageWork:
             raise type(error)(f"Stage {self.stage} in {at}: {error}") from error
         finally:
             self._wait_s += time.monotonic() - begin_s
+        self._damaged += message.stamp.damaged
         if self._times and peer not in self._co_located:
-            sent_at_s, arrived_at_s, wire_bytes = message.stamp
+            sent_at_s, arrived_at_s, wire_bytes, _ = message.stamp
             raw_bytes = sum(x.nbytes for x in message if x is not None)
             self._times[op].add(wire_bytes, raw_bytes, sent_at_s, arrived_at_s)
         return message

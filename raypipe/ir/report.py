@@ -74,6 +74,7 @@ class StepReport:
         skipped: it was not finite, and no stage took the step.
         copying: the worker copied its state or sent a copy meanwhile, so that the times are no measurement.
         copied: the newest whole copy of this stage that its holder has, if any.
+        damaged: activations and gradients that came damaged and were asked for again, or others before them.
     """
 
     stage: int
@@ -99,6 +100,7 @@ class StepReport:
     skipped: bool = False
     copying: bool = False
     copied: CopyReport | None = None
+    damaged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,15 +94,11 @@ class ObjectStoreChannel(QueuedChannel):
         link: of this end.
         peer: handle of the other end's actor.
         checked: what this end sends carries checksums; the other end need not be told.
-
-    Attributes:
-        damaged: messages that came damaged and were asked for again.
     """
 
     def __init__(self, name: str, link: Link, peer: Any, *, checked: bool = False) -> None:
         super().__init__(name, link.generation, link.max_tensors)
         self.link = link
-        self.damaged = 0
         self._checked = checked
         self._packed_link = link.pack(checked=checked)
         self._again: deque[_Sent] = deque()
@@ -262,7 +258,7 @@ class ObjectStoreChannel(QueuedChannel):
         one_core()
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
         np.concatenate(arrays, out=payload.numpy())
-        self.inbox.deliver(head, frame.decode(head, payload), arrived_at_s)
+        self.deliver(head, frame.decode(head, payload), arrived_at_s)
         return True
 
 

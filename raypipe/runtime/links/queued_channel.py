@@ -46,6 +46,9 @@ class QueuedChannel(ABC):
         name: for messages to people.
         generation: of the plan; older messages are dropped, a newer one is an error.
         max_tensors: most tensors that a message of this channel has; equal on both ends.
+
+    Attributes:
+        damaged: messages that came damaged and were asked for again.
     """
 
     linger_s = 0.0
@@ -56,6 +59,7 @@ class QueuedChannel(ABC):
         self.generation = generation
         self.max_tensors = max_tensors
         self.inbox = Inbox(name)
+        self.damaged = self._told = 0
         self.shut = False
         """Nothing more goes out or is waited for."""
         self.peer_gone = threading.Event()
@@ -142,6 +146,11 @@ class QueuedChannel(ABC):
             self.release()
 
     # What a medium reports.
+
+    def deliver(self, head: frame.Head, tensors: Sequence[torch.Tensor | None], arrived_at_s: float) -> None:
+        """A message came; it also tells how many came damaged before it."""
+        told, self._told = self._told, self.damaged
+        self.inbox.deliver(head, tensors, arrived_at_s, self._told - told)
 
     def wake(self) -> None:
         """Have the sending thread attend, even where it has nothing to send."""

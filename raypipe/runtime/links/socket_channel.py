@@ -57,7 +57,6 @@ class SocketChannel(QueuedChannel):
 
     Attributes:
         kinds: "tcp" or "unix", of the way out and the way in.
-        damaged: messages that came damaged and were asked for again.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class SocketChannel(QueuedChannel):
         super().__init__(name, generation, max_tensors)
         self._out, self._in = outgoing, incoming
         self.kinds = (_kind(outgoing), _kind(incoming))
-        self.damaged = 0
         self._back = WayBack(outgoing)
         checks = [is_checked(checksum, same_host=kind == "unix") for kind in self.kinds]
         self._kept = Kept() if checks[0] else None
@@ -209,7 +207,7 @@ class SocketChannel(QueuedChannel):
                 return True
             taken.take()
         if head.generation == self.generation:
-            self.inbox.deliver(head, landing.landed(head, self._memory), arrived_at_s)
+            self.deliver(head, landing.landed(head, self._memory), arrived_at_s)
         if head.payload_bytes <= LANDING_BYTES:
             # The next message is likely of the same shape: make room for it now, while nobody waits.
             self._landing = Landing.prepare(head, self._memory)

@@ -78,6 +78,13 @@ class Control:
         Args:
             counts: whether the step's seconds say anything of the next.
         """
+        for report in of_step:
+            if report.damaged:
+                why = (
+                    f"{report.damaged} messages came to stage {report.stage} with changed bits and were asked for again"
+                )
+                tell = partial(self._folder.event, "damage", why, step=report.step, messages=report.damaged)
+                self._try_to(tell)
         if self._thread is not None:
             self._thread.told(step_done(seconds, setting, of_step, counts=counts))
             self._hear(self._thread)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections import deque
@@ -90,5 +91,8 @@ def test_a_run_on_a_network_that_flips_200_bits_keeps_its_bits(local_ray: None, 
     print(f"{flipped} bits flipped, {asked} messages asked for again")
     assert [name for name in wanted if not same_bits(found[name], wanted[name])] == []
     assert flipped == 2 * FLIPS_PER_STAGE
+    events = map(json.loads, (tmp_path / "damaged" / "events.jsonl").read_text().splitlines())
+    told = sum(event["messages"] for event in events if event["decision"] == "damage")
+    assert 0 < told <= asked, "of norms nobody tells"
     # Behind a damaged message others may be damaged too: they are dropped with it, and come anew.
     assert flipped / 2 < asked <= flipped
