@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from raypipe.engine.checkpoint import FreshOptions, find_checkpoint
-from raypipe.errors import PlanError, StageError
+from raypipe.errors import PlanError, StageError, StageLostError
 from raypipe.planner.recovery import Copy, newest_common
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
@@ -74,7 +74,10 @@ class Recovery:
             replaced = ()
             made, changed = self._planned_for(len(fleet.roster), error), True
         clock.lap("replace")
-        step, source, position = self._restore(made, copies, begun, fresh)
+        try:
+            step, source, position = self._restore(made, copies, begun, fresh)
+        except PlanError as error:  # one of them was lost meanwhile, so that there are too few
+            raise StageLostError(f"A worker was lost while the run recovered: {error}") from None
         clock.lap("restore")
         self._made = made
         self._spares.refill()
