@@ -28,7 +28,7 @@ AWAKE_S = 3 * LOOK_S
 """Two looks further apart than this were made by a reader that was not awake all the time."""
 IDLE_SHARE = 0.05
 WINDOW_S = 1.0
-OOM_LOOKS = 30
+OOM_WINDOWS = 4
 REMEMBER_S = 60.0
 """For how long one can ask how a process ended."""
 
@@ -74,7 +74,7 @@ class _Process:
     resident_bytes: int = 0
     window_s: float = 0.0  # of the window under way, and the processor time at its begin
     window_cpu_s: float = 0.0
-    ooms: deque[int] = field(default_factory=lambda: deque(maxlen=OOM_LOOKS))
+    ooms: deque[int] = field(default_factory=lambda: deque(maxlen=OOM_WINDOWS))
     gone_s: float | None = None
     out_of_memory: bool = False
 
@@ -94,7 +94,8 @@ class Processes:
             pidfd = os.pidfd_open(pid)
         except (OSError, AttributeError):  # AttributeError: not Linux
             return False
-        self._known[pid] = _Process(pidfd, _oom_file(pid))
+        found = self._known[pid] = _Process(pidfd, _oom_file(pid))
+        found.ooms.append(_oom_kills(found.oom_file))
         return True
 
     def __contains__(self, pid: int) -> bool:
@@ -161,7 +162,7 @@ def _look(pid: int, process: _Process, awake_s: float, now_s: float) -> None:
         used_s = cpu_s - process.window_cpu_s
         process.idle_s = process.idle_s + process.window_s if used_s < IDLE_SHARE * process.window_s else 0.0
         process.window_s, process.window_cpu_s = 0.0, cpu_s
-    process.ooms.append(_oom_kills(process.oom_file))
+        process.ooms.append(_oom_kills(process.oom_file))
 
 
 def _read(pid: int) -> tuple[str, float, int] | None:

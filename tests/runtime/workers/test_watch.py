@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import ray
+import torch
 
 from raypipe.engine.state import Settings
 from raypipe.errors import StageError
 from raypipe.ir.report import StepReport
+from raypipe.planner import liveness
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.watch import Notice
 from tests.exactness import SHAPES
-from tests.mishaps import Nap
+from tests.mishaps import Deadlock, Nap
 from tests.models import CASES
 from tests.processes import alive
 from tests.runtime.left_over import ours, wait_until
@@ -116,3 +118,19 @@ def test_a_stage_that_is_killed_is_told_with_the_signal(
     assert "SIGKILL" in text or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 15)
     assert [(found.means, found.over, found.worker, found.process) for found in noticed] == [("died", True, 0, process)]
     assert member.lost
+
+
+@pytest.mark.parametrize(("block", "means"), [(Nap(9, 3600.0), "blocked"), (Deadlock(9), "deadlocked")])
+def test_a_stage_whose_code_waits_for_ever_is_ended(
+    block: torch.nn.Module, means: str, cluster: None, noticed: list[Notice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the limits of a minute or two cut to seconds."""
+    for name, seconds in (("SLOW_S", 1.0), ("BLOCKED_S", 6.0), ("IDLE_S", 3.0), ("DEADLOCKED_S", 6.0)):
+        monkeypatch.setattr(liveness, name, seconds)
+    fleet = Fleet(2, NEEDS, tell=noticed.append)
+    stages, tensors = faulty(2, 1, block)
+    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(40), Settings(0, "mean", None, LINK_S))
+    text, _ = end_of(steps(fleet, stages, SHAPES["even"], "1f1b", count=10**6), lambda: None)
+    fleet.stop()
+    assert text.startswith("Stage 1 hung after ")
+    assert [found.means for found in noticed if found.over] == [means]
