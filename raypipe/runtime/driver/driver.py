@@ -112,6 +112,7 @@ class _DriverActor:
         """What the stages know of the run."""
         left = find_left(self._name)
         if left is None:
+            release_orphans(self._name)  # which were starting, and know nothing of the run
             raise StageError(NOTHING_LEFT)
         return left.charter.spec
 
