@@ -24,6 +24,7 @@ from typing import Any
 
 import ray
 
+from raypipe.engine.checkpoint import find_checkpoint, newest_step
 from raypipe.engine.metrics import part_before
 from raypipe.engine.rundir import RunFolder
 from raypipe.engine.setup import RunSetup
@@ -77,7 +78,8 @@ class _DriverActor:
         self._independent = threading.Event()  # of whoever started the run
         self._kept: list[Any] = []  # copies of parameters that this process owns, until the stages have them
         self._predicted: Timeline | None = None
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        self._again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        if self._again:
             threading.Thread(target=self._live, args=(None,), name="raypipe run", daemon=True).start()
 
     def run(self, blueprint: Blueprint, tensors: StoredTensors, resources: Mapping[str, float]) -> None:
@@ -134,7 +136,10 @@ class _DriverActor:
                 RunFolder(spec.place).event("not taken over", str(error))
         release_orphans(owner.name)
         if given is None:
-            raise StageError(NOTHING_LEFT)
+            if left is None or not newest_step(left.charter.spec.place):
+                raise StageError(NOTHING_LEFT)
+            given = Submission(left.charter.blueprint(left.setup), left.tensors, left.charter.resources)
+            self._requests.checked()
         return self._begin(given, owner, lease)
 
     def _begin(self, given: Submission, owner: Owner, lease: Lease) -> Outcome:
@@ -156,7 +161,7 @@ class _DriverActor:
                 stages=fleet.facts,
                 num_steps=spec.num_steps,
             )
-            fleet.configure(run, setup, [tensors])
+            fleet.configure(run, setup, self._sources(spec, tensors))
             if not spec.max_failures:
                 # The stages have them now. What no checkpoint holds, buffers that are not persistent, another plan
                 # needs; and a run that survives failures may have to begin anew before its first checkpoint.
@@ -168,6 +173,11 @@ class _DriverActor:
             return self._loop(fleet, spec, plan, recovery, lease, self._requests)
         finally:
             fleet.stop()
+
+    def _sources(self, spec: RunSpec, tensors: StoredTensors) -> list[StoredTensors | str]:
+        """Where new stages take their state; a driver that Ray has started again has not all that a run begins with."""
+        newest = find_checkpoint(spec.place)[0] if self._again else None
+        return [tensors] if newest is None else [newest.folder, tensors]
 
     def _go_on(self, spec: RunSpec, left: Left, owner: Owner, lease: Lease, requests: Requests) -> Outcome:
         """With stages that another driver has left.

@@ -70,6 +70,18 @@ def test_a_driver_that_ray_starts_again_goes_on(before: Held, tmp_path: Path, de
     assert events(tmp_path / "again", "resume") == []
 
 
+def test_a_stage_that_is_killed_with_its_driver_takes_the_run_back_to_a_checkpoint(
+    before: Held, tmp_path: Path
+) -> None:
+    handle = surviving(tmp_path, "both", "noisy", checkpoint_interval_steps=5).start(STEPS, detached=True)
+    reached(handle, 10)
+    wait_until(lambda: handle.status().checkpoint != "")
+    os.kill(stages_of(handle)[0], signal.SIGKILL)
+    kill_driver(tmp_path / "both")
+    whole(tmp_path, "both", handle.wait(timeout_s=WAIT_S), "noisy")
+    assert events(tmp_path / "both", "not taken over") != [] or events(tmp_path / "both", "recovery") != []
+
+
 def killed(folder: Path, run: str, name: str, **pipeline: Any) -> tuple[RunHandle, list[int]]:
     """A detached run whose driver is killed and does not come again by itself."""
     handle = trainer(folder, run, name, **pipeline).start(STEPS, detached=True)
