@@ -3,13 +3,15 @@
     python jobs/check/copies.py --mib 96 --every 10         two stages on Ray actors, 96 MiB of state each
 
 Steps with and without a copy take turns in one run: ``every`` steps of which the first has a copy taken before it, then
-as many without one. The overhead is the difference of the two means; a copy is sent to the other worker, on this host.
+as many without one. Ratios are of the means of neighbouring turns: of seconds, which a busy machine spoils, and of the
+stages' processor seconds, which it hardly does. A copy is sent to the other worker, on this host.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -70,6 +72,12 @@ def took_ms(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - begin_s) * 1e3
 
 
+def processor_s(process: int) -> float:
+    """Of all threads of a process, since it began."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def in_one_process(assembled: Any, tensors: Any, rounds: int) -> None:
     """A stage of this process, in one thread."""
     torch.set_num_threads(1)
@@ -114,21 +122,26 @@ def on_workers(assembled: Any, tensors: Any, every: int, turns: int, share: floa
             Order(segment, keep_copy=after.step % (2 * every) == 0 and after.step < steps)
             for segment, after in segments
         )
-        ends_s, copies = [], []
+        ends_s, copies, used_s = [], [], []
         for reports in fleet.run(orders, schedule):
             ends_s.append(max(of_stage[0].end_s for of_stage in reports))
+            used_s.append(sum(processor_s(member["process"]) for member in fleet.members))
             copies.append([of_stage[0].copied for of_stage in reports])
         seconds = [after - before for before, after in itertools.pairwise(ends_s)]
-        with_copy, without, arrived = [], [], []
+        with_copy, without, arrived, work = [], [], [], []
         for first in range(2 * every, steps, 2 * every):  # the step behind which the copy runs
             with_copy.append(mean(seconds[first - 1 : first - 1 + every]))
             without.append(mean(seconds[first - 1 + every : first - 1 + 2 * every]))
+            before, between, behind = (used_s[min(first - 1 + n * every, steps - 1)] for n in range(3))
+            work.append((between - before) / (behind - between) if behind > between else 1.0)
             held = (at for at in range(first, steps) if all(c and c.step >= first for c in copies[at]))
             arrived.append(next(held, steps) - first + 1)
         low, middle, high = quantiles([a / b for a, b in zip(with_copy, without, strict=True)], n=4)
         with_ms, without_ms = median(with_copy) * 1e3, median(without) * 1e3
         print(f"on workers, {every} steps in turns: {without_ms:.0f} ms a step without, {with_ms:.0f} with a copy")
         print(f"  ratio p50 {middle:.3f}, quartiles {low:.3f} {high:.3f} of {len(with_copy)} turns")
+        low, middle, high = quantiles(work, n=4)
+        print(f"  processor seconds of the stages: ratio p50 {middle:.3f}, quartiles {low:.3f} {high:.3f}")
         last = [copy for copy in copies[-1] if copy]
         print(
             f"  copied in {[round(c.copied_s * 1e3) for c in last]} ms, sent in {[round(c.sent_s, 2) for c in last]} s"

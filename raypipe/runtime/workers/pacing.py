@@ -15,8 +15,8 @@ SHARE = 0.25
 """Of the time that is spent sending where nothing else is under way."""
 LEAST_SHARE = 0.02
 """The same where something always is: a copy must arrive some day."""
-PARCEL_S = 0.02
-"""What a parcel should take: boundary messages wait for as long behind it."""
+PARCEL_S = 0.05
+"""What a parcel may take: a boundary message that comes meanwhile shares the link with it."""
 LEAST_BYTES, MOST_BYTES = 1 << 20, 4 << 20
 """100 MB take 0.1 processor seconds in parcels of 4 MiB, 0.5 in those of 1 MiB, 1.6 in those of 256 KiB."""
 POLL_S, MOST_SLEEP_S = 0.002, 0.05
