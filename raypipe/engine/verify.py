@@ -145,7 +145,7 @@ def _chained(
         forget: puts back what earlier calls left in memory.
     """
     inputs: tuple[torch.Tensor, ...] = ()
-    done = []
+    done: list[_Forward] = []
     buffers: dict[str, torch.Tensor] = {}
     for program in programs:
         # A copy, because a child of an nn.Sequential keeps what it computed.
@@ -164,11 +164,24 @@ def _chained(
             outputs = thread.submit(stage).result()
         forget()
         buffers.update(own)
-        done.append((function, leaves, arrived, outputs))
+        done.append(_Forward(function, leaves, arrived, outputs))
         inputs = outputs
     loss = functools.reduce(torch.add, (x.detach() for x in inputs))
+    return _Outcome(loss, _chained_backward(done, [torch.ones_like(x) for x in inputs]), buffers)
+
+
+class _Forward(NamedTuple):
+    """What one stage computed, and what from."""
+
+    function: StageFunction
+    leaves: list[torch.Tensor]
+    arrived: list[torch.Tensor]
+    outputs: tuple[torch.Tensor, ...]
+
+
+def _chained_backward(done: Sequence[_Forward], seeds: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Gradients of the parameters, by name, from those of the last stage's outputs."""
     by_site: dict[str, list[torch.Tensor]] = {}
-    seeds: Sequence[torch.Tensor | None] = [torch.ones_like(x) for x in inputs]
     for function, leaves, arrived, outputs in reversed(done):
         pairs = [(o, g) for o, g in zip(outputs, seeds, strict=True) if g is not None and o.requires_grad]
         if pairs:
@@ -177,8 +190,7 @@ def _chained(
             if leaf.grad is not None:
                 by_site.setdefault(site.parameter, []).append(leaf.grad)
         seeds = [x.grad for x in arrived]
-    gradients: dict[str, torch.Tensor | None] = {n: functools.reduce(torch.add, gs) for n, gs in by_site.items()}
-    return _Outcome(loss, gradients, buffers)
+    return {name: functools.reduce(torch.add, gradients) for name, gradients in by_site.items()}
 
 
 def _staged(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import PlanError
@@ -88,14 +88,7 @@ def group_nodes(graph: ModelGraph, groups: Sequence[Hashable]) -> CoarseGraph:
         joined = dict.fromkeys((place[group[a]], place[group[b]]) for a, b in pairs)
         return tuple((a, b) for a, b in joined if a != b)
 
-    leaving: list[set[int]] = [set() for _ in members]
-    for a, b in graph.edges or ():
-        if group[a] != group[b]:
-            leaving[place[group[a]]].add(a)
-    nodes = tuple(
-        merge_nodes([graph.nodes[i] for i in part], sum(graph.nodes[i].output_bytes for i in out))
-        for part, out in zip(members, leaving, strict=True)
-    )
+    nodes = _merged(graph, members, {position: place[index] for position, index in group.items()})
     together, before = between(graph.together), between(graph.before)
     if graph.edges is None:
         return CoarseGraph(ModelGraph(nodes, None, together, before), members)
@@ -103,6 +96,22 @@ def group_nodes(graph: ModelGraph, groups: Sequence[Hashable]) -> CoarseGraph:
     if all(a < b for a, b in itertools.pairwise(itertools.chain.from_iterable(members))):
         linked = dataclasses.replace(linked, nodes=nodes)  # the fine graph knows to the byte what crosses
     return CoarseGraph(linked, members)
+
+
+def _merged(graph: ModelGraph, members: Sequence[Sequence[int]], place: Mapping[int, int]) -> tuple[Node, ...]:
+    """One node for each group; its output is that of all members that another group reads.
+
+    Args:
+        place: of each node's group.
+    """
+    leaving: list[set[int]] = [set() for _ in members]
+    for a, b in graph.edges or ():
+        if place[a] != place[b]:
+            leaving[place[a]].add(a)
+    return tuple(
+        merge_nodes([graph.nodes[i] for i in part], sum(graph.nodes[i].output_bytes for i in out))
+        for part, out in zip(members, leaving, strict=True)
+    )
 
 
 def _run_order(graph: ModelGraph, parts: list[list[int]], pairs: Iterable[Pair]) -> list[int]:

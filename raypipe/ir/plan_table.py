@@ -49,13 +49,7 @@ def table(plan: PlanFacts, peaks: Sequence[int]) -> str:
     ]
     if plan.prediction is not None:
         columns += _predicted(plan.prediction)
-    count = f"{len(stages)} stages" if len(stages) > 1 else "1 stage"
-    if workers < len(stages):
-        count += f" on {workers} workers" if workers > 1 else " on 1 worker"
-    lines = [
-        f"plan: {count}, schedule {plan.schedule.kind}, {plan.minibatch_size} samples per step, "
-        f"{plan.num_microbatches} micro-batches of {plan.microbatch_size}, transport {plan.transport}"
-    ]
+    lines = [_title(plan, len(stages), workers)]
     widths = [max(len(title), *map(len, cells)) for title, cells in columns]
     lines.append("  ".join([f"{t:>{w}}" for (t, _), w in zip(columns, widths, strict=True)] + ["operations"]))
     for row, stage in enumerate(stages):
@@ -70,6 +64,16 @@ def table(plan: PlanFacts, peaks: Sequence[int]) -> str:
     if plan.prediction is not None and plan.prediction.curve:
         lines += _curve(plan.prediction, plan.num_microbatches)
     return "\n".join(lines)
+
+
+def _title(plan: PlanFacts, stages: int, workers: int) -> str:
+    count = f"{stages} stages" if stages > 1 else "1 stage"
+    if workers < stages:
+        count += f" on {workers} workers" if workers > 1 else " on 1 worker"
+    return (
+        f"plan: {count}, schedule {plan.schedule.kind}, {plan.minibatch_size} samples per step, "
+        f"{plan.num_microbatches} micro-batches of {plan.microbatch_size}, transport {plan.transport}"
+    )
 
 
 def _predicted(found: Prediction) -> list[Column]:
