@@ -173,6 +173,7 @@ class _DriverActor:
             return self._loop(fleet, spec, plan, recovery, lease, self._requests)
         finally:
             fleet.stop()
+            release_orphans(owner.name)  # a spare that was starting
 
     def _sources(self, spec: RunSpec, tensors: StoredTensors) -> list[StoredTensors | str]:
         """Where new stages take their state; a driver that Ray has started again has not all that a run begins with."""
@@ -198,6 +199,7 @@ class _DriverActor:
             return self._loop(fleet, spec, made.plan, recovery, lease, requests, done)
         finally:
             fleet.stop()
+            release_orphans(owner.name)  # a spare that was starting
 
     def _fleet(
         self,

@@ -24,7 +24,7 @@ from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.planning import PlanBasis
 from raypipe.runtime.run.same_run import differences, goes_on
 from raypipe.runtime.run.spec import RunSpec
-from raypipe.runtime.workers.packing import StoredTensors
+from raypipe.runtime.workers.packing import StoredTensors, stored
 from raypipe.runtime.workers.places import living
 from raypipe.runtime.workers.roster import Member
 
@@ -89,15 +89,21 @@ def find_left(owner: str) -> Left | None:
     """What the driver of this name left, if any stage of it lives that knows its run. Looking changes nothing."""
     roster = [Member(actor, place, number=number) for number, (actor, place) in living(owner).items()]
     asked = [(member.actor.listen.remote(), member.actor.charter.remote()) for member in roster]
-    found = None
+    answered, found = [], None
     for member, (facts, charter) in zip(roster, asked, strict=True):
         try:
             member.facts, (packed, setup, tensors) = ray.get([facts, charter], timeout=ASK_S)
-        except RayError:  # taking over will tell
+        except RayError:  # its lease ends it, for nobody renews that any more
             continue
+        answered.append(member)
         if packed and setup is not None and found is None:
-            found = Left(roster, ray.cloudpickle.loads(packed), setup, tensors)
-    return found
+            found = packed, setup, tensors
+    if found is None:
+        return None
+    packed, setup, tensors = found
+    # Few and small; from now on they are this process's, and do not end with the stage that told them.
+    mine = stored(dict(tensors.read(tensors.names)))
+    return Left(answered, ray.cloudpickle.loads(packed), setup, mine)
 
 
 def continued(given: Submission | None, left: Left) -> RunSpec | None:

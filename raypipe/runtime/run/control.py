@@ -31,7 +31,7 @@ class Control:
         make: Callable[[ControllerConfig, str], ControllerThread],
         folder: RunFolder,
         watcher: Watcher,
-        try_to: Callable[[Callable[[], None]], None],
+        try_to: Callable[[Callable[[], None]], object],
     ) -> None:
         self._make = make
         self._folder = folder

@@ -21,6 +21,8 @@ from raypipe.planner.copies import CopyCosts, copy_interval
 __all__ = ["CopyTimes"]
 
 WINDOW_STEPS, WINDOW_COPIES = 16, 5
+AGAIN_STEPS = 256
+"""After so many steps without a word that a copy has arrived, the next one is ordered all the same."""
 
 
 class CopyTimes:
@@ -49,7 +51,8 @@ class CopyTimes:
             return False
         if fixed:
             return step % self._least_steps == 0
-        return self._arrived and step - self._at >= max(self._least_steps, self._interval)
+        since = step - self._at
+        return since >= max(self._least_steps, self._interval) and (self._arrived or since >= AGAIN_STEPS)
 
     def ordered(self, step: int) -> None:
         """A copy will be taken after that step, or was; also an earlier one than before, where the run went back."""

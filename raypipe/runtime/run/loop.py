@@ -115,7 +115,7 @@ class _Loop:
         self._skipped = 0  # steps of this submission that were not finite
         self._saved = self._completed = 0  # steps after which a snapshot was taken last, and given a manifest
         self._eval_loss: float | None = None
-        self._copied = False  # whether every stage has a copy of where the run began, or went back to
+        self._eval_step, self._copied = -1, False  # of the last evaluation; whether all have a copy of the beginning
         self._began_at, self._fresh = 0, FreshOptions()
         self._marks: dict[int, tuple[Position, int]] = {}  # by step of a copy: where the run stood, steps skipped
         self._end_s: float | None = None
@@ -153,21 +153,20 @@ class _Loop:
         """All that is left to do of the run, up to its last checkpoint."""
         spec, requests = self.spec, self.requests
         self._keep_copy()
-        if self.at.step >= spec.num_steps and self._eval_loss is None and self._evaluates_after(self.at.step):
-            self._eval_loss = self._evaluate()
+        if self.at.step >= spec.num_steps and self._eval_step != self.at.step and self._evaluates_after(self.at.step):
+            self._evaluate()
         while self.at.step < spec.num_steps and not requests.stop_reason:
-            if self._empty:
+            while self._empty and requests.wants_change:  # what is asked for during a change halts nobody
                 self._change()
             self._keep_copy()
             self._train()
             if self._evaluates_after(self.at.step):
-                self._eval_loss = self._evaluate()
-                self._complete(self._eval_loss)
+                self._complete(self._evaluate())
         self._drain()
         if self._saved < self.at.step:  # stopped between two checkpoints
             self.fleet.save(self.checkpoints.begin(self.at.step))
         if self._completed < self.at.step:
-            self._complete(self._eval_loss)
+            self._complete(self._eval_loss if self._eval_step == self.at.step else None)
         self.checkpoints.finish(self.at.step)
 
     def _survive(self, error: RaypipeError) -> None:
@@ -211,7 +210,7 @@ class _Loop:
             self.at, self._skipped = self._marks[back.step]
         self.notes.try_to(lambda: self.metrics.go_back(self.at.step))
         self._marks = {step: mark for step, mark in self._marks.items() if step <= self.at.step}
-        self._empty, self._end_s, self._copied = True, None, False
+        self._empty, self._end_s, self._copied, self._eval_step = True, None, False, -1
         if back.plan is not None:
             self._take_plan(back.plan)
         self._ordering.forget(self.at.step, self._skipped)
@@ -229,8 +228,7 @@ class _Loop:
     def _tell_change(self, decision: str, reason: str, back: Recovered, seconds: float, **numbers: Any) -> None:
         """Tell what recovery or resizing came to, and how long its parts took."""
         self._tell(decision, reason, step=self.at.step, **numbers, seconds=round(seconds, 3), **back.told())
-        state = {} if self.requests.stop_reason else {"message": ""}
-        self.watcher.tell(step=self.at.step, stages=back.stages, **state)
+        self.watcher.tell(step=self.at.step, stages=back.stages, message=self.requests.stop_reason)
 
     def _change(self) -> None:
         """Between two steps, do what was asked for: another number of stages, or stages away from nodes that go."""
@@ -267,7 +265,7 @@ class _Loop:
         answer(None)
 
     def _keep_copy(self) -> None:
-        """Before the first step after a beginning, where nothing is under way: copies of what all stages have now."""
+        """Before the first step after a beginning, where nothing is under way: copies of what all have now."""
         if self.spec.copy_interval_steps and self._recovery is not None and self._empty and not self._copied:
             self._recovery.keep_copy(self.at.step)
             self._ordering.copy_times.ordered(self.at.step)
@@ -343,8 +341,8 @@ class _Loop:
             self._ordering.learn(step=self.at.step, skipped=self._skipped)
 
     def _write_metrics(self) -> None:
-        self.notes.try_to(self.metrics.write)
-        self._ordering.learn(written=self.at.step)
+        if self.notes.try_to(self.metrics.write):
+            self._ordering.learn(written=self.at.step)
 
     def _mark(self) -> None:
         """Every stage keeps a copy of its state in memory: what the run is to know when it goes back there."""
@@ -378,7 +376,9 @@ class _Loop:
         orders = evaluation_orders(spec.num_samples["eval"], *sizes, used, generation=self.plan.plan.generation)
         self._ordering.learn(evaluated=used + sum(len(order.segment.microbatch_samples) for order in orders))
         found = list(forwards(self.fleet, orders, self.plan.rows))
-        return None if self.requests.stop_reason else mean_loss(found, sums=spec.sums_losses)
+        self._eval_loss = None if self.requests.stop_reason else mean_loss(found, sums=spec.sums_losses)
+        self._eval_step = self.at.step
+        return self._eval_loss
 
     def _metrics(self, eval_loss: float | None) -> dict[str, float]:
         found = {name: getattr(last, name) for last in self.metrics.recent[-1:] for name in ("loss", "grad_norm")}

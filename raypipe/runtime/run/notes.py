@@ -23,17 +23,18 @@ class Notes:
         self._folder, self._watcher = folder, watcher
         self._complaint = ""  # of the last write, where it failed
 
-    def try_to(self, write: Callable[[], None]) -> None:
-        """Write; a failure neither ends the run nor hides why it ended."""
+    def try_to(self, write: Callable[[], None]) -> bool:
+        """Write, and say whether that worked; a failure neither ends the run nor hides why it ended."""
         try:
             write()
         except CheckpointError as error:
             self._complaint = str(error)
             self._watcher.tell(message=self._complaint)
-        else:
-            if self._complaint:
-                self._complaint = ""
-                self._watcher.tell(message="")
+            return False
+        if self._complaint:
+            self._complaint = ""
+            self._watcher.tell(message="")
+        return True
 
     def event(self, decision: str, reason: str, **numbers: Any) -> None:
         """A line of events.jsonl."""

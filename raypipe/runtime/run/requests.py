@@ -98,6 +98,12 @@ class Requests:
         if fleet is not None:
             fleet.halt()
 
+    @property
+    def wants_change(self) -> bool:
+        """Whether somebody waits for a resize or a move."""
+        with self._lock:
+            return self._resize is not None or bool(self._leaving)
+
     def take_leaving(self) -> frozenset[str]:
         """The nodes that are about to go, once."""
         with self._lock:

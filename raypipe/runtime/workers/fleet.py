@@ -33,6 +33,7 @@ from raypipe.runtime.workers.roster import (
     SPARE,
     Member,
     Roster,
+    answers,
     chosen,
     end_member,
     results,
@@ -259,11 +260,9 @@ class Fleet(StateCalls):
             if flight is None or flight.last or flight.limit < math.inf:
                 return
             with contextlib.suppress(RayError):  # a stage that failed meanwhile is run()'s affair
-                begun = ray.get([actor.halt.remote(self._term, flight.run) for actor in self.actors], timeout=GRACE_S)
+                begun = answers([actor.halt.remote(self._term, flight.run) for actor in self.actors])
                 flight.limit = max(begun)
-                ray.get(
-                    [a.finish_after.remote(self._term, flight.run, max(begun)) for a in self.actors], timeout=GRACE_S
-                )
+                answers([actor.finish_after.remote(self._term, flight.run, max(begun)) for actor in self.actors])
 
     def settle(self) -> None:
         """After a failure: every worker leaves its work; one that is dead, or does not leave it, is lost."""
@@ -284,15 +283,18 @@ class Fleet(StateCalls):
                 member.lost = True
                 end_member(member)
 
-    def replace_lost(self) -> tuple[str, ...]:
+    def replace_lost(self, count: int) -> tuple[str, ...]:
         """Spares, else new members, become the workers that were lost; the names of these, for people.
+
+        Args:
+            count: of the workers that the plan needs.
 
         Raises:
             PlanError: there is no place for a new one.
         """
         lost = [worker for worker, member in enumerate(self.in_use) if member.lost]
         self._roster.drop_lost()
-        self._roster.grow(len(self.in_use))
+        self._roster.grow(count)
         spares = [member for member in self.roster if member.worker is None]
         for worker, member in zip(lost, spares, strict=False):
             self.in_use[worker], member.worker = member, worker

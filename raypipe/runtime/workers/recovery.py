@@ -10,11 +10,12 @@ A failure in any of these is a failure like the first: the loop counts it and ca
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from raypipe.engine.checkpoint import FreshOptions, find_checkpoint
-from raypipe.errors import PlanError, StageError, StageLostError
+from raypipe.engine.checkpoint import FreshOptions, find_checkpoint, newest_step
+from raypipe.errors import CaptureError, CheckpointError, PlanError, StageError, StageLostError
 from raypipe.planner.recovery import Copy, newest_common
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
@@ -69,7 +70,7 @@ class Recovery:
         copies = self._copies(steps)
         made, changed = self._made, False
         try:
-            replaced = fleet.replace_lost()
+            replaced = fleet.replace_lost(made.setup.num_workers)
         except PlanError as error:
             replaced = ()
             made, changed = self._planned_for(len(fleet.roster), error), True
@@ -78,64 +79,92 @@ class Recovery:
             step, source, position = self._restore(made, copies, begun, fresh)
         except PlanError as error:  # one of them was lost meanwhile, so that there are too few
             raise StageLostError(f"A worker was lost while the run recovered: {error}") from None
-        clock.lap("restore")
+        except CheckpointError as error:  # storage may answer the next time
+            raise StageLostError(f"The run could not go back: {error}") from None
         self._made = made
+        self.keep_charter(made)
+        clock.lap("restore")
         self._spares.refill()
         return Recovered(step, source, position, replaced, clock.laps_s, fleet.facts, made.plan if changed else None)
 
     def resize(self, num_stages: int, step: int) -> Recovered:
         """See Recoverer."""
-        clock = _Clock()
-        fleet = self._fleet
-        try:
+        with self._refusing():
+            clock, fleet = _Clock(), self._fleet
             made = self._plan(num_stages, None)
             clock.lap("plan")
             fleet.grow(made.setup.num_workers)
-        except PlanError:
-            fleet.go_on()
-            raise
-        clock.lap("workers")
-        fleet.keep_copy(step, send=False)
-        self._restore(made, self._copies({step}), step, FreshOptions())
-        fleet.end_spares(keep=self._spares.count)
-        clock.lap("move")
-        self._made = made
-        return Recovered(step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan)
+            clock.lap("workers")
+            fleet.keep_copy(step, send=False)
+            self._hand_over(made, step)
+            fleet.end_spares(keep=self._spares.count)
+            clock.lap("move")
+            return Recovered(step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan)
 
     def move(self, nodes: Collection[str], step: int) -> Recovered | None:
         """See Recoverer."""
-        clock, fleet = _Clock(), self._fleet
-        fleet.end_spares(on=nodes)
-        leaving = tuple(str(m.facts["host"]) for m in fleet.in_use if m.facts["node"] in nodes)
-        if not leaving:
-            fleet.go_on()
-            return None
-        made, changed = self._made, False
-        try:
-            members = fleet.members_besides(nodes)
-        except PlanError as error:
-            staying = fleet.staying(nodes)
-            if not staying:
+        with self._refusing():
+            clock, fleet = _Clock(), self._fleet
+            fleet.end_spares(on=nodes)
+            leaving = tuple(str(m.facts["host"]) for m in fleet.in_use if m.facts["node"] in nodes)
+            if not leaving:
                 fleet.go_on()
-                raise
-            made, changed = self._planned_for(len(staying), error), True
-            members = staying[: made.setup.num_workers]
-        clock.lap("workers")
-        fleet.keep_copy(step)
-        self._restore(made, self._copies({step}), step, FreshOptions(), members)
-        fleet.end_spares(on=nodes)
-        clock.lap("move")
+                return None
+            made, members = self._beside(nodes)
+            clock.lap("workers")
+            fleet.keep_copy(step)
+            plan = None if made is self._made else made.plan
+            self._hand_over(made, step, members)
+            fleet.end_spares(on=nodes)
+            clock.lap("move")
+            self._spares.refill()
+            return Recovered(step, "the stages themselves", None, leaving, clock.laps_s, fleet.facts, plan)
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A change that cannot be made leaves the run as it was, and able to go on."""
+        try:
+            yield
+        except PlanError:
+            self._fleet.go_on()
+            raise
+
+    def _beside(self, nodes: Collection[str]) -> tuple[Assembled, list[int]]:
+        """The plan, and the members for it, where these nodes may not be used.
+
+        Raises:
+            PlanError: there is no place for another worker, nor a plan without it.
+        """
+        try:
+            return self._made, self._fleet.members_besides(nodes)
+        except PlanError as error:
+            staying = self._fleet.staying(nodes)
+            try:
+                made = self._planned_for(len(staying), error)
+            except StageError as impossible:
+                raise PlanError(str(impossible)) from None
+            return made, staying[: made.setup.num_workers]
+
+    def _hand_over(self, made: Assembled, step: int, members: Sequence[int] | None = None) -> None:
+        """Give workers a plan, with the state of this step, of which every stage has just taken a copy.
+
+        Raises:
+            StageLostError: a copy is not there any more. No older state will do: the run has not gone back.
+        """
+        copies = self._copies({step})
+        if not copies:
+            raise StageLostError(
+                f"A worker was lost, or does not answer, while the run changed its plan at step {step}."
+            )
+        self._fleet.configure(made.run, made.setup, copies, members)
         self._made = made
-        self._spares.refill()
-        plan = made.plan if changed else None
-        return Recovered(step, "the stages themselves", None, leaving, clock.laps_s, fleet.facts, plan)
+        self.keep_charter(made)
 
     def _planned_for(self, workers: int, error: PlanError) -> Assembled:
         """A plan for the workers that are left, with as many stages on each as before."""
         if not workers:
             raise StageError(f"No worker of the run is left, and {error}")
-        partition = self._first.partition
-        each = max(1, partition.num_stages // self._made.setup.num_workers)
+        each = max(1, len(self._made.setup.programs) // self._made.setup.num_workers)
         try:
             return self._plan(workers * each, workers)
         except PlanError as impossible:
@@ -143,8 +172,11 @@ class Recovery:
 
     def _plan(self, num_stages: int, num_workers: int | None) -> Assembled:
         basis = another(self._blueprint.basis, self._first, num_stages=num_stages, num_workers=num_workers)
-        planned = plan_for(basis, generation=max(self._num_stages) + 1)
-        made = assemble(self._blueprint, planned)
+        try:
+            planned = plan_for(basis, generation=max(self._num_stages) + 1)
+            made = assemble(self._blueprint, planned)
+        except CaptureError as error:  # it cannot be cut like this
+            raise PlanError(str(error)) from None
         self._planned[made.setup.generation] = planned
         self._num_stages[made.setup.generation] = len(made.setup.programs)
         return made
@@ -170,31 +202,15 @@ class Recovery:
         self._fleet.keep_charter(self._charter(self._planned[made.setup.generation]), self._tensors, names)
 
     def _restore(
-        self,
-        made: Assembled,
-        copies: Sequence[RemoteCopy],
-        begun: int,
-        fresh: FreshOptions,
-        members: Sequence[int] | None = None,
+        self, made: Assembled, copies: Sequence[RemoteCopy], begun: int, fresh: FreshOptions
     ) -> tuple[int, str, Position | None]:
-        """(step, where from, position of a checkpoint) of the state that all stages have now."""
-        found = self._restored(made, copies, begun, fresh, members)
-        self.keep_charter(made)
-        return found
-
-    def _restored(
-        self,
-        made: Assembled,
-        copies: Sequence[RemoteCopy],
-        begun: int,
-        fresh: FreshOptions,
-        members: Sequence[int] | None,
-    ) -> tuple[int, str, Position | None]:
-        fleet, run, setup = self._fleet, made.run, made.setup
-        if copies:
-            fleet.configure(run, setup, copies, members)
+        """(step, where from, position of a checkpoint) of the newest state that all can have; now they have it."""
+        fleet, run, setup, place = self._fleet, made.run, made.setup, self._blueprint.spec.place
+        saved = newest_step(place) if copies else None
+        if copies and (saved is None or saved <= copies[0].step):
+            fleet.configure(run, setup, copies)
             return copies[0].step, "copies in memory", None
-        newest = find_checkpoint(self._blueprint.spec.place)[0]
+        newest = find_checkpoint(place)[0]
         if newest is None:
             fleet.configure(run, setup, [self._tensors])
             return 0, "the parameters that the run began with", Position()

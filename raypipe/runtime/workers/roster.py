@@ -22,8 +22,8 @@ from raypipe.runtime.workers.pulse import Pulse
 from raypipe.runtime.workers.worker import StageActor
 
 __all__ = [
-    "GRACE_S", "LEASE_S", "SPARE", "Member", "Roster", "chosen", "end_member", "results", "shared_memory_notes",
-    "stop_members",
+    "GRACE_S", "LEASE_S", "SPARE", "Member", "Roster", "answers", "chosen", "end_member", "results",
+    "shared_memory_notes", "stop_members",
 ]  # fmt: skip
 
 SPARE = "A spare worker"
@@ -93,7 +93,7 @@ class Roster:
             PlanError: there is no place for one.
         """
         with self._growing:
-            missing = count - len(self.members)
+            missing = count - sum(not member.lost for member in self.members)
             if missing <= 0 or self._closed:
                 return
             numbers = range(self._started, self._started + missing)
@@ -105,8 +105,11 @@ class Roster:
                 self.members = [*self.members, *new]
 
     def drop_lost(self) -> None:
-        """Forget the members whose process has ended."""
+        """Forget the members whose process has ended; their places are given back."""
         with self._growing:
+            for member in self.members:
+                if member.lost:
+                    end_member(member)
             self.members = [member for member in self.members if not member.lost]
 
     def end_spares(self, keep: int, on: Collection[str] | None = None) -> None:
@@ -125,8 +128,8 @@ class Roster:
             self.members = [member for member in self.members if not any(member is one for one in surplus)]
 
     def staying(self, nodes: Collection[str]) -> list[int]:
-        """Positions of all members that are not on these nodes, workers first."""
-        there = [at for at, member in enumerate(self.members) if member.facts["node"] not in nodes]
+        """Positions of all members that live and are not on these nodes, workers first."""
+        there = [at for at, m in enumerate(self.members) if m.facts["node"] not in nodes and not m.lost]
         workers = [self.members[at].worker for at in there]
         return [at for _, at in sorted(zip((math.inf if w is None else w for w in workers), there, strict=True))]
 
@@ -139,7 +142,7 @@ class Roster:
         leaving = sum(member.facts["node"] in nodes for member in in_use)
         spares = [at for at in self.staying(nodes) if self.members[at].worker is None]
         before = len(self.members)
-        self.grow(before + leaving - len(spares))
+        self.grow(sum(not member.lost for member in self.members) + leaving - len(spares))
         others = iter([*spares, *range(before, len(self.members))])
         return [next(others) if m.facts["node"] in nodes else self.members.index(m) for m in in_use]
 
@@ -239,6 +242,17 @@ def _introduce(roster: Sequence[Member], transport: str, link_ports: tuple[int, 
                 f"Worker {worker} on {facts['host']} runs {facts['versions']}, but worker 0 on "
                 f"{found[0]['host']} runs {found[0]['versions']}. Install the same versions on every node."
             )
+
+
+def answers(refs: Sequence[Any]) -> list[Any]:
+    """Of calls that are answered at once, however long a starved process takes: who hangs is ended by whoever watches.
+
+    Raises:
+        RayError: one of them died.
+    """
+    while True:
+        with contextlib.suppress(GetTimeoutError):
+            return ray.get(list(refs), timeout=GRACE_S)
 
 
 def results(refs: Sequence[Any], timeout_s: float, doing: str) -> list[Any]:

@@ -13,10 +13,13 @@ from raypipe.engine.checkpoint import FreshOptions
 from raypipe.runtime.workers.copies import CopyFacts
 from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
-from raypipe.runtime.workers.roster import GRACE_S, Member, results
+from raypipe.runtime.workers.roster import Member, results
 from raypipe.runtime.workers.shards import SAVE_TIMEOUT_S, entries_of
 
 __all__ = ["StateCalls"]
+
+COPIES_TIMEOUT_S = 10.0
+"""For the word of a starved worker: without it, all go back to a checkpoint."""
 
 
 class StateCalls:
@@ -56,7 +59,7 @@ class StateCalls:
     def copies(self) -> list[tuple[Any, CopyFacts]]:
         """(actor, what it has) of all copies in memory that can be read now, of own stages before held ones."""
         asked = {member.actor: member.actor.copies.remote() for member in self.in_use if not member.lost}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=GRACE_S) if asked else None
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=COPIES_TIMEOUT_S) if asked else None
         found = []
         for actor, ref in asked.items():
             with contextlib.suppress(RayError):  # of one that does not answer nothing can be read

@@ -328,6 +328,7 @@ class _StageActor(LinkedActor, CopyingActor):
         for writer in self._writers:
             writer.close()
         self._ledger.clear()
+        self._charter, self._initial = b"", {}
         self._states, self._held, self._writers, self._rows, self._worker = [], [], [], {}, None
         self._next = None
         self._forget_copies()

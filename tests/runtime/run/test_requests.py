@@ -1,0 +1,60 @@
+"""What people ask of a run that is being changed is neither lost nor waited for without an end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from raypipe.errors import PlanError
+from raypipe.runtime.run.requests import Requests
+
+
+class Halts:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def halt(self) -> None:
+        self.count += 1
+
+
+def test_nodes_that_go_are_told_once_and_halt_the_stages() -> None:
+    requests, fleet = Requests(), Halts()
+    requests.leave({"a"})  # before the run begins
+    requests.serve(fleet)
+    requests.leave({"b"})
+    assert fleet.count == 2
+    assert requests.wants_change
+    assert requests.take_leaving() == {"a", "b"}
+    assert not requests.wants_change
+
+
+def test_one_resize_at_a_time_is_answered() -> None:
+    requests = Requests()
+    with pytest.raises(PlanError, match="has not begun"):
+        requests.resize(3, 1.0)
+    requests.serve(Halts())
+    found: list[PlanError | None] = []
+
+    def ask() -> None:
+        try:
+            requests.resize(3, 30.0)
+            found.append(None)
+        except PlanError as error:
+            found.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not requests.wants_change:
+        pass
+    with pytest.raises(PlanError, match="being resized"):
+        requests.resize(4, 1.0)
+    asked = requests.take_resize()
+    assert asked is not None
+    assert asked.num_stages == 3
+    asked.answer()
+    asking.join(30)
+    assert found == [None]
+    requests.stop("enough")
+    with pytest.raises(PlanError, match="enough"):
+        requests.resize(2, 1.0)
