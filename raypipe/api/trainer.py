@@ -388,7 +388,9 @@ class PipelineTrainer:
         )
 
     def _described(self, name: str, num_steps: int) -> str:
-        given = self._arguments._asdict()
+        given = {
+            name: part for name, part in self._arguments._asdict().items() if name != "survives"
+        }  # run_config says it
         if self._weights is not None:
             given |= {"model": self._weights.model, "init_from": self._weights.source}
         return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)

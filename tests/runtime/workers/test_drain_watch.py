@@ -23,7 +23,7 @@ from tests.runtime.workers.test_recovery import STEPS, as_undisturbed, events, r
 
 folder = Path(sys.argv[1])
 ray.init(address="auto", namespace="raypipe", log_to_driver=False, logging_level="ERROR")
-handle = surviving(folder, "drained", "noisy", max_failures=0).start(20 * STEPS)
+handle = surviving(folder, "drained", "noisy", max_failures=0).start(6 * STEPS)
 reached(handle, 5)
 here = ray.get_runtime_context().get_node_id()
 before = handle.status().stages
@@ -38,7 +38,7 @@ while not events(folder / "drained", "move"):
 after = handle.status().stages
 result = handle.wait(timeout_s=240)
 print(json.dumps({
-    "differ": as_undisturbed(folder, result.checkpoint, "noisy", 20 * STEPS),
+    "differ": as_undisturbed(folder, result.checkpoint, "noisy", 6 * STEPS),
     "nodes": len({stage["node"] for stage in after} & {stage["node"] for stage in before}),
     "kept": len({stage["process"] for stage in after} & {stage["process"] for stage in before}),
     "drained": len(events(folder / "drained", "drain")),
