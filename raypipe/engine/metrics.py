@@ -4,7 +4,7 @@
                     steps_0000004096.parquet    steps 4096 ... 8191
                     steps_0000008192.parquet    steps 8192 ... 8700   replaced at every write until it is full
 
-pandas.read_parquet, pyarrow and polars read the folder as one table. The part of a step follows from its number, so no
+pandas.read_parquet and pyarrow read the folder as one table. The part of a step follows from its number, so no
 step is ever in two parts, and a run that goes back to step 5000 replaces the second part and deletes the third. A part
 is there whole or not at all, and is written outside the folder first, so that readers never meet half of one.
 
