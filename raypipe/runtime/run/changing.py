@@ -1,0 +1,190 @@
+"""What changes a run's stages while it goes on: a failure that is survived, a resize, a move to other workers.
+
+    loop: steps --failure--> survive --+
+                 --asked for--> change --+--> Recoverer --> Recovered --> go back: progress, orders, records
+                                                                          take another plan, if there is one
+
+The loop calls between two steps, or after a failure; what it knows of the run and what is changed here is one
+``Progress``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raypipe.engine.checkpoint import FreshOptions
+from raypipe.engine.metrics import MetricsWriter
+from raypipe.engine.rundir import RunFolder
+from raypipe.errors import LinkError, PlanError, RaypipeError, StageError
+from raypipe.runtime.run.checkpoints import Checkpoints
+from raypipe.runtime.run.control import Control
+from raypipe.runtime.run.lease import Lease
+from raypipe.runtime.run.notes import Notes
+from raypipe.runtime.run.ordering import Ordering
+from raypipe.runtime.run.progress import Progress
+from raypipe.runtime.run.recovery import Failures, Recovered, Recoverer, noticed
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.spec import PlanInForce, RunSpec, Watcher
+
+__all__ = ["Changing", "Parts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop is made of, as far as a change of the stages needs it too."""
+
+    spec: RunSpec
+    folder: RunFolder
+    notes: Notes
+    watcher: Watcher
+    requests: Requests
+    control: Control
+    metrics: MetricsWriter
+    checkpoints: Checkpoints
+    ordering: Ordering
+    lease: Lease | None
+
+    def tell(self, decision: str, reason: str, **numbers: Any) -> None:
+        """Whoever reads events.jsonl, and whoever looks at the status."""
+        self.notes.event(decision, reason, **numbers)
+        self.watcher.tell(checkpoint=self.checkpoints.latest)
+
+
+class Changing:
+    """Changes of the stages of one run.
+
+    Args:
+        recovery: brings the stages back, or gives them another plan; None where they cannot fail by themselves, as
+            threads.
+
+    Attributes:
+        began_at: steps that the run had done when it was submitted.
+        fresh: options of the optimizer that this submission brought.
+    """
+
+    def __init__(self, parts: Parts, progress: Progress, recovery: Recoverer | None) -> None:
+        self._parts, self._progress, self._recovery = parts, progress, recovery
+        self._failures = Failures(parts.spec.max_failures)
+        self.began_at, self.fresh = 0, FreshOptions()
+
+    def survive(self, error: RaypipeError) -> None:
+        """Have all stages brought back to one state, and go on from there.
+
+        Raises:
+            RaypipeError: the failure, where it is not to be survived.
+        """
+        progress, watcher, lease = self._progress, self._parts.watcher, self._parts.lease
+        while True:
+            if self._recovery is None or not self._failures.survivable(error):
+                raise error
+            self._count(error)
+            if lease is not None:
+                lease.check()
+            watcher.tell(message=f"recovering: {_line(error)}")
+            begin_s, was = time.monotonic(), progress.at.step
+            try:
+                back = self._recovery.recover(progress.marks, self.began_at, self.fresh)
+                self._go_back(back)
+                self.keep_copy()
+                break
+            except (StageError, LinkError) as another:
+                error = another
+        took_s, redone = time.monotonic() - begin_s, was - progress.at.step
+        self._tell_change("recovery", f"from {back.source}", back, took_s, redone_steps=redone)
+        watcher.counted("recovery_seconds", took_s)
+        watcher.counted("lost_steps", redone)
+
+    def change(self) -> None:
+        """Between two steps, do what was asked for: another number of stages, or stages away from nodes that go."""
+        requests = self._parts.requests
+        if (asked := requests.take_resize()) is not None:
+            count, answer = asked.num_stages, asked.answer
+            self._change_to("resize", "asked for", lambda on, at: on.resize(count, at), answer, num_stages=count)
+        if nodes := requests.take_leaving():
+            self._change_to("move", "nodes are about to be taken away", lambda on, at: on.move(nodes, at))
+
+    def keep_copy(self) -> None:
+        """Before the first step after a beginning, where nothing is under way: copies of what all have now."""
+        progress = self._progress
+        if self._recovery is None or not self._parts.spec.copy_interval_steps:
+            return
+        if progress.empty and not progress.copied:
+            self._recovery.keep_copy(progress.at.step)
+            self._parts.ordering.copy_times.ordered(progress.at.step)
+            progress.mark()
+            progress.copied = True
+
+    def _count(self, error: RaypipeError) -> None:
+        """One failure more.
+
+        Raises:
+            RaypipeError: the failure, with the reason why the run does not go on after it.
+        """
+        step = self._progress.at.step
+        why_not = self._failures.counted(error, step)
+        numbers = {"step": step, "failures": self._failures.count, **noticed(error)}
+        if why_not:
+            self._parts.tell("give up", f"{_line(error)} ({why_not})", **numbers)
+            raise type(error)(f"{error}\nThe run ends: {why_not}.")
+        self._parts.tell("failure", _line(error), **numbers)
+        self._parts.watcher.counted("failures")
+
+    def _change_to(
+        self,
+        decision: str,
+        reason: str,
+        change: Callable[[Recoverer, int], Recovered | None],
+        answer: Callable[[RaypipeError | None], None] = lambda error: None,
+        **numbers: Any,
+    ) -> None:
+        begin_s, progress = time.monotonic(), self._progress
+        step = progress.at.step
+        try:
+            if self._recovery is None:
+                raise PlanError("Stages in threads of one process stay as they are; start the run with local=False.")
+            progress.marks[step] = progress.at, progress.skipped
+            back = change(self._recovery, step)
+        except PlanError as error:
+            self._parts.tell(f"{decision} refused", str(error), step=step, **numbers)
+            answer(error)
+            return
+        except RaypipeError as error:
+            answer(PlanError(f"The run failed meanwhile, and recovers where it may: {error}"))
+            raise
+        if back is not None:
+            self._go_back(back)
+            self._tell_change(decision, reason, back, time.monotonic() - begin_s)
+        answer(None)
+
+    def _go_back(self, back: Recovered) -> None:
+        """The stages have the state of this or an earlier step: forget what came after it, and order it again."""
+        parts, progress = self._parts, self._progress
+        progress.go_back(back)
+        parts.notes.try_to(lambda: parts.metrics.go_back(progress.at.step))
+        if back.plan is not None:
+            self._take_plan(back.plan)
+        parts.ordering.forget(progress.at.step, progress.skipped)
+        parts.checkpoints.forget_after(progress.at.step)
+        progress.saved = progress.completed = parts.checkpoints.latest_step
+
+    def _take_plan(self, plan: PlanInForce) -> None:
+        """The stages run another plan from now on; the controller begins anew, for it knew other stages."""
+        parts = self._parts
+        parts.ordering.plan = plan
+        parts.control.end()
+        parts.control.begin(plan.retune, resumed=False)
+        parts.notes.try_to(lambda: parts.folder.write_plan(plan.plan.to_json()))
+        parts.watcher.planned(plan)
+
+    def _tell_change(self, decision: str, reason: str, back: Recovered, seconds: float, **numbers: Any) -> None:
+        """Tell what recovery or resizing came to, and how long its parts took."""
+        step = self._progress.at.step
+        self._parts.tell(decision, reason, step=step, **numbers, seconds=round(seconds, 3), **back.told())
+        self._parts.watcher.tell(step=step, stages=back.stages, message=self._parts.requests.stop_reason)
+
+
+def _line(error: RaypipeError) -> str:
+    return (str(error).splitlines() or [""])[0]
