@@ -47,6 +47,8 @@ class Ledger:
         """One more order."""
         with self._lock:
             if run != self._run.number:
+                # What a halt kept an older run from carrying out never is: the new run orders it again.
+                self._entries = deque(entry for entry in self._entries if entry.reports is not None)
                 self._run = _Run(run)
             known = self._entries
             while len(known) > 1 and _written(known[0], order.written) and _written(known[1], order.written):

@@ -114,3 +114,13 @@ def test_a_ledger_forgets_what_is_written_but_the_last() -> None:
     assert ledger.entries()[1].reports is None
     ledger.clear()
     assert (ledger.entries(), ledger.run) == ((), FIRST + 1)
+
+
+def test_a_ledger_forgets_what_an_older_run_never_did() -> None:
+    """A run that is halted leaves orders that nobody carries out; the next run orders them again."""
+    ledger = Ledger()
+    for step in range(4):
+        ledger.ordered(FIRST, order(step))
+    ledger.done(FIRST, report(0))
+    ledger.ordered(FIRST + 1, order(1))
+    assert [(entry.run, entry.place) for entry in ledger.entries()] == [(FIRST, 0), (FIRST + 1, 0)]
