@@ -29,7 +29,7 @@ from raypipe.engine.metrics import part_before
 from raypipe.engine.rundir import RunFolder
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
-from raypipe.errors import CheckpointError, LinkError, StageError
+from raypipe.errors import CheckpointError, LinkError, StageError, StageLostError
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import ControllerDecision
@@ -50,7 +50,7 @@ from raypipe.runtime.workers.places import PREFIX, Owner, release_orphans
 from raypipe.runtime.workers.recovery import Recovery
 from raypipe.runtime.workers.roster import Member
 from raypipe.runtime.workers.spares import Spares
-from raypipe.runtime.workers.takeover import take_over
+from raypipe.runtime.workers.takeover import take_over, take_survivors
 from raypipe.runtime.workers.watch import Notice
 
 __all__ = ["DriverActor", "driver_name"]
@@ -129,7 +129,7 @@ class _DriverActor:
                 spec, asked = left.charter.spec, Requests()
                 asked.stop("the run was submitted again with other settings")
             try:
-                outcome = self._go_on(spec, left, owner, lease, asked)
+                outcome = self._go_on(spec, left, given, owner, lease, asked)
                 if asked is self._requests:
                     return outcome
             except NotTakenOverError as error:
@@ -168,6 +168,7 @@ class _DriverActor:
                 tensors.let_go(run.persistent)
                 self._kept.clear()
             recovery = self._recovery(fleet, Charter.of(blueprint, planned, resources), made, tensors)
+            recovery.begin()
             while not self._requests.wait_checked(1.0):
                 self._journal.begins("waiting for the check of the model, which runs where the run was started")
             return self._loop(fleet, spec, plan, recovery, lease, self._requests)
@@ -180,7 +181,9 @@ class _DriverActor:
         newest = find_checkpoint(spec.place)[0] if self._again else None
         return [tensors] if newest is None else [newest.folder, tensors]
 
-    def _go_on(self, spec: RunSpec, left: Left, owner: Owner, lease: Lease, requests: Requests) -> Outcome:
+    def _go_on(
+        self, spec: RunSpec, left: Left, given: Submission | None, owner: Owner, lease: Lease, requests: Requests
+    ) -> Outcome:
         """With stages that another driver has left.
 
         Raises:
@@ -190,13 +193,20 @@ class _DriverActor:
         made = assemble(charter.blueprint(left.setup), charter.planned)
         fleet = self._fleet(len(left.roster), left.setup, charter.resources, owner, left.roster)
         try:
+            done: list[Done] = []
+            lost = None
             try:
                 done = take_over(fleet, made.run, made.setup, made.plan.rows, owner.term)
             except (StageError, LinkError) as error:
-                raise NotTakenOverError(str(error)) from None
+                if not spec.max_failures or requests is not self._requests:
+                    raise NotTakenOverError(str(error)) from None
+                lost = StageLostError(f"The driver of this run was lost, and not with it alone: {error}")
+                take_survivors(fleet, made.run, made.setup, owner.term)
             self._journal.begins("", stages=fleet.facts, num_steps=spec.num_steps)
-            recovery = self._recovery(fleet, charter, made, left.tensors)
-            return self._loop(fleet, spec, made.plan, recovery, lease, requests, done)
+            recovery = self._recovery(fleet, charter, made, left.tensors if given is None else given.tensors)
+            if lost is None:
+                recovery.begin()
+            return self._loop(fleet, spec, made.plan, recovery, lease, requests, done, lost)
         finally:
             fleet.stop()
             release_orphans(owner.name)  # a spare that was starting
@@ -216,15 +226,11 @@ class _DriverActor:
         )  # fmt: skip
 
     def _recovery(self, fleet: Fleet, charter: Charter, made: Assembled, tensors: StoredTensors) -> Recovery:
-        """What brings the stages back; they know from now on what a later driver needs."""
+        """What brings the stages back."""
         spec = charter.spec
         offered = (spec.num_workers or 0) if spec.max_failures else 0
         spares = Spares(fleet, offered, RunFolder(spec.place).event)
-        blueprint = charter.blueprint(made.run)
-        recovery = Recovery(fleet, blueprint, charter.planned, made, tensors, spares, charter.packed)
-        recovery.keep_charter(made)
-        spares.refill()
-        return recovery
+        return Recovery(fleet, charter.blueprint(made.run), charter.planned, made, tensors, spares, charter.packed)
 
     def _loop(
         self,
@@ -235,6 +241,7 @@ class _DriverActor:
         lease: Lease,
         requests: Requests,
         taken: Sequence[Done] = (),
+        lost: StageLostError | None = None,
     ) -> Outcome:
         self._predicted = plan.predicted
         if plan.predicted is not None:
@@ -251,7 +258,9 @@ class _DriverActor:
         gc.freeze()
         drains = DrainWatch(lambda: fleet.nodes, requests.leave, RunFolder(spec.place).event)
         with contextlib.closing(drains):
-            return run_loop(fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken)
+            return run_loop(
+                fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken, lost=lost
+            )
         raise AssertionError("unreachable: closing() swallows nothing")
 
     def _tell(self, folder: RunFolder, notice: Notice) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raypipe.engine.checkpoint import FreshOptions
 from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import LinkError, PlanError, RaypipeError, StageError
@@ -59,16 +58,11 @@ class Changing:
     Args:
         recovery: brings the stages back, or gives them another plan; None where they cannot fail by themselves, as
             threads.
-
-    Attributes:
-        began_at: steps that the run had done when it was submitted.
-        fresh: options of the optimizer that this submission brought.
     """
 
     def __init__(self, parts: Parts, progress: Progress, recovery: Recoverer | None) -> None:
         self._parts, self._progress, self._recovery = parts, progress, recovery
         self._failures = Failures(parts.spec.max_failures)
-        self.began_at, self.fresh = 0, FreshOptions()
 
     def survive(self, error: RaypipeError) -> None:
         """Have all stages brought back to one state, and go on from there.
@@ -86,7 +80,7 @@ class Changing:
             watcher.tell(message=f"recovering: {_line(error)}")
             begin_s, was = time.monotonic(), progress.at.step
             try:
-                back = self._recovery.recover(progress.marks, self.began_at, self.fresh)
+                back = self._recovery.recover(progress.marks.steps)
                 self._go_back(back)
                 self.keep_copy()
                 break
@@ -114,8 +108,16 @@ class Changing:
         if progress.empty and not progress.copied:
             self._recovery.keep_copy(progress.at.step)
             self._parts.ordering.copy_times.ordered(progress.at.step)
-            progress.mark()
+            self.copied()
             progress.copied = True
+
+    def copied(self) -> None:
+        """Every stage keeps a copy of the state that it has now; a later driver may have to go back to it, too."""
+        parts, progress = self._parts, self._progress
+        progress.mark()
+        if parts.notes.try_to(parts.metrics.write):  # first: it finds the steps before there
+            parts.ordering.learn(written=progress.at.step)
+            parts.notes.try_to(progress.marks.write)
 
     def _count(self, error: RaypipeError) -> None:
         """One failure more.
@@ -145,7 +147,7 @@ class Changing:
         try:
             if self._recovery is None:
                 raise PlanError("Stages in threads of one process stay as they are; start the run with local=False.")
-            progress.marks[step] = progress.at, progress.skipped
+            progress.mark()
             back = change(self._recovery, step)
         except PlanError as error:
             self._parts.tell(f"{decision} refused", str(error), step=step, **numbers)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from raypipe.engine.checkpoint import Manifest, make_manifest
+from raypipe.engine.checkpoint import Manifest, find_checkpoint, make_manifest
 from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
-from raypipe.errors import RaypipeError
+from raypipe.errors import RaypipeError, StageLostError
 from raypipe.ir.report import StepRecord, StepReport, mean_loss, merge_reports
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import ControllerConfig
@@ -50,6 +50,7 @@ def run_loop(
     lease: Lease | None = None,
     recovery: Recoverer | None = None,
     taken: Sequence[Done] = (),
+    lost: StageLostError | None = None,
 ) -> Outcome:
     """Begin where the newest checkpoint ends, train, evaluate, save. Metrics are written whatever happens.
 
@@ -59,13 +60,14 @@ def run_loop(
         lease: on the run's folder; None where nobody else can know of it.
         recovery: brings the stages back after a failure; None where they cannot fail by themselves, as threads.
         taken: what stages have done for an earlier driver, from which they were taken over where they stand.
+        lost: some stages were lost with that driver, so that the run begins with a recovery.
 
     Raises:
         LeaseError: another process has taken the run over; nothing more is written then.
     """
     loop = _Loop(fleet, spec, plan, watcher, requests, make_controller, lease, recovery)
     try:
-        outcome = loop.run(taken)
+        outcome = loop.run(taken, lost)
     except BaseException as error:
         reason, when = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", noticed(error)
         if lease is None or not lease.lost:
@@ -105,7 +107,7 @@ class _Loop:
         self.notes = Notes(self.folder, watcher)
         self.control = Control(make_controller, self.folder, watcher, self.notes.try_to)
         self.metrics = MetricsWriter(spec.place)
-        self.progress = Progress()
+        self.progress = Progress(spec.place)
         self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, self._manifest, self._tell, lease)
         self._ordering = Ordering(spec, plan, self.checkpoints, self.control, requests, self._evaluates_after)
         self._parts = Parts(
@@ -120,12 +122,17 @@ class _Loop:
         """In force."""
         return self._ordering.plan
 
-    def run(self, taken: Sequence[Done]) -> Outcome:
+    def run(self, taken: Sequence[Done], lost: StageLostError | None) -> Outcome:
         spec, requests, progress = self.spec, self.requests, self.progress
         if self._lease is not None and self._lease.taken_from:
             self.folder.event("take over", f"{self._lease.taken_from} is dead or did not renew its lease")
-        self._take_over(taken) if taken else self._resume()
-        began_at = self._changing.began_at = progress.at.step
+        if lost is not None:
+            self._stand_at_copies()
+        elif taken:
+            self._take_over(taken)
+        else:
+            self._resume()
+        began_at = progress.at.step
         self._ordering.learn(step=began_at, written=began_at)
         self.control.begin(self.plan.retune, resumed=began_at > 0)
         self._ordering.traced_step = min(spec.num_steps - 1, began_at + max(2, (spec.num_steps - began_at) // 2))
@@ -133,6 +140,8 @@ class _Loop:
         self.folder.write_config(spec.config_yaml)
         self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps, **self._signature())
         requests.serve(self.fleet)
+        if lost is not None:
+            self._changing.survive(lost)
         while True:
             try:
                 self._to_the_end()
@@ -180,7 +189,6 @@ class _Loop:
         found = begins.checkpoint
         if found is not None:
             self.fleet.restore(found.folder, begins.fresh)
-            self._changing.fresh = begins.fresh
             progress.at = Position(**found.manifest.position)
             self.checkpoints.latest = str(spec.place / found.folder)
         progress.saved = progress.completed = self.checkpoints.latest_step = progress.at.step
@@ -204,6 +212,21 @@ class _Loop:
         self._follow(iter([list(map(list, done.reports)) for done in taken]))
         self._write_metrics()
         self.folder.event("take over", "the stages go on where they stand", step=progress.at.step)
+
+    def _stand_at_copies(self) -> None:
+        """Stages were lost together with their driver: a recovery follows, and goes back to where it can from here."""
+        progress, spec = self.progress, self.spec
+        progress.marks.read()
+        checkpoint = find_checkpoint(spec.place)[0]
+        if checkpoint is not None:
+            progress.at = Position(**checkpoint.manifest.position)
+        newest = max(progress.marks.steps, default=0)
+        if newest > progress.at.step:
+            progress.at, progress.skipped = progress.marks[newest]
+        self.metrics.go_back(progress.at.step)
+        progress.saved = progress.completed = self.checkpoints.find()
+        self.watcher.resumed(self.metrics.recent, progress.at.step, self.checkpoints.latest)
+        self.folder.event("take over", "stages were lost together with their driver", step=progress.at.step)
 
     def _train(self) -> None:
         """Train to the end, to a stop, or to a checkpoint whose score is an evaluation."""
@@ -234,7 +257,7 @@ class _Loop:
             progress.at = ordered.after
             progress.empty = ordered.segment.phase.ends_empty
             if ordered.copies:
-                progress.mark()
+                self._changing.copied()
             if ordered.saves:
                 progress.saved = progress.at.step
                 if not self._evaluates_after(progress.at.step):

@@ -15,7 +15,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raypipe.engine.checkpoint import FreshOptions
 from raypipe.errors import LinkError, RaypipeError, StageError, StageLostError
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.spec import PlanInForce
@@ -62,13 +61,11 @@ class Recoverer(Protocol):
     def keep_copy(self, step: int) -> None:
         """Every stage copies its state in memory: that after ``step`` steps."""
 
-    def recover(self, steps: Collection[int], begun: int, fresh: FreshOptions) -> Recovered:
+    def recover(self, steps: Collection[int]) -> Recovered:
         """After a failure, bring all stages to the newest state that every one of them can reach.
 
         Args:
             steps: to which the run can go back where there are copies; else to its newest checkpoint.
-            begun: steps that the run had done when it was submitted.
-            fresh: options of the optimizer that this submission brought.
 
         Raises:
             StageError, LinkError: it failed again meanwhile.

@@ -22,7 +22,10 @@ from raypipe.engine.checkpoint import FreshOptions
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError
 
-__all__ = ["SETTINGS", "Change", "Settings", "differences", "goes_on", "read_settings", "write_settings"]
+__all__ = [
+    "SETTINGS", "Change", "Settings", "differences", "fresh_after", "fresh_options", "goes_on", "read_settings",
+    "write_settings",
+]  # fmt: skip
 
 SETTINGS = "settings.json"
 FORMAT = 1
@@ -148,6 +151,16 @@ def fresh_after(changes: Iterable[Change], step: int) -> FreshOptions:
         if change.step >= step:
             found = found | change.fresh
     return found
+
+
+def fresh_options(place: Place, step: int) -> FreshOptions:
+    """The same of the run in this folder, as its settings.json says.
+
+    Raises:
+        ConfigError: that is damaged.
+    """
+    found = read_settings(place)
+    return FreshOptions() if found is None else fresh_after(found.changes, step)
 
 
 def read_settings(place: Place) -> _Found | None:

@@ -24,6 +24,7 @@ from raypipe.planner.liveness import Finding
 from raypipe.runtime.run.takeover import Completion
 from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.flight import Flight
+from raypipe.runtime.workers.leaving import leave_work
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, Owner
 from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.root_cause import root_cause
@@ -35,7 +36,6 @@ from raypipe.runtime.workers.roster import (
     Roster,
     answers,
     chosen,
-    end_member,
     results,
     shared_memory_notes,
 )
@@ -46,8 +46,6 @@ __all__ = ["Fleet"]
 
 OPEN_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 3600.0
-SETTLE_S = 10.0
-"""After a failure, how long a worker may go on computing what it has begun, before it is taken for stuck."""
 LEAVE_S = 0.5
 """After a first failure, how long the other stages have to finish what was sent to them and to follow."""
 
@@ -112,7 +110,7 @@ class Fleet(StateCalls):
     @property
     def facts(self) -> tuple[dict[str, Any], ...]:
         """What people are told of each worker; not its address, which may hold a handle and so keep the actor alive."""
-        told = self.in_use or self.roster
+        told = [member for member in self.in_use if member.facts] or self.roster
         return tuple({name: v for name, v in member.facts.items() if name != "address"} for member in told)
 
     def expect(self, action_s: float) -> None:
@@ -158,12 +156,19 @@ class Fleet(StateCalls):
         ]
         results(opening, OPEN_TIMEOUT_S + PLACE_TIMEOUT_S, "opening their links")
 
-    def adopt(self, workers: Sequence[Member], run: RunSetup, setup: GenerationSetup, *, links: int, last: int) -> None:
-        """Take members that are workers already; ``links`` and ``last`` are their newest numbers of links and a run."""
+    def adopt(
+        self, workers: Mapping[int, Member], run: RunSetup, setup: GenerationSetup, *, links: int, last: int
+    ) -> None:
+        """Take members that are workers already; a worker that is missing is lost.
+
+        Args:
+            workers: by their number in the pipeline.
+            links, last: their newest numbers of links and of a run.
+        """
         self._run_setup, self._links, self._run = run, links, last
-        for member in workers:
+        for member in workers.values():
             member.joined = True
-        self._assign(workers, setup)
+        self._assign([workers.get(worker, Member(lost=True)) for worker in range(setup.num_workers)], setup)
 
     def complete(self, todo: Completion, schedules: Callable[[RowsKey], Schedule]) -> None:
         """Give workers that were adopted what others were given, and have all of them end after the same order."""
@@ -267,21 +272,7 @@ class Fleet(StateCalls):
     def settle(self) -> None:
         """After a failure: every worker leaves its work; one that is dead, or does not leave it, is lost."""
         flight, self._flight = self._flight, None
-        works = flight.works if flight is not None else {}
-        ray.wait(list(works), num_returns=len(works), timeout=SETTLE_S) if works else None
-        leaving = [member.actor.abort.remote(self._term, self._links, "the run recovers") for member in self.in_use]
-        ray.wait(leaving, num_returns=len(leaving), timeout=GRACE_S)
-        stuck = {worker for ref, worker in works.items() if not ray.wait([ref], timeout=0)[0]}
-        for worker, (member, ref) in enumerate(zip(self.in_use, leaving, strict=True)):
-            try:
-                ray.get(ref, timeout=0)
-            except RayError as error:
-                if isinstance(cause := getattr(error, "cause", None), LeaseError):
-                    raise cause from None
-                member.lost = True  # it is dead, or does not answer
-            if worker in stuck or member.lost:
-                member.lost = True
-                end_member(member)
+        leave_work(self.in_use, flight.works if flight is not None else {}, self._term, self._links)
 
     def replace_lost(self, count: int) -> tuple[str, ...]:
         """Spares, else new members, become the workers that were lost; the names of these, for people.

@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from raypipe.engine.checkpoint import FreshOptions, find_checkpoint, newest_step
+from raypipe.engine.checkpoint import find_checkpoint, newest_step
 from raypipe.errors import CaptureError, CheckpointError, PlanError, StageError, StageLostError
 from raypipe.planner.recovery import Copy, newest_common
 from raypipe.planner.segments import Position
@@ -22,12 +22,18 @@ from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.planning import another, plan_for
 from raypipe.runtime.run.recovery import Recovered
+from raypipe.runtime.run.same_run import fresh_options
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.spares import Spares
 
 __all__ = ["Recovery"]
+
+TENSORS_LOST = (
+    "A stage was lost before the first checkpoint, and with an earlier driver the parameters that the run began with. "
+    "Start the run again under the same name."
+)
 
 
 class Recovery:
@@ -56,11 +62,16 @@ class Recovery:
         self._first = made.plan.plan  # which says how mini-batches are parted
         self._num_stages = {self._first.generation: len(made.setup.programs)}  # by generation of the plan
 
+    def begin(self) -> None:
+        """The fleet is complete: its workers keep what a later driver needs, and spares start."""
+        self._keep_charter(self._made)
+        self._spares.refill()
+
     def keep_copy(self, step: int) -> None:
         """See Recoverer."""
         self._fleet.keep_copy(step)
 
-    def recover(self, steps: Collection[int], begun: int, fresh: FreshOptions) -> Recovered:
+    def recover(self, steps: Collection[int]) -> Recovered:
         """See Recoverer."""
         clock = _Clock()
         fleet = self._fleet
@@ -76,15 +87,14 @@ class Recovery:
             made, changed = self._planned_for(len(fleet.roster), error), True
         clock.lap("replace")
         try:
-            step, source, position = self._restore(made, copies, begun, fresh)
+            step, source, position = self._restore(made, copies)
         except PlanError as error:  # one of them was lost meanwhile, so that there are too few
             raise StageLostError(f"A worker was lost while the run recovered: {error}") from None
         except CheckpointError as error:  # storage may answer the next time
             raise StageLostError(f"The run could not go back: {error}") from None
         self._made = made
-        self.keep_charter(made)
+        self.begin()
         clock.lap("restore")
-        self._spares.refill()
         return Recovered(step, source, position, replaced, clock.laps_s, fleet.facts, made.plan if changed else None)
 
     def resize(self, num_stages: int, step: int) -> Recovered:
@@ -158,7 +168,7 @@ class Recovery:
             )
         self._fleet.configure(made.run, made.setup, copies, members)
         self._made = made
-        self.keep_charter(made)
+        self._keep_charter(made)
 
     def _planned_for(self, workers: int, error: PlanError) -> Assembled:
         """A plan for the workers that are left, with as many stages on each as before."""
@@ -196,14 +206,12 @@ class Recovery:
                 ]
         return ()
 
-    def keep_charter(self, made: Assembled) -> None:
+    def _keep_charter(self, made: Assembled) -> None:
         """Have every worker keep what a later driver needs."""
         names = [name for name in sorted(self._tensors.names) if name not in made.run.persistent]
         self._fleet.keep_charter(self._charter(self._planned[made.setup.generation]), self._tensors, names)
 
-    def _restore(
-        self, made: Assembled, copies: Sequence[RemoteCopy], begun: int, fresh: FreshOptions
-    ) -> tuple[int, str, Position | None]:
+    def _restore(self, made: Assembled, copies: Sequence[RemoteCopy]) -> tuple[int, str, Position | None]:
         """(step, where from, position of a checkpoint) of the newest state that all can have; now they have it."""
         fleet, run, setup, place = self._fleet, made.run, made.setup, self._blueprint.spec.place
         saved = newest_step(place) if copies else None
@@ -212,12 +220,15 @@ class Recovery:
             return copies[0].step, "copies in memory", None
         newest = find_checkpoint(place)[0]
         if newest is None:
+            if not run.persistent <= set(self._tensors.names):
+                raise StageError(TENSORS_LOST)
             fleet.configure(run, setup, [self._tensors])
             return 0, "the parameters that the run began with", Position()
         fleet.configure(run, setup, [newest.folder, self._tensors])
+        step = newest.manifest.step
         # Options of the optimizer that were changed when the run was submitted again stand in later checkpoints only.
-        fleet.restore(newest.folder, fresh if newest.manifest.step <= begun else FreshOptions())
-        return newest.manifest.step, newest.folder, Position(**newest.manifest.position)
+        fleet.restore(newest.folder, fresh_options(place, step))
+        return step, newest.folder, Position(**newest.manifest.position)
 
 
 class _Clock:

@@ -41,7 +41,7 @@ class Member:
     """An actor of the fleet, in use or spare.
 
     Attributes:
-        place: its placement group.
+        actor, place: it, and its placement group; None of one that was lost before this driver knew of it.
         facts: what it says of itself: address, node, host, process, versions.
         worker: its number in the pipeline; None for a spare.
         joined: it knows the run.
@@ -52,8 +52,8 @@ class Member:
         number: in the names of its actor and its place; no two members of a driver have the same.
     """
 
-    actor: Any
-    place: PlacementGroup
+    actor: Any = None
+    place: PlacementGroup | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     worker: int | None = None
     joined: bool = False
@@ -203,6 +203,8 @@ def _taken_over(obeys: Any) -> bool:
 def end_member(member: Member) -> None:
     """End its process, whatever state it is in, and give its place back."""
     member.lost = True
+    if member.actor is None or member.place is None:
+        return
     with contextlib.suppress(RayError):
         ray.kill(member.actor, no_restart=True)
     release([member.place])

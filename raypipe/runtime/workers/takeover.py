@@ -4,23 +4,28 @@ stand      every stage obeys the new driver from now on, and says what it was or
 complete   whoever was not given an order that others have is given it; all end after the same one
 ended      they have
 stand      what they have done, of which the old driver may not have written all
+
+Where they cannot, because one of them was lost with the driver, those that are left leave their work and wait for the
+recovery that every lost stage takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.errors import StageError
+from raypipe.errors import LinkError, StageError
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.runtime.run.takeover import Done, Standing, completion, steps_done
 from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.roster import Member, results
+from raypipe.runtime.workers.leaving import SETTLE_S
+from raypipe.runtime.workers.roster import Member, end_member, results
 
-__all__ = ["take_over"]
+__all__ = ["take_over", "take_survivors"]
 
 ASK_S = 10.0
 FINISH_S = 300.0
@@ -49,11 +54,46 @@ def take_over(
     if len(workers) != setup.num_workers or list(workers) != sorted(range(setup.num_workers)):
         raise StageError(f"Of {setup.num_workers} stage actors only {len(workers)} outlived their driver.")
     members, standings = [m for m, _ in workers.values()], [s for _, s in workers.values()]
+    if any(standing.generation != setup.generation for standing in standings):
+        raise StageError("The stages were being given another plan when their driver ended.")
     todo = completion(standings)
-    fleet.adopt(members, run, setup, links=standings[0].links, last=todo.run)
+    fleet.adopt(dict(enumerate(members)), run, setup, links=standings[0].links, last=todo.run)
     fleet.complete(todo, schedules)
     _wait_ended([member.actor for member in members], todo.run)
     return [Done(order, fleet.by_stage(reports)) for order, reports in steps_done(_standings(members, term))]
+
+
+def take_survivors(fleet: Fleet, run: RunSetup, setup: GenerationSetup, term: int) -> None:
+    """Make those members its workers that still are workers, and the others lost; ``Recovery`` is next.
+
+    They leave their work; one that does not is ended.
+
+    Args:
+        run, setup: that the run had.
+        term: of this driver.
+
+    Raises:
+        LeaseError: an even later driver has taken them over.
+    """
+    found = []
+    for member in fleet.roster:
+        try:
+            found.append((member, *results([member.actor.stand.remote(term)], ASK_S, DOING)))
+        except StageError:  # it is dead, or does not answer
+            end_member(member)
+    for member, standing in found:
+        try:
+            results([member.actor.abort.remote(term, standing.links, "its driver was lost")], ASK_S, DOING)
+            with contextlib.suppress(StageError, LinkError):  # that ended its work; it has left it
+                if results([member.actor.ended.remote(standing.run, SETTLE_S)], SETTLE_S + ASK_S, DOING) != [None]:
+                    end_member(member)
+        except StageError:
+            end_member(member)
+    living = [(member, standing) for member, standing in found if not member.lost]
+    workers = {s.worker: m for m, s in living if s.worker is not None and s.worker < setup.num_workers}
+    last = max((standing.run for _, standing in living), default=-1)
+    links = max((standing.links for _, standing in living), default=-1)
+    fleet.adopt(workers, run, setup, links=links, last=last)
 
 
 def _standings(members: Sequence[Member], term: int) -> list[Standing]:

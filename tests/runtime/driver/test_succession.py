@@ -70,16 +70,27 @@ def test_a_driver_that_ray_starts_again_goes_on(before: Held, tmp_path: Path, de
     assert events(tmp_path / "again", "resume") == []
 
 
-def test_a_stage_that_is_killed_with_its_driver_takes_the_run_back_to_a_checkpoint(
-    before: Held, tmp_path: Path
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_stage_that_is_killed_with_its_driver_comes_back_from_memory(
+    before: Held, tmp_path: Path, saves: bool
 ) -> None:
-    handle = surviving(tmp_path, "both", "noisy", checkpoint_interval_steps=5).start(STEPS, detached=True)
+    """Also where there is a checkpoint, which is older."""
+    checkpoints = {"checkpoint_interval_steps": 5} if saves else {}
+    handle = surviving(tmp_path, "both", "noisy", **checkpoints).start(STEPS, detached=True)
     reached(handle, 10)
-    wait_until(lambda: handle.status().checkpoint != "")
-    os.kill(stages_of(handle)[0], signal.SIGKILL)
+    if saves:
+        wait_until(lambda: handle.status().checkpoint != "")
+    stages = stages_of(handle)
+    os.kill(stages[0], signal.SIGKILL)
     kill_driver(tmp_path / "both")
+    reached(handle, STEPS // 2)
+    assert stages_of(handle)[1] == stages[1]
     whole(tmp_path, "both", handle.wait(timeout_s=WAIT_S), "noisy")
-    assert events(tmp_path / "both", "not taken over") != [] or events(tmp_path / "both", "recovery") != []
+    found = events(tmp_path / "both", "recovery")
+    assert found != []
+    assert events(tmp_path / "both", "resume") == []
+    if not saves:
+        assert found[-1]["reason"] == "from copies in memory"
 
 
 def killed(folder: Path, run: str, name: str, **pipeline: Any) -> tuple[RunHandle, list[int]]:

@@ -1,0 +1,47 @@
+"""After a failure: every worker leaves its work, so that it can be given a state and links anew.
+
+abort --> waits of the segment end --> work() ends        within SETTLE_S, else the worker is stuck, and is ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raypipe.errors import LeaseError
+from raypipe.runtime.workers.roster import GRACE_S, Member, end_member
+
+__all__ = ["SETTLE_S", "leave_work"]
+
+SETTLE_S = 10.0
+"""How long a worker may go on computing what it has begun, before it is taken for stuck."""
+
+
+def leave_work(workers: Sequence[Member], works: Mapping[Any, int], term: int, links: int) -> None:
+    """Have workers leave their work; those that are dead or stuck are ended, and lost.
+
+    Args:
+        works: their calls of ``work`` that have not been seen to end, with the worker.
+        term: of the driver.
+        links: number of the links that they have.
+
+    Raises:
+        LeaseError: a later driver has taken them over.
+    """
+    ray.wait(list(works), num_returns=len(works), timeout=SETTLE_S) if works else None
+    asked = {worker: member for worker, member in enumerate(workers) if member.actor is not None}
+    leaving = {w: member.actor.abort.remote(term, links, "the run recovers") for w, member in asked.items()}
+    ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=GRACE_S) if leaving else None
+    stuck = {worker for ref, worker in works.items() if not ray.wait([ref], timeout=0)[0]}
+    for worker, member in asked.items():
+        try:
+            ray.get(leaving[worker], timeout=0)
+        except RayError as error:
+            if isinstance(cause := getattr(error, "cause", None), LeaseError):
+                raise cause from None
+            member.lost = True  # it is dead, or does not answer
+        if worker in stuck or member.lost:
+            end_member(member)
