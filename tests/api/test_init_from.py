@@ -23,7 +23,7 @@ from tests.exactness import same_bits
 from tests.models import CASES
 from tests.nets import Mlp
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
 CONFIG = PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters")
 OTHER = PipelineConfig(num_stages=3, minibatch_size=8, num_microbatches=2, partitioner="parameters", seed=3)

@@ -25,7 +25,7 @@ from raypipe.testing import reference
 from tests.exactness import same_bits
 from tests.nets import Mlp, sequential
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
 STEPS, MINIBATCH = 8, 8
 BAD = (2, 3, 5)

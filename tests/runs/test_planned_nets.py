@@ -24,6 +24,8 @@ from raypipe.testing import reference
 from tests.exactness import Recorder
 from tests.models import Records
 
+pytestmark = pytest.mark.usefixtures("shared_captures")
+
 STEPS = 2
 ROUNDING = 1e-5
 """Of the largest movement of a parameter: what tied parameters may differ by, for sums over uses and over micro-batches

@@ -21,7 +21,7 @@ from raypipe.runtime.run.takeover import Done
 from tests.exactness import same_bits
 from tests.runtime.run.test_planning import trainer
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
 STEPS, KILLED, UNWRITTEN = 14, 9, 4
 

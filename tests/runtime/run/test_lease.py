@@ -28,7 +28,7 @@ from raypipe.runtime.run.lease import LEASE, Held, Lease, read_lease
 from tests.exactness import SHAPES, config_of
 from tests.prepare.test_resume import outcome, trainer, wait_for
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 ROOT = Path(__file__).parents[3]
 ELSEWHERE = Holder("far-away", "another boot pid:[1]", 1, "7", "abc")
@@ -275,13 +275,13 @@ def test_a_run_that_was_taken_over_ends_and_harms_nothing(tmp_path: Path, times:
         )
         return trainer("mlp", tmp_path, name, stages, pipeline=pipeline)
 
-    first = made("run", 2, 40).start(num_steps=100_000, local=True)
+    first = made("run", 2, 20).start(num_steps=100_000, local=True)
     wait_for(lambda: "step_" in first.status().checkpoint)
-    second = made("run", 3, 1).start(num_steps=400, local=True)
+    second = made("run", 3, 1).start(num_steps=100, local=True)
     with pytest.raises(LeaseError, match="was taken over by"):
         first.wait(timeout_s=240)
     second.wait(timeout_s=240)
-    made("whole", 2, 400).fit(num_steps=400, local=True, progress=False)
+    made("whole", 2, 100).fit(num_steps=100, local=True, progress=False)
     (rows, state), (expected_rows, expected) = outcome(tmp_path / "run"), outcome(tmp_path / "whole")
     assert [row[:2] for row in rows] == [row[:2] for row in expected_rows]
     for name, value in state.items():  # two runs at once in one process round differently; the bits: two processes
@@ -293,5 +293,5 @@ def test_a_run_that_was_taken_over_ends_and_harms_nothing(tmp_path: Path, times:
         if (folder / "manifest.json").exists():
             load_state_dict(folder)
     assert not list((tmp_path / "run/checkpoints").glob("*/*.refused")), "nothing of the other one was set aside"
-    with pytest.raises(ConfigError, match="has done 400 steps"):
-        made("run", 2, 400).fit(num_steps=399, local=True, progress=False)
+    with pytest.raises(ConfigError, match="has done 100 steps"):
+        made("run", 2, 100).fit(num_steps=99, local=True, progress=False)

@@ -24,7 +24,7 @@ from raypipe.runtime.run.requests import Requests
 from tests.exactness import same_bits
 from tests.models import CASES
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 STEPS = 6
 

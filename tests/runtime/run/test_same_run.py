@@ -22,7 +22,7 @@ from raypipe.prepare.identity import optimizer_labels
 from raypipe.runtime.run.same_run import Settings, differences, read_settings, write_settings
 from tests.exactness import same_bits
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 SAMPLES, BATCH, SAVED, STEPS = 24, 8, 4, 7
 
@@ -32,6 +32,9 @@ class Net(nn.Module):
         super().__init__()
         self.one, self.two = nn.Linear(5, width), nn.Linear(width, 3)
         self.gelu = gelu
+
+    def extra_repr(self) -> str:  # by which captures of the two are told apart
+        return f"gelu={self.gelu}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.one(x)
