@@ -110,6 +110,14 @@ def test_what_must_run_is_told_to_every_test(monkeypatch: pytest.MonkeyPatch) ->
     assert [("--must-run" in found) for found in options] == [False, True]
 
 
+def test_every_process_need_not_compile_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("KEPT", "yes")
+    given = tiers._environment()
+    assert "PYTHONDONTWRITEBYTECODE" not in given
+    assert given["KEPT"] == "yes"
+
+
 def test_devices_are_seen(tmp_path: Path) -> None:
     assert not tiers.has_gpu(tmp_path)
     (tmp_path / "nvidiactl").touch()

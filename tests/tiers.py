@@ -187,8 +187,13 @@ def _tool(*command: str) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """This process's own, and a traceback from a process that crashes, also while it ends."""
-    return {**os.environ, "PYTHONFAULTHANDLER": "1"}
+    """This process's own, and a traceback from a process that crashes, also while it ends.
+
+    Modules are compiled once, whatever this shell says of that: the ray tier starts hundreds of processes, and each
+    would compile all of raypipe again.
+    """
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**given, "PYTHONFAULTHANDLER": "1"}
 
 
 def _counts(report: Path) -> tuple[int, int]:
