@@ -19,7 +19,7 @@ from raypipe.runtime.workers.packing import stored
 from tests.exactness import same_bits
 from tests.runtime.run.test_planning import STEPS, StopsAfter, trainer
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
 
 STAGES = (2, 3, 2)
 """Of one plan after the other."""

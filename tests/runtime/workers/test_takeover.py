@@ -37,6 +37,50 @@ STEPS = 12
 NEEDS = {"CPU": 0, "spare": 1}
 
 
+class Pair:
+    """Two stage actors and their drivers, of which each one is obeyed until the next one comes."""
+
+    def __init__(self) -> None:
+        self._keeper = Fleet(2, NEEDS)
+        self._drivers = [self._keeper]
+
+    def driver(self, count: int = 2) -> Fleet:
+        """The next one; it finds ``count`` of them."""
+        term = self._drivers[-1]._term + 1
+        made = Fleet(count, NEEDS, owner=Owner(term=term), roster=self._keeper.roster[:count])
+        # Actors know runs and links by numbers that never come again.
+        made._run, made._links = (max(getattr(one, name) for one in self._drivers) for name in ("_run", "_links"))
+        self._drivers.append(made)
+        return made
+
+    def rest(self) -> None:
+        """Both leave what they do, however the test ended."""
+        last = self.driver()
+        for driver in self._drivers[1:]:
+            driver._watch.close()
+        actors = [member.actor for member in last.roster]
+        ends = [actor.finish_after.remote(last._term, last._run, 0) for actor in actors]
+        ends += [actor.abort.remote(last._term, last._links, "the test is over") for actor in actors]
+        ray.get(ends, timeout=60)
+
+    def stop(self) -> None:
+        self._keeper._roster._owner = Owner(term=self._drivers[-1]._term + 1)
+        self._keeper.stop()
+
+
+@pytest.fixture(scope="module")
+def made(local_ray: None) -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.stop()
+
+
+@pytest.fixture
+def pair(made: Pair) -> Iterator[Pair]:
+    yield made
+    made.rest()
+
+
 class Training:
     """Two stages, and the orders of all their steps.
 
@@ -56,14 +100,14 @@ class Training:
         first = self.stages[0].first_trainable
         self.rows = cache(lambda key: lower(build_schedule(request, 2, key.num_microbatches, first)))
 
-    def begin(self, term: int = 1) -> Fleet:
-        fleet = Fleet(2, NEEDS, owner=Owner(term=term))
+    def begin(self, pair: Pair) -> Fleet:
+        fleet = pair.driver()
         fleet.configure(self.run, self.setup, [stored(self.tensors)])
         return fleet
 
-    def succeed(self, before: Fleet, term: int = 2) -> tuple[Fleet, list[Done]]:
-        fleet = Fleet(2, NEEDS, owner=Owner(term=term), roster=before.roster)
-        return fleet, take_over(fleet, self.run, self.setup, self.rows, term)
+    def succeed(self, pair: Pair) -> tuple[Fleet, list[Done]]:
+        fleet = pair.driver()
+        return fleet, take_over(fleet, self.run, self.setup, self.rows, fleet._term)
 
 
 def losses(reports: Iterator[list[list[StepReport]]]) -> list[float | None]:
@@ -71,62 +115,48 @@ def losses(reports: Iterator[list[list[StepReport]]]) -> list[float | None]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(local_ray: None) -> list[float | None]:
+def undisturbed(made: Pair) -> list[float | None]:
     training = Training()
-    fleet = training.begin()
-    try:
-        return losses(fleet.run(iter(training.orders), training.rows))
-    finally:
-        fleet.stop()
+    found = losses(training.begin(made).run(iter(training.orders), training.rows))
+    made.rest()
+    return found
 
 
 @pytest.mark.parametrize("heard", [1, 5])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_the_steps_go_on_in_the_same_processes(undisturbed: list[float], heard: int, ahead: int) -> None:
+def test_the_steps_go_on_in_the_same_processes(undisturbed: list[float], pair: Pair, heard: int, ahead: int) -> None:
     """Its driver has heard of some steps, and has given stage 0 an order that stage 1 never got."""
     training = Training()
-    first = training.begin()
-    second = None
-    try:
-        losses(itertools.islice(first.run(iter(training.orders), training.rows), heard))
-        given = heard + 2
-        for order in training.orders[given : given + ahead]:
-            ray.get(first.actors[0].submit.remote(1, first._run, order))
-        processes = pids(first)
-        second, done = training.succeed(first)
-        steps = [one.order.segment.first_step for one in done]
-        assert steps == list(range(len(steps)))
-        assert len(steps) >= given + ahead
-        found = losses(one.reports for one in done)
-        found += losses(second.run(iter(training.orders[len(steps) :]), training.rows))
-        assert found == undisturbed
-        assert pids(second) == processes
-        with pytest.raises(LeaseError):
-            list(first.run(iter(training.orders[:1]), training.rows))
-    finally:
-        (second or first).stop()
+    first = training.begin(pair)
+    losses(itertools.islice(first.run(iter(training.orders), training.rows), heard))
+    given = heard + 2
+    for order in training.orders[given : given + ahead]:
+        ray.get(first.actors[0].submit.remote(first._term, first._run, order))
+    # What was ordered before has arrived when this has.
+    ray.get([actor.set_row.remote(first._term, None, None, False) for actor in first.actors], timeout=60)
+    processes = pids(first)
+    second, done = training.succeed(pair)
+    steps = [one.order.segment.first_step for one in done]
+    assert steps == list(range(len(steps)))
+    assert len(steps) >= given + ahead
+    found = losses(one.reports for one in done)
+    found += losses(second.run(iter(training.orders[len(steps) :]), training.rows))
+    assert found == undisturbed
+    assert pids(second) == processes
+    with pytest.raises(LeaseError):
+        list(first.run(iter(training.orders[:1]), training.rows))
 
 
-def test_a_stage_that_fails_meanwhile_is_told(local_ray: None) -> None:
+def test_a_stage_that_fails_meanwhile_is_told(pair: Pair) -> None:
     training = Training(burns=2 * 4 + 1)
-    first = training.begin()
-    try:
-        next(iter(first.run(iter(training.orders), training.rows)))
-        with pytest.raises((StageError, LinkError), match=r"the user's own mistake|stage 1 failed"):
-            training.succeed(first)
-    finally:
-        first._roster._owner = Owner(term=3)
-        first.stop()
+    next(iter(training.begin(pair).run(iter(training.orders), training.rows)))
+    with pytest.raises((StageError, LinkError), match=r"the user's own mistake|stage 1 failed"):
+        training.succeed(pair)
 
 
-def test_a_stage_that_is_gone_too_is_told(local_ray: None) -> None:
+def test_a_stage_that_is_gone_too_is_told(pair: Pair) -> None:
     training = Training()
-    first = training.begin()
-    try:
-        next(iter(first.run(iter(training.orders), training.rows)))
-        fleet = Fleet(1, NEEDS, owner=Owner(term=2), roster=first.roster[:1])
-        with pytest.raises(StageError, match="Of 2 stage actors only 1 outlived"):
-            take_over(fleet, training.run, training.setup, training.rows, 2)
-    finally:
-        first._roster._owner = Owner(term=3)
-        first.stop()
+    next(iter(training.begin(pair).run(iter(training.orders), training.rows)))
+    fleet = pair.driver(1)
+    with pytest.raises(StageError, match="Of 2 stage actors only 1 outlived"):
+        take_over(fleet, training.run, training.setup, training.rows, fleet._term)
