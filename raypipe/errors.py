@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 __all__ = [
+    "LESS_MEMORY",
     "CaptureError",
     "CheckpointError",
     "ConfigError",
@@ -11,11 +14,29 @@ __all__ = [
     "LinkAbortedError",
     "LinkError",
     "PlanError",
+    "RanOut",
     "RaypipeError",
     "ScheduleError",
     "StageError",
     "StageLostError",
 ]
+
+LESS_MEMORY = (
+    "Give the stages less to hold (more stages, a smaller minibatch_size, more num_microbatches, memory_limit_bytes), "
+    "or that node more memory."
+)
+
+
+class RanOut(NamedTuple):
+    """A worker had no memory left.
+
+    Attributes:
+        worker: its number in the pipeline.
+        held_bytes: by its process at that time, or by its device; 0 where nobody knows.
+    """
+
+    worker: int
+    held_bytes: int
 
 
 class RaypipeError(Exception):
@@ -23,10 +44,14 @@ class RaypipeError(Exception):
 
     Attributes:
         raised_at_s: seconds since 1970 when something went wrong on a stage, by its host's clock; None where nobody
-            knows. It travels with the error.
+            knows.
+        ran_out: whose memory was not enough, where that is why.
+
+    Both travel with the error.
     """
 
     raised_at_s: float | None = None
+    ran_out: RanOut | None = None
 
 
 class ConfigError(RaypipeError):

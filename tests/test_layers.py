@@ -102,6 +102,8 @@ PARTS = {
     ),
     "elastic": ("tune",),
     "control": ("elastic", "memory", "search", "tolerance"),
+    "worth": (),
+    "replan": ("control", "tune", "worth"),
     "liveness": (),
     "segments": (),
     "copies": (),

@@ -67,12 +67,15 @@ class Finding(NamedTuple):
         over: it is lost: to be ended, and replaced.
         why: the rest of a sentence that begins with its name.
         after_s: how long it took to notice.
+        ran_out_bytes: that it held when it was ended because there was no memory left, 0 unknown; None where that is
+            not why.
     """
 
     means: str
     over: bool
     why: str
     after_s: float
+    ran_out_bytes: int | None = None
 
 
 class Row(NamedTuple):

@@ -9,7 +9,10 @@ from raypipe.errors import PlanError
 from raypipe.planner.control.choice import Choice, CodecCost
 from raypipe.planner.control.memory_budget import MemoryBudget
 
-__all__ = ["ControllerConfig"]
+__all__ = ["LINK_DRIFT_THRESHOLD", "MIN_GAIN", "ControllerConfig"]
+
+LINK_DRIFT_THRESHOLD, MIN_GAIN = 0.25, 0.03
+"""Where nobody says; see ControllerConfig."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,8 @@ class ControllerConfig:
     backward_codecs: tuple[CodecCost, ...] = ()
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
     retune_interval_steps: int = 20
-    link_drift_threshold: float = 0.25
-    min_gain: float = 0.03
+    link_drift_threshold: float = LINK_DRIFT_THRESHOLD
+    min_gain: float = MIN_GAIN
     frozen: bool = False
 
     def __post_init__(self) -> None:

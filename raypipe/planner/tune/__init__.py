@@ -5,8 +5,9 @@
     cluster --+
     nothing profiled: make_partition --> make_plan, the plan of equal parameters
 
-Left out: re-planning while a run goes on, recomputation, and the choice of devices among those offered beyond what
-the partition solvers do.
+    a run that goes on: again (workers have other speeds), lighter (one ran out of memory) --> Decision
+
+Left out: recomputation, and the choice of devices among those offered beyond what the partition solvers do.
 """
 
 from __future__ import annotations

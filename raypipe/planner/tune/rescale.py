@@ -20,7 +20,7 @@ from raypipe.ir.profile import Profile
 from raypipe.planner.columns import columns_of
 from raypipe.planner.stage_time import StageTime, fit_stage_time
 
-__all__ = ["graph_at", "seconds_at", "seconds_by_count", "times_of"]
+__all__ = ["graph_at", "seconds_at", "seconds_by_count", "slower", "times_of"]
 
 Floats = NDArray[np.float64]
 LEAST = 1e-3
@@ -80,7 +80,7 @@ def graph_at(profile: Profile, samples: int, total_s: float, graph: ModelGraph) 
     if graph is profile.graph and other is not None:
         factors = _factors(other, busy_s, (samples - other[0]) / (profile.microbatch_size - other[0]))
     factors *= total_s / (float((factors * busy_s).sum()) or 1.0)
-    nodes = tuple(_slower(node, factor) for node, factor in zip(graph.nodes, factors.tolist(), strict=True))
+    nodes = tuple(slower(node, factor) for node, factor in zip(graph.nodes, factors.tolist(), strict=True))
     return dataclasses.replace(graph, nodes=nodes)
 
 
@@ -97,7 +97,7 @@ def _factors(other: tuple[int, tuple[float, ...]], busy_s: Floats, share: float)
     return found
 
 
-def _slower(node: Node, factor: float) -> Node:
+def slower(node: Node, factor: float) -> Node:
     """``dataclasses.replace`` with so many times the seconds, at a third of its price: there may be ten thousand."""
     return Node(
         node.name,

@@ -1,0 +1,187 @@
+"""When stages are cut again: for a worker that became slower or faster for good, where moving layers pays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.ir.links import StageSample
+from raypipe.ir.profile import Profile
+from raypipe.planner.replan import Offer, Question, Replanner, answer, can_be_cut_again
+from raypipe.planner.tune import ASSUMED_LINK, Request, decide, plan_of
+from raypipe.planner.tune.again import line_of
+from tests.planner.partition_cases import TICK, chain_of
+
+pytestmark = pytest.mark.slow
+
+COUNT = 8
+STEPS = 10_000
+SETTLING = 9
+"""Steps until a new pace is known: two that differ, and those after which it counts as lasting; one in between."""
+
+
+def request_of(stages: int, **fields: object) -> Request:
+    made = Request(stages, stages, (), COUNT, COUNT, num_samples=1000, schedule="1f1b")
+    return replace(made, **fields)  # type: ignore[arg-type]
+
+
+class Run:
+    """A run on paper: what its stages take is what their layers take, times how slow their workers are.
+
+    Args:
+        ticks: of each layer, on a worker as quick as it should be.
+    """
+
+    def __init__(self, ticks: list[int], stages: int, steps: int = STEPS, **fields: object) -> None:
+        self.request = request_of(stages, **fields)
+        self.ticks = ticks
+        profile = Profile(chain_of(ticks, params=1000, kept=100), microbatch_size=1)
+        self.plan = plan_of(decide(self.request, profile))
+        self.replanner = Replanner(profile, steps, 0.25)
+        self.replanner.begin(self.plan, line_of(self.plan, None, ASSUMED_LINK))
+        self.step = 0
+        self.noise = random.Random(0)
+
+    def busy_s(self, slowness: Sequence[float]) -> list[float]:
+        parts = self.plan.partition.stages
+        return [sum(self.ticks[s.start : s.stop]) * TICK * slow for s, slow in zip(parts, slowness, strict=True)]
+
+    def asked(self, slowness: Sequence[float], steps: int, noise: float = 0.0) -> Iterator[Question]:
+        """Questions of so many steps."""
+        for _ in range(steps):
+            busy_s = [s * self.noise.uniform(1 - noise, 1 + noise) for s in self.busy_s(slowness)]
+            samples = [StageSample(at, self.step, s / 2, s / 2) for at, s in enumerate(busy_s)]
+            asked = self.replanner.heard(self.step, max(busy_s) * COUNT, samples)
+            self.step += 1
+            if asked is not None:
+                yield asked
+
+    def offers(self, slowness: Sequence[float], steps: int = SETTLING, noise: float = 0.0) -> list[Offer]:
+        """That the run takes at once."""
+        found = []
+        for asked in self.asked(slowness, steps, noise):
+            offer = answer(self.request, asked, 0.03)
+            if offer is not None:
+                found.append(offer)
+                self.plan = replace(plan_of(offer.found.decision), generation=self.plan.generation + 1)
+                self.replanner.taken(offer, self.plan, 1e-6, self.step)
+        return found
+
+
+layers = st.lists(st.integers(1, 9), min_size=8, max_size=16)
+several = st.integers(2, 4)
+SETTINGS = settings(max_examples=30, deadline=None)
+
+
+def test_layers_move_away_from_a_slow_worker_and_back_when_it_recovers() -> None:
+    run = Run([4] * 24, 4)
+    first = run.plan.partition.cuts
+    assert run.offers([1.0] * 4, 20) == []
+    (offer,) = run.offers([1.0, 1.0, 1.5, 1.0], 20)
+    sizes = [s.stop - s.start for s in run.plan.partition.stages]
+    assert sizes[2] == 4  # 24 layers, 3.67 workers: 6.5 each, 4.4 of them on the slow one
+    assert max(run.busy_s([1.0, 1.0, 1.5, 1.0])) == 7 * 4 * TICK
+    assert offer.why == "stage 2 takes 1.50 times as long as before, the stages' median 1.00 times"
+    assert 0.1 < offer.gain.share < 1 - 7 / 9  # what the slowest stage gains
+    assert run.plan.reasons[0] == ("cut", f"made again, for {offer.why}")
+    assert offer.numbers["speeds"] == pytest.approx([1, 1, 0.667, 1])
+    assert len(run.offers([1.0] * 4, 20)) == 1
+    assert run.plan.partition.cuts == first
+
+
+@SETTINGS
+@given(layers, several, st.floats(1.5, 4.0))
+def test_workers_that_become_slower_alike_keep_their_layers(ticks: list[int], stages: int, slower: float) -> None:
+    run = Run(ticks, stages)
+    assert list(run.asked([1.0] * stages, 20)) == []
+    assert list(run.asked([slower] * stages, 40)) == []
+
+
+@SETTINGS
+@given(layers, several)
+def test_noise_moves_nothing(ticks: list[int], stages: int) -> None:
+    run = Run(ticks, stages)
+    assert run.offers([1.0] * stages, 200, noise=0.1) == []
+
+
+@SETTINGS
+@given(layers, several, st.data())
+def test_a_slow_minute_that_passes_moves_nothing(ticks: list[int], stages: int, data: st.DataObject) -> None:
+    run = Run(ticks, stages)
+    run.offers([1.0] * stages, 20)
+    slow = [1.0] * stages
+    slow[data.draw(st.integers(0, stages - 1))] = 2.0
+    assert run.offers(slow, data.draw(st.integers(1, 5))) == []
+    assert run.offers([1.0] * stages, 40) == []
+
+
+@SETTINGS
+@given(layers, several, st.lists(st.floats(1.0, 3.0), min_size=4, max_size=4))
+def test_a_new_cut_is_quicker_and_is_found_once(ticks: list[int], stages: int, slowness: list[float]) -> None:
+    run = Run(ticks, stages)
+    run.offers([1.0] * stages, 20)
+    before_s = max(run.busy_s(slowness[:stages]))
+    found = run.offers(slowness[:stages], 20)
+    assert len(found) <= 1
+    for offer in found:
+        assert offer.found.after_s < offer.found.before_s
+        assert max(run.busy_s(slowness[:stages])) <= before_s
+        assert offer.found.speeds == pytest.approx([1 / slow for slow in slowness[:stages]])
+    assert run.offers(slowness[:stages], 40) == []  # as planned: nothing is left to gain
+
+
+def test_what_does_not_pay_in_the_steps_that_are_left_is_left_alone() -> None:
+    run = Run([4] * 24, 4, steps=60)
+    run.offers([1.0] * 4, 20)
+    assert len(list(run.asked([1.0, 1.0, 1.5, 1.0], 20))) == 1
+    run = Run([4] * 24, 4, steps=60)
+    run.offers([1.0] * 4, 20)
+    assert run.offers([1.0, 1.0, 1.5, 1.0], 20) == []  # 30 steps win 1 s altogether, and a move takes one
+
+
+def test_memory_limits_hold() -> None:
+    # A layer has 1000 bytes of parameters, as much gradient, twice as much state: 6 layers are all that fits.
+    run = Run([4] * 24, 4, memory_limit_bytes=6 * 4000 + 4 * 6 * 100)
+    run.offers([1.0] * 4, 20)
+    assert run.offers([1.0, 1.0, 1.5, 1.0], 20) == []
+
+
+def test_pauses_between_moves_grow_with_what_a_move_takes() -> None:
+    run = Run([4] * 24, 4)
+    run.offers([1.0] * 4, 20)
+    asked = next(run.asked([1.0, 1.0, 1.5, 1.0], 20))
+    offer = answer(run.request, asked, 0.03)
+    assert offer is not None
+    plan = plan_of(offer.found.decision)
+    step_s = offer.gain.after_s
+    run.plan, pause_s = plan, 3 * step_s
+    run.replanner.taken(offer, plan, pause_s, run.step)
+    begun = run.step
+    assert len(list(run.asked([1.0] * 4, 100))) == 1
+    assert next(iter(run.asked([1.5, 1.0, 1.0, 1.0], 1)), None) is None
+    assert begun + 60 <= run.step
+
+
+@pytest.mark.parametrize(
+    ("fields", "possible"),
+    [
+        ({}, True),
+        ({"schedule": "slack", "slack": 2}, True),
+        ({"schedule": "2bw"}, False),
+        ({"schedule": "zb-v"}, False),
+    ],
+)
+def test_which_plans_can_be_cut_again(fields: dict[str, object], possible: bool) -> None:
+    stages = 4 if fields.get("schedule") == "zb-v" else 2
+    request = replace(request_of(stages, **fields), num_workers=2)
+    plan = plan_of(decide(request, Profile(chain_of([4] * 8, kept=8), microbatch_size=1)))
+    assert can_be_cut_again(plan) is possible
+
+
+def test_a_plan_of_one_stage_is_left_alone() -> None:
+    assert not can_be_cut_again(plan_of(decide(request_of(1), Profile(chain_of([4] * 8), microbatch_size=1))))
