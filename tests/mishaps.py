@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import time
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Deadlock", "Fuse", "LateWeights", "Nap", "Spoil", "chain"]
+__all__ = ["Crowd", "Deadlock", "Fuse", "LateWeights", "Nap", "Spoil", "chain"]
 
 
 class _Trip(torch.autograd.Function):
@@ -42,6 +43,44 @@ class Fuse(nn.Module):
             self.burn("F")
             return _Trip.apply(x, self)
         return x
+
+
+class _Room(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, crowd: Crowd) -> torch.Tensor:
+        ctx.place = crowd.take_place()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Place:
+    """Taken as long as somebody holds what a forward keeps for its backward."""
+
+
+_PLACES: dict[str, weakref.WeakSet[_Place]] = {}  # of this process; not the module's, which is copied
+
+
+class Crowd(nn.Module):
+    """Has memory for so many micro-batches between their forward and their backward, and raises MemoryError beyond."""
+
+    def __init__(self, name: str, places: int) -> None:
+        super().__init__()
+        self.name, self.places = name, places
+
+    def take_place(self) -> _Place:
+        """Of one more micro-batch."""
+        taken = _PLACES.setdefault(self.name, weakref.WeakSet())
+        if len(taken) >= self.places:
+            raise MemoryError(f"{self.name} has places for {self.places} micro-batches")
+        place = _Place()
+        taken.add(place)
+        return place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Room.apply(x, self) if self.training and torch.is_grad_enabled() else x
 
 
 class Nap(nn.Module):

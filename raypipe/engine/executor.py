@@ -19,6 +19,7 @@ from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.norms import norms_told
+from raypipe.engine.out_of_memory import held_bytes, ran_out
 from raypipe.engine.placement import Placement
 from raypipe.engine.reduction import Reduction
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -26,7 +27,8 @@ from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
 from raypipe.engine.update import Update
-from raypipe.errors import LinkError, RaypipeError, StageError
+from raypipe.errors import LESS_MEMORY, LinkError, RanOut, RaypipeError, StageError
+from raypipe.ir.plan import human_bytes
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import COMPUTE, Action, Op, Row
 from raypipe.ir.segment import Segment
@@ -161,8 +163,20 @@ class Executor:
             stage, where = self.placement.stages[0], ""
             if self._action is not None:
                 stage, where = self._action.stage, f" in {self._action}"
-            raise StageError(f"Stage {stage} failed{where}: {type(error).__name__}: {error}") from error
+            raise self._failure(error, f"Stage {stage}", where) from error
         return reports
+
+    def _failure(self, error: Exception, name: str, where: str) -> StageError:
+        """That the user's code raised, or had no memory left."""
+        said = f"{type(error).__name__}: {error}"
+        if not ran_out(error):
+            return StageError(f"{name} failed{where}: {said}")
+        held = held_bytes(error)
+        for work in self.works.values():  # going back takes memory too
+            work.drop()
+        found = StageError(f"{name} ran out of memory{where}, with {human_bytes(held)} in use: {said} {LESS_MEMORY}")
+        found.ran_out = RanOut(self.placement.worker, held)
+        return found
 
     def _run_minibatch(
         self, row: Iterable[Action], minibatch: int, *, keep_spans: bool, measure: bool

@@ -44,6 +44,11 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._held) + len(self._rest)
 
+    def drop(self) -> None:
+        """Forget all of them, whose step will not end."""
+        for kept in (self._held, self._output_grads, self._input_grads, self._rest):
+            kept.clear()
+
     def hold(self, microbatch: int, inputs: Message, outputs: tuple[torch.Tensor, ...]) -> None:
         """After its forward."""
         self._held[microbatch] = (inputs, outputs)

@@ -99,6 +99,11 @@ class StageWork:
         if training and segment.phase.begins_empty:
             self.ring.begin(segment.first_microbatch, segment.interval)
 
+    def drop(self) -> None:
+        """Forget what is under way: there is no memory left, and its step will not end."""
+        self._in_flight.drop()
+        self._arrived.clear()
+
     def begin_minibatch(self, minibatch: int, *, measure: bool) -> None:
         """Count anew.
 

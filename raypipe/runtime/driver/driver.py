@@ -341,7 +341,7 @@ class _Published:
         publisher.event("generation", plan.plan.generation)
         if plan.retune is not None:
             publisher.event("group_size", plan.retune.choice.spec.group_size)
-        self.resumed, self.tell = journal.resumed, journal.tell
+        self.resumed, self.tell, self.alert = journal.resumed, journal.tell, journal.alert
 
     def planned(self, plan: PlanInForce) -> None:
         self._publisher.resized(plan.plan.schedule.wiring.homes)

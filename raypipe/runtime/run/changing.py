@@ -1,7 +1,7 @@
-"""What changes a run's stages while it goes on: a failure that is survived, a resize, a move to other workers.
+"""What changes a run's stages while it goes on: a failure that is survived, a resize, another cut, other workers.
 
     loop: steps --failure--> survive --+
-                 --asked for--> change --+--> Recoverer --> Recovered --> go back: progress, orders, records
+                 ----wanted--> change --+--> Recoverer --> Recovered --> go back: progress, orders, records
                                                                           take another plan, if there is one
 
 The loop calls between two steps, or after a failure; what it knows of the run and what is changed here is one
@@ -11,15 +11,17 @@ The loop calls between two steps, or after a failure; what it knows of the run a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import LinkError, PlanError, RaypipeError, StageError
+from raypipe.ir.report import StepRecord, StepReport
 from raypipe.runtime.run.checkpoints import Checkpoints
 from raypipe.runtime.run.control import Control
+from raypipe.runtime.run.controller_thread import ActiveSettings
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.notes import Notes
 from raypipe.runtime.run.ordering import Ordering
@@ -63,6 +65,10 @@ class Changing:
     def __init__(self, parts: Parts, progress: Progress, recovery: Recoverer | None) -> None:
         self._parts, self._progress, self._recovery = parts, progress, recovery
         self._failures = Failures(parts.spec.max_failures)
+        self._replanning = None if recovery is None else recovery.replanning
+        if self._replanning is not None:
+            self._replanning.serve(parts.requests.offer)
+            parts.ordering.measures = self._replanning.measures
 
     def survive(self, error: RaypipeError) -> None:
         """Have all stages brought back to one state, and go on from there.
@@ -75,6 +81,7 @@ class Changing:
             if self._recovery is None or not self._failures.survivable(error):
                 raise error
             self._count(error)
+            self._lighten(error)
             if lease is not None:
                 lease.check()
             watcher.tell(message=f"recovering: {_line(error)}")
@@ -92,13 +99,25 @@ class Changing:
         watcher.counted("lost_steps", redone)
 
     def change(self) -> None:
-        """Between two steps, do what was asked for: another number of stages, or stages away from nodes that go."""
+        """Between two steps, do what is wanted: another number of stages, other workers, another cut."""
         requests = self._parts.requests
         if (asked := requests.take_resize()) is not None:
             count, answer = asked.num_stages, asked.answer
             self._change_to("resize", "asked for", lambda on, at: on.resize(count, at), answer, num_stages=count)
         if nodes := requests.take_leaving():
             self._change_to("move", "nodes are about to be taken away", lambda on, at: on.move(nodes, at))
+        if (offer := requests.take_offer()) is not None:
+            self._parts.watcher.alert(f"cutting the stages again: {offer.why}")
+            took_s = self._change_to("replan", offer.why, lambda on, at: on.take(offer, at), **offer.numbers)
+            if took_s is not None and self._replanning is not None:
+                self._replanning.taken(offer, self._parts.ordering.plan.plan, took_s, self._progress.at.step)
+                less = f"steps should take {offer.gain.share:.0%} less"
+                self._parts.watcher.alert(f"the stages were cut again within {took_s:.1f} s: {less}")
+
+    def heard(self, record: StepRecord, of_step: Sequence[StepReport], setting: ActiveSettings) -> None:
+        """A step is over; where a stage has become slower or faster for good, ``change`` will be wanted."""
+        if self._replanning is not None:
+            self._replanning.heard(record.step, record.seconds, of_step, setting.spec)
 
     def keep_copy(self) -> None:
         """Before the first step after a beginning, where nothing is under way: copies of what all have now."""
@@ -134,6 +153,20 @@ class Changing:
         self._parts.tell("failure", _line(error), **numbers)
         self._parts.watcher.counted("failures")
 
+    def _lighten(self, error: RaypipeError) -> None:
+        """Where memory was not enough, go on with a plan that needs less.
+
+        Raises:
+            RaypipeError: the failure; there is no such plan.
+        """
+        if error.ran_out is None or self._recovery is None:
+            return
+        try:
+            self._recovery.lighten(error.ran_out)
+        except PlanError as impossible:
+            self._parts.tell("give up", f"{_line(error)} ({impossible})", step=self._progress.at.step)
+            raise type(error)(f"{error}\nThe run ends: {impossible}") from None
+
     def _change_to(
         self,
         decision: str,
@@ -141,7 +174,8 @@ class Changing:
         change: Callable[[Recoverer, int], Recovered | None],
         answer: Callable[[RaypipeError | None], None] = lambda error: None,
         **numbers: Any,
-    ) -> None:
+    ) -> float | None:
+        """Seconds for which nothing trained; None where nothing was changed."""
         begin_s, progress = time.monotonic(), self._progress
         step = progress.at.step
         try:
@@ -152,14 +186,17 @@ class Changing:
         except PlanError as error:
             self._parts.tell(f"{decision} refused", str(error), step=step, **numbers)
             answer(error)
-            return
+            return None
         except RaypipeError as error:
             answer(PlanError(f"The run failed meanwhile, and recovers where it may: {error}"))
             raise
+        took_s = None
         if back is not None:
             self._go_back(back)
-            self._tell_change(decision, reason, back, time.monotonic() - begin_s)
+            took_s = time.monotonic() - begin_s
+            self._tell_change(decision, reason, back, took_s, **numbers)
         answer(None)
+        return took_s
 
     def _go_back(self, back: Recovered) -> None:
         """The stages have the state of this or an earlier step: forget what came after it, and order it again."""
@@ -176,6 +213,9 @@ class Changing:
         """The stages run another plan from now on; the controller begins anew, for it knew other stages."""
         parts = self._parts
         parts.ordering.plan = plan
+        if self._replanning is not None:
+            self._replanning.begin(plan.plan)
+            parts.ordering.measures = self._replanning.measures
         parts.control.end()
         parts.control.begin(plan.retune, resumed=False)
         parts.notes.try_to(lambda: parts.folder.write_plan(plan.plan.to_json()))
@@ -184,7 +224,7 @@ class Changing:
     def _tell_change(self, decision: str, reason: str, back: Recovered, seconds: float, **numbers: Any) -> None:
         """Tell what recovery or resizing came to, and how long its parts took."""
         step = self._progress.at.step
-        self._parts.tell(decision, reason, step=step, **numbers, seconds=round(seconds, 3), **back.told())
+        self._parts.tell(decision, reason, step=step, seconds=round(seconds, 3), **{**numbers, **back.told()})
         self._parts.watcher.tell(step=step, stages=back.stages, message=self._parts.requests.stop_reason)
 
 

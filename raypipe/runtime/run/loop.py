@@ -173,7 +173,7 @@ class _Loop:
                 self._changing.change()
             self._changing.keep_copy()
             self._train()
-            if self._evaluates_after(progress.at.step):
+            if progress.completed < progress.saved == progress.at.step and self._evaluates_after(progress.at.step):
                 self._complete(self._evaluate())
         self._drain()
         if progress.saved < progress.at.step:  # stopped between two checkpoints
@@ -253,6 +253,7 @@ class _Loop:
                 self.watcher.step(record, of_step)
                 self._count_skipped(record)
                 self.control.told(record.seconds, of_step, ordered.setting, counts=ordered.counts)
+                self._changing.heard(record, of_step, ordered.setting)
                 self._ordering.copy_times.heard(record.seconds, of_step)
             progress.at = ordered.after
             progress.empty = ordered.segment.phase.ends_empty

@@ -75,6 +75,7 @@ class Ordering:
     Attributes:
         plan: in force.
         traced_step: the step whose actions are noted one by one.
+        measures: stages tell how long they took, also where there is no controller to hear it.
         copy_times: when copies of state are taken.
         known: by the loop, which keeps it up to date.
 
@@ -97,7 +98,7 @@ class Ordering:
         self._ordered: dict[int, Ordered] = {}  # by first step
         self._asked = False  # for a checkpoint that has not been ordered
         self._calm = False  # whether the step that is ordered next is like the one before
-        self.traced_step = 0
+        self.traced_step, self.measures = 0, False
         self.copy_times = CopyTimes(spec.copy_interval_steps)
         self.known = Known()
 
@@ -119,7 +120,7 @@ class Ordering:
         self.known = self.known._replace(**changes)
 
     def orders(self, at: Position, *, empty: bool = True) -> Iterator[Order]:
-        """Train from here to the end of the run, or to a step after which there is an evaluation.
+        """Train from here to the end of the run, to a step after which there is an evaluation, or to another cut.
 
         Args:
             empty: whether the pipeline runs nothing of the steps to come.
@@ -161,7 +162,7 @@ class Ordering:
             segment,
             keep_spans=traced,
             save_to=self._checkpoints.begin(after.step) if ordered.saves else "",
-            measure=self._control.runs,
+            measure=self._control.runs or self.measures,
             codecs=setting.codecs,
             keep_copy=ordered.copies,
             written=self.known.written,
@@ -189,7 +190,7 @@ class Ordering:
             for segment, after in flowing:
                 yield replace(segment, generation=generation), after, ActiveSettings()
             return
-        while at.step < spec.num_steps:
+        while at.step < spec.num_steps and not self._requests.has_offer:
             setting = self._control.settings
             count = setting.num_microbatches
             size = spec.microbatch_size if count is None else math.ceil(spec.minibatch_size / count)

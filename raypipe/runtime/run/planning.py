@@ -36,7 +36,7 @@ from raypipe.planner.tune import (
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.stage_words import stage_words
 
-__all__ = ["PlanBasis", "another", "crowded_notes", "decided", "plan_for"]
+__all__ = ["PlanBasis", "another", "crowded_notes", "decided", "known_request", "plan_for"]
 
 MOST_EACH = 2
 """Workers per processor; a plan for more of them must be meant for other machines."""
@@ -103,13 +103,17 @@ def decided(basis: PlanBasis) -> Decision:
         PlanError: nothing fits; names stage or field, and numbers.
     """
     assert basis.profile is not None, "without a profile there is nothing to decide by"
-    sizes = [size for size, _ in basis.profile.seconds_by_size]
-    known = dataclasses.replace(
+    return decide(known_request(basis), basis.profile, basis.cluster)
+
+
+def known_request(basis: PlanBasis) -> Request:
+    """The request, with what the model and its profile say of it."""
+    sizes = [] if basis.profile is None else [size for size, _ in basis.profile.seconds_by_size]
+    return dataclasses.replace(
         basis.request,
         optimizer_factor=basis.optimizer_factor,
         least_microbatch=min(sizes) if len(sizes) > 1 else 1,  # the fewest samples that the model ran with
     )
-    return decide(known, basis.profile, basis.cluster)
 
 
 def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: int = 0) -> Planned:

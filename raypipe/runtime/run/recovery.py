@@ -15,8 +15,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from raypipe.errors import LinkError, RaypipeError, StageError, StageLostError
+from raypipe.errors import LinkError, RanOut, RaypipeError, StageError, StageLostError
+from raypipe.planner.replan import Offer
 from raypipe.planner.segments import Position
+from raypipe.runtime.run.replanning import Replanning
 from raypipe.runtime.run.spec import PlanInForce
 
 __all__ = ["Failures", "Recovered", "Recoverer", "noticed"]
@@ -24,6 +26,8 @@ __all__ = ["Failures", "Recovered", "Recoverer", "noticed"]
 UNLIMITED = -1
 MOST_LOST = 5
 """So often a lost process or link is replaced again without a step being done."""
+MOST_LIGHTER = 5
+"""So often a worker that ran out of memory gets less to hold without a step being done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,23 @@ class Recovered:
 
 
 class Recoverer(Protocol):
-    """Who brings the stages of a run back, or gives them another plan."""
+    """Who brings the stages of a run back, or gives them another plan.
+
+    Attributes:
+        replanning: finds other cuts while the run goes on; None where the planner may not.
+    """
+
+    replanning: Replanning | None
 
     def keep_copy(self, step: int) -> None:
         """Every stage copies its state in memory: that after ``step`` steps."""
+
+    def lighten(self, ran_out: RanOut) -> None:
+        """From the next ``recover`` on, have a plan in which the worker that ran out of memory holds less.
+
+        Raises:
+            PlanError: there is none; names worker, bytes and fields.
+        """
 
     def recover(self, steps: Collection[int]) -> Recovered:
         """After a failure, bring all stages to the newest state that every one of them can reach.
@@ -90,6 +107,14 @@ class Recoverer(Protocol):
             StageError, LinkError: something failed on the way; ``recover`` is next.
         """
 
+    def take(self, offer: Offer, step: int) -> Recovered:
+        """Between two steps, cut the stages as offered.
+
+        Raises:
+            PlanError: they have another plan meanwhile; the run can go on as it was.
+            StageError, LinkError: something failed on the way; ``recover`` is next.
+        """
+
 
 def noticed(error: BaseException) -> dict[str, float]:
     """For an event: seconds since something went wrong, as far as the hosts' clocks agree; empty where nobody knows."""
@@ -102,7 +127,7 @@ class Failures:
 
     A failure that the same state leads to again, such as an exception of the user's code or a loss that is not finite,
     is tried once more. A process or a link that is lost again and again before the run gets any further is tried
-    a few times more.
+    a few times more, and so is memory that runs out, each time with a plan that needs less.
     """
 
     def __init__(self, most: int) -> None:
@@ -129,6 +154,7 @@ class Failures:
         self._again = self._again + 1 if self._last == (step, kind) else 0
         self._last = step, kind
         tries = MOST_LOST if isinstance(error, StageLostError | LinkError) else 0
+        tries = MOST_LIGHTER if error.ran_out is not None else tries
         if self._again <= tries:
             return ""
         times = "again" if self._again == 1 else f"{self._again + 1} times in a row"

@@ -1,4 +1,5 @@
-"""What people ask of a running loop from outside its thread: begin, stop, save a checkpoint, resize, leave nodes."""
+"""What is asked of a running loop from outside its thread: begin, stop, save a checkpoint, resize, leave nodes, move
+layers."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from raypipe.errors import PlanError, RaypipeError
+from raypipe.planner.replan import Offer
 
 __all__ = ["Requests", "Resize"]
 
@@ -44,6 +46,7 @@ class Requests:
         self._fleet: _Haltable | None = None
         self._resize: Resize | None = None
         self._leaving: set[str] = set()
+        self._offer: Offer | None = None
         self._lock = threading.Lock()
         self._checkpoint = threading.Event()
         self._go_on = threading.Event()
@@ -98,11 +101,27 @@ class Requests:
         if fleet is not None:
             fleet.halt()
 
+    def offer(self, offer: Offer) -> None:
+        """Have the stages cut like this soon. What is ordered already comes first: there is no hurry."""
+        with self._lock:
+            self._offer = offer
+
+    @property
+    def has_offer(self) -> bool:
+        """Whether there is another cut to take."""
+        return self._offer is not None
+
+    def take_offer(self) -> Offer | None:
+        """The other cut, once."""
+        with self._lock:
+            found, self._offer = self._offer, None
+        return found
+
     @property
     def wants_change(self) -> bool:
-        """Whether somebody waits for a resize or a move."""
+        """Whether there is a resize, a move or another cut to be made."""
         with self._lock:
-            return self._resize is not None or bool(self._leaving)
+            return self._resize is not None or bool(self._leaving) or self._offer is not None
 
     def take_leaving(self) -> frozenset[str]:
         """The nodes that are about to go, once."""

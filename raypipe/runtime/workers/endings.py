@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from raypipe.errors import LESS_MEMORY
 from raypipe.ir.plan import human_bytes
 from raypipe.runtime.workers.processes import Ended
 
-__all__ = ["ending"]
+__all__ = ["ending", "ran_out_bytes"]
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-_LESS_MEMORY = (
-    "Give the stages less to hold (more stages, a smaller minibatch_size, more num_microbatches, memory_limit_bytes), "
-    "or that node more memory."
-)
+
+_MONITOR = "running low on memory"
+"""Words of Ray's memory monitor."""
+
+
+def ran_out_bytes(ended: Ended | None, said: str) -> int | None:
+    """What a process held that was ended because there was no memory left, 0 unknown; None where that is not why.
+
+    Args:
+        ended, said: as in ``ending``.
+    """
+    if _MONITOR in said:
+        return 0 if ended is None else ended.resident_bytes
+    return ended.resident_bytes if ended is not None and ended.out_of_memory else None
 
 
 def ending(ended: Ended | None, said: str, host: str) -> str:
@@ -22,8 +33,8 @@ def ending(ended: Ended | None, said: str, host: str) -> str:
         said: what Ray says of the actor's death.
         host: of its node.
     """
-    if "running low on memory" in said:
-        return f"was killed by Ray's memory monitor on {host}, which ran out of memory. {_LESS_MEMORY}"
+    if _MONITOR in said:
+        return f"was killed by Ray's memory monitor on {host}, which ran out of memory. {LESS_MEMORY}"
     if ended is None:
         if "node has died" in said or "node died" in said:
             return f"was lost with its node {host}: Ray has not heard of it any more. Look at that machine."
@@ -31,7 +42,7 @@ def ending(ended: Ended | None, said: str, host: str) -> str:
     if ended.out_of_memory:
         return (
             f"was killed by the kernel's OOM killer on {host} while it held {human_bytes(ended.resident_bytes)}: there "
-            f"was no memory left. {_LESS_MEMORY}"
+            f"was no memory left. {LESS_MEMORY}"
         )
     if ended.signal == "SIGKILL":
         return (

@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from raypipe.engine.checkpoint import find_checkpoint, newest_step
-from raypipe.errors import CaptureError, CheckpointError, PlanError, StageError, StageLostError
+from raypipe.errors import CaptureError, CheckpointError, PlanError, RanOut, StageError, StageLostError
 from raypipe.planner.recovery import Copy, newest_common
+from raypipe.planner.replan import Offer
 from raypipe.planner.segments import Position
+from raypipe.planner.tune import Decision
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
+from raypipe.runtime.run.memory_limits import MemoryLimits
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.planning import another, plan_for
 from raypipe.runtime.run.recovery import Recovered
+from raypipe.runtime.run.replanning import replanning_of
 from raypipe.runtime.run.same_run import fresh_options
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import StoredTensors
@@ -61,6 +65,9 @@ class Recovery:
         self._fleet, self._blueprint, self._made, self._tensors = fleet, blueprint, made, tensors
         self._first = made.plan.plan  # which says how mini-batches are parted
         self._num_stages = {self._first.generation: len(made.setup.programs)}  # by generation of the plan
+        self._limits = MemoryLimits(blueprint.basis, self._first)
+        self.replanning = replanning_of(blueprint, self._first, self._limits)
+        self._lighter: Assembled | None = None  # to be taken at the next recovery
 
     def begin(self) -> None:
         """The fleet is complete: its workers keep what a later driver needs, and spares start."""
@@ -71,6 +78,12 @@ class Recovery:
         """See Recoverer."""
         self._fleet.keep_copy(step)
 
+    def lighten(self, ran_out: RanOut) -> None:
+        """See Recoverer."""
+        setup = self._made.setup
+        found = self._limits.lighter(self._made.plan.plan, ran_out)
+        self._lighter = self._plan(len(setup.programs), setup.num_workers, found)
+
     def recover(self, steps: Collection[int]) -> Recovered:
         """See Recoverer."""
         clock = _Clock()
@@ -79,7 +92,7 @@ class Recovery:
         clock.lap("settle")
         # Before anybody is replaced: who is new has no copies, and who waits for one should not wait for long.
         copies = self._copies(steps)
-        made, changed = self._made, False
+        made, changed = self._lighter or self._made, self._lighter is not None
         try:
             replaced = fleet.replace_lost(made.setup.num_workers)
         except PlanError as error:
@@ -92,7 +105,7 @@ class Recovery:
             raise StageLostError(f"A worker was lost while the run recovered: {error}") from None
         except CheckpointError as error:  # storage may answer the next time
             raise StageLostError(f"The run could not go back: {error}") from None
-        self._made = made
+        self._made, self._lighter = made, None
         self.begin()
         clock.lap("restore")
         return Recovered(step, source, position, replaced, clock.laps_s, fleet.facts, made.plan if changed else None)
@@ -129,6 +142,19 @@ class Recovery:
             clock.lap("move")
             self._spares.refill()
             return Recovered(step, "the stages themselves", None, leaving, clock.laps_s, fleet.facts, plan)
+
+    def take(self, offer: Offer, step: int) -> Recovered:
+        """See Recoverer."""
+        with self._refusing():
+            clock, fleet, setup = _Clock(), self._fleet, self._made.setup
+            if offer.generation != setup.generation:
+                raise PlanError("The run has another plan than the one that was to be changed.")
+            made = self._plan(len(setup.programs), setup.num_workers, offer.found.decision)
+            clock.lap("plan")
+            fleet.keep_copy(step, send=False)
+            self._hand_over(made, step)
+            clock.lap("move")
+            return Recovered(step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan)
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -180,10 +206,13 @@ class Recovery:
         except PlanError as impossible:
             raise StageError(f"{error} Nor can the run go on with the {workers} that are left: {impossible}") from None
 
-    def _plan(self, num_stages: int, num_workers: int | None) -> Assembled:
-        basis = another(self._blueprint.basis, self._first, num_stages=num_stages, num_workers=num_workers)
+    def _plan(self, num_stages: int, num_workers: int | None, decision: Decision | None = None) -> Assembled:
+        cluster = None if decision is None else decision.cluster
+        first, basis = self._first, self._blueprint.basis
+        basis = another(basis, first, num_stages=num_stages, num_workers=num_workers, cluster=cluster)
         try:
-            planned = plan_for(basis, generation=max(self._num_stages) + 1)
+            planned = plan_for(basis, decision, generation=max(self._num_stages) + 1)
+            planned = planned if decision is None else self._limits.capped(planned)
             made = assemble(self._blueprint, planned)
         except CaptureError as error:  # it cannot be cut like this
             raise PlanError(str(error)) from None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 
-from raypipe.errors import LinkAbortedError, LinkError, RaypipeError, StageError, StageLostError
+from raypipe.errors import LinkAbortedError, LinkError, RanOut, RaypipeError, StageError, StageLostError
 from raypipe.planner.liveness import Finding
 
 __all__ = ["root_cause"]
@@ -32,11 +31,13 @@ def root_cause(
     """
     gone = (5, StageLostError("A stage died after its last segment, before its reports were fetched."))
     from_last = sorted(works.items(), key=lambda item: -item[1])
-    found = (_failure(ref, names[worker], segments, partial(explain, worker)) for ref, worker in from_last)
+    found = (_failure(ref, worker, names[worker], segments, explain) for ref, worker in from_last)
     return min(filter(None, found), key=lambda item: item[0], default=gone)[1]
 
 
-def _failure(ref: Any, name: str, segments: int, explain: Callable[[str], Finding]) -> tuple[int, RaypipeError] | None:
+def _failure(
+    ref: Any, worker: int, name: str, segments: int, explain: Callable[[int, str], Finding]
+) -> tuple[int, RaypipeError] | None:
     """How a worker's long call failed, and how far from the root that is; None where it ended well."""
     try:
         ray.get(ref, timeout=0)
@@ -50,10 +51,12 @@ def _failure(ref: Any, name: str, segments: int, explain: Callable[[str], Findin
             return 2, cause
         return 0, cause if isinstance(cause, RaypipeError) else StageError(f"{name} failed: {error}")
     except ActorDiedError as error:
-        found = explain(str(error))
+        found = explain(worker, str(error))
         how = "died" if found.means == "died" else "hung"
         lost = StageLostError(f"{name} {how} after {segments} segments of this run: it {found.why}")
         lost.raised_at_s = time.time() - found.after_s
+        if found.ran_out_bytes is not None:
+            lost.ran_out = RanOut(worker, found.ran_out_bytes)
         return 1, lost
     except RayActorError as error:
         first = str(error).splitlines()[0]

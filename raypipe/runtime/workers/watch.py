@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from raypipe.planner.liveness import Finding, Seen, judge
-from raypipe.runtime.workers.endings import ending
+from raypipe.runtime.workers.endings import ending, ran_out_bytes
 from raypipe.runtime.workers.node_watch import Here, There, watcher_of
 from raypipe.runtime.workers.processes import LOOK_S
 from raypipe.runtime.workers.roster import Member
@@ -113,7 +113,8 @@ class Watch:
             node = self._nodes.get(facts.get("node", ""))
             ended = None if node is None else node.ended(facts["process"])
             why = ending(ended, said, facts.get("host", "its node"))
-            found = Finding("died", True, why, 0.0 if ended is None else ended.ago_s)
+            after_s = 0.0 if ended is None else ended.ago_s
+            found = Finding("died", True, why, after_s, ran_out_bytes(ended, said))
             self._lose(member, found)
             return found
 

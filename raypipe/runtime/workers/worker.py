@@ -251,7 +251,7 @@ class _StageActor(LinkedActor, CopyingActor):
             # The neighbours must not wait for what will never come, but they may finish the steps before.
             executor.leave(f"{executor.placement.name_of(executor.placement.worker)} failed")
             self._failure = type(error)(_with_traceback(error))
-            self._failure.raised_at_s = time.time()
+            self._failure.raised_at_s, self._failure.ran_out = time.time(), error.ran_out
             raise self._failure from None
         finally:
             with self._grown:

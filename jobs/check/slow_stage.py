@@ -1,0 +1,109 @@
+"""One of four stages becomes 1.5 times slower for good: what a step takes until its layers move, and after that.
+
+python jobs/check/slow_stage.py [--steps 120] [--layers 24] [--milliseconds 6]
+
+Stages sleep where an accelerator would compute. Four runs, one after the other, all over Ray:
+
+    even     nobody is slow
+    slow     stage 2 becomes slow at a quarter of the steps, the planner looks on (retune_interval_steps=0)
+    again    the same, and the stages may be cut again
+    fresh    stage 2 is slow from the beginning, and the stages are cut for that
+
+``again`` must end with the bits of ``even``. Prints medians and ratios of seconds per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from ray.train import FailureConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
+
+from jobs.lib.common import machine_line
+from jobs.lib.slow_layers import slow_down, trainer_of_layers
+from raypipe import load_state_dict
+
+STAGES, SLOW_STAGE, SLOWER = 4, 2, 1.5
+MICROBATCHES = 8
+WITHIN_STEPS = 20
+WAIT_S = 600.0
+
+
+class Ran(NamedTuple):
+    """Seconds by step, the first slow step, lines of events.jsonl, and the parameters at the end."""
+
+    seconds: list[float]
+    slow_from: int
+    events: list[dict[str, Any]]
+    state: dict[str, torch.Tensor]
+
+
+def run(folder: Path, name: str, asked: argparse.Namespace, slow_at: int | None, **pipeline: Any) -> Ran:
+    """Train; from step ``slow_at`` on, None for never, stage 2 is slow."""
+    slow = folder / f"slow-{name}"
+    slow.mkdir()
+    trainer = trainer_of_layers(
+        asked.layers, asked.milliseconds / 1e3, slow, folder, name, FailureConfig(max_failures=-1),
+        num_stages=STAGES, minibatch_size=16, num_microbatches=MICROBATCHES, **pipeline,
+    )  # fmt: skip
+    handle = trainer.start(asked.steps)
+    slow_from, deadline_s = asked.steps, time.monotonic() + WAIT_S
+    while slow_at is not None and time.monotonic() < deadline_s:
+        status = handle.status()
+        if status.step >= slow_at and len(status.stages) == STAGES:
+            slow_down(slow, status.stages[SLOW_STAGE]["process"], SLOWER)
+            slow_from = handle.status().step + 1  # the step under way is slow in part
+            break
+        time.sleep(0.01)
+    result = handle.wait(timeout_s=WAIT_S)
+    events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
+    return Ran([record.seconds for record in result.records], slow_from, events, load_state_dict(result.checkpoint))
+
+
+def main() -> int:
+    """All four."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--milliseconds", type=float, default=6.0)
+    asked = parser.parse_args()
+    slow_at = asked.steps // 4
+    with tempfile.TemporaryDirectory(prefix="slow-stage-") as made:
+        folder = Path(made)
+        even = run(folder, "even", asked, None)
+        slow = run(folder, "slow", asked, slow_at, retune_interval_steps=0)
+        again = run(folder, "again", asked, slow_at)
+        moves = [event for event in again.events if event["decision"] == "replan"]
+        if not moves:
+            print("the stages were not cut again", [e["decision"] for e in again.events])
+            return 1
+        cuts = moves[-1]["cuts"]
+        fresh = run(folder, "fresh", asked, 0, partitioner=tuple(str(cut) for cut in cuts), retune_interval_steps=0)
+    even_s, slow_s = (median(ran.seconds[min(ran.slow_from, slow_at) :]) for ran in (even, slow))
+    fresh_s = median(fresh.seconds[fresh.slow_from + 1 :])
+    again_s = median(again.seconds[again.slow_from + WITHIN_STEPS :])
+    print(machine_line())
+    for move in moves:
+        print(json.dumps({name: value for name, value in move.items() if name != "reason"}), move["reason"])
+    print(f"slow from step {again.slow_from}, moved after {[move['step'] - again.slow_from for move in moves]} steps")
+    print(f"even {even_s * 1e3:.0f} ms, slow {slow_s * 1e3:.0f}, again {again_s * 1e3:.0f}, fresh {fresh_s * 1e3:.0f}")
+    print(
+        f"slow / even {slow_s / even_s:.3f}, again / slow {again_s / slow_s:.3f}, "
+        f"again / fresh {again_s / fresh_s:.3f} (at most 1.05)"
+    )
+    differing = [name for name, tensor in even.state.items() if not torch.equal(tensor, again.state[name])]
+    print(f"parameters that differ from the undisturbed run's: {len(differing)} of {len(even.state)}")
+    return 0 if not differing and again_s / fresh_s <= 1.05 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
