@@ -28,6 +28,7 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import Request, build_schedule, microbatches
+from raypipe.prepare.inputs import asked_recompute
 from raypipe.testing import Reference, reference
 from tests.models import Case, case
 
@@ -162,7 +163,10 @@ def request_of(config: PipelineConfig, num_samples: int) -> Request:
     sizes = (config.minibatch_size, config.num_microbatches)
     clips = config.max_grad_norm is not None
     waits = {"clips": clips, "skips": config.on_nonfinite == "skip"}
-    return Request(config.num_stages, None, (), *sizes, num_samples, config.schedule, group, **waits)  # type: ignore[arg-type]
+    again = asked_recompute(config, config.num_stages)  # type: ignore[arg-type]
+    return Request(
+        config.num_stages, None, (), *sizes, num_samples, config.schedule, group, recompute=again, **waits  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def train(
@@ -214,7 +218,8 @@ def train_stages(
         return lowered
 
     homes = build_schedule(request, len(stages), 1, 0).wiring.homes
-    fleet = LocalFleet(RunSetup(recorder, None, {"train": source}, settings), GenerationSetup(stages, homes), tensors)
+    setup = GenerationSetup(stages, homes, recompute=request.recomputed(len(stages)))
+    fleet = LocalFleet(RunSetup(recorder, None, {"train": source}, settings), setup, tensors)
     try:
         orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
         reports = [[r[0] for r in of_stages] for of_stages in fleet.run(orders, rows)]

@@ -60,7 +60,14 @@ def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = N
 def generation_setup(job: Job) -> GenerationSetup:
     """What its plan makes of the workers."""
     plan = job.plan
-    return GenerationSetup(job.programs, plan.schedule.wiring.homes, plan.weights, job.codecs, plan.generation)
+    return GenerationSetup(
+        job.programs,
+        plan.schedule.wiring.homes,
+        plan.weights,
+        job.codecs,
+        plan.generation,
+        recompute=plan.recompute,
+    )
 
 
 def refuse_replicas(plan: Plan) -> None:

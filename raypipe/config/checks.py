@@ -26,7 +26,7 @@ def check_together(config: PipelineFields) -> None:
     _check_split_points(config.partitioner, config.num_stages)
     stages = config.num_stages if isinstance(config.partitioner, str) else len(config.partitioner) + 1
     _check_per_stage("num_replicas", config.num_replicas, stages)
-    _check_per_stage("recompute", config.recompute, stages)
+    _check_recompute(config.recompute, stages)
     _check_link_ports(config.link_ports, config.transport)
     _check_group_size(config.group_size, config.schedule, config.num_microbatches)
     _check_slack(config.slack, config.schedule, config.num_stages)
@@ -75,6 +75,21 @@ def _check_per_stage(name: str, value: object, num_stages: int | Auto) -> None:
             f"{name}={value!r} speaks of {len(value)} stages, but num_stages={num_stages!r}. "
             f"Give one item per stage, or a single value for all; a list needs num_stages={len(value)} beside it."
         )
+
+
+def _check_recompute(value: object, num_stages: int | Auto) -> None:
+    numbers = [item for item in value if type(item) is int] if isinstance(value, tuple) else []
+    if not numbers:
+        _check_per_stage("recompute", value, num_stages)
+    elif num_stages == "auto":
+        raise ConfigError(
+            f"recompute={value!r} names stages by number, but num_stages='auto' leaves open how many there are. Set "
+            "num_stages too, or recompute='always'."
+        )
+    elif max(numbers) >= num_stages or len(set(numbers)) < len(numbers):
+        wrong = max(numbers) if max(numbers) >= num_stages else max(n for n in numbers if numbers.count(n) > 1)
+        why = f"there are {num_stages}, from 0 on" if wrong >= num_stages else "it stands there twice"
+        raise ConfigError(f"recompute={value!r} names stage {wrong}, but {why}. Name each stage once.")
 
 
 def _check_link_ports(link_ports: tuple[int, int] | Auto, transport: str) -> None:

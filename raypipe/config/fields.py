@@ -65,7 +65,10 @@ class PipelineFields:
             "int8" forward and "bf16" back, while that makes steps shorter by more than min_gain.
         memory_limit_bytes: per worker, of everything that a stage holds; a plan that needs more is
             refused. "auto" keeps to what the devices of a described cluster offer.
-        recompute: run forwards again instead of keeping activations; a list gives one word per stage.
+        recompute: a stage's backward runs its forward again, so that a micro-batch in flight holds what the stage
+            received and no activations: "always" on all stages, "never"; "auto" where the plan would not fit into
+            memory otherwise, or is quicker with it. A list has one word (or True and False) per stage, or the numbers
+            of the stages that do. It changes no bit.
         precision: of the computation.
         max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before
             every step; None leaves it. Where updates come more often than once per num_stages micro-batches, each
@@ -115,7 +118,7 @@ class PipelineFields:
     codec_forward: str = "none"
     codec_backward: str = "none"
     memory_limit_bytes: int | Auto = "auto"
-    recompute: str | Sequence[str] = "auto"
+    recompute: str | Sequence[str | bool | int] = "auto"
     precision: str = "fp32"
     max_grad_norm: float | None = None
     retune_interval_steps: int | Auto = "auto"

@@ -32,7 +32,6 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8"),
     "codec_backward": ("none", "bf16", "fp16", "int8"),
-    "recompute": ("never",),
     "precision": ("fp32",),
 }
 """Values this release runs besides "auto"; a field that is not listed runs with every allowed value.
@@ -113,7 +112,9 @@ _ALLOWED: Mapping[str, _Rule] = {
     "codec_forward": _CODEC,
     "codec_backward": _CODEC,
     "memory_limit_bytes": _AUTO | _integer(1),
-    "recompute": _RECOMPUTE | _each(_RECOMPUTE, "a list of these, one per stage"),
+    "recompute": _RECOMPUTE
+    | _each(_RECOMPUTE | _FLAG, "a list of these or of True and False, one per stage")
+    | _each(_integer(0), "a list of stages by number"),
     "precision": _one_of("fp32", "bf16", "fp16"),
     "max_grad_norm": _NONE | _number(0),
     "retune_interval_steps": _AUTO | _integer(0),

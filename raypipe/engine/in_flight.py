@@ -5,12 +5,14 @@
     I   outputs, output_grads --> input_grads, operands     hold less
     W   operands --> gradients of the other parameters      end
 
-``output_grads`` come from the next stage, ``input_grads`` go to the stage before.
+``output_grads`` come from the next stage, ``input_grads`` go to the stage before. Where the forward is run again,
+outputs are let go once they are sent, and B or I begins with making them anew (``second_forward``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,19 @@ from raypipe.engine.weight_ring import WeightRing
 __all__ = ["InFlight"]
 
 _Gradients = Sequence[torch.Tensor | None]
+_Outputs = tuple[torch.Tensor, ...]
+
+
+class _Held(NamedTuple):
+    """Of one micro-batch.
+
+    Attributes:
+        again: makes the outputs with their graph; None where they have it.
+    """
+
+    inputs: Message
+    outputs: _Outputs
+    again: Callable[[], _Outputs] | None
 
 
 class InFlight:
@@ -36,7 +51,7 @@ class InFlight:
 
     def __init__(self, sink: GradientSink, ring: WeightRing, *, sends_input_grads: bool) -> None:
         self._sink, self._ring, self._sends_input_grads = sink, ring, sends_input_grads
-        self._held: dict[int, tuple[Message, tuple[torch.Tensor, ...]]] = {}
+        self._held: dict[int, _Held] = {}
         self._output_grads: dict[int, _Gradients] = {}
         self._input_grads: dict[int, _Gradients] = {}
         self._rest: dict[int, Callable[[], _Gradients]] = {}
@@ -49,13 +64,22 @@ class InFlight:
         for kept in (self._held, self._output_grads, self._input_grads, self._rest):
             kept.clear()
 
-    def hold(self, microbatch: int, inputs: Message, outputs: tuple[torch.Tensor, ...]) -> None:
-        """After its forward."""
-        self._held[microbatch] = (inputs, outputs)
+    def hold(
+        self, microbatch: int, inputs: Message, outputs: _Outputs, again: Callable[[], _Outputs] | None = None
+    ) -> None:
+        """After its forward.
 
-    def outputs(self, microbatch: int, *, keep: bool) -> tuple[torch.Tensor, ...]:
-        """Of its forward; without ``keep`` it has come to its end."""
-        return (self._held[microbatch] if keep else self._held.pop(microbatch))[1]
+        Args:
+            again: computes the outputs once more, for the backward; None keeps them.
+        """
+        self._held[microbatch] = _Held(inputs, outputs, again)
+
+    def outputs(self, microbatch: int, *, keep: bool) -> _Outputs:
+        """Of its forward, to be sent; without ``keep`` it has come to its end."""
+        held = self._held[microbatch] if keep else self._held.pop(microbatch)
+        if keep and held.again is not None:
+            self._held[microbatch] = held._replace(outputs=())
+        return held.outputs
 
     def set_output_grads(self, microbatch: int, output_grads: _Gradients) -> None:
         """The gradients of its outputs are known."""
@@ -67,13 +91,13 @@ class InFlight:
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        inputs = self._held[microbatch][0]
+        inputs = self._held[microbatch].inputs
         wanted = _differentiable(inputs)
         self._keep_input_grads(microbatch, inputs, wanted, self._whole(microbatch, [inputs[i] for i in wanted]))
 
     def backward_input(self, microbatch: int) -> None:
         """I: what the stage before waits for. Where nothing came that wants a gradient, W is all of the backward."""
-        inputs = self._held[microbatch][0]
+        inputs = self._held[microbatch].inputs
         wanted = _differentiable(inputs)
         found: _Gradients = ()
         if wanted:
@@ -107,7 +131,8 @@ class InFlight:
 
     def _roots(self, microbatch: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Outputs that the backward begins with, and their gradients; nothing else holds the graph any more."""
-        _, outputs = self._held.pop(microbatch)
+        held = self._held.pop(microbatch)
+        outputs = held.outputs if held.again is None else held.again()
         pairs = zip(outputs, self._output_grads.pop(microbatch, ()), strict=True)
         known = [(root, seed) for root, seed in pairs if seed is not None]
         return [root for root, _ in known], [seed for _, seed in known]

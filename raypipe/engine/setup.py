@@ -67,6 +67,7 @@ class GenerationSetup:
         codecs: of the messages between stages, where the controller does not say otherwise.
         generation: of the plan; a segment of another one is refused.
         addresses: of the endpoints of all workers, once they are known.
+        recompute: by stage, whether backwards run the forward again; empty for none.
     """
 
     programs: Sequence[StageProgram]
@@ -75,6 +76,7 @@ class GenerationSetup:
     codecs: Codecs = Codecs()  # noqa: RUF009  (immutable)
     generation: int = 0
     addresses: Sequence[Any] = ()
+    recompute: Sequence[bool] = ()
 
     @property
     def num_workers(self) -> int:

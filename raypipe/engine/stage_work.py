@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,7 +18,9 @@ from raypipe.engine.codec.choice import message_bytes
 from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.in_flight import InFlight
+from raypipe.engine.microbatch import Weights
 from raypipe.engine.randomness import RandomKey
+from raypipe.engine.second_forward import Given, SecondForward
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.state import StageState
 from raypipe.engine.weight_ring import WeightRing
@@ -77,8 +80,10 @@ class StageWork:
             reduction=settings.loss_reduction,
         )
         self._buffers = {
-            mode: [state.buffers[name] for name in function.buffers] for mode, function in self._modes.items()
+            mode: {name: state.buffers[name] for name in function.buffers} for mode, function in self._modes.items()
         }
+        recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable
+        self._second_forward = SecondForward(stage) if recomputes else None
         self._losses: list[tuple[int, torch.Tensor, float]] = []  # part, value, share
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._arrived: dict[int, Message] = {}
@@ -227,17 +232,23 @@ class StageWork:
         else:
             self.ring.enter(microbatch, inputs.weight_version)
             leaves = self.ring.leaves(microbatch)
-        outputs = function(
-            leaves,
-            self._buffers[mode],
-            inputs,  # type: ignore[arg-type]
-            [data.columns[name] for name in function.columns],
-            RandomKey(self.settings.seed, segment.locate(microbatch)[0], microbatch),
-        )
+        key = RandomKey(self.settings.seed, segment.locate(microbatch)[0], microbatch)
+
+        def run(given: Given) -> tuple[torch.Tensor, ...]:
+            held = [given.buffers[name] for name in function.buffers]
+            columns = [given.columns[name] for name in function.columns]
+            outputs = function(leaves, held, given.inputs, columns, key)  # type: ignore[arg-type]
+            return self._loss_parts(outputs, given.columns, data.weights, microbatch) if self.last else outputs
+
+        given, again = Given(inputs, data.columns, self._buffers[mode]), None
+        if training and self._second_forward is not None:
+            outputs, again = self._second_forward.first(run, given)
+        else:
+            outputs = run(given)
         if self.last:
-            outputs = self._take_loss(outputs, data, microbatch)
+            self._note_loss(outputs, data, microbatch)
         if training or not self.last:
-            self._in_flight.hold(microbatch, inputs, outputs)
+            self._in_flight.hold(microbatch, inputs, outputs, again)
             self._peak = max(self._peak, len(self._in_flight))
 
     def _backward(self, op: Op, microbatch: int) -> None:
@@ -253,14 +264,14 @@ class StageWork:
         else:
             self._in_flight.backward(microbatch)
 
-    def _take_loss(
-        self, outputs: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int
+    def _loss_parts(
+        self, outputs: tuple[torch.Tensor, ...], columns: Mapping[Any, torch.Tensor], weights: Weights, microbatch: int
     ) -> tuple[torch.Tensor, ...]:
-        """The parts of the loss as the last stage's outputs; their weights enter as the gradients of the outputs."""
-        if not any(data.weights):  # no valid target: an average over nothing, which would be nan
+        """The parts of the loss that count, as the last stage's outputs."""
+        if not any(weights):  # no valid target: an average over nothing, which would be nan
             return ()
         assert self.program.loss is not None
-        found = self.program.loss(outputs, [data.columns[name] for name in self.program.targets])
+        found = self.program.loss(outputs, [columns[name] for name in self.program.targets])
         parts = found if isinstance(found, tuple) else (found,)
         for loss in parts:
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
@@ -269,12 +280,15 @@ class StageWork:
                     f"The loss of micro-batch {microbatch} is not a scalar tensor but has {what}. Let loss_fn reduce "
                     "over the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
                 )
-        counting = [at for at, weight in enumerate(data.weights) if weight != 0.0]
-        self._losses += [(at, parts[at], data.shares[at]) for at in counting]
-        if self._training:
-            output_grads = tuple(self._seed(data.weights[at], parts[at].dtype) for at in counting)
+        return tuple(parts[at] for at in _counting(weights))
+
+    def _note_loss(self, parts: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int) -> None:
+        """Count the loss; the weights of its parts enter as the gradients of the outputs."""
+        counted = list(zip(_counting(data.weights), parts, strict=True))
+        self._losses += [(at, part, data.shares[at]) for at, part in counted]
+        if self._training and counted:
+            output_grads = tuple(self._seed(data.weights[at], part.dtype) for at, part in counted)
             self._in_flight.set_output_grads(microbatch, output_grads)
-        return tuple(parts[at] for at in counting)
 
     def _seed(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
         key = (weight, dtype)
@@ -338,6 +352,11 @@ class StageWork:
 
 _NOTHING = Message()
 """What the first stage receives."""
+
+
+def _counting(weights: Weights) -> list[int]:
+    """Positions of the parts of a loss that count."""
+    return [at for at, weight in enumerate(weights) if weight != 0.0]
 
 
 def _message_times(stage: int) -> dict[Op, MessageTimes]:

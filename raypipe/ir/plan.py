@@ -45,6 +45,7 @@ class Plan(PlanFacts):
                     "wiring": _wiring_fields(self.schedule.wiring),
                 },
                 "spec": None if self.spec is None else self.spec.to_dict(),
+                "recompute": list(self.recompute),
                 "partition": asdict(self.partition),
                 "notes": list(self.notes),
                 "reasons": [list(pair) for pair in self.reasons],
@@ -56,7 +57,7 @@ class Plan(PlanFacts):
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Inverse of ``to_json``; a plan of an earlier release has no spec.
+        """Inverse of ``to_json``; a plan of an earlier release has no spec and does not recompute.
 
         Raises:
             PlanError: the text is no such plan; names what is wrong.
@@ -76,6 +77,7 @@ class Plan(PlanFacts):
                 prediction=None if found["prediction"] is None else Prediction.from_dict(found["prediction"]),
                 weights=_weights(found["weights"]),
                 spec=ScheduleSpec.from_dict(found["spec"]) if found.get("spec") else None,
+                recompute=tuple(found.get("recompute", ())),
             )
         except (AttributeError, KeyError, ScheduleError, TypeError, ValueError) as error:
             raise PlanError(

@@ -88,6 +88,7 @@ class PlanFacts:
         prediction: seconds and bytes; None where nothing was profiled.
         weights: versions of the weights.
         spec: what the schedule was made from; None in a plan that an earlier release saved.
+        recompute: by stage, whether backwards run the forward again; empty for none.
         explained: ``str`` is ``explain()``; how a plan is shown is no part of it.
     """
 
@@ -103,4 +104,5 @@ class PlanFacts:
     prediction: Prediction | None = None
     weights: WeightPolicy = SYNCHRONOUS
     spec: ScheduleSpec | None = None
+    recompute: tuple[bool, ...] = ()
     explained: bool = field(default=False, compare=False, repr=False)

@@ -47,6 +47,8 @@ def table(plan: PlanFacts, peaks: Sequence[int]) -> str:
         ("receives per sample", [human_bytes(stage.input_bytes) if stage.index else "data" for stage in stages]),
         ("micro-batches held", [str(peak) for peak in peaks]),
     ]
+    if any(plan.recompute):
+        columns.append(("forwards", ["twice" if again else "once" for again in plan.recompute]))
     if plan.prediction is not None:
         columns += _predicted(plan.prediction)
     lines = [_title(plan, len(stages), workers)]

@@ -24,6 +24,7 @@ class StagePrediction:
         in_flight: most micro-batches between their F and their B, or W.
         fullest_at: the action at which memory is fullest, as ``0F3``.
         memory: bytes on one device at that moment, by what they are for.
+        recompute: backwards run the forward again, which is in backward_s.
         limit_bytes: what the device offers, None where nobody said; of several stages on it, to all of them together.
     """
 
@@ -35,6 +36,7 @@ class StagePrediction:
     memory: tuple[tuple[str, int], ...]
     limit_bytes: int | None = None
     weight_s: float = 0.0
+    recompute: bool = False
 
     @property
     def busy_s(self) -> float:

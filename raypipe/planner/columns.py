@@ -37,6 +37,7 @@ class Columns(NamedTuple):
 
     Attributes:
         busy_s: seconds of one micro-batch, forward and backward.
+        forward_s: the forward's part of it.
         param_bytes, trainable_bytes, buffer_bytes, activation_bytes: of Node; activations per sample.
         workspace: all nodes' lines: fixed bytes, bytes per sample, activations up to that node; shape (3, lines).
         workspace_at: where each node's lines begin; shape (nodes + 1,).
@@ -46,6 +47,7 @@ class Columns(NamedTuple):
     """
 
     busy_s: NDArray[np.float64]
+    forward_s: NDArray[np.float64]
     param_bytes: Ints
     trainable_bytes: Ints
     buffer_bytes: Ints
@@ -79,6 +81,7 @@ def columns_of(graph: ModelGraph) -> Columns:
 def _columns(same: _Same) -> Columns:
     nodes = same.graph.nodes
     busy_s = np.array([n.forward_s + (n.backward_input_s + n.backward_weight_s) for n in nodes], dtype=np.float64)
+    forward_s = np.array([n.forward_s for n in nodes], dtype=np.float64)
     rows = [(n.param_bytes, n.param_bytes - n.frozen_bytes, n.buffer_bytes, n.activation_bytes) for n in nodes]
     parts = np.array(rows, dtype=np.int64).reshape(-1, 4).T
     counts = np.array([len(n.workspace) for n in nodes], dtype=np.int64)
@@ -89,7 +92,9 @@ def _columns(same: _Same) -> Columns:
     before = np.stack([prefix(part) for part in parts])
     lines = np.array([line for n in nodes for line in n.workspace], dtype=np.int64).reshape(-1, 2).T
     lines, lines_at = np.concatenate((lines, np.repeat(before[3][1:], counts)[None])), prefix(counts)
-    return Columns(busy_s, params, trainable, buffers, activations, lines, lines_at, places, cut_bytes, before)
+    return Columns(
+        busy_s, forward_s, params, trainable, buffers, activations, lines, lines_at, places, cut_bytes, before
+    )
 
 
 def prefix(values: Ints) -> Ints:

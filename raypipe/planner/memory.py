@@ -12,6 +12,8 @@ it to the end can hold, per replica of its own; without replicas stage s of S ha
 
 each at most M. Of zb-h1 those beyond 1 + the sum of r over the hops after the stage wait for W alone, and each counts
 twice: for the operands of its products, which are among its activations, and for the gradients of what those made.
+A stage that runs its forwards again (``recompute``) holds the activations of one micro-batch at a time, while its
+backward runs, and of the others only what came, which is among the messages. What waits for W counts as ever.
 ``pipedream`` is the asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the weights that learn, u being
 the update interval; ``2bw`` keeps two.
 
@@ -45,7 +47,7 @@ from raypipe.ir.plan_table import human_bytes
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
 from raypipe.planner.columns import Sums, columns_of
 
-__all__ = ["MemoryModel", "Resident", "StageMemory", "check_memory", "stage_memory"]
+__all__ = ["MemoryModel", "Resident", "StageMemory", "activations_of", "check_memory", "stage_memory"]
 
 ONE_F_ONE_B = ScheduleSpec("1f1b")
 
@@ -58,11 +60,13 @@ class Resident:
         in_flight: most micro-batches between their F and their B, or W, by stage.
         activation_sets: how often each stage holds a micro-batch's activations, or as many bytes.
         message_slots: boundary messages that wait at a stage, per direction, besides those of micro-batches in flight.
+        recomputed_sets: ``activation_sets`` of a stage that runs its forwards again.
     """
 
     in_flight: tuple[int, ...]
     activation_sets: tuple[int, ...]
     message_slots: int = 1
+    recomputed_sets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class MemoryModel:
         reserve_bytes: kept free on every device, for temporaries and the runtime; of several stages on one device, the
             share of each.
         resident: what the rows say, for schedules without a formula; it is of so many micro-batches and stages.
+        recompute: backwards run the forward again: on all stages or none, or by stage.
 
     Raises:
         PlanError: a kind without a formula, or a number out of range.
@@ -94,6 +99,7 @@ class MemoryModel:
     state_copies: int = 0
     reserve_bytes: int = 0
     resident: Resident | None = None
+    recompute: bool | tuple[bool, ...] = False
 
     def __post_init__(self) -> None:
         if not self.spec.of_kind.memory_formula and self.resident is None:
@@ -131,12 +137,22 @@ class MemoryModel:
 
     def activation_sets(self, depth: int) -> int:
         """How often a stage of this depth holds a micro-batch's activations, or as many bytes."""
+        again, in_flight, splits = self.recomputes(depth), self.in_flight(depth), self.spec.of_kind.splits_backward
         if self.resident is not None:
-            return self.resident.activation_sets[-depth]
-        in_flight = self.in_flight(depth)
-        if not self.spec.of_kind.splits_backward:
-            return in_flight
-        return 2 * in_flight - min(in_flight, 1 + self._slack_after(depth - 1))
+            return (self.resident.recomputed_sets if again else self.resident.activation_sets)[-depth]
+        if not splits:
+            return 1 if again else in_flight
+        ahead = 1 + self._slack_after(depth - 1)
+        if not again:
+            return 2 * in_flight - min(in_flight, ahead)
+        # The one in I, and those before it that wait for W; most of them while the pipeline runs empty.
+        return 2 * min(in_flight, max(1, 2 + sum(self.spec.slack) - ahead)) - 1
+
+    def recomputes(self, depth: int) -> bool:
+        """Whether backwards on a stage of this depth run its forward again."""
+        if isinstance(self.recompute, bool):
+            return self.recompute
+        return bool(self.recompute) and self.recompute[max(0, len(self.recompute) - depth)]
 
     def _slack_after(self, hops: int) -> int:
         """Sum of r over so many hops at the end; the cut may have more hops than the spec, all like its first."""
@@ -188,6 +204,9 @@ class StageMemory:
     Attributes:
         action: the forward at which the most micro-batches are in flight, as ``0F3``.
         activation_sets: how often activation_bytes holds those of one micro-batch.
+        message_bytes: of the micro-batches in flight what came, and what waits at the stage.
+        input_bytes: of them what came of one micro-batch.
+        recompute: backwards run the forward again.
     """
 
     stage: int
@@ -204,6 +223,8 @@ class StageMemory:
     workspace_bytes: int
     reserve_bytes: int
     copy_bytes: int = 0
+    input_bytes: int = 0
+    recompute: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -217,12 +238,20 @@ class StageMemory:
             "optimizer": self.optimizer_bytes,
             "buffers": self.buffer_bytes,
             "copies of the state": self.copy_bytes,
-            f"activations of {self.in_flight} micro-batches": self.activation_bytes,
+            activations_of(self): self.activation_bytes,
             "messages": self.message_bytes,
             "workspace": self.workspace_bytes,
             "reserve": self.reserve_bytes,
         }
         return ", ".join(f"{name} {human_bytes(count)}" for name, count in parts.items() if count)
+
+
+def activations_of(found: StageMemory) -> str:
+    """Whose activations a stage holds, in words."""
+    sets = found.activation_sets
+    if found.recompute:
+        return f"activations of {sets} micro-batch{'es' * (sets != 1)}, computed again"
+    return f"activations of {found.in_flight} micro-batches"
 
 
 def stage_memory(
@@ -260,6 +289,8 @@ def stage_memory(
         activation_bytes=sets * model.microbatch_size * resident.activation_bytes,
         message_bytes=model.microbatch_size
         * (receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots),
+        input_bytes=model.microbatch_size * receive_bytes,
+        recompute=model.recomputes(depth),
         workspace_bytes=workspace_bytes,
         reserve_bytes=model.reserve_bytes,
     )

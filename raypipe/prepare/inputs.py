@@ -19,7 +19,7 @@ from raypipe.ir.cluster import Cluster
 from raypipe.planner.tune import Request, microbatches
 from raypipe.prepare.arguments import Arguments
 
-__all__ = ["Opened", "check_columns", "example_of", "needs_profile", "open_arguments", "wants_curve"]
+__all__ = ["Opened", "asked_recompute", "check_columns", "example_of", "needs_profile", "open_arguments", "wants_curve"]
 
 KEPT_COPIES = 4
 """Of the state, where a run survives failures: two of a worker's own stages and two of those of another one."""
@@ -155,6 +155,7 @@ def _given(value: Any) -> Any:
 
 def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int) -> Request:
     split_points = () if isinstance(pipeline.partitioner, str) else tuple(pipeline.partitioner)
+    num_stages = len(split_points) + 1 if split_points else _given(pipeline.num_stages)
     return Request(
         num_stages=_given(pipeline.num_stages),
         num_workers=num_workers,
@@ -172,7 +173,21 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         vertical_sync=_given(pipeline.vertical_sync) or False,
         clips=pipeline.max_grad_norm is not None,
         skips=pipeline.on_nonfinite == "skip",
+        recompute=asked_recompute(pipeline, num_stages),
     )
+
+
+def asked_recompute(pipeline: PipelineConfig, num_stages: int | None) -> bool | tuple[bool | None, ...] | None:
+    """As the planner wants it, by stage where it was given so."""
+    given = pipeline.recompute
+    if isinstance(given, str):
+        return _RECOMPUTE[given]
+    if all(type(item) is int for item in given):  # numbers of stages
+        return tuple(stage in given for stage in range(num_stages or 0))
+    return tuple(item if isinstance(item, bool) else _RECOMPUTE[str(item)] for item in given)
+
+
+_RECOMPUTE = {"never": False, "always": True, "auto": None}
 
 
 def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tuple[Any, ...], Any]:

@@ -85,7 +85,6 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
         ("num_replicas", [1, 2]),
         ("codec_forward", "fp8"),
         ("codec_backward", "int4"),
-        ("recompute", "always"),
         ("precision", "bf16"),
     ],
 )
@@ -165,3 +164,35 @@ def test_ports_of_links_are_a_pair() -> None:
 
 def test_a_function_may_count_the_items_of_the_loss() -> None:
     assert PipelineConfig(loss_reduction=len).loss_reduction is len
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"recompute": [True, False, True], "num_stages": 2},
+            "recompute=(True, False, True) speaks of 3 stages, but num_stages=2. Give one item per stage, or a single "
+            "value for all; a list needs num_stages=3 beside it.",
+        ),
+        (
+            {"recompute": [0]},
+            "recompute=(0,) names stages by number, but num_stages='auto' leaves open how many there are. Set "
+            "num_stages too, or recompute='always'.",
+        ),
+        (
+            {"recompute": [0, 2], "num_stages": 2},
+            "recompute=(0, 2) names stage 2, but there are 2, from 0 on. Name each stage once.",
+        ),
+        (
+            {"recompute": [1, 1], "partitioner": ["a"]},
+            "recompute=(1, 1) names stage 1, but it stands there twice. Name each stage once.",
+        ),
+    ],
+)
+def test_stages_that_compute_again_are_named_as_they_are(fields: dict[str, object], message: str) -> None:
+    assert refusal(**fields) == message
+
+
+@pytest.mark.parametrize("value", ["always", ["auto", "never"], [True, "auto"], [1], [0, 1]])
+def test_ways_to_name_stages_that_compute_again(value: object) -> None:
+    assert PipelineConfig(recompute=value, num_stages=2).recompute == (tuple(value) if type(value) is list else value)

@@ -126,7 +126,7 @@ def test_a_described_cluster_tells_its_devices_limits_and_what_speed_means(count
 def test_memory_that_decides_is_the_reason() -> None:
     free = sequential().plan()
     limit = max(stage.memory_bytes for stage in sequential(num_microbatches=16).plan().partition.stages)
-    plan = sequential(memory_limit_bytes=limit).plan()
+    plan = sequential(memory_limit_bytes=limit, recompute="never").plan()
     assert free.num_microbatches < plan.num_microbatches
     assert "would be faster but do not fit into memory" in lines_of(plan)[3]
 

@@ -53,6 +53,19 @@ def test_what_waits_for_its_weights_counts_twice() -> None:
     assert MemoryModel(ScheduleSpec("slack", num_microbatches=8, slack=(1, 2, 1))).activation_sets(4) == 5
 
 
+def test_a_stage_that_computes_again_holds_one_set_of_activations() -> None:
+    model = MemoryModel(ScheduleSpec("1f1b", num_microbatches=8), recompute=(True, True, False))
+    assert [model.activation_sets(3 - s) for s in range(3)] == [1, 1, 1]
+    assert [model.in_flight(3 - s) for s in range(3)] == [3, 2, 1]
+    assert MemoryModel(ScheduleSpec("gpipe", num_microbatches=8), recompute=True).activation_sets(1) == 1
+    split = MemoryModel(ScheduleSpec("zb-h1", num_microbatches=8, slack=(1, 2, 1)), recompute=True)
+    assert [split.activation_sets(4 - s) for s in range(4)] == [1, 3, 7, 9]  # what waits for W counts twice as ever
+    node = Node("op", "", ("w",), 100, 0, 1.0, activation_bytes=7)
+    found = stage_memory(model, held(node), 0, 3, receive_bytes=4, send_bytes=6)
+    assert (found.activation_bytes, found.message_bytes, found.input_bytes) == (7, 4 * (3 + 1) + 6, 4)
+    assert "activations of 1 micro-batch, computed again 7 B" in str(found)
+
+
 def test_copies_of_the_state_are_a_line_of_their_own() -> None:
     """Two of a stage's own and two of another one: weights, optimizer and buffers, and no gradients."""
     graph = ModelGraph((Node("a", "", ("w",), 100, None, frozen_bytes=20, buffer_bytes=7),))

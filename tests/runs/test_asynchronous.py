@@ -88,6 +88,7 @@ class Setup:
     max_grad_norm: float | None = None
     reduction: str = "mean"
     drain_every: int | None = None
+    recompute: str = "auto"
 
     @property
     def mode(self) -> Mode:
@@ -116,6 +117,7 @@ def trained(setup: Setup, folder: Path) -> Tensors:
             loss_reduction=setup.reduction,
             max_grad_norm=setup.max_grad_norm,
             checkpoint_interval_steps=setup.drain_every or "auto",
+            recompute=setup.recompute,
             **POLICIES[setup.policy].fields,
         ),
         run_config=SimpleNamespace(name="run", storage_path=str(folder)),

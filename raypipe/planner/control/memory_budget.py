@@ -1,8 +1,8 @@
 """How much memory a schedule may use: what a stage needs under any schedule, and what each micro-batch in flight adds.
 
-    limit - fixed - extra  >=  activation sets * activation + waiting messages * message + workspace
+    limit - fixed - extra  >=  activation sets * activation + in flight * input + waiting messages * message + workspace
 
-The two counts are ``raypipe.planner.memory``'s. ``extra`` is what the measured peak was above this sum.
+The three counts are ``raypipe.planner.memory``'s. ``extra`` is what the measured peak was above this sum.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class MemoryBudget:
         fixed_bytes: weights, gradients, optimizer, buffers, reserve.
         activation_bytes: of one micro-batch in flight.
         message_bytes: of one waiting message in each direction.
+        input_bytes: of what came of one micro-batch in flight.
+        recompute: the stage runs its forwards again, under any schedule.
         workspace: that operations need while they run: (fixed bytes, bytes per micro-batch), the most of which counts.
         most_in_flight: micro-batches between their F and their B or W that are allowed in any case, of those that
             num_microbatches cuts; None for any number.
@@ -49,6 +51,8 @@ class MemoryBudget:
     most_in_flight: int | None = None
     num_microbatches: int | None = None
     extra_bytes: int = 0
+    input_bytes: int = 0
+    recompute: bool = False
 
     def most_of(self, choice: Choice) -> int:
         """``most_in_flight`` in micro-batches of this choice, which may be larger or smaller."""
@@ -59,8 +63,9 @@ class MemoryBudget:
 
     def need_bytes(self, choice: Choice, depth: int) -> int:
         """At the fullest moment of a stage with ``depth - 1`` stages behind it."""
-        model = choice.memory_model()
-        resident = model.activation_sets(depth) * self.activation_bytes + model.message_slots * self.message_bytes
+        model = replace(choice.memory_model(), recompute=self.recompute)
+        resident = model.activation_sets(depth) * self.activation_bytes + model.in_flight(depth) * self.input_bytes
+        resident += model.message_slots * self.message_bytes
         share = Fraction(self.num_microbatches or choice.num_microbatches, choice.num_microbatches)
         workspace = max((fixed + share * grows for fixed, grows in self.workspace), default=Fraction(0))
         return self.fixed_bytes + self.extra_bytes + math.ceil(resident * share + max(Fraction(0), workspace))
@@ -93,7 +98,9 @@ def budgets_of(
             + m.copy_bytes
             + m.reserve_bytes,
             activation_bytes=m.activation_bytes // max(1, m.activation_sets),
-            message_bytes=m.message_bytes // max(1, model.message_slots),
+            message_bytes=(m.message_bytes - m.in_flight * m.input_bytes) // max(1, model.message_slots),
+            input_bytes=m.input_bytes,
+            recompute=m.recompute,
             workspace=tuple((fixed, per_sample * model.microbatch_size) for fixed, per_sample in lines),
             num_microbatches=model.spec.num_microbatches,
         )

@@ -47,12 +47,14 @@ class Chain(NamedTuple):
     Attributes:
         positions: of the places in ``graph.nodes``, from 0 to their number.
         time_ps: of the nodes before.
+        forward_ps: the part of it that a stage computes twice where it runs its forwards again.
         sync_bytes: of the trainable parameters before.
         cut_bytes: that cross there per micro-batch, one way; 0 at the ends.
     """
 
     positions: Ints
     time_ps: Ints
+    forward_ps: Ints
     sync_bytes: Ints
     cut_bytes: Ints
 
@@ -78,6 +80,7 @@ def chain_costs(graph: ModelGraph, limits: Limits) -> Chain:
     return Chain(
         found.places,
         prefix(node_picoseconds(graph))[found.places],
+        prefix(np.rint(found.forward_s * PICO).astype(np.int64))[found.places],
         prefix(found.trainable_bytes)[found.places],
         found.cut_bytes * limits.memory.microbatch_size,
     )

@@ -22,7 +22,7 @@ from raypipe.planner.columns import sums_of, workspace_bytes
 from raypipe.planner.memory import MemoryModel, StageMemory, check_memory, stage_memory
 from raypipe.planner.partition.limits import Limits
 
-__all__ = ["Solver", "fitting_partition", "limit_bytes", "memory_of", "refilled", "solve_within"]
+__all__ = ["Solver", "fits_within", "fitting_partition", "limit_bytes", "memory_of", "refilled", "solve_within"]
 
 Solver = Callable[[ModelGraph, Cluster, Limits], Partition]
 """What ``prefix_sum``, ``antichain`` and ``hierarchical`` are."""
@@ -133,6 +133,15 @@ def limit_bytes(cluster: Cluster, limits: Limits, device: int) -> int | None:
     """What a worker on this device may use in all, None for no limit."""
     caps = (cluster.devices[device].memory_bytes, limits.memory_limit_bytes)
     return min((cap for cap in caps if cap is not None), default=None)
+
+
+def fits_within(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Limits, memory: MemoryModel) -> bool:
+    """Whether every stage of a cut fits on its devices with this memory."""
+    for stage, need in zip(partition.stages, memory_of(graph, partition, memory), strict=True):
+        caps = [cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None]
+        if caps and need.total_bytes > min(caps):
+            return False
+    return True
 
 
 def _nearest_plan(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> str | None:

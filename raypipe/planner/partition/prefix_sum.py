@@ -44,6 +44,7 @@ class _Problem(NamedTuple):
     """All that probes share.
 
     Attributes:
+        time_ps: picoseconds of all nodes before each place, by depth of the stage: some run their forwards twice.
         memory: prefix sums of a stage's bytes at the places, by depth.
         traffic_ps: of the cut at each place, by bandwidth.
         by_memory: by depth and bytes, what ``_earliest_by_memory`` found before.
@@ -52,6 +53,7 @@ class _Problem(NamedTuple):
     chain: Chain
     lineup: Lineup
     limits: Limits
+    time_ps: dict[int, Ints]
     memory: dict[int, Ints]
     traffic_ps: dict[float, Ints]
     by_memory: dict[tuple[int, int], Ints]
@@ -120,11 +122,14 @@ def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
     chain, lineup = chain_costs(graph, limits), line_up(cluster, limits)
     parts = np.stack([prefix(part)[chain.positions] for part in limits.memory.node_parts(graph)])
     bandwidths = {step.bandwidth_bytes_s for step in lineup.steps}
+    depths = sorted(set(lineup.depths) - {0})
+    twice_ps = chain.time_ps + chain.forward_ps
     return _Problem(
         chain,
         lineup,
         limits,
-        {depth: limits.memory.at_depth(parts, depth) for depth in sorted(set(lineup.depths) - {0})},
+        {depth: twice_ps if limits.memory.recomputes(depth) else chain.time_ps for depth in depths},
+        {depth: limits.memory.at_depth(parts, depth) for depth in depths},
         {bandwidth: exchange_ps(chain.cut_bytes, bandwidth) for bandwidth in bandwidths},
         {},
     )
@@ -138,7 +143,8 @@ def _bounds(problem: _Problem) -> tuple[int, int]:
     fastest = max(kind.speed for kind in kinds)
     lowest = max(total / problem.lineup.free_speed[0], largest / fastest)
     traffic = max(int(x.max()) for x in problem.traffic_ps.values())
-    return int(lowest * (1 - 1e-9)), math.ceil(total / min(kind.speed for kind in kinds)) + traffic + 1
+    slowest = max(int(time_ps[-1]) for time_ps in problem.time_ps.values())
+    return int(lowest * (1 - 1e-9)), math.ceil(slowest / min(kind.speed for kind in kinds)) + traffic + 1
 
 
 def _following(problem: _Problem, period_ps: int) -> int:
@@ -146,12 +152,13 @@ def _following(problem: _Problem, period_ps: int) -> int:
 
     Either a stage that is just too long comes in, or a cut whose traffic is.
     """
-    time_ps, found = problem.chain.time_ps, math.inf
-    for speed, _, _ in problem.lineup.kinds:
-        first = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
-        longer = (time_ps - time_ps[np.maximum(first - 1, 0)])[first > 0]
-        if len(longer):
-            found = min(found, _at_speed(int(longer.min()), speed)[0])
+    found = math.inf
+    for time_ps in {id(time_ps): time_ps for time_ps in problem.time_ps.values()}.values():
+        for speed, _, _ in problem.lineup.kinds:
+            first = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
+            longer = (time_ps - time_ps[np.maximum(first - 1, 0)])[first > 0]
+            if len(longer):
+                found = min(found, _at_speed(int(longer.min()), speed)[0])
     for traffic_ps in problem.traffic_ps.values():
         over = traffic_ps[traffic_ps > period_ps]
         if len(over):
@@ -161,8 +168,9 @@ def _following(problem: _Problem, period_ps: int) -> int:
 
 def _kept_ps(problem: _Problem, cuts: list[_Cut]) -> int:
     """A period that these stages keep, in picoseconds."""
-    time_ps, longest = problem.chain.time_ps, 0
+    longest = 0
     for first, last, step in cuts:
+        time_ps = problem.time_ps[problem.lineup.depths[step.after]]
         _, busy_ps = _at_speed(int(time_ps[last] - time_ps[first]), problem.lineup.kinds[step.kind].speed)
         longest = max(longest, busy_ps, int(problem.traffic_ps[step.bandwidth_bytes_s][last]))
     return longest
@@ -177,11 +185,12 @@ def _at_speed(time_ps: int, speed: float) -> tuple[int, int]:
 
 def _earliest(problem: _Problem, period_ps: int, extra_bytes: int) -> dict[tuple[int, int], Ints]:
     """lo(e) by (kind, depth): the smallest place where a stage that ends at e may begin."""
-    chain, found = problem.chain, {}
+    found = {}
     depths = problem.lineup.depths_by_kind()
     for kind, (speed, capacity, _) in enumerate(problem.lineup.kinds):
-        by_time = np.searchsorted(chain.time_ps, chain.time_ps - math.floor(period_ps * speed))
         for depth in depths[kind]:
+            time_ps = problem.time_ps[depth]
+            by_time = np.searchsorted(time_ps, time_ps - math.floor(period_ps * speed))
             found[kind, depth] = by_time
             if capacity is not None:
                 by_memory = _earliest_by_memory(problem, depth, capacity + extra_bytes, keep=not extra_bytes)
@@ -247,8 +256,10 @@ def _answer(graph: ModelGraph, cluster: Cluster, problem: _Problem, cuts: list[_
     devices = lineup.assign([cut.step.kind for cut in cuts])
     pieces, slowest_ps = [], 0.0
     for (first, last, step), device in zip(cuts, devices, strict=True):
-        busy_ps = int(chain.time_ps[last] - chain.time_ps[first]) / lineup.kinds[step.kind].speed
-        slowest_ps = max(slowest_ps, busy_ps, int(problem.traffic_ps[step.bandwidth_bytes_s][last]))
+        speed, time_ps = lineup.kinds[step.kind].speed, problem.time_ps[lineup.depths[step.after]]
+        busy_ps = int(chain.time_ps[last] - chain.time_ps[first]) / speed
+        whole_ps = int(time_ps[last] - time_ps[first]) / speed
+        slowest_ps = max(slowest_ps, whole_ps, int(problem.traffic_ps[step.bandwidth_bytes_s][last]))
         nodes = range(int(chain.positions[first]), int(chain.positions[last]))
         crossing = int(chain.cut_bytes[first]) // problem.limits.memory.microbatch_size
         pieces.append(Piece(nodes, (device,), busy_ps / PICO, crossing))

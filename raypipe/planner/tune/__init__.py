@@ -7,7 +7,7 @@
 
     a run that goes on: again (workers have other speeds), lighter (one ran out of memory) --> Decision
 
-Left out: recomputation, and the choice of devices among those offered beyond what the partition solvers do.
+Left out: the choice of devices among those offered beyond what the partition solvers do.
 """
 
 from __future__ import annotations

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
 from raypipe.ir.prediction import Prediction
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
-from raypipe.planner.partition.fit import Solver, fitting_partition, limit_bytes, memory_of, refilled
+from raypipe.planner.partition.fit import Solver, fits_within, fitting_partition, refilled
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.search.candidates import Question, candidates, quickest, resident
 from raypipe.planner.search.replay import equal_messages_s
@@ -100,7 +99,7 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
         return dataclasses.replace(limits.memory, spec=dataclasses.replace(spec, first_trainable=0))
 
     def fits(spec: ScheduleSpec) -> bool:
-        return not problem.bounded or _fits(partition, graph, problem.cluster, limits, memory(spec))
+        return not problem.bounded or fits_within(partition, graph, problem.cluster, limits, memory(spec))
 
     @functools.cache
     def score(spec: ScheduleSpec) -> float:
@@ -121,14 +120,6 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
     slack = quickest(found, score, lambda spec: resident(memory(spec), partition.num_stages)).slack
     short = slack[0] if len(set(slack)) == 1 else slack or None
     return dataclasses.replace(request, slack=short)
-
-
-def _fits(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Limits, memory: MemoryModel) -> bool:
-    for stage, need in zip(partition.stages, memory_of(graph, partition, memory), strict=True):
-        caps = [cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None]
-        if caps and need.total_bytes > min(caps):
-            return False
-    return True
 
 
 def predicted(decision: Decision, links: str, first_trainable: int | None = None) -> Prediction:

@@ -2,6 +2,7 @@
 
     for each number of stages and kind of schedule that is open:
         cut  -->  slowest stage's t(b)  -->  micro-batches  -->  cut again at that size  -->  slack  -->  step
+        where memory is short, the same with stages that run their forwards again
     take the least step time; of those that are as good, the one with the fewest stages
     cut that one with all nodes and in other orders of execution too, and simulate it
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -29,6 +31,7 @@ from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
 from raypipe.planner.tune.problem import Problem
+from raypipe.planner.tune.recompute import best_recompute, is_open, most_recompute, only_where_needed, settled
 from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
 from raypipe.planner.tune.resolve import spec_of
 from raypipe.planner.tune.sizes import Sizes
@@ -60,7 +63,11 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     found = _compared(problem)
     best_s = min(decision.prediction.step_s for decision in found)
     near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
-    best = _completed(problem, min(near, key=lambda decision: sum(decision.partition.replicas)))
+    chosen = min(near, key=lambda decision: sum(decision.partition.replicas))
+    best = _completed(settled(problem, chosen.request.recomputes), chosen)
+    fewer = only_where_needed(problem, best)
+    if fewer is not best:
+        best = dataclasses.replace(fewer, prediction=predicted(fewer, problem.links))
     return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
 
 
@@ -72,10 +79,12 @@ def _compared(problem: Problem) -> list[Decision]:
         if count is not None and _at_least_s(problem, count) > best_s * (1 + EVEN):
             continue
         with contextlib.suppress(PlanError):
-            found.append(best_small(problem, count) or _best_kind(problem, count, attempt))
+            found.append(best_recompute(problem, count, functools.partial(_quickest, num_stages=count)))
             best_s = min(best_s, found[-1].prediction.step_s)
     if found:
         return found
+    if is_open(problem.request):
+        problem = settled(problem, most_recompute(problem.request))
     try:  # another order of execution may fit where the nodes' own does not
         return [_best_kind(problem, counts[-1], in_full)]
     except PlanError as refusal:
@@ -83,6 +92,11 @@ def _compared(problem: Problem) -> list[Decision]:
         if not advice:
             raise
         raise PlanError(f"{refusal} {advice}") from None
+
+
+def _quickest(problem: Problem, num_stages: int | None) -> Decision:
+    """The best decision with so many stages, to be compared."""
+    return best_small(problem, num_stages) or _best_kind(problem, num_stages, attempt)
 
 
 def plan_of(decision: Decision, first_trainable: int | None = None, notes: Sequence[str] = ()) -> Plan:
@@ -108,6 +122,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
         prediction=decision.prediction if as_expected else predicted(decision, decision.prediction.links, first),
         weights=weight_policy(decision.request, *sizes),
         spec=spec,
+        recompute=decision.request.recomputed(sizes[0], first),
     )
 
 

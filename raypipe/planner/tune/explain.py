@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.problem import Problem
+from raypipe.planner.tune.recompute import is_open
+from raypipe.planner.tune.request import Request
 from raypipe.planner.tune.weights import weight_reason
 
-__all__ = ["reasons_of"]
+__all__ = ["reasons_of", "recompute_reason"]
 
 WORTH_A_WORD = 1.005
 """Ratio of two predicted steps above which one is called faster."""
@@ -30,10 +32,33 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
         reasons.append(("machine", SHARED))
     reasons.append(("micro-batches", _microbatches(best)))
     reasons.append(("schedule", _schedule(problem, best)))
+    if recompute := recompute_reason(problem.request, best.request.recomputed(best.partition.num_stages)):
+        reasons.append(("recompute", recompute))
     weights = weight_reason(best.request, best.partition.num_stages, best.num_microbatches)
     if weights:
         reasons.append(("weights", weights))
     return tuple(reasons)
+
+
+def recompute_reason(asked: Request, found: Sequence[bool]) -> str:
+    """Which stages run their forwards again, and why; "" for none.
+
+    Args:
+        found: by stage.
+    """
+    stages = [stage for stage, again in enumerate(found) if again]
+    if not stages:
+        return ""
+    which = "all stages run" if len(stages) == len(found) > 1 else f"stage {stages[0]} runs"
+    if 1 < len(stages) < len(found):
+        which = f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]} run"
+    why = (
+        "for memory would not hold the activations of this schedule otherwise"
+        if is_open(asked)
+        else "as recompute says"
+    )
+    its = "its forward" if which.startswith("stage ") else "their forwards"
+    return f"{which} {its} again in the backward, {why}"
 
 
 def _stages(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> str:

@@ -56,4 +56,6 @@ def memory_test(
 
 def _need(memory: MemoryModel, depth: int) -> tuple[int, ...]:
     size = memory.microbatch_size
-    return (size * memory.message_slots, *(size * memory.activation_sets(d) for d in range(1, depth + 1)))
+    depths = range(1, depth + 1)
+    held = [count(d) for d in depths for count in (memory.activation_sets, memory.in_flight)]
+    return (size * memory.message_slots, *(size * count for count in held))

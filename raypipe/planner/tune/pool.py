@@ -107,7 +107,8 @@ def best_of_all(asked: Question, cuts: Ints, graphs: Sequence[tuple[int, int, Mo
         cuts: from ``all_cuts``.
         graphs: (micro-batches, samples, graph with the seconds of such a micro-batch).
     """
-    sized = [(count, size, cut_costs(graph, asked.cluster, cuts, size)) for count, size, graph in graphs]
+    again = asked.request.recomputed(cuts.shape[1] - 1)
+    sized = [(count, size, cut_costs(graph, asked.cluster, cuts, size, again)) for count, size, graph in graphs]
     # As if all micro-batches could be in flight at once, and nobody waited for more than the inputs' gradients.
     bounds_s = [float(least_s(costs, count, np.array(count), splits=True).min()) for count, _, costs in sized]
     simulated: list[tuple[float, _Batch, int]] = []
@@ -131,7 +132,7 @@ def best_of_all(asked: Question, cuts: Ints, graphs: Sequence[tuple[int, int, Mo
 
 def some_fit(asked: Question, cuts: Ints, count: int, size: int, graph: ModelGraph) -> bool:
     """Whether any cut fits, with the schedule that holds least of those that the request leaves open."""
-    costs = cut_costs(graph, asked.cluster, cuts, size)
+    costs = cut_costs(graph, asked.cluster, cuts, size, asked.request.recomputed(cuts.shape[1] - 1))
     batches = (_batch(costs, each, count, size, asked.cap_bytes) for each in _requests(asked, costs, count))
     return any(_fits(batch, at, asked.cap_bytes) for batch in batches for at in range(len(batch.cuts)))
 

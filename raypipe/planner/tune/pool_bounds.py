@@ -10,6 +10,7 @@ hop, one after the other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,8 +67,15 @@ class CutCosts(NamedTuple):
         )
 
 
-def cut_costs(graph: ModelGraph, cluster: Cluster, cuts: Ints, microbatch_size: int) -> CutCosts:
-    """The costs of cuts, given as indices into the places of the graph."""
+def cut_costs(
+    graph: ModelGraph, cluster: Cluster, cuts: Ints, microbatch_size: int, recompute: Sequence[bool] = ()
+) -> CutCosts:
+    """The costs of cuts.
+
+    Args:
+        cuts: as indices into the places of the graph.
+        recompute: by stage, whether backwards run the forward again; empty for none.
+    """
     found = columns_of(graph)
     positions = found.places[cuts]
     stages = cuts.shape[1] - 1
@@ -77,12 +85,15 @@ def cut_costs(graph: ModelGraph, cluster: Cluster, cuts: Ints, microbatch_size: 
         by_cut: Floats = (sums[:, 1:] - sums[:, :-1]) / cluster.devices[0].speed
         return by_cut
 
+    forward_s = by_stage([node.forward_s for node in graph.nodes])
     backward_s = by_stage([node.backward_s for node in graph.nodes])
     weight_s = by_stage([node.backward_weight_s for node in graph.nodes])
     held = found.before[:, positions]
     held_bytes = held[:, :, 1:] - held[:, :, :-1]
     # No stage that trains at all: argmax gives 0, as first_trainable_stage does.
     first = (held_bytes[1] > 0).argmax(axis=1)
+    if any(recompute):
+        backward_s = backward_s + np.where(np.array(recompute) & (np.arange(stages) >= first[:, None]), forward_s, 0.0)
     crossing = found.cut_bytes[cuts[:, 1:-1]]
     links = [cluster.link(stage, stage + 1) for stage in range(stages - 1)]
     bandwidth = np.array([link.bandwidth_bytes_s for link in links])
@@ -90,7 +101,7 @@ def cut_costs(graph: ModelGraph, cluster: Cluster, cuts: Ints, microbatch_size: 
         graph=graph,
         positions=positions,
         first=first,
-        forward_s=by_stage([node.forward_s for node in graph.nodes]),
+        forward_s=forward_s,
         backward_s=backward_s,
         weight_s=np.where(np.arange(stages) > first[:, None], weight_s, backward_s),
         crossing_bytes=crossing,

@@ -19,7 +19,7 @@ from raypipe.ir.prediction import HopPrediction, Prediction, StagePrediction
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.columns import columns_of
-from raypipe.planner.memory import StageMemory
+from raypipe.planner.memory import StageMemory, activations_of
 from raypipe.planner.partition.fit import limit_bytes, memory_of
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.schedule import schedule_of
@@ -65,6 +65,8 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
         # The solver's period has replicas, speeds and all-reduce in it.
         factor = stage.period_s / busy_s if busy_s else 0.0
         # Nobody waits for a backward of the first stage that trains.
+        again_s = forward_s if memory.recompute and stage.index >= first else 0.0
+        backward_s += again_s
         weight_s = math.fsum(n.backward_weight_s for n in nodes) if stage.index > first else backward_s
         caps = [cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None]
         found.append(
@@ -77,6 +79,7 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
                 memory=_parts(memory),
                 limit_bytes=min(caps, default=None),
                 weight_s=factor * weight_s,
+                recompute=again_s > 0.0,
             )
         )
     return tuple(found)
@@ -88,7 +91,7 @@ def _parts(memory: StageMemory) -> tuple[tuple[str, int], ...]:
         ("gradients", memory.gradient_bytes),
         ("optimizer", memory.optimizer_bytes),
         ("buffers", memory.buffer_bytes),
-        (f"activations of {memory.in_flight} micro-batches", memory.activation_bytes),
+        (activations_of(memory), memory.activation_bytes),
         ("messages", memory.message_bytes),
         ("workspace", memory.workspace_bytes),
         ("reserve", memory.reserve_bytes),

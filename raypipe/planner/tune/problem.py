@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -53,6 +54,19 @@ class Problem:
     def at(self, samples: int, graph: ModelGraph) -> ModelGraph:
         """The profile's graph, or a coarser form of it, with seconds at this size."""
         return graph_at(self.profile, samples, self.seconds(samples), graph)
+
+    def asking(self, request: Request) -> Problem:
+        """The same with another request for the same graph; what was made of that is kept."""
+        other = dataclasses.replace(self, request=request)
+        other.__dict__.update({name: vars(self)[name] for name in ("short", "times") if name in vars(self)})
+        return other
+
+    @property
+    def unbound(self) -> Problem:
+        """The same on devices with any amount of memory."""
+        devices = tuple(dataclasses.replace(device, memory_bytes=None) for device in self.cluster.devices)
+        free = self.asking(dataclasses.replace(self.request, memory_limit_bytes=None))
+        return dataclasses.replace(free, cluster=Cluster(devices, self.cluster.links))
 
     @property
     def bounded(self) -> bool:

@@ -41,6 +41,8 @@ class Request:
         weight_versions, update_interval, vertical_sync: of asynchronous schedules.
         clips: gradients are clipped by their norm.
         skips: no stage takes a step that is not finite, and the run goes on.
+        recompute: stages whose backward runs the forward again: all, none, or by stage; None leaves it to memory, of
+            all stages or of one.
         ties: stages share a parameter and exchange its gradients; known once the model is cut.
     """
 
@@ -64,6 +66,7 @@ class Request:
     vertical_sync: bool = False
     clips: bool = False
     skips: bool = False
+    recompute: bool | tuple[bool | None, ...] | None = False
     ties: bool = False
 
     @property
@@ -75,6 +78,20 @@ class Request:
     def overlaps(self) -> bool:
         """Whether a stage may end its step before the others have theirs: nobody waits for a norm or a gradient."""
         return not (self.clips or self.skips or self.ties)
+
+    @property
+    def recomputes(self) -> bool | tuple[bool, ...]:
+        """``recompute`` as it stands, without what is still to be decided."""
+        if not isinstance(self.recompute, tuple):
+            return bool(self.recompute)
+        found = tuple(map(bool, self.recompute))
+        return found if len(set(found)) > 1 else found[0]
+
+    def recomputed(self, num_stages: int, first_trainable: int = 0) -> tuple[bool, ...]:
+        """``recomputes`` by stage; there is nothing to run again below the first stage that trains."""
+        found = self.recomputes
+        by_stage = found if isinstance(found, tuple) else (found,) * num_stages
+        return tuple(again and stage >= first_trainable for stage, again in enumerate(by_stage))
 
     def workers(self, num_stages: int) -> int:
         """Workers that hold so many stages: as many, or fewer where the schedule puts several on each."""

@@ -72,6 +72,7 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         # Once per worker, whose stages share it.
         reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),
         resident=None if spec.of_kind.memory_formula else _resident(spec, num_stages, request.workers(num_stages)),
+        recompute=request.recomputes,
     )
 
 

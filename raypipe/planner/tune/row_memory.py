@@ -6,7 +6,8 @@
 
 A micro-batch between I and W counts twice among the activation sets, as in ``planner.memory``: for the operands of its
 products, and for the gradients of what those made. Here even where its W is the next action of its row, which makes
-one more than the formula of zb-h1. How many messages wait does depend on the costs; that number is the
+one more than the formula of zb-h1. A stage that runs its forwards again holds activations from B or I on, and not yet
+between F and there. How many messages wait does depend on the costs; that number is the
 one of equal stages and free links, where backwards take twice as long as forwards.
 """
 
@@ -29,6 +30,9 @@ _FLIGHT[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.W]]] = 1, -1, -1
 _SETS = np.zeros(len(OPS), dtype=np.int64)
 _SETS[[OP_CODE[Op.F], OP_CODE[Op.B], OP_CODE[Op.I], OP_CODE[Op.W]]] = 1, -1, 1, -2
 """By operation, what it adds to the micro-batches in flight and to the activation sets of its stage."""
+_AGAIN = np.zeros(len(OPS), dtype=np.int64)
+_AGAIN[[OP_CODE[Op.I], OP_CODE[Op.W]]] = 2, -2
+"""The same of a stage that runs its forwards again, besides those of a B that is being carried out."""
 
 
 def resident_of(schedule: Schedule) -> Resident:
@@ -37,15 +41,16 @@ def resident_of(schedule: Schedule) -> Resident:
     Args:
         schedule: compute actions only.
     """
-    in_flight, sets = [0] * schedule.num_stages, [0] * schedule.num_stages
+    in_flight, sets, again = ([0] * schedule.num_stages for _ in range(3))
     for row in schedule.body:
         stages, ops, _ = encode(row)
         for stage in np.unique(stages).tolist():
             own = ops[stages == stage]
             in_flight[stage] = int(np.cumsum(_FLIGHT[own]).max())
             sets[stage] = int(np.cumsum(_SETS[own]).max())
+            again[stage] = int((np.cumsum(_AGAIN[own]) + (own == OP_CODE[Op.B])).max())
     timeline = simulate(lower(schedule), Costs.uniform(schedule.num_stages))
-    return Resident(tuple(in_flight), tuple(sets), _most_waiting(timeline, schedule))
+    return Resident(tuple(in_flight), tuple(sets), _most_waiting(timeline, schedule), tuple(again))
 
 
 def _most_waiting(timeline: Timeline, schedule: Schedule) -> int:

@@ -91,7 +91,8 @@ def _either(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
         found = prefix_sum(graph, cluster, limits)
     except PlanError as error:
         refusal = error
-    if len(graph.nodes) <= FEW_NODES:
+    # The bottleneck of another order does not know of forwards that are run again.
+    if len(graph.nodes) <= FEW_NODES and (found is None or not limits.memory.recompute):
         try:
             other = antichain(graph, cluster, dataclasses.replace(limits, max_states=FEW_STATES))
         except PlanError:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from raypipe.errors import PlanError
 from raypipe.ir.plan import Partition, Plan
 from raypipe.planner.schedule import schedule_of
+from raypipe.planner.tune.explain import recompute_reason
 from raypipe.planner.tune.request import Request, microbatches
 from raypipe.planner.tune.resolve import spec_of
 from raypipe.planner.tune.weights import weight_policy, weight_reason
@@ -32,7 +33,11 @@ def make_plan(request: Request, partition: Partition, first_trainable: int, note
     idle = idle_notes(request, num_stages, count) if request.kind.synchronous else ()
     found = (*notes, *single_notes(request, num_stages), *idle)
     spec = spec_of(request, num_stages, count, first_trainable)
-    reason = weight_reason(request, num_stages, count)
+    recompute = request.recomputed(num_stages, first_trainable)
+    reasons = (
+        ("recompute", recompute_reason(request, recompute)),
+        ("weights", weight_reason(request, num_stages, count)),
+    )
     return Plan(
         partition,
         schedule_of(spec, num_stages),
@@ -40,7 +45,8 @@ def make_plan(request: Request, partition: Partition, first_trainable: int, note
         size,
         count,
         notes=found,
-        reasons=(("weights", reason),) if reason else (),
+        reasons=tuple((what, why) for what, why in reasons if why),
         weights=weight_policy(request, num_stages, count),
         spec=spec,
+        recompute=recompute,
     )

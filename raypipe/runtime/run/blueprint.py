@@ -76,7 +76,12 @@ def assemble(blueprint: Blueprint, planned: Planned) -> Assembled:
     programs = blueprint.basis.recipe.programs(plan.partition.cuts, plan.partition.order)
     predicted = predicted_step(plan)
     setup = GenerationSetup(
-        programs, plan.schedule.wiring.homes, plan.weights, codecs_of(blueprint.pipeline), plan.generation
+        programs,
+        plan.schedule.wiring.homes,
+        plan.weights,
+        codecs_of(blueprint.pipeline),
+        plan.generation,
+        recompute=plan.recompute,
     )
     return Assembled(
         blueprint.setup,

@@ -84,8 +84,12 @@ def another(
         num_workers: that are offered now; None for as many as there are stages.
         cluster: as it is now; None for equal workers.
     """
+    recompute = basis.request.recompute
+    if isinstance(recompute, tuple) and len(recompute) != num_stages:  # which stages that were means nothing now
+        recompute = True if any(recompute) else None if None in recompute else False
     request = dataclasses.replace(
         basis.request,
+        recompute=recompute,
         num_stages=num_stages,
         num_workers=num_workers,
         minibatch_size=plan.minibatch_size,

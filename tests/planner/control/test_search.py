@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from raypipe.ir.links import LinkEstimate
 from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.planner.columns import Sums
 from raypipe.planner.control import (
     Choice,
     CodecCost,
@@ -23,7 +24,7 @@ from raypipe.planner.control import (
     search,
     why_not,
 )
-from raypipe.planner.memory import MemoryModel, StageMemory
+from raypipe.planner.memory import MemoryModel, StageMemory, stage_memory
 from tests.planner.control.lab import all_choices
 from tests.planner.control.test_controller import setup_of
 
@@ -247,6 +248,19 @@ def test_rooms_are_the_plan_s_own_memory():
     assert "stage 0 would hold 8 micro-batches" in why_not(
         Choice(ScheduleSpec("gpipe", 8)), (MemoryBudget(limit_bytes=1, fixed_bytes=2),)
     )
+
+
+def test_a_stage_that_computes_again_has_room_for_a_schedule_that_holds_more():
+    spec = ScheduleSpec("slack", 8, slack=(2, 2))
+    model = MemoryModel(spec, microbatch_size=2, recompute=(True, False, False))
+    again = stage_memory(model, Sums(100, 100, 10, 50), 0, 3, receive_bytes=5, send_bytes=5)
+    kept = stage_memory(replace(model, recompute=False), Sums(100, 100, 10, 50), 0, 3, receive_bytes=5, send_bytes=5)
+    budgets = [budgets_of([one], model, [kept.total_bytes], [()])[0] for one in (again, kept)]
+    assert [b.need_bytes(Choice(spec), 3) for b in budgets] == [again.total_bytes, kept.total_bytes]
+    assert again.total_bytes == kept.total_bytes - 4 * 2 * 50
+    more = Choice(ScheduleSpec("slack", 8, slack=(3, 3)))
+    assert budgets[0].need_bytes(more, 3) == again.total_bytes + 2 * 2 * 5 + 2 * 5 + 2 * 5  # two inputs, one slot more
+    assert [fits(more, (b, MemoryBudget(), MemoryBudget())) for b in budgets] == [True, False]
 
 
 @pytest.mark.parametrize("mode", ["auto", "kfkb", "slack", "gpipe"])

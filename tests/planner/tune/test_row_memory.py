@@ -45,6 +45,18 @@ def test_what_waits_for_its_weights_counts_twice() -> None:
 
 
 @pytest.mark.slow
+@settings(deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 3))
+def test_the_count_is_the_formula_where_forwards_are_run_again(stages: int, count: int, number: int) -> None:
+    for kind in ("gpipe", "1f1b", "kfkb", "slack"):
+        found = resident_of(schedule_of(spec_for(kind, stages, count, group_size=number, slack=number), stages))
+        assert found.recomputed_sets == (1,) * stages
+    spec = spec_for("zb-h1", stages, count, slack=number)
+    model, found = MemoryModel(spec, recompute=True), resident_of(schedule_of(spec, stages))
+    assert all(0 <= n - model.activation_sets(stages - s) <= 1 for s, n in enumerate(found.recomputed_sets))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHUNKED)
 @settings(max_examples=30, deadline=None)
 @given(workers=st.integers(1, 4), count=st.integers(1, 20))
