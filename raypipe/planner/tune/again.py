@@ -30,6 +30,7 @@ from raypipe.planner.tune.attempt import NOTHING, predicted
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.predict import seconds_of
 from raypipe.planner.tune.problem import limits_of
+from raypipe.planner.tune.recompute import is_open
 from raypipe.planner.tune.request import Request
 from raypipe.planner.tune.rescale import graph_at, seconds_at, slower, times_of
 from raypipe.planner.tune.solvers import placed
@@ -62,10 +63,9 @@ def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Se
     """
     graph = _at(profile, plan.microbatch_size)
     nodes = list(graph.nodes)
-    for stage, measured_s, speed in zip(plan.partition.stages, busy_s, speeds, strict=True):
-        here = _order(plan.partition, graph)[stage.start : stage.stop]
-        planned_s = math.fsum(nodes[at].busy_s for at in here)
-        for at in here:
+    took = zip(plan.partition.stages, planned_seconds(profile, plan), busy_s, speeds, strict=True)
+    for stage, planned_s, measured_s, speed in took:
+        for at in _order(plan.partition, graph)[stage.start : stage.stop]:
             nodes[at] = slower(nodes[at], measured_s * speed / planned_s if planned_s > 0 else 1.0)
     found = dataclasses.replace(graph, nodes=tuple(nodes))
     total_s = math.fsum(node.busy_s for node in nodes)
@@ -81,9 +81,13 @@ def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Se
 def planned_seconds(profile: Profile, plan: Plan) -> tuple[float, ...]:
     """Seconds of forward and backward of one micro-batch on a worker of speed 1, by stage."""
     graph = _at(profile, plan.microbatch_size)
-    order = _order(plan.partition, graph)
+    order, again = _order(plan.partition, graph), plan.recompute or (False,) * plan.partition.num_stages
     return tuple(
-        math.fsum(graph.nodes[at].busy_s for at in order[stage.start : stage.stop]) for stage in plan.partition.stages
+        math.fsum(
+            node.busy_s + again[stage.index] * node.forward_s
+            for node in (graph.nodes[at] for at in order[stage.start : stage.stop])
+        )
+        for stage in plan.partition.stages
     )
 
 
@@ -131,6 +135,7 @@ def in_force(request: Request, profile: Profile, plan: Plan, line: Cluster) -> D
         request: with a settled schedule, of a plan with the same stages and micro-batches.
         line: a device for each stage.
     """
+    request = dataclasses.replace(request, recompute=plan.recompute or False)
     graph, limits = _asked(request, profile, plan)
     return _decision(request, graph, limits, plan, line, placed(plan.partition, graph, line, limits))
 
@@ -138,9 +143,13 @@ def in_force(request: Request, profile: Profile, plan: Plan, line: Cluster) -> D
 def cut_anew(request: Request, profile: Profile, plan: Plan, line: Cluster) -> Decision:
     """The cut whose slowest stage is quickest on these workers, which keep their order. Arguments as in ``in_force``.
 
+    Where it is left to memory which stages run their forwards again, those of the plan do.
+
     Raises:
         PlanError: none keeps the memory limits.
     """
+    if is_open(request):
+        request = dataclasses.replace(request, recompute=plan.recompute or False)
     graph, limits = _asked(request, profile, plan)
     found = _decision(request, graph, limits, plan, line, fitting_partition(prefix_sum, graph, line, limits))
     return dataclasses.replace(found, prediction=predicted(found, "as in the plan before"))

@@ -2,6 +2,7 @@
 
     what the plan counts for that worker, or what it held when it ran out, the smaller  --less a tenth-->  its limit
     schedules that may be taken, the one that holds least first  --cut within the limit-->  the plan
+    where none fits and recompute="auto": the same, with its stage running its forwards again
 
 What a plan counts and what a process holds are not the same bytes: the interpreter, libraries and what an allocator
 keeps are in the second only. So a limit is set in the plan's bytes, and the next failure sets a lower one.
@@ -48,7 +49,7 @@ def lighter(request: Request, profile: Profile, plan: Plan, line: Cluster, worke
     devices = list(line.devices)
     devices[worker] = dataclasses.replace(devices[worker], memory_bytes=limit)
     line, why = Cluster(tuple(devices), line.links), ""
-    for settled in _thriftiest_first(request, plan):
+    for settled in [*_thriftiest_first(request, plan), *_again(request, plan, worker)]:
         try:
             found = cut_anew(settled, profile, plan, line)
         except PlanError as error:
@@ -69,3 +70,13 @@ def _thriftiest_first(request: Request, plan: Plan) -> list[Request]:
     if request.schedule != "auto" or plan.spec.kind == "1f1b":
         return [now]
     return [dataclasses.replace(request, schedule="1f1b", slack=None, group_size=None), now]
+
+
+def _again(request: Request, plan: Plan, worker: int) -> list[Request]:
+    """The same with one more stage that runs its forwards again, where that is left to memory."""
+    now = plan.recompute or (False,) * plan.partition.num_stages
+    asked = request.recompute if isinstance(request.recompute, tuple) else (request.recompute,) * len(now)
+    if now[worker] or asked[worker] is not None:
+        return []
+    more = (*now[:worker], True, *now[worker + 1 :])
+    return [dataclasses.replace(settled, recompute=more) for settled in _thriftiest_first(request, plan)]

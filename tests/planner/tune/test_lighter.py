@@ -13,7 +13,7 @@ from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.tune import ASSUMED_LINK, Request, decide, plan_of
-from raypipe.planner.tune.again import in_force, kept, line_of
+from raypipe.planner.tune.again import calibrated, in_force, kept, line_of, planned_seconds
 from raypipe.planner.tune.lighter import LESS, lighter
 from tests.planner.partition_cases import chain_of
 
@@ -73,6 +73,29 @@ def test_where_nothing_holds_less_worker_bytes_and_fields_are_named() -> None:
     words = r"Worker 0 was planned to hold 5.9 KiB, and no other cut .* 5.3 KiB at most\. .*smaller micro-batches"
     with pytest.raises(PlanError, match=words):
         lighter(request, profile, plan, line_of(plan, None, ASSUMED_LINK), 0, 0)
+
+
+def test_where_no_other_cut_does_its_stage_computes_forwards_again() -> None:
+    request = request_of(2, schedule="1f1b", recompute=None)
+    plan, profile = plan_and_profile([4, 4], request)
+    assert plan.recompute == (False, False)
+    line = line_of(plan, None, ASSUMED_LINK)
+    found = lighter(request, profile, plan, line, 0, 0)
+    made = plan_of(found)
+    assert (made.recompute, found.partition.cuts) == ((True, False), plan.partition.cuts)
+    assert held(request, profile, made, 0) <= LESS * held(request, profile, plan, 0)
+    never = replace(request, recompute=(False, None))
+    with pytest.raises(PlanError, match=r"^Worker 0 was planned to hold"):
+        lighter(never, profile, plan, line, 0, 0)
+
+
+def test_a_stage_that_computes_again_is_measured_with_both_of_its_forwards() -> None:
+    request = request_of(2, schedule="1f1b", recompute=(True, False))
+    plan, profile = plan_and_profile([4] * 8, request)
+    planned_s = planned_seconds(profile, plan)
+    assert planned_s == pytest.approx([stage.busy_s for stage in plan.prediction.stages])  # type: ignore[union-attr]
+    measured_s = (2 * planned_s[0], planned_s[1])
+    assert planned_seconds(calibrated(profile, plan, measured_s, (1.0, 1.0)), plan) == pytest.approx(measured_s)
 
 
 @pytest.mark.slow
