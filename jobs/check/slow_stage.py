@@ -1,15 +1,14 @@
 """One of four stages becomes 1.5 times slower for good: what a step takes until its layers move, and after that.
 
-python jobs/check/slow_stage.py [--steps 120] [--layers 24] [--milliseconds 6]
+python jobs/check/slow_stage.py [--steps 80] [--layers 24] [--milliseconds 8]
 
-Stages sleep where an accelerator would compute. Four runs, one after the other, all over Ray:
+Stages sleep where an accelerator would compute. Two runs over Ray, one after the other, both with 1F1B:
 
-    even     nobody is slow
-    slow     stage 2 becomes slow at a quarter of the steps, the planner looks on (retune_interval_steps=0)
-    again    the same, and the stages may be cut again
-    fresh    stage 2 is slow from the beginning, and the stages are cut for that
+    again    stage 2 becomes slow at a quarter of the steps, and the stages may be cut again
+    fresh    stage 2 is slow from the beginning, and the stages are cut for that when they start
 
-``again`` must end with the bits of ``even``. Prints medians and ratios of seconds per step.
+``again`` must end with the bits of a run in threads that nobody disturbed. Prints medians and ratios of seconds per
+step.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ from jobs.lib.slow_layers import slow_down, trainer_of_layers
 from raypipe import load_state_dict
 
 STAGES, SLOW_STAGE, SLOWER = 4, 2, 1.5
-MICROBATCHES = 8
+PIPELINE: dict[str, Any] = {
+    "num_stages": STAGES, "minibatch_size": 16, "num_microbatches": 8, "schedule": "1f1b", "partitioner": "prefix_sum",
+}  # fmt: skip
+WARM_STEPS = 5
 WITHIN_STEPS = 20
 WAIT_S = 600.0
 
@@ -53,7 +55,7 @@ def run(folder: Path, name: str, asked: argparse.Namespace, slow_at: int | None,
     slow.mkdir()
     trainer = trainer_of_layers(
         asked.layers, asked.milliseconds / 1e3, slow, folder, name, FailureConfig(max_failures=-1),
-        num_stages=STAGES, minibatch_size=16, num_microbatches=MICROBATCHES, **pipeline,
+        **{**PIPELINE, **pipeline},
     )  # fmt: skip
     handle = trainer.start(asked.steps)
     slow_from, deadline_s = asked.steps, time.monotonic() + WAIT_S
@@ -69,39 +71,45 @@ def run(folder: Path, name: str, asked: argparse.Namespace, slow_at: int | None,
     return Ran([record.seconds for record in result.records], slow_from, events, load_state_dict(result.checkpoint))
 
 
+def alone(folder: Path, asked: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """Parameters of a run in threads, none of which sleeps."""
+    failures = FailureConfig(max_failures=0)
+    trainer = trainer_of_layers(asked.layers, 0.0, folder, folder, "alone", failures, **PIPELINE)
+    return load_state_dict(trainer.fit(asked.steps, local=True, progress=False).checkpoint)
+
+
 def main() -> int:
-    """All four."""
+    """Both, and the one in threads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--milliseconds", type=float, default=6.0)
+    parser.add_argument("--milliseconds", type=float, default=8.0)
     asked = parser.parse_args()
-    slow_at = asked.steps // 4
     with tempfile.TemporaryDirectory(prefix="slow-stage-") as made:
         folder = Path(made)
-        even = run(folder, "even", asked, None)
-        slow = run(folder, "slow", asked, slow_at, retune_interval_steps=0)
-        again = run(folder, "again", asked, slow_at)
+        again = run(folder, "again", asked, asked.steps // 4)
         moves = [event for event in again.events if event["decision"] == "replan"]
         if not moves:
-            print("the stages were not cut again", [e["decision"] for e in again.events])
+            print("the stages were not cut again", [event["decision"] for event in again.events])
             return 1
-        cuts = moves[-1]["cuts"]
-        fresh = run(folder, "fresh", asked, 0, partitioner=tuple(str(cut) for cut in cuts), retune_interval_steps=0)
-    even_s, slow_s = (median(ran.seconds[min(ran.slow_from, slow_at) :]) for ran in (even, slow))
-    fresh_s = median(fresh.seconds[fresh.slow_from + 1 :])
+        cuts = tuple(str(cut) for cut in moves[-1]["cuts"])
+        fresh = run(folder, "fresh", asked, 0, partitioner=cuts)
+        wanted = alone(folder, asked)
+    even_s = median(again.seconds[WARM_STEPS : again.slow_from - 1])
+    slow_s = median(again.seconds[again.slow_from : moves[0]["step"]])
     again_s = median(again.seconds[again.slow_from + WITHIN_STEPS :])
+    fresh_s = median(fresh.seconds[fresh.slow_from + WARM_STEPS :])
     print(machine_line())
     for move in moves:
-        print(json.dumps({name: value for name, value in move.items() if name != "reason"}), move["reason"])
+        print(json.dumps(move))
     print(f"slow from step {again.slow_from}, moved after {[move['step'] - again.slow_from for move in moves]} steps")
     print(f"even {even_s * 1e3:.0f} ms, slow {slow_s * 1e3:.0f}, again {again_s * 1e3:.0f}, fresh {fresh_s * 1e3:.0f}")
     print(
         f"slow / even {slow_s / even_s:.3f}, again / slow {again_s / slow_s:.3f}, "
         f"again / fresh {again_s / fresh_s:.3f} (at most 1.05)"
     )
-    differing = [name for name, tensor in even.state.items() if not torch.equal(tensor, again.state[name])]
-    print(f"parameters that differ from the undisturbed run's: {len(differing)} of {len(even.state)}")
+    differing = [name for name, tensor in wanted.items() if not torch.equal(tensor, again.state[name])]
+    print(f"parameters that differ from the undisturbed run's: {len(differing)} of {len(wanted)}")
     return 0 if not differing and again_s / fresh_s <= 1.05 else 1
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raypipe.errors import CheckpointError, LeaseError, LinkError, RaypipeError, StageError, StageLostError
-from raypipe.runtime.run.recovery import MOST_LOST, Failures
+from raypipe.errors import CheckpointError, LeaseError, LinkError, RanOut, RaypipeError, StageError, StageLostError
+from raypipe.runtime.run.recovery import MOST_LIGHTER, MOST_LOST, Failures
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,11 @@ def test_a_process_that_is_lost_again_and_again_ends_the_run_at_last() -> None:
     found = [failures.counted(StageLostError("Stage 1 died"), 7) for _ in range(MOST_LOST + 2)]
     assert found[:-1] == [""] * (MOST_LOST + 1)
     assert "7 times in a row" in found[-1]
+
+
+def test_memory_that_runs_out_again_ends_the_run_after_a_few_lighter_plans() -> None:
+    failures, error = Failures(-1), StageError("Stage 1 ran out of memory in 1F3, with 400.0 MiB in use: ...")
+    error.ran_out = RanOut(1, 400 << 20)
+    found = [failures.counted(error, 7) for _ in range(MOST_LIGHTER + 2)]
+    assert found[:-1] == [""] * (MOST_LIGHTER + 1)
+    assert "in a row" in found[-1]

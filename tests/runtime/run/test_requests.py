@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from raypipe.errors import PlanError
+from raypipe.planner.replan import Offer
 from raypipe.runtime.run.requests import Requests
 
 
@@ -27,6 +28,19 @@ def test_nodes_that_go_are_told_once_and_halt_the_stages() -> None:
     assert requests.wants_change
     assert requests.take_leaving() == {"a", "b"}
     assert not requests.wants_change
+
+
+def test_another_cut_waits_until_what_is_ordered_is_done() -> None:
+    requests, fleet, offer = Requests(), Halts(), Offer(*[None] * 4)  # type: ignore[arg-type]
+    requests.serve(fleet)
+    requests.offer(offer)
+    assert fleet.count == 0
+    assert requests.has_offer
+    assert requests.wants_change
+    assert requests.take_offer() is offer
+    assert not requests.has_offer
+    assert not requests.wants_change
+    assert requests.take_offer() is None
 
 
 def test_one_resize_at_a_time_is_answered() -> None:

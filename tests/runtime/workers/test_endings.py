@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypipe.runtime.workers.endings import ending
+from raypipe.runtime.workers.endings import ending, ran_out_bytes
 from raypipe.runtime.workers.processes import Ended
 
 pytestmark = pytest.mark.ray
@@ -46,3 +46,17 @@ def ended(signal: str = "", status: int | None = None, *, oom: bool = False) -> 
 def test_an_ending(found: Ended | None, said: str, words: list[str]) -> None:
     text = ending(found, said, "box")
     assert [word for word in words if word not in text] == [], text
+
+
+@pytest.mark.parametrize(
+    ("found", "said", "held"),
+    [
+        (ended("SIGKILL", oom=True), RAY, 3 << 30),
+        (ended("SIGKILL"), PRESSURE, 3 << 30),
+        (None, PRESSURE, 0),
+        (ended("SIGKILL"), RAY, None),
+        (None, NODE, None),
+    ],
+)
+def test_whether_memory_was_why(found: Ended | None, said: str, held: int | None) -> None:
+    assert ran_out_bytes(found, said) == held
