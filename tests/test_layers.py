@@ -100,7 +100,7 @@ PARTS = {
         "tables",
         "tolerance",
     ),
-    "elastic": ("tune",),
+    "elastic": ("tune", "worth"),
     "control": ("elastic", "memory", "search", "tolerance"),
     "worth": (),
     "replan": ("control", "tune", "worth"),

@@ -180,6 +180,8 @@ def _ray_config(run: RunFile, path: KeyPath, class_name: str) -> Any:
             arguments[name] = _ray_config(run, (*path, name), _NESTED[name])
         elif not _fits(value, known[name]):
             refuse(run, (*path, name), f"{value!r} is not of type {_in_words(known[name])}.")
+        elif name == "num_workers" and isinstance(value, list):
+            arguments[name] = tuple(value)
     _refuse_faults(run, path, class_name, values)
     try:
         return cls(**arguments)

@@ -20,7 +20,7 @@ from raypipe.api.launch import copy_interval, failures_of, policy_of, refuse_rep
 from raypipe.api.listing import DEFAULT_STORAGE
 from raypipe.api.signals import stopping_on_signals
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.config.ray import check_ray_settings
+from raypipe.config.ray import check_ray_settings, most_workers, worker_range
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
@@ -65,8 +65,8 @@ class PipelineTrainer:
             may draw random numbers: torch's, numpy's and Python's global generators are seeded by (seed, epoch, row)
             around each item, under one lock of the process. Items that still come differently each time are refused.
         pipeline: see PipelineConfig.
-        scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages, resources_per_worker
-            what each takes of the cluster.
+        scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages, or a pair of the least
+            and the most of a run that grows; resources_per_worker is what each takes of the cluster.
         run_config: ray.train.RunConfig; name and storage_path say where the run's folder is, ``~/ray_results`` and the
             time where nothing is said, checkpoint_config what is kept. Any other field that says something is refused.
         resume: what happens where that folder has a run: None goes on if it is the same run and refuses, naming every
@@ -292,7 +292,7 @@ class PipelineTrainer:
         return Place.of(storage, getattr(self._run, "storage_filesystem", None))
 
     def _num_workers(self) -> int | None:
-        return getattr(self._scaling, "num_workers", None)
+        return most_workers(self._scaling)
 
     def _num_steps(self, job: Job, num_steps: int | None, num_epochs: int | None) -> int:
         if (num_steps is None) == (num_epochs is None):
@@ -385,12 +385,13 @@ class PipelineTrainer:
             checkpoints=policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
             max_failures=failures_of(self._run),
             num_workers=self._num_workers(),
+            workers=worker_range(self._scaling),
+            wanted_workers=job.num_workers,
         )
 
     def _described(self, name: str, num_steps: int) -> str:
-        given = {
-            name: part for name, part in self._arguments._asdict().items() if name != "survives"
-        }  # run_config says it
+        # run_config says whether it survives
+        given = {name: part for name, part in self._arguments._asdict().items() if name != "survives"}
         if self._weights is not None:
             given |= {"model": self._weights.model, "init_from": self._weights.source}
         return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)

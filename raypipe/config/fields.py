@@ -18,7 +18,8 @@ class PipelineFields:
     Attributes:
         num_stages: stages of the pipeline; "auto" takes as many of scaling_config's workers as are worth
             it, two where nothing was said. Schedules "interleaved" and "zb-v" put num_stages / num_workers on each
-            worker, two with "auto" and always in "zb-v".
+            worker, two with "auto" and always in "zb-v". Where scaling_config gives a pair as num_workers, "auto"
+            follows the workers there are, and a number is the most there will be (docs/design/0043).
         num_replicas: workers per stage; a list gives one number per stage.
         minibatch_size: samples per optimizer step.
         num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller. "auto"

@@ -2,6 +2,8 @@
 
     ScalingConfig(num_workers=4, use_gpu=True)
                   ^ read         ^ refused: nothing in this release computes on a GPU
+    ScalingConfig(num_workers=(2, 8), elastic_resize_monitor_interval_s=60)
+                  ^ a run that begins with 2 and grows up to 8, looking for more workers once a minute
 
 A field counts as said where it differs from what its class makes of no arguments. Fields that Ray adds later are
 refused by the same rule, so that no table here can fall behind.
@@ -9,16 +11,17 @@ refused by the same rule, so that no table here can fall behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypipe.errors import ConfigError
 
-__all__ = ["READ", "check_ray_settings", "faults"]
+__all__ = ["READ", "WorkerRange", "check_ray_settings", "faults", "most_workers", "worker_range"]
 
 READ: Mapping[str, tuple[str, ...]] = {
-    "ScalingConfig": ("num_workers", "resources_per_worker"),
+    "ScalingConfig": ("num_workers", "resources_per_worker", "elastic_resize_monitor_interval_s"),
     "RunConfig": ("name", "storage_path", "storage_filesystem", "checkpoint_config", "failure_config"),
     "CheckpointConfig": ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order"),
     "FailureConfig": ("max_failures",),
@@ -38,13 +41,45 @@ _REASONS: Mapping[str, str] = {
     "trainer_resources": "the driver of a run computes nothing and asks for nothing",
     "placement_strategy": _PLACED,
     "label_selector": _PLACED,
-    "elastic_resize_monitor_interval_s": "the number of workers does not change while a run trains in this release",
     "callbacks": "nothing calls them in this release; follow a run with trainer.start() and handle.status()",
     "worker_runtime_env": "workers have the environment of the cluster or job; set it with ray.init(runtime_env=...)",
     "logging_config": "what a run does stands in events.jsonl of its folder",
     "checkpoint_frequency": "PipelineConfig(checkpoint_interval_steps=...) says how often a run saves",
     "checkpoint_at_end": "a run always saves at its end",
 }
+
+
+RESIZE_INTERVAL_S = 60.0
+"""Ray's default of elastic_resize_monitor_interval_s."""
+
+
+class WorkerRange(NamedTuple):
+    """Of a run whose number of workers may change.
+
+    Attributes:
+        least: it waits for as many.
+        most: it grows up to as many.
+        interval_s: least time between two looks for more.
+    """
+
+    least: int
+    most: int
+    interval_s: float = RESIZE_INTERVAL_S
+
+
+def worker_range(scaling: Any) -> WorkerRange | None:
+    """What a ScalingConfig says of it; None where the number of workers is one number, or nothing is said."""
+    value = getattr(scaling, "num_workers", None)
+    if not isinstance(value, tuple | list):
+        return None
+    interval_s = getattr(scaling, "elastic_resize_monitor_interval_s", RESIZE_INTERVAL_S)
+    return WorkerRange(value[0], value[1], float(interval_s))
+
+
+def most_workers(scaling: Any) -> int | None:
+    """Places for stages that a ScalingConfig offers at most; None where nothing is said."""
+    value = getattr(scaling, "num_workers", None)
+    return value[1] if isinstance(value, tuple | list) else value
 
 
 def check_ray_settings(scaling: Any, run: Any, *, evaluates: bool) -> None:
@@ -112,12 +147,22 @@ def faults(kind: str, given: Any) -> Iterator[tuple[str, str]]:
 
 def _check_workers(value: Any, given: Any) -> str:
     if isinstance(value, tuple | list):
-        return (
-            "a pair asks for a number of workers that changes while the run trains, which comes with a later release. "
-            f"Give one number, as in num_workers={max((n for n in value if type(n) is int), default=2)}."
-        )
+        if len(value) == 2 and all(type(n) is int for n in value) and 1 <= value[0] <= value[1]:
+            return ""
+        return "a pair is the least and the most workers; give two integers, the first from 1 on, as in (2, 8)."
     if type(value) is not int or value < 1:
-        return "it is the number of places for stages; give an integer of at least 1."
+        return "it is the number of places for stages; give an integer of at least 1, or a pair as in (2, 8)."
+    return ""
+
+
+def _check_interval(value: Any, given: Any) -> str:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        return "it is the seconds between two looks for more workers; give a number from 0 on."
+    if value != RESIZE_INTERVAL_S and worker_range(given) is None:
+        return (
+            "it would have no effect: a run with one number of workers does not look for more. Give a pair, as in "
+            "num_workers=(2, 8), or leave it out."
+        )
     return ""
 
 
@@ -160,6 +205,7 @@ def _check_order(value: Any, given: Any) -> str:
 
 _CHECKS = {
     "num_workers": _check_workers,
+    "elastic_resize_monitor_interval_s": _check_interval,
     "resources_per_worker": _check_resources,
     "max_failures": _check_failures,
     "num_to_keep": _check_kept,

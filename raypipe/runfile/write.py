@@ -21,12 +21,14 @@ import torch
 
 import raypipe
 from raypipe.config.pipeline import PipelineConfig
+from raypipe.config.ray import worker_range
 from raypipe.runfile.read import absolute_path, name_or_path, unnamed_parts
 from raypipe.runfile.yaml_text import dump
 
 __all__ = ["describe"]
 
 _SCALING_FIELDS = ("num_workers", "use_gpu", "resources_per_worker")
+_GROWING_FIELDS = ("elastic_resize_monitor_interval_s",)
 _KEEPING_FIELDS = ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order")
 _DATA = ("train_data", "eval_data")
 _PLAIN = (str, int, float, bool, type(None))
@@ -46,7 +48,8 @@ def describe(
     settings = {f.name: getattr(pipeline, f.name) for f in dataclasses.fields(pipeline)}
     found["pipeline"] = {n: _target(v) if callable(v) else _plain(v) for n, v in settings.items()}
     if scaling is not None:
-        found["scaling_config"] = _fields(scaling, _SCALING_FIELDS)
+        grows = () if worker_range(scaling) is None else _GROWING_FIELDS
+        found["scaling_config"] = _fields(scaling, _SCALING_FIELDS + grows)
     found["run_config"] = _run_config(run, name)
     found["num_steps"] = num_steps
     unnamed = [f"#   {part}: {words}\n" for part, words in unnamed_parts(found)]

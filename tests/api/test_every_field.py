@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.api.launch import failures_of, generation_setup, policy_of, run_setup
 from raypipe.config.pipeline import _ALLOWED, SUPPORTED
-from raypipe.config.ray import READ
+from raypipe.config.ray import READ, worker_range
 from raypipe.errors import ConfigError, PlanError, RaypipeError
 from raypipe.runtime.run.controller_config import controller_config
 from tests import nets
@@ -55,7 +55,7 @@ def told(made: PipelineTrainer) -> str:
     place = str(setups[0].place), getattr(made._run, "name", None)
     plan = dataclasses.replace(job.plan, notes=(), reasons=(), prediction=None)
     policy = policy_of(made._pipeline, getattr(made._run, "checkpoint_config", None))
-    survived = failures_of(made._run)
+    survived = failures_of(made._run), worker_range(made._scaling)
     turned = controller_config(made._pipeline, job.planned)
     if turned is not None:
         turned = dataclasses.replace(turned, microbatch_seconds=tuple(n for n, _ in turned.microbatch_seconds))  # type: ignore[arg-type]
@@ -210,7 +210,10 @@ def ray_trainer(kind: str, **fields: Any) -> PipelineTrainer:
 
 
 RAY_EFFECTS: dict[tuple[str, str], list[dict[str, Any]]] = {
-    ("ScalingConfig", "num_workers"): [{"num_workers": 2}, {"num_workers": 3}],
+    ("ScalingConfig", "num_workers"): [{"num_workers": 2}, {"num_workers": 3}, {"num_workers": (2, 3)}],
+    ("ScalingConfig", "elastic_resize_monitor_interval_s"): [
+        {"num_workers": (2, 3)}, {"num_workers": (2, 3), "elastic_resize_monitor_interval_s": 5.0},
+    ],
     ("ScalingConfig", "resources_per_worker"): [
         {"num_workers": 2}, {"num_workers": 2, "resources_per_worker": {"CPU": 0.1}},
     ],
@@ -247,7 +250,6 @@ SAID: dict[tuple[str, str], Any] = {
     ("ScalingConfig", "label_selector"): {"zone": "a"},
     ("ScalingConfig", "use_tpu"): True,
     ("ScalingConfig", "topology"): "4x4",
-    ("ScalingConfig", "elastic_resize_monitor_interval_s"): 5.0,
     ("RunConfig", "callbacks"): [ray.train.UserCallback()],
     ("RunConfig", "worker_runtime_env"): {"env_vars": {"A": "1"}},
     ("RunConfig", "logging_config"): ray.train.LoggingConfig(log_level="DEBUG"),
@@ -298,9 +300,19 @@ def test_settings_that_say_nothing_are_taken() -> None:
             "GPU would be reserved and left idle. Leave out 'GPU'.",
         ),
         (
-            {"scaling_config": ray.train.ScalingConfig(num_workers=(2, 8))},
-            "ScalingConfig(num_workers=(2, 8)): a pair asks for a number of workers that changes while the run trains, "
-            "which comes with a later release. Give one number, as in num_workers=8.",
+            {"scaling_config": SimpleNamespace(num_workers=(8, 2))},
+            "ScalingConfig(num_workers=(8, 2)): a pair is the least and the most workers; give two integers, the first "
+            "from 1 on, as in (2, 8).",
+        ),
+        (
+            {"scaling_config": ray.train.ScalingConfig(num_workers=2, elastic_resize_monitor_interval_s=5.0)},
+            "ScalingConfig(elastic_resize_monitor_interval_s=5.0): it would have no effect: a run with one number of "
+            "workers does not look for more. Give a pair, as in num_workers=(2, 8), or leave it out.",
+        ),
+        (
+            {"scaling_config": SimpleNamespace(num_workers=(2, 8), elastic_resize_monitor_interval_s=-1)},
+            "ScalingConfig(elastic_resize_monitor_interval_s=-1): it is the seconds between two looks for more "
+            "workers; give a number from 0 on.",
         ),
         (
             {"scaling_config": {"num_workers": 2}},
@@ -308,7 +320,8 @@ def test_settings_that_say_nothing_are_taken() -> None:
         ),
         (
             {"scaling_config": SimpleNamespace(num_workers=0)},
-            "ScalingConfig(num_workers=0): it is the number of places for stages; give an integer of at least 1.",
+            "ScalingConfig(num_workers=0): it is the number of places for stages; give an integer of at least 1, "
+            "or a pair as in (2, 8).",
         ),
         (
             {"scaling_config": SimpleNamespace(num_workers=2, resources_per_worker={"CPU": "all"})},

@@ -39,16 +39,18 @@ from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
-from raypipe.runtime.run.planning import plan_for
+from raypipe.runtime.run.planning import first_plan, plan_for
 from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.resuming import stopped_at
 from raypipe.runtime.run.spec import Outcome, PlanInForce, RunSpec, Watcher
 from raypipe.runtime.run.takeover import Done
 from raypipe.runtime.workers.drain_watch import DrainWatch
 from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.growth import Growth, growth_of
 from raypipe.runtime.workers.packing import StoredTensors
-from raypipe.runtime.workers.places import PREFIX, Owner, release_orphans
+from raypipe.runtime.workers.places import PREFIX, Owner, release_orphans, release_unused
 from raypipe.runtime.workers.recovery import Recovery
-from raypipe.runtime.workers.roster import Member
+from raypipe.runtime.workers.roster import Member, shared_memory_notes
 from raypipe.runtime.workers.spares import Spares
 from raypipe.runtime.workers.takeover import take_over, take_survivors
 from raypipe.runtime.workers.watch import Notice
@@ -152,10 +154,17 @@ class _DriverActor:
         count = len(setup.programs)
         stages = "1 stage" if count == 1 else f"{count} stages"
         self._journal.begins(f"waiting for the places and processes of {stages}")
-        fleet = self._fleet(setup.num_workers, run, resources, owner)
-        for note in fleet.notes:
-            RunFolder(spec.place).event("warning", note)
+        fleet = self._fleet(0 if spec.workers else setup.num_workers, run, resources, owner)
         try:
+            growth = growth_of(fleet, spec, self._requests, self._journal.alert)
+            if growth is not None:
+                first = growth.plan(partial(first_plan, blueprint.basis, planned))
+                if first is None:
+                    return stopped_at(spec, self._requests.stop_reason)
+                planned, made = first, assemble(blueprint, first)
+                run, setup, plan = made
+            for note in shared_memory_notes(fleet.members):
+                RunFolder(spec.place).event("warning", note)
             self._journal.begins(
                 f"sending {stages} their parameters and opening the links between them",
                 stages=fleet.facts,
@@ -167,7 +176,7 @@ class _DriverActor:
                 # needs; and a run that survives failures may have to begin anew before its first checkpoint.
                 tensors.let_go(run.persistent)
                 self._kept.clear()
-            recovery = self._recovery(fleet, Charter.of(blueprint, planned, resources), made, tensors)
+            recovery = self._recovery(fleet, Charter.of(blueprint, planned, resources), made, tensors, growth)
             recovery.begin()
             while not self._requests.wait_checked(1.0):
                 self._journal.begins("waiting for the check of the model, which runs where the run was started")
@@ -189,6 +198,7 @@ class _DriverActor:
         Raises:
             NotTakenOverError: they cannot go on together; they have ended.
         """
+        release_unused(owner.name)  # that the driver before waited for, or was starting a worker in
         charter = left.charter._replace(spec=spec)
         made = assemble(charter.blueprint(left.setup), charter.planned)
         fleet = self._fleet(len(left.roster), left.setup, charter.resources, owner, left.roster)
@@ -203,7 +213,9 @@ class _DriverActor:
                 lost = StageLostError(f"The driver of this run was lost, and not with it alone: {error}")
                 take_survivors(fleet, made.run, made.setup, owner.term)
             self._journal.begins("", stages=fleet.facts, num_steps=spec.num_steps)
-            recovery = self._recovery(fleet, charter, made, left.tensors if given is None else given.tensors)
+            growth = growth_of(fleet, spec, requests, self._journal.alert)
+            tensors = left.tensors if given is None else given.tensors
+            recovery = self._recovery(fleet, charter, made, tensors, growth)
             if lost is None:
                 recovery.begin()
             return self._loop(fleet, spec, made.plan, recovery, lease, requests, done, lost)
@@ -225,11 +237,13 @@ class _DriverActor:
             lease_s=run.driver_grace_s, tell=partial(self._tell, RunFolder(self._place)),
         )  # fmt: skip
 
-    def _recovery(self, fleet: Fleet, charter: Charter, made: Assembled, tensors: StoredTensors) -> Recovery:
+    def _recovery(
+        self, fleet: Fleet, charter: Charter, made: Assembled, tensors: StoredTensors, growth: Growth | None
+    ) -> Recovery:
         """What brings the stages back."""
         spec = charter.spec
         offered = (spec.num_workers or 0) if spec.max_failures else 0
-        spares = Spares(fleet, offered, RunFolder(spec.place).event)
+        spares = growth or Spares(fleet, offered, RunFolder(spec.place).event)
         return Recovery(fleet, charter.blueprint(made.run), charter.planned, made, tensors, spares, charter.packed)
 
     def _loop(
@@ -257,7 +271,7 @@ class _DriverActor:
         gc.collect()
         gc.freeze()
         drains = DrainWatch(lambda: fleet.nodes, requests.leave, RunFolder(spec.place).event)
-        with contextlib.closing(drains):
+        with contextlib.closing(drains), recovery.growing(lambda: self._journal.status):
             return run_loop(
                 fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken, lost=lost
             )

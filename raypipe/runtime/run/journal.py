@@ -63,6 +63,12 @@ class Journal:
         self._error: BaseException | None = None
         self._alerts, self._alert = 0, ""
 
+    @property
+    def status(self) -> RunStatus:
+        """Where the run stands now."""
+        with self._changed:
+            return self._status
+
     def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str) -> None:
         """The run goes on after ``step`` steps; these are the records of the last ones."""
         with self._changed:

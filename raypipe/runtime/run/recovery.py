@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from raypipe.errors import LinkError, RanOut, RaypipeError, StageError, StageLostError
 from raypipe.planner.replan import Offer
 from raypipe.planner.segments import Position
+from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.replanning import Replanning
 from raypipe.runtime.run.spec import PlanInForce
 
@@ -88,11 +89,12 @@ class Recoverer(Protocol):
             StageError, LinkError: it failed again meanwhile.
         """
 
-    def resize(self, num_stages: int, step: int) -> Recovered:
+    def resize(self, num_stages: int, step: int, planned: Planned | None = None) -> Recovered:
         """Between two steps, give the run a plan of so many stages and move what changes hands.
 
         Args:
             step: steps that every stage has done.
+            planned: the plan, where it has been made already; its generation does not count.
 
         Raises:
             PlanError: there is no such plan, or no place for it; the run can go on as it was.

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from raypipe.errors import PlanError, RaypipeError
 from raypipe.planner.replan import Offer
+from raypipe.runtime.run.planned import Planned
 
 __all__ = ["Requests", "Resize"]
 
@@ -21,11 +22,13 @@ class Resize:
     """A number of stages that somebody wants, and the answer.
 
     Attributes:
+        planned: the plan for them; None where one is to be made.
+        reason: why, for people.
         error: why the run does not have it; None where it has.
     """
 
-    def __init__(self, num_stages: int) -> None:
-        self.num_stages = num_stages
+    def __init__(self, num_stages: int, planned: Planned | None = None, reason: str = "asked for") -> None:
+        self.num_stages, self.planned, self.reason = num_stages, planned, reason
         self.done = threading.Event()
         self.error: RaypipeError | None = None
 
@@ -75,13 +78,18 @@ class Requests:
         if fleet is not None:
             fleet.halt()
 
-    def resize(self, num_stages: int, timeout_s: float) -> None:
+    def resize(
+        self, num_stages: int, timeout_s: float, planned: Planned | None = None, reason: str = "asked for"
+    ) -> None:
         """Have the run go on with so many stages; waits until it does.
+
+        Args:
+            planned, reason: as in ``Resize``.
 
         Raises:
             PlanError: there is no such plan, no place for it, or nobody is there to make one.
         """
-        asked = Resize(num_stages)
+        asked = Resize(num_stages, planned, reason)
         with self._lock:
             if self._resize is not None or self._fleet is None or self.stop_reason:
                 why = self.stop_reason or ("it is being resized" if self._resize else "it has not begun")

@@ -13,10 +13,10 @@ from raypipe.ir.report import StepRecord
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.ordering import Known
 from raypipe.runtime.run.same_run import Change, Settings, fresh_after, goes_on, write_settings
-from raypipe.runtime.run.spec import RunSpec
+from raypipe.runtime.run.spec import Outcome, RunSpec
 from raypipe.runtime.run.takeover import Done
 
-__all__ = ["Beginning", "Standpoint", "beginning", "left_at", "refuse_another_run"]
+__all__ = ["Beginning", "Standpoint", "beginning", "left_at", "refuse_another_run", "stopped_at"]
 
 
 class Beginning(NamedTuple):
@@ -29,6 +29,14 @@ class Beginning(NamedTuple):
     def keep(self, spec: RunSpec) -> None:
         """Write settings.json, once the stages are where the checkpoint was saved."""
         write_settings(spec.place, spec.settings, self.changes, spec.num_steps)
+
+
+def stopped_at(spec: RunSpec, reason: str) -> Outcome:
+    """Of a run that was stopped before it had workers."""
+    newest = find_checkpoint(spec.place)[0]
+    if newest is None:
+        return Outcome(None, "", 0, reason)
+    return Outcome(None, str(spec.place / newest.folder), newest.manifest.step, reason)
 
 
 def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from raypipe.config.ray import WorkerRange
 from raypipe.engine.checkpoint import FreshOptions
 from raypipe.engine.storage import Place
 from raypipe.ir.plan import Plan
@@ -79,6 +80,8 @@ class RunSpec:
         checkpoints: when to save, what to keep.
         max_failures: to survive in one submission, as in ray.train.FailureConfig; -1 is no limit.
         num_workers: that the user offered; those that no plan uses are spares, where failures are to be survived.
+        workers: that it may have, where their number may change while it trains; None where it is to stay.
+        wanted_workers: by the plan for the most of them.
         copy_interval_steps: every stage keeps a copy of its state in memory after so many steps; None keeps none.
     """
 
@@ -97,6 +100,8 @@ class RunSpec:
     resume: bool | None = None
     max_failures: int = 0
     num_workers: int | None = None
+    workers: WorkerRange | None = None
+    wanted_workers: int = 0
     copy_interval_steps: int | None = None
 
 

@@ -37,7 +37,6 @@ from raypipe.runtime.workers.roster import (
     answers,
     chosen,
     results,
-    shared_memory_notes,
 )
 from raypipe.runtime.workers.state_calls import StateCalls
 from raypipe.runtime.workers.watch import Notice, Watch
@@ -90,12 +89,16 @@ class Fleet(StateCalls):
         self._flight: Flight | None = None
         self._roster = Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s)
         self._watch = Watch(lambda: self.roster, lease_s, tell)
-        self.notes = shared_memory_notes(self.members)
 
     @property
     def roster(self) -> list[Member]:
         """All members that live, or did when they were heard of last."""
         return self._roster.members
+
+    @property
+    def places(self) -> Roster:
+        """Members, and places that are waited for."""
+        return self._roster
 
     @property
     def members(self) -> list[Mapping[str, Any]]:
@@ -291,9 +294,9 @@ class Fleet(StateCalls):
             self.in_use[worker], member.worker = member, worker
         return tuple(self._names[worker] for worker in lost)
 
-    def grow(self, count: int) -> None:
+    def grow(self, count: int, patience_s: float | None = None) -> None:
         """Have so many members; see Roster."""
-        self._roster.grow(count)
+        self._roster.grow(count, patience_s)
 
     def end_spares(self, keep: int = 0, on: Collection[str] | None = None) -> None:
         """End members that the plan does not use; see Roster."""

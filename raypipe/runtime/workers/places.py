@@ -29,13 +29,18 @@ __all__ = [
     "PREFIX",
     "Owner",
     "actor_name",
+    "ask",
+    "granted",
+    "in_words",
     "is_driver",
     "living",
     "owner_of",
     "release",
     "release_ended",
     "release_orphans",
-    "reserve",
+    "release_unused",
+    "room",
+    "wait_for",
 ]
 
 NAMESPACE = "raypipe"
@@ -58,34 +63,63 @@ class Owner(NamedTuple):
     term: int = 0
 
 
-def reserve(owner: str, numbers: Sequence[int], needs: Mapping[str, float]) -> list[PlacementGroup]:
-    """A place for every worker, each on its own, so that one can move later without the others.
+def ask(owner: str, numbers: Sequence[int], needs: Mapping[str, float]) -> dict[int, PlacementGroup]:
+    """A place for every worker, each on its own, so that one can move later without the others; by number.
+
+    They come when the cluster has room. Until then Ray's autoscaler counts them as demand, beside that of everybody
+    else, and `ray status` shows them as pending placement groups.
 
     Args:
         owner: the driver's name; "" leaves the groups without one, and with this process.
         numbers: of the workers; no two places of an owner have the same.
         needs: resources of one worker.
+    """
+    lifetime = "detached" if owner else None
+    return {
+        number: placement_group(
+            [dict(needs)], strategy="PACK", name=f"{owner}/{number}" if owner else "", lifetime=lifetime
+        )
+        for number in numbers
+    }
+
+
+def wait_for(places: Mapping[int, PlacementGroup], needs: Mapping[str, float], patience_s: float | None = None) -> None:
+    """Return when there is room for all of them; they are given back if that is not so in time.
+
+    Args:
+        patience_s: how long; None for PLACE_TIMEOUT_S.
 
     Raises:
-        PlanError: one found none in time; says what the cluster has.
+        PlanError: one found none; says what the cluster has.
     """
-    names = [f"{owner}/{number}" if owner else "" for number in numbers]
-    lifetime = "detached" if owner else None
-    groups = [placement_group([dict(needs)], strategy="PACK", name=name, lifetime=lifetime) for name in names]
-    deadline_s = time.monotonic() + PLACE_TIMEOUT_S
-    for got, group in enumerate(groups):
+    patience_s = PLACE_TIMEOUT_S if patience_s is None else patience_s
+    deadline_s = time.monotonic() + patience_s
+    for got, (number, group) in enumerate(places.items()):
         if group.wait(max(deadline_s - time.monotonic(), 0.01)):
             continue
-        total, free = ray.cluster_resources(), ray.available_resources()
-        release(groups)
-        has = ", ".join(f"{free.get(k, 0):g} of {total.get(k, 0):g} {k} free" for k in needs)
-        wanted = ", ".join(f"{v:g} {k}" for k, v in needs.items())
+        has = room(needs)
+        release(list(places.values()))
         raise PlanError(
-            f"Worker {numbers[got]} found no place within {PLACE_TIMEOUT_S:g} s: each of the {len(numbers)} workers "
-            f"needs {wanted}, {got} got it, and the cluster has {has}. Add nodes, lower num_stages (and num_workers "
-            "with it), or ask for less in ScalingConfig(resources_per_worker=...)."
+            f"Worker {number} found no place within {patience_s:g} s: each of the {len(places)} workers "
+            f"needs {in_words(needs)}, {got} got it, and the cluster has {has}. Add nodes, lower num_stages (and "
+            "num_workers with it), or ask for less in ScalingConfig(resources_per_worker=...)."
         )
-    return groups
+
+
+def granted(places: Mapping[int, PlacementGroup]) -> dict[int, PlacementGroup]:
+    """Those of these places that are there now."""
+    return {number: group for number, group in places.items() if placement_group_table(group)["state"] == "CREATED"}
+
+
+def room(needs: Mapping[str, float]) -> str:
+    """What the cluster has of these resources, for people."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name} free" for name in needs)
+
+
+def in_words(needs: Mapping[str, float]) -> str:
+    """What a worker needs, for people."""
+    return ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
 
 
 def release(groups: Sequence[PlacementGroup]) -> None:
@@ -134,8 +168,13 @@ def release_ended(owner: str) -> None:
         try:
             ray.get_actor(owner, namespace=NAMESPACE)
         except ValueError:
-            here = living(owner)
-            release([place for number, place in _places(owner).items() if number not in here])
+            release_unused(owner)
+
+
+def release_unused(owner: str) -> None:
+    """Remove the places of a driver in which no stage actor lives, those too that it waits for."""
+    here = living(owner)
+    release([place for number, place in _places(owner).items() if number not in here])
 
 
 def owner_of(actor: str | None) -> str:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 from raypipe.engine.checkpoint import find_checkpoint, newest_step
-from raypipe.errors import CaptureError, CheckpointError, PlanError, RanOut, StageError, StageLostError
+from raypipe.errors import CheckpointError, PlanError, RanOut, StageError, StageLostError
 from raypipe.planner.recovery import Copy, newest_common
 from raypipe.planner.replan import Offer
 from raypipe.planner.segments import Position
@@ -23,12 +24,15 @@ from raypipe.planner.tune import Decision
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.memory_limits import MemoryLimits
 from raypipe.runtime.run.planned import Planned
-from raypipe.runtime.run.planning import another, plan_for
+from raypipe.runtime.run.planning import another, for_workers, later_plan
 from raypipe.runtime.run.recovery import Recovered
 from raypipe.runtime.run.replanning import replanning_of
 from raypipe.runtime.run.same_run import fresh_options
+from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.growth import Growth
 from raypipe.runtime.workers.packing import StoredTensors
+from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.spares import Spares
 
@@ -46,7 +50,7 @@ class Recovery:
     Args:
         planned, made: what the fleet is configured for.
         tensors: that the run began with.
-        spares: that are started again when one was used.
+        spares: that are started again when one was used; of a run that may change its number of workers, its growth.
         charter: (plan) -> what a later driver needs to know of a run that has this plan.
     """
 
@@ -57,14 +61,15 @@ class Recovery:
         planned: Planned,
         made: Assembled,
         tensors: StoredTensors,
-        spares: Spares,
+        spares: Spares | Growth,
         charter: Callable[[Planned], bytes],
     ) -> None:
-        self._spares = spares
+        self._spares, self._growth = spares, spares if isinstance(spares, Growth) else None
         self._charter, self._planned = charter, {made.setup.generation: planned}
         self._fleet, self._blueprint, self._made, self._tensors = fleet, blueprint, made, tensors
         self._first = made.plan.plan  # which says how mini-batches are parted
         self._num_stages = {self._first.generation: len(made.setup.programs)}  # by generation of the plan
+        self._request = blueprint.basis.request  # with the number of stages that people asked for last
         self._limits = MemoryLimits(blueprint.basis, self._first)
         self.replanning = replanning_of(blueprint, self._first, self._limits)
         self._lighter: Assembled | None = None  # to be taken at the next recovery
@@ -97,7 +102,7 @@ class Recovery:
             replaced = fleet.replace_lost(made.setup.num_workers)
         except PlanError as error:
             replaced = ()
-            made, changed = self._planned_for(len(fleet.roster), error), True
+            made, changed = self._fewer(error), True
         clock.lap("replace")
         try:
             step, source, position = self._restore(made, copies)
@@ -110,16 +115,42 @@ class Recovery:
         clock.lap("restore")
         return Recovered(step, source, position, replaced, clock.laps_s, fleet.facts, made.plan if changed else None)
 
-    def resize(self, num_stages: int, step: int) -> Recovered:
+    @property
+    def state_bytes(self) -> float:
+        """Of all parameters and of the optimizer, about: 4 bytes for each element."""
+        basis = self._blueprint.basis
+        return 4.0 * sum(basis.recipe.sizes.values()) * (1.0 + basis.optimizer_factor)
+
+    def planned_for(self, workers: int) -> Planned:
+        """A plan for so many workers; mini-batches are parted as before. It changes nothing, from any thread.
+
+        Raises:
+            PlanError: there is none.
+        """
+        return later_plan(for_workers(self._blueprint.basis, self._first, self._request, workers))
+
+    @contextlib.contextmanager
+    def growing(self, status: Callable[[], RunStatus]) -> Iterator[None]:
+        """Inside, a run that may change its number of workers grows where that pays; ``status`` is that of the run."""
+        if self._growth is None:
+            yield
+            return
+        self._growth.serve(self, status)
+        with contextlib.closing(self._growth):
+            yield
+
+    def resize(self, num_stages: int, step: int, planned: Planned | None = None) -> Recovered:
         """See Recoverer."""
         with self._refusing():
             clock, fleet = _Clock(), self._fleet
-            made = self._plan(num_stages, None)
+            made = self._plan(num_stages, None) if planned is None else self._assembled(planned)
             clock.lap("plan")
-            fleet.grow(made.setup.num_workers)
+            fleet.grow(made.setup.num_workers, PLACE_TIMEOUT_S)
             clock.lap("workers")
             fleet.keep_copy(step, send=False)
             self._hand_over(made, step)
+            if planned is None:
+                self._wants(made, num_stages)
             fleet.end_spares(keep=self._spares.count)
             clock.lap("move")
             return Recovered(step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan)
@@ -196,12 +227,35 @@ class Recovery:
         self._made = made
         self._keep_charter(made)
 
+    def _wants(self, made: Assembled, num_stages: int) -> None:
+        """Somebody asked for so many stages: a run that may change its number of workers grows no further."""
+        self._request = replace(self._request, num_stages=num_stages, split_points=())
+        if self._growth is not None:
+            self._growth.wants(made.setup.num_workers)
+
+    def _fewer(self, error: PlanError) -> Assembled:
+        """A plan for the workers that are left; where those are too few for the run, it waits for more.
+
+        Args:
+            error: why there are no others.
+        """
+        if self._growth is None:
+            return self._planned_for(len(self._fleet.roster), error)
+        planned = self._growth.plan(self.planned_for)
+        if planned is None:
+            raise PlanError("The run was stopped while it waited for workers; under its name it goes on another time.")
+        return self._assembled(planned)
+
     def _planned_for(self, workers: int, error: PlanError) -> Assembled:
         """A plan for the workers that are left, with as many stages on each as before."""
         if not workers:
             raise StageError(f"No worker of the run is left, and {error}")
-        each = max(1, len(self._made.setup.programs) // self._made.setup.num_workers)
         try:
+            if self._growth is not None:
+                if workers < self._growth.least():
+                    raise PlanError(f"num_workers asks for {self._growth.least()} at least.")
+                return self._assembled(self.planned_for(workers))
+            each = max(1, len(self._made.setup.programs) // self._made.setup.num_workers)
             return self._plan(workers * each, workers)
         except PlanError as impossible:
             raise StageError(f"{error} Nor can the run go on with the {workers} that are left: {impossible}") from None
@@ -210,12 +264,13 @@ class Recovery:
         cluster = None if decision is None else decision.cluster
         first, basis = self._first, self._blueprint.basis
         basis = another(basis, first, num_stages=num_stages, num_workers=num_workers, cluster=cluster)
-        try:
-            planned = plan_for(basis, decision, generation=max(self._num_stages) + 1)
-            planned = planned if decision is None else self._limits.capped(planned)
-            made = assemble(self._blueprint, planned)
-        except CaptureError as error:  # it cannot be cut like this
-            raise PlanError(str(error)) from None
+        planned = later_plan(basis, decision)
+        return self._assembled(planned if decision is None else self._limits.capped(planned))
+
+    def _assembled(self, planned: Planned) -> Assembled:
+        """The run's next plan, with a generation of its own."""
+        planned = replace(planned, plan=replace(planned.plan, generation=max(self._num_stages) + 1))
+        made = assemble(self._blueprint, planned)
         self._planned[made.setup.generation] = planned
         self._num_stages[made.setup.generation] = len(made.setup.programs)
         return made

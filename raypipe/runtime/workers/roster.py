@@ -17,7 +17,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.plan import human_bytes
 from raypipe.planner.liveness import Finding
-from raypipe.runtime.workers.places import NAMESPACE, Owner, actor_name, release, reserve
+from raypipe.runtime.workers.places import (
+    NAMESPACE,
+    Owner,
+    actor_name,
+    ask,
+    granted,
+    release,
+    wait_for,
+)
 from raypipe.runtime.workers.pulse import Pulse
 from raypipe.runtime.workers.worker import StageActor
 
@@ -65,7 +73,12 @@ class Member:
 
 
 class Roster:
-    """All members of a fleet that live: workers, then spares. See Fleet for the arguments and for what is raised."""
+    """All members of a fleet that live: workers, then spares. See Fleet for the arguments and for what is raised.
+
+    Attributes:
+        waiting: places that were asked for and have no member yet, by number.
+        patience_s: for which a place for another member is waited for; None for the usual while.
+    """
 
     def __init__(
         self,
@@ -83,26 +96,70 @@ class Roster:
         self._growing = threading.Lock()
         self._closed = False
         self.members = list(living)
+        self.waiting: dict[int, PlacementGroup] = {}
+        self.patience_s: float | None = None
         self._started = 1 + max((member.number for member in living), default=-1)  # members so far
         self.grow(count)
 
-    def grow(self, count: int) -> None:
+    def grow(self, count: int, patience_s: float | None = None) -> None:
         """Have so many members, of which new ones are spares until a plan uses them. From any thread, one by one.
+
+        Args:
+            patience_s: for which their places are waited for; None for that of the attribute.
 
         Raises:
             PlanError: there is no place for one.
         """
         with self._growing:
-            missing = count - sum(not member.lost for member in self.members)
+            missing = count - self.living
             if missing <= 0 or self._closed:
                 return
-            numbers = range(self._started, self._started + missing)
-            self._started += missing
-            new = self._start(numbers)
-            if self._closed:
-                stop_members(new, self._owner.term)
-            else:
-                self.members = [*self.members, *new]
+            first = [*granted(self.waiting), *self.waiting]  # those that are there before those that may come
+            places = {number: self.waiting.pop(number) for number in list(dict.fromkeys(first))[:missing]}
+            places |= self._ask(missing - len(places))
+            wait_for(places, self.needs, self.patience_s if patience_s is None else patience_s)
+            self._take(self._start(places))
+
+    @property
+    def living(self) -> int:
+        """Number of members that are not lost."""
+        return sum(not member.lost for member in self.members)
+
+    def ask_for(self, count: int) -> None:
+        """Wait for places until there are so many members; what is asked for beyond that is given back."""
+        with self._growing:
+            missing = max(0, count - self.living)
+            surplus = list(self.waiting)[missing:]
+            release([self.waiting.pop(number) for number in surplus])
+            if not self._closed:
+                self.waiting |= self._ask(missing - len(self.waiting))
+
+    def start_granted(self) -> int:
+        """Start members in the places that have come; how many. They are spares until a plan uses them.
+
+        Raises:
+            PlanError: one did not start; its place and those of the others are given back.
+        """
+        with self._growing:
+            places = granted(self.waiting)
+            self.waiting = {number: place for number, place in self.waiting.items() if number not in places}
+        if not places:
+            return 0
+        new = self._start(places)  # which takes seconds: nobody who needs the roster waits for it
+        with self._growing:
+            self._take(new)
+        return len(new)
+
+    def _ask(self, count: int) -> dict[int, PlacementGroup]:
+        numbers = range(self._started, self._started + count)
+        self._started += max(0, count)
+        return ask(self._owner.name, numbers, self.needs)
+
+    def _take(self, new: list[Member]) -> None:
+        if self._closed:
+            stop_members(new, self._owner.term)
+        else:
+            self.members = [*self.members, *new]
 
     def drop_lost(self) -> None:
         """Forget the members whose process has ended; their places are given back."""
@@ -149,31 +206,36 @@ class Roster:
     def close(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in. None starts any more."""
         self._closed = True
+        release(list(self.waiting.values()))
         stop_members(self.members, self._owner.term)
 
-    def _start(self, numbers: range) -> list[Member]:
-        """Actors, each in a place of its own. None is left if this raises."""
+    @property
+    def needs(self) -> dict[str, float]:
+        """Resources of one member."""
         needs = {name: amount for name, amount in self._resources.items() if amount}
         if not needs:
             raise ConfigError(
                 "resources_per_worker asks for nothing, so stages could not be placed; give each at least a share of a "
                 'CPU: ScalingConfig(resources_per_worker={"CPU": 0.1}).'
             )
+        return needs
+
+    def _start(self, places: Mapping[int, PlacementGroup]) -> list[Member]:
+        """Actors, each in a place of its own, by number. None is left, and no place, if this raises."""
+        needs, owner = self.needs, self._owner.name
         extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
-        owner = self._owner.name
-        places = reserve(owner, numbers, needs)
         roster: list[Member] = []
         try:
-            for number, place in zip(numbers, places, strict=True):
+            for number, place in places.items():
                 strategy = PlacementGroupSchedulingStrategy(placement_group=place)
                 lasting = {"name": actor_name(owner, number), **_LASTING} if owner else {}
                 actor = StageActor.options(scheduling_strategy=strategy, **options, **lasting).remote(self._lease_s)
                 roster.append(Member(actor, place, number=number))
-            _introduce(roster, self._transport, self._link_ports)
+            _introduce(roster, self._transport, self._link_ports, [member.facts for member in self.members])
         except BaseException:
             stop_members(roster, self._owner.term)
-            release(places)
+            release(list(places.values()))
             raise
         return roster
 
@@ -227,8 +289,14 @@ def chosen(roster: Sequence[Member], count: int, members: Sequence[int] | None) 
     return sorted(there, key=lambda member: math.inf if member.worker is None else member.worker)[:count]
 
 
-def _introduce(roster: Sequence[Member], transport: str, link_ports: tuple[int, int] | None) -> None:
-    """Wait for an actor in each place; its process imports torch, which takes a while on a busy machine."""
+def _introduce(
+    roster: Sequence[Member], transport: str, link_ports: tuple[int, int] | None, others: Sequence[Mapping[str, Any]]
+) -> None:
+    """Wait for an actor in each place; its process imports torch, which takes a while on a busy machine.
+
+    Args:
+        others: facts of members that are there already.
+    """
     refs = [member.actor.listen.remote(transport, link_ports) for member in roster]
     _, waiting = ray.wait(refs, num_returns=len(refs), timeout=START_TIMEOUT_S)
     if waiting:
@@ -237,12 +305,13 @@ def _introduce(roster: Sequence[Member], transport: str, link_ports: tuple[int, 
             f"{START_TIMEOUT_S:g} s. Look at that node's load and at Ray's worker logs."
         )
     found = results(refs, GRACE_S, "starting")
-    for worker, (member, facts) in enumerate(zip(roster, found, strict=True)):
+    first = [*others, *found][0]
+    for worker, (member, facts) in enumerate(zip(roster, found, strict=True), len(others)):
         member.facts = facts
-        if facts["versions"] != found[0]["versions"]:
+        if facts["versions"] != first["versions"]:
             raise PlanError(
                 f"Worker {worker} on {facts['host']} runs {facts['versions']}, but worker 0 on "
-                f"{found[0]['host']} runs {found[0]['versions']}. Install the same versions on every node."
+                f"{first['host']} runs {first['versions']}. Install the same versions on every node."
             )
 
 

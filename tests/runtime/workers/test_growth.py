@@ -1,0 +1,186 @@
+"""Runs whose number of workers may change: they wait, begin with fewer, grow, shrink, and end with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.train import ScalingConfig
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from raypipe import PipelineTrainer
+from raypipe.api.handle import RunHandle
+from tests.runtime.left_over import wait_until
+from tests.runtime.raylets import TOKEN
+from tests.runtime.workers.test_recovery import WAIT_S, as_undisturbed, events, reached, surviving
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+ENDLESS = 10**6
+"""Steps of a run that is stopped once what is looked for has happened."""
+
+
+def growing(
+    folder: Path, run: str, workers: tuple[int, int], max_failures: int = 0, interval_s: float = 0.0, **pipeline: Any
+) -> PipelineTrainer:
+    made = surviving(folder, run, "noisy", max_failures, **{"num_stages": workers[1], **pipeline})
+    made._scaling = ScalingConfig(num_workers=workers, elastic_resize_monitor_interval_s=interval_s)
+    return made
+
+
+@contextmanager
+def somebody_else(cpus: float) -> Iterator[PlacementGroup]:
+    """Has so many CPUs of the cluster."""
+    group = placement_group([{"CPU": cpus}])
+    assert group.wait(60)
+    try:
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def has_stages(handle: RunHandle, count: int) -> Callable[[], bool]:
+    return lambda: len(handle.status().stages) == count
+
+
+def places_of(run: str) -> list[str]:
+    """States of the places that a run has or waits for."""
+    rows = ray.util.placement_group_table().values()
+    return sorted(row["state"] for row in rows if f"/{run}/" in row["name"] and row["state"] != "REMOVED")
+
+
+def stopped(handle: RunHandle) -> tuple[int, str]:
+    """Steps that the run has done, and its last checkpoint."""
+    handle.stop()
+    result = handle.wait(timeout_s=WAIT_S)
+    return handle.status().step, result.checkpoint
+
+
+def test_a_run_begins_with_what_there_is_and_grows_when_more_comes(cluster: None, tmp_path: Path) -> None:
+    with somebody_else(2) as other:
+        handle = growing(tmp_path, "grows", (2, 3)).start(ENDLESS)
+        reached(handle, 5)
+        first = handle.status().stages
+        assert len(first) == 2
+        assert places_of("grows") == ["CREATED", "CREATED", "PENDING"]  # which an autoscaler would see
+        remove_placement_group(other)
+        wait_until(has_stages(handle, 3))
+        grown = handle.status().stages
+        reached(handle, handle.status().step + 5)
+        steps, checkpoint = stopped(handle)
+    assert {one["process"] for one in first} < {one["process"] for one in grown}
+    (resize,) = events(tmp_path / "grows", "resize")
+    assert resize["reason"] == "1 more worker came"
+    assert as_undisturbed(tmp_path, checkpoint, "noisy", steps, num_stages=3) == []
+
+
+def test_too_few_workers_are_waited_for_with_a_line_that_says_for_what(cluster: None, tmp_path: Path) -> None:
+    with somebody_else(3) as other:
+        handle = growing(tmp_path, "waits", (2, 3)).start(10)
+        wait_until(lambda: "waiting since" in handle.status().message)
+        line = handle.status().message
+        assert " for 2 workers of 1 CPU each: 1 can be had, 3 are asked for, and the cluster has" in line
+        assert handle.status().state == "starting"
+        remove_placement_group(other)
+        handle.wait(timeout_s=WAIT_S)
+    (told,) = events(tmp_path / "waits", "wait for workers")
+    assert told["reason"].startswith("waiting since")
+
+
+def test_a_run_that_waits_can_be_stopped_and_asks_for_nothing_any_more(cluster: None, tmp_path: Path) -> None:
+    with somebody_else(3):
+        handle = growing(tmp_path, "stopped", (2, 3)).start(10)
+        wait_until(lambda: "waiting since" in handle.status().message)
+        steps, checkpoint = stopped(handle)
+        assert places_of("stopped") == []
+    assert (steps, checkpoint) == (0, "")
+
+
+def test_a_run_grows_no_further_than_somebody_asked_for(cluster: None, tmp_path: Path) -> None:
+    handle = growing(tmp_path, "asked", (1, 4)).start(ENDLESS)
+    reached(handle, 5)
+    assert len(handle.status().stages) == 4
+    handle.resize(2)
+    reached(handle, handle.status().step + 200)
+    assert len(handle.status().stages) == 2
+    assert places_of("asked") == ["CREATED", "CREATED"]
+    stopped(handle)
+    assert [line["num_stages"] for line in events(tmp_path / "asked", "resize")] == [2]
+
+
+SEQUENCE = """
+import json, sys
+from pathlib import Path
+from tests import processes
+processes.adopt_orphans()
+import ray
+from tests.runtime.left_over import wait_until
+from tests.runtime.raylets import private_cluster
+from tests.runtime.workers.test_growth import ENDLESS, growing, has_stages, places_of, stopped
+from tests.runtime.raylets import TOKEN
+from tests.runtime.workers.test_recovery import as_undisturbed, events, reached
+
+folder, nodes, sizes = Path(sys.argv[1]), [], []
+
+def add(count):
+    for _ in range(count):
+        home.start(cpus=1)
+        nodes.append(home.started[-1])
+
+def lose(count):
+    for _ in range(count):
+        process = nodes.pop()
+        processes.end({process.pid: "a node", **processes.descendants(process.pid)})
+
+def grows_to(count):
+    wait_until(has_stages(handle, count))
+    reached(handle, handle.status().step + 5)
+    sizes.append(len(handle.status().stages))
+
+with private_cluster() as home:
+    home.start(cpus=0, RAY_health_check_period_ms="1000", RAY_health_check_failure_threshold="3")
+    ray.init(address=home.address, namespace="raypipe", log_to_driver=False, logging_level="ERROR")
+    handle = growing(folder, "sequence", (2, 4), max_failures=-1, checkpoint_interval_steps=50).start(ENDLESS)
+    waiting = lambda: "for 2 workers of 1 CPU each" in handle.status().message
+    wait_until(waiting)
+    sizes.append(0)
+    add(2)
+    grows_to(2)
+    add(2)
+    grows_to(4)
+    lose(1)
+    grows_to(3)
+    lose(3)
+    wait_until(waiting)
+    sizes.append(0)
+    add(4)
+    grows_to(4)
+    steps, checkpoint = stopped(handle)
+    print(json.dumps({
+        "sizes": sizes,
+        "differ": as_undisturbed(folder, checkpoint, "noisy", steps, num_stages=4),
+        "places": places_of("sequence"),
+        "waits": len(events(folder / "sequence", "wait for workers")),
+    }))
+    ray.shutdown()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_the_elastic_sequence_of_ray(tmp_path: Path) -> None:
+    """Nodes 0 -> 2 -> 4 -> 3 -> all lost -> 4, of which the run needs two; each with room for one worker."""
+    done = subprocess.run(
+        [sys.executable, "-c", SEQUENCE, str(tmp_path)],
+        env={**os.environ, **TOKEN}, capture_output=True, text=True, timeout=580, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"sizes": [0, 2, 4, 3, 0, 4], "differ": [], "places": [], "waits": 2}
