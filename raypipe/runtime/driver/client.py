@@ -94,6 +94,7 @@ class RayConnection:
         self._owner = owner
         self._asked: _Question | None = None
         self._ended = False
+        self._wish = ""  # why the run shall end, where somebody wants that
         self._status = RunStatus(name=name, path=path, state="starting")
 
     def news(self, since: int, wait_s: float) -> News:
@@ -117,6 +118,8 @@ class RayConnection:
         except RayActorError as error:
             raise self._gone(error) from None
         self._status, self._ended = news.status, news.ended
+        if self._wish and news.status.state in ("starting", "running"):  # it knows nothing of the wish
+            self._driver.stop.remote(self._wish)
         if not news.ended:
             self.check()
         return news
@@ -156,7 +159,13 @@ class RayConnection:
         return found
 
     def stop(self, reason: str) -> None:
-        self._ask(self._driver.stop.remote(reason))
+        """Have the run end; a driver that is killed before it has is told again once Ray has started it again."""
+        self._wish = reason
+        try:
+            self._ask(self._driver.stop.remote(reason))
+        except StageError as error:
+            if not isinstance(error.__cause__, ActorUnavailableError):
+                raise
 
     def checkpoint(self) -> None:
         self._ask(self._driver.checkpoint.remote())
@@ -194,7 +203,7 @@ class RayConnection:
                 "stopped, or its machine is busy. It will do what was asked once it goes on."
             ) from None
         except RayActorError as error:
-            raise StageError(f"The driver of run {self._name!r} is gone: {str(error).splitlines()[0]}") from None
+            raise StageError(f"The driver of run {self._name!r} is gone: {str(error).splitlines()[0]}") from error
 
 
 def start_run(

@@ -270,7 +270,8 @@ class _DriverActor:
         # (perf, two stages), on hosts where that may be a stage's.
         gc.collect()
         gc.freeze()
-        drains = DrainWatch(lambda: fleet.nodes, requests.leave, RunFolder(spec.place).event)
+        event = RunFolder(spec.place).event
+        drains = DrainWatch(lambda: fleet.nodes, lambda: fleet.watch.announced, requests.leave, event)
         with contextlib.closing(drains), recovery.growing(lambda: self._journal.status):
             return run_loop(
                 fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken, lost=lost

@@ -32,6 +32,8 @@ __all__ = ["LEASE", "LOCK", "Held", "Lease", "read_lease"]
 LEASE, LOCK = "lease.json", "lease.lock"
 FORMAT = 1
 RENEW_S = 5.0
+ASLEEP_S = 2 * RENEW_S
+"""Who has not looked at the lease for so long was stopped or starved, or cannot reach it."""
 OBSERVE_S = 30.0
 """Six renewals: a process that computes, or waits for a slow disk, is not taken for dead."""
 MOVES = 2
@@ -105,6 +107,7 @@ class Lease:
         self.held, self.taken_from = held, taken_from
         self._place, self._name = place, name
         self._renewals = 0
+        self._looked_s = time.monotonic()
         self._other: Held | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name=f"raypipe lease {name}", daemon=True)
@@ -150,11 +153,14 @@ class Lease:
         return {"generation": self.held.generation, "holder": f"{self.held.holder} ({self.held.holder.id})"}
 
     def check(self) -> None:
-        """Raise if the run was lost, as far as the last renewal knows.
+        """Raise if the run was lost, as far as the last renewal knows; who was not awake for the next one looks first.
 
         Raises:
             LeaseError: names who has taken it over.
         """
+        if time.monotonic() - self._looked_s > ASLEEP_S:
+            with contextlib.suppress(CheckpointError, LeaseError):
+                self._look()
         if self._other is not None:
             raise LeaseError(
                 f"The run {self._name!r} was taken over by {self._other.words}, because {self.held.holder} did not "
@@ -202,6 +208,7 @@ class Lease:
                     _write(self._place, self.held._replace(renewals=self._renewals))
 
     def _look(self) -> None:
+        self._looked_s = time.monotonic()
         now = read_lease(self._place)
         # A lower generation is a holder that has not noticed yet, in an object store; it will, at its next look.
         if now is not None and now.holder != self.held.holder and now.generation >= self.held.generation:

@@ -139,7 +139,7 @@ class _Loop:
         self.folder.write_plan(self.plan.plan.to_json())
         self.folder.write_config(spec.config_yaml)
         self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps, **self._signature())
-        requests.serve(self.fleet)
+        requests.serve(self.fleet, self._ordering.patience_s)
         if lost is not None:
             self._changing.survive(lost)
         while True:

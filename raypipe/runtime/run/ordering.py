@@ -26,6 +26,10 @@ from raypipe.runtime.run.spec import PlanInForce, RunSpec
 __all__ = ["Known", "Memo", "Ordered", "Ordering"]
 
 
+PATIENCE_S = 10.0
+"""Of the 30 s that most clouds leave."""
+
+
 class Ordered(NamedTuple):
     """A segment that was ordered.
 
@@ -102,6 +106,11 @@ class Ordering:
         self.copy_times = CopyTimes(spec.copy_interval_steps)
         self.known = Known()
 
+    @property
+    def patience_s(self) -> float:
+        """How long a change may wait for the next copy: elsewhere an asynchronous run does not run empty but for it."""
+        return PATIENCE_S if self.plan.flow is not None and self._spec.copy_interval_steps else 0.0
+
     def remember(self, ordered: Ordered) -> None:
         """An earlier driver ordered this; what was to be saved then is not this one's."""
         self._ordered[ordered.segment.first_step] = ordered._replace(saves=False)
@@ -144,7 +153,7 @@ class Ordering:
             self._calm = calm
             yield self._order(ordered, before, traced=traced)
             before = after
-            if saves and self._pauses_after(after.step):
+            if (saves and self._pauses_after(after.step)) or (copies and self._requests.wants_change):
                 return
 
     def draining(self, at: Position) -> Order:

@@ -50,17 +50,24 @@ class Requests:
         self._resize: Resize | None = None
         self._leaving: set[str] = set()
         self._offer: Offer | None = None
+        self._patience_s = 0.0
         self._lock = threading.Lock()
         self._checkpoint = threading.Event()
         self._go_on = threading.Event()
 
-    def serve(self, fleet: _Haltable) -> None:
-        """From now on ``stop`` halts this fleet, at once if it was asked for already."""
+    def serve(self, fleet: _Haltable, patience_s: float = 0.0) -> None:
+        """From now on ``stop`` halts this fleet, at once if it was asked for already.
+
+        Args:
+            patience_s: so long nodes may wait to be left until the run comes to a step at which it pauses anyway.
+        """
         with self._lock:
-            self._fleet = fleet
-            stopping = bool(self.stop_reason or self._leaving)
+            self._fleet, self._patience_s = fleet, patience_s
+            stopping, leaving = bool(self.stop_reason), bool(self._leaving)
         if stopping:
             fleet.halt()
+        elif leaving:
+            self._halt_to_leave()
 
     def checked(self) -> None:
         """The model has been checked: the loop may begin."""
@@ -105,8 +112,22 @@ class Requests:
         """Have the stages on these nodes moved to others soon, for the nodes are about to go."""
         with self._lock:
             self._leaving.update(nodes)
-            fleet = self._fleet
-        if fleet is not None:
+            served = self._fleet is not None
+        if served:
+            self._halt_to_leave()
+
+    def _halt_to_leave(self) -> None:
+        if self._patience_s:
+            timer = threading.Timer(self._patience_s, self._halt_if_leaving)
+            timer.daemon = True
+            timer.start()
+        else:
+            self._halt_if_leaving()
+
+    def _halt_if_leaving(self) -> None:
+        with self._lock:
+            fleet, leaving = self._fleet, bool(self._leaving)
+        if fleet is not None and leaving:
             fleet.halt()
 
     def offer(self, offer: Offer) -> None:

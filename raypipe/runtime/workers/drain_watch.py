@@ -1,18 +1,29 @@
-"""Looks at Ray's list of nodes that are about to go, and has the stages on them moved in time."""
+"""Hears which nodes are about to go, of Ray's list and of the clouds, and has the stages on them moved in time.
+
+Ray's list (drains.py)     a node of this run is on it             --> event "drain", leave
+a cloud (notices.py)       a machine goes                          --> event "drain", Ray is told, leave
+                           it pauses, or may be taken some day     --> event "notice"
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from ray.exceptions import RayError
 
-from raypipe.runtime.workers.drains import draining_nodes
+from raypipe.errors import CheckpointError
+from raypipe.runtime.workers.drains import drain_node, draining_nodes
+from raypipe.runtime.workers.notices import Kind, Notice
 
 __all__ = ["DrainWatch"]
 
 EVERY_S = 1.0
+AWAY = (RayError, ConnectionError, RuntimeError)
+"""What Ray raises where its head is not there for a while."""
 
 
 class DrainWatch:
@@ -20,15 +31,21 @@ class DrainWatch:
 
     Args:
         nodes: Ray's ids of the nodes that the run has workers on now.
-        leave: told once of those of them that are about to go.
+        announced: by clouds so far, by node.
+        leave: told once of each node that is about to go.
         event: (decision, reason, ...) notes it.
     """
 
     def __init__(
-        self, nodes: Callable[[], Collection[str]], leave: Callable[[Collection[str]], None], event: Callable[..., None]
+        self,
+        nodes: Callable[[], Collection[str]],
+        announced: Callable[[], Mapping[str, Sequence[Notice]]],
+        leave: Callable[[Collection[str]], None],
+        event: Callable[..., None],
     ) -> None:
-        self._nodes, self._leave, self._event = nodes, leave, event
+        self._nodes, self._announced, self._leave, self._event = nodes, announced, leave, event
         self._told: set[str] = set()
+        self._heard: set[tuple[str, Notice]] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="raypipe drains", daemon=True)
         self._thread.start()
@@ -39,15 +56,52 @@ class DrainWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(EVERY_S):
+            for node, notices in self._announced().items():
+                for notice in notices:
+                    self._hear(node, notice)
             try:
                 draining = draining_nodes()
-            except (RayError, ConnectionError, RuntimeError):  # the head is not there for a while
+            except AWAY:
                 continue
             new = {node for node in draining if node in self._nodes()} - self._told
             if not new:
                 continue
             self._told |= new
-            deadlines = [s - time.time() for node in new if (s := draining[node]) is not None]
-            numbers = {"seconds_left": round(min(deadlines), 1)} if deadlines else {}
-            self._event("drain", f"Ray drains {', '.join(sorted(new))}", **numbers)
+            deadlines = [s for node in new if (s := draining[node]) is not None]
+            self._note("drain", f"Ray drains {', '.join(sorted(new))}", **_numbers(min(deadlines, default=None)))
             self._leave(new)
+
+    def _hear(self, node: str, notice: Notice) -> None:
+        """Of a cloud, once. Ray is told first, so that no other worker is started on a machine that goes."""
+        if (node, notice) in self._heard:
+            return
+        self._heard.add((node, notice))
+        numbers = {"node": node, **_numbers(notice.deadline_s)}
+        if notice.kind is not Kind.GOES:
+            self._note("notice", f"{notice.reason}: the machine {notice.kind}", **numbers)
+            return
+        known = node in self._told
+        self._told.add(node)
+        if refused := _refused(node, notice):
+            numbers["ray"] = refused
+        self._note("drain", notice.reason, **numbers)
+        if not known:
+            self._leave({node})
+
+    def _note(self, decision: str, reason: str, **numbers: Any) -> None:
+        with contextlib.suppress(CheckpointError):  # a full disk is told by those who need the folder
+            self._event(decision, reason, **numbers)
+
+
+def _refused(node: str, notice: Notice) -> str:
+    try:
+        return drain_node(node, notice.reason, notice.deadline_s)
+    except AWAY as error:
+        return f"Ray could not be told: {error}"
+
+
+def _numbers(deadline_s: float | None) -> dict[str, Any]:
+    """Of a deadline in Unix seconds, for events.jsonl."""
+    if deadline_s is None:
+        return {}
+    return {"deadline_s": round(deadline_s, 1), "seconds_left": round(deadline_s - time.time(), 1)}

@@ -88,7 +88,7 @@ class Fleet(StateCalls):
         self._halted = False
         self._flight: Flight | None = None
         self._roster = Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s)
-        self._watch = Watch(lambda: self.roster, lease_s, tell)
+        self.watch = Watch(lambda: self.roster, lease_s, tell, owner.term)
 
     @property
     def roster(self) -> list[Member]:
@@ -118,7 +118,7 @@ class Fleet(StateCalls):
 
     def expect(self, action_s: float) -> None:
         """The longest action of a step takes about so long; what takes many times that is told, and hangs some day."""
-        self._watch.planned_s = action_s
+        self.watch.planned_s = action_s
 
     def configure(
         self,
@@ -368,13 +368,13 @@ class Fleet(StateCalls):
                 last = member.actor.reports.remote(flight.run, flight.received[worker].end, 0.0)
                 flight.received[worker].extend(ray.get(last, timeout=GRACE_S))
             except ActorDiedError as error:
-                self._watch.explain(member, str(error))
+                self.watch.explain(member, str(error))
             except RayError:  # what it has not told by now is lost with it
                 pass
         return root_cause(flight.works, self._names, flight.complete, self._explain)
 
     def _explain(self, worker: int, said: str) -> Finding:
-        return self._watch.explain(self.in_use[worker], said)
+        return self.watch.explain(self.in_use[worker], said)
 
     def by_stage(self, by_worker: Sequence[Sequence[Sequence[StepReport]]]) -> list[list[StepReport]]:
         """Reports of one segment in the order of the stages."""
@@ -384,5 +384,5 @@ class Fleet(StateCalls):
 
     def stop(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in."""
-        self._watch.close()
+        self.watch.close()
         self._roster.close()

@@ -35,13 +35,14 @@ def leave_work(workers: Sequence[Member], works: Mapping[Any, int], term: int, l
     asked = {worker: member for worker, member in enumerate(workers) if member.actor is not None}
     leaving = {w: member.actor.abort.remote(term, links, "the run recovers") for w, member in asked.items()}
     ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=GRACE_S) if leaving else None
-    stuck = {worker for ref, worker in works.items() if not ray.wait([ref], timeout=0)[0]}
-    for worker, member in asked.items():
+    over = {worker for ref, worker in works.items() if not ray.wait([ref], timeout=0)[0]}
+    for worker, ref in leaving.items():
         try:
-            ray.get(leaving[worker], timeout=0)
+            ray.get(ref, timeout=0)
         except RayError as error:
             if isinstance(cause := getattr(error, "cause", None), LeaseError):
                 raise cause from None
-            member.lost = True  # it is dead, or does not answer
-        if worker in stuck or member.lost:
+            over.add(worker)  # it is dead, or does not answer
+    for worker, member in asked.items():  # once nobody has said that another driver took the run over
+        if worker in over or member.lost:
             end_member(member)

@@ -2,6 +2,8 @@
 
 Here     looks when it is asked, in the driver's process
 There    an actor that looks ten times a second, and is asked as often as it answers
+
+Both also know what a cloud has announced for their machine (notices.py).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypipe.runtime.workers.notices import Announced, Notice
 from raypipe.runtime.workers.processes import LOOK_S, Ended, Look, Processes
 
 __all__ = ["Here", "There", "watcher_of"]
@@ -32,7 +35,13 @@ class Here:
 
     def __init__(self) -> None:
         self._processes = Processes()
+        self._announced = Announced()
         self.looks: Mapping[int, Look] = {}
+
+    @property
+    def announced(self) -> tuple[Notice, ...]:
+        """By the machine's cloud, so far."""
+        return self._announced.notices
 
     def ask(self, pids: Sequence[int], now_s: float, awake_s: float) -> None:
         """Look at these processes.
@@ -53,6 +62,7 @@ class Here:
         self._processes.end(pid)
 
     def close(self) -> None:
+        self._announced.close()
         self._processes.close()
 
 
@@ -61,6 +71,9 @@ class There:
 
     Args:
         node: Ray's id of it.
+
+    Attributes:
+        announced: by the machine's cloud, as far as its actor has told.
     """
 
     def __init__(self, node: str) -> None:
@@ -68,6 +81,7 @@ class There:
         self._actor = _start(node)
         self._asked: Any = None
         self._looks: Mapping[int, Look] = {}
+        self.announced: tuple[Notice, ...] = ()
         self._silent_s = 0.0
         self._begun_s = time.monotonic()
 
@@ -82,7 +96,8 @@ class There:
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             asked, self._asked = self._asked, None
             try:
-                self._looks, self._silent_s = ray.get(asked), 0.0
+                self._looks, self.announced = ray.get(asked)
+                self._silent_s = 0.0
             except ActorDiedError:
                 if now_s - self._begun_s > AGAIN_S:
                     self._actor, self._begun_s = _start(self._node), now_s
@@ -116,13 +131,14 @@ class _NodeWatch:
 
     def __init__(self) -> None:
         self._processes = Processes()
+        self._announced = Announced()
         threading.Thread(target=self._run, name="raypipe node watch", daemon=True).start()
 
-    def looks(self, pids: Sequence[int]) -> dict[int, Look]:
-        """At these processes from now on."""
+    def looks(self, pids: Sequence[int]) -> tuple[dict[int, Look], tuple[Notice, ...]]:
+        """At these processes from now on, and what the cloud has announced."""
         for pid in pids:
             self._processes.watch(pid)
-        return self._processes.looks()
+        return self._processes.looks(), self._announced.notices
 
     def ended(self, pid: int) -> Ended | None:
         return _told(self._processes, pid, ENDED_S)

@@ -6,9 +6,12 @@
     Azure    scheduledevents: Preempt, Reboot and the like with NotBefore, 30 s before or earlier
 
     look = cloud_here()          which of them answers; None elsewhere
-    watch(look, tell, stop)      in a thread of one process on each node
+    watch(look, tell, stop)      every notice once
+    Announced()                  both in a thread of one process on each node (node_watch.py)
 
 A look is one or two small requests to an address that only this machine reaches. It needs no library of a cloud's.
+``RAYPIPE_METADATA_SERVER`` in a node's environment names another address than the clouds'; where it is empty, nobody is
+asked.
 Sources: EC2 user guide "Spot Instance interruption notices"; Compute Engine "Query the metadata server for maintenance
 event notices"; Azure "Scheduled Events for Linux VMs".
 """
@@ -16,10 +19,12 @@ event notices"; Azure "Scheduled Events for Linux VMs".
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -27,13 +32,16 @@ from enum import StrEnum
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
-__all__ = ["SERVER", "Kind", "Look", "Notice", "aws", "azure", "cloud_here", "gcp", "watch"]
+__all__ = ["ASKED", "SERVER", "Announced", "Kind", "Look", "Notice", "aws", "azure", "cloud_here", "gcp", "watch"]
 
 SERVER = "http://169.254.169.254"
+ASKED = "RAYPIPE_METADATA_SERVER"
 EVERY_S = 5.0
 """As AWS recommends."""
 ANSWER_S = 2.0
 MOST_BYTES = 1 << 16
+KEPT = 64
+"""Notices that are remembered of one machine."""
 GCP_PREEMPTED_S = 30.0
 GCP_MAINTENANCE_S = 60.0
 AZURE_API = "2020-07-01"
@@ -188,6 +196,35 @@ def watch(look: Look, tell: Callable[[Notice], None], stop: threading.Event, eve
         if found is not None:
             known = {(notice.kind, notice.reason) for notice in found}
         stop.wait(max(0.0, every_s - (time.monotonic() - begin_s)))
+
+
+class Announced:
+    """What the cloud has announced for this machine since this object was made; a thread asks, and nobody waits for it.
+
+    Args:
+        environment: instead of os.environ.
+    """
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        server = (os.environ if environment is None else environment).get(ASKED, SERVER)
+        self._found: deque[Notice] = deque(maxlen=KEPT)
+        self._stop = threading.Event()
+        if server:
+            threading.Thread(target=self._run, args=(server,), name="raypipe cloud notices", daemon=True).start()
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """In the order in which they came."""
+        return tuple(self._found)
+
+    def close(self) -> None:
+        """Ask no more; a question that is under way is not waited for."""
+        self._stop.set()
+
+    def _run(self, server: str) -> None:
+        look = cloud_here(server)
+        if look is not None:
+            watch(look, self._found.append, self._stop)
 
 
 def _ask(url: str, headers: Mapping[str, str], *, method: str = "GET", wait_s: float = 0.0) -> _Answer | None:

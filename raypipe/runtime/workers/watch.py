@@ -1,8 +1,9 @@
 """The driver's side of liveness: a thread that asks every member of a fleet how it does, and ends those that hang.
 
-    every PULSE_S    pulse(lease_s) to every member: its answer is the heartbeat, the question renews its lease
+    every PULSE_S    pulse(term, lease_s) to every member: its answer is the heartbeat, the question renews its lease
     every LOOK_S     what the watcher of its node says (node_watch.py), and the table (planner/liveness.py)
     over             the member is marked lost with the reason, its process is ended, so that whoever waits for it wakes
+    no Pulse         a later driver has taken the member over: this one looks after nobody any more
 
 Time in which this thread was not awake itself counts for nobody.
 """
@@ -24,6 +25,7 @@ from ray.exceptions import ActorDiedError, RayError
 from raypipe.planner.liveness import Finding, Seen, judge
 from raypipe.runtime.workers.endings import ending, ran_out_bytes
 from raypipe.runtime.workers.node_watch import Here, There, watcher_of
+from raypipe.runtime.workers.notices import Notice as Announcement
 from raypipe.runtime.workers.processes import LOOK_S
 from raypipe.runtime.workers.roster import Member
 
@@ -75,6 +77,7 @@ class Watch:
         roster: gives the members of the fleet.
         lease_s: that every question gives a worker, and after which one is given up that cannot be reached.
         tell: is called with what happens, from the thread or from ``explain``.
+        term: of the driver.
     """
 
     def __init__(
@@ -82,10 +85,12 @@ class Watch:
         roster: Callable[[], Sequence[Member]],
         lease_s: float,
         tell: Callable[[Notice], None] = lambda notice: None,
+        term: int = 0,
     ) -> None:
-        self._roster, self._lease_s, self._tell = roster, lease_s, tell
+        self._roster, self._lease_s, self._tell, self._term = roster, lease_s, tell, term
         self._heard: dict[int, _Heard] = {}  # by id of the member
-        self._nodes: dict[str, Here | There] = {}
+        here = ray.get_runtime_context().get_node_id()  # which is looked at though no member may be there
+        self._nodes: dict[str, Here | There] = {here: watcher_of(here)}
         self.planned_s = 0.0
         """The longest action that the plan expects."""
         self._explaining = threading.Lock()
@@ -99,6 +104,11 @@ class Watch:
         self._thread.join(CLOSE_S)
         for node in self._nodes.values():
             node.close()
+
+    @property
+    def announced(self) -> dict[str, tuple[Announcement, ...]]:
+        """What clouds have announced for the nodes that are watched, by Ray's ids of them."""
+        return {node: watcher.announced for node, watcher in list(self._nodes.items())}
 
     def explain(self, member: Member, said: str) -> Finding:
         """Why a member is lost that Ray says is dead; the first time, it is told.
@@ -137,6 +147,8 @@ class Watch:
         if asks:
             self._ask()
         self._hear(awake_s)
+        if self._closed.is_set():
+            return
         self._look(members, now_s, awake_s)
         for heard in self._heard.values():
             self._judge(heard)
@@ -145,7 +157,7 @@ class Watch:
         """One question at a time: a worker that is slow is not asked twice."""
         for heard in self._heard.values():
             if heard.asked is None:
-                heard.asked = heard.member.actor.pulse.remote(self._lease_s)
+                heard.asked = heard.member.actor.pulse.remote(self._term, self._lease_s)
 
     def _hear(self, awake_s: float) -> None:
         """Take the answers that have come; everybody else is silent for so much longer."""
@@ -156,8 +168,10 @@ class Watch:
         for ref in done:
             heard, asked[ref].asked = asked[ref], None
             try:
-                heard.member.pulse = ray.get(ref)
-                heard.silent_s = 0.0
+                if (pulse := ray.get(ref)) is None:
+                    self._closed.set()
+                    return
+                heard.member.pulse, heard.silent_s = pulse, 0.0
             except ActorDiedError as error:
                 if not (heard.member.lost or self._closed.is_set()):
                     self.explain(heard.member, str(error))

@@ -5,7 +5,7 @@ driver --join(run), load(sources) ----> build state
        --run(segment) ----------------->  rows of actions, micro-batches over the links
        <------------- step reports -----
        --abort(reason) ---------------->  (control group: answers while a segment runs)
-       --pulse(lease_s) --------------->  (a group of its own: answers whatever the others do)
+       --pulse(term, lease_s) --------->  (a group of its own: answers whatever the others do)
 """
 
 from __future__ import annotations
@@ -95,8 +95,10 @@ class _StageActor(LinkedActor, CopyingActor):
         }
 
     @ray.method(concurrency_group="pulse")
-    def pulse(self, lease_s: float) -> Pulse:
-        """Stay for ``lease_s`` more seconds; what this process does."""
+    def pulse(self, term: int, lease_s: float) -> Pulse | None:
+        """Stay for ``lease_s`` more seconds; what this process does. None to a driver that another one has replaced."""
+        if not self._fence.admits(term):
+            return None
         return self._vitals.pulse(lease_s, self._executor, self._done.end)
 
     def join(self, term: int, run: RunSetup) -> None:

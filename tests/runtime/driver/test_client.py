@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
+from ray.exceptions import ActorUnavailableError
 
 from raypipe.api.handle import RunHandle
 from raypipe.engine.storage import Place
 from raypipe.errors import StageError
 from raypipe.runtime.driver import client
+from raypipe.runtime.run.journal import News
 from raypipe.runtime.run.lease import read_lease
+from raypipe.runtime.run.status import RunStatus
 from tests.prepare.test_resume import trainer
 from tests.runtime.left_over import ours, wait_until
 
@@ -70,3 +75,52 @@ def test_a_start_that_somebody_gives_up_leaves_nothing_behind(cluster: None, tmp
     with pytest.raises(KeyboardInterrupt):
         client.start_run(blueprint, job.tensors, made._resources(), patience_ends, detached=False)
     wait_until(lambda: f"raypipe/{blueprint.spec.name}" not in ours().drivers, 60.0)
+
+
+class _Forgets:
+    """A driver whose run never ends, and which Ray starts again without what it has heard."""
+
+    def __init__(self) -> None:
+        self._heard = ""
+
+    def news(self, since: int, wait_s: float) -> News:
+        return News([], RunStatus("run", "", "stopping" if self._heard else "running"), None, None, since)
+
+    def stop(self, reason: str) -> None:
+        self._heard = reason
+
+    def heard(self) -> tuple[str, int]:
+        return self._heard, os.getpid()
+
+
+def test_a_wish_to_stop_outlives_the_driver_that_heard_it(local_ray: None) -> None:
+    driver = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(_Forgets).remote()
+    connection = client.RayConnection(driver, "run", owner=False)
+    connection.stop("enough")
+    _, process = ray.get(driver.heard.remote(), timeout=60)
+    os.kill(process, signal.SIGKILL)
+    wait_until(lambda: ray.get(driver.heard.remote(), timeout=60)[1] != process)
+
+    def told() -> bool:
+        connection.news(0, 0.0)
+        return ray.get(driver.heard.remote(), timeout=60)[0] == "enough"
+
+    wait_until(told)
+    ray.kill(driver, no_restart=True)
+
+
+def test_a_wish_to_stop_that_reaches_no_driver_is_told_to_the_next(local_ray: None) -> None:
+    driver = ray.remote(num_cpus=0, max_restarts=-1)(_Forgets).remote()
+    connection = client.RayConnection(driver, "run", owner=False)
+    _, process = ray.get(driver.heard.remote(), timeout=60)
+    os.kill(process, signal.SIGKILL)
+    connection.stop("enough")
+
+    def told() -> bool:
+        with contextlib.suppress(ActorUnavailableError):
+            connection.news(0, 0.0)
+            return ray.get(driver.heard.remote(), timeout=60)[0] == "enough"
+        return False
+
+    wait_until(told)
+    ray.kill(driver, no_restart=True)

@@ -102,6 +102,19 @@ def test_one_that_moves_is_not_taken(tmp_path: Path, times: Callable[..., None])
             taking.result(timeout=60)
 
 
+def test_who_slept_through_its_renewals_looks_before_it_believes_that_the_run_is_its_own(
+    tmp_path: Path, times: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_of(tmp_path)
+    times(renew=AGES_S)
+    with Lease.take(place, "run") as lease:
+        write(place, Held(ELSEWHERE, 2, since=0.0))
+        lease.check()  # it has looked a moment ago
+        monkeypatch.setattr("raypipe.runtime.run.lease.ASLEEP_S", 0.0)
+        with pytest.raises(LeaseError, match="taken over by process 1 on far-away"):
+            lease.check()
+
+
 def test_one_that_is_given_back_while_somebody_waits_is_taken(tmp_path: Path, times: Callable[..., None]) -> None:
     place = place_of(tmp_path)
     times(renew=AGES_S)

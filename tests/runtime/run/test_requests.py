@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,17 @@ def test_another_cut_waits_until_what_is_ordered_is_done() -> None:
     assert not requests.has_offer
     assert not requests.wants_change
     assert requests.take_offer() is None
+
+
+def test_stages_that_pause_anyway_are_halted_only_where_that_takes_too_long() -> None:
+    requests, halted = Requests(), threading.Event()
+    fleet = SimpleNamespace(halt=halted.set)
+    requests.serve(fleet, patience_s=0.05)
+    requests.leave({"a"})
+    assert requests.take_leaving() == {"a"}
+    assert not halted.wait(0.2), "the run has come to such a step"
+    requests.leave({"b"})
+    assert halted.wait(30)
 
 
 def test_one_resize_at_a_time_is_answered() -> None:

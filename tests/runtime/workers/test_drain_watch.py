@@ -1,61 +1,127 @@
-"""A node that Ray drains: its stages move to another node before it goes, and no bit changes."""
+"""A node that goes, as Ray or its cloud says: its stages move to another node before that, and no bit changes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 
+from raypipe.runtime.workers.drain_watch import DrainWatch
+from raypipe.runtime.workers.notices import ASKED, Kind, Notice
+from tests.runtime.left_over import wait_until
 from tests.runtime.raylets import TOKEN, private_cluster
+from tests.runtime.workers.test_notices import Aws, serving
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
 
 SCRIPT = """
-import json, sys, time
+import json, os, sys, time
 from pathlib import Path
 import ray
-from raypipe.runtime.workers.drains import drain_node
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from raypipe.runtime.workers.drains import drain_node, draining_nodes
+from raypipe.runtime.workers.notices import ASKED
 from tests.runtime.workers.test_recovery import STEPS, as_undisturbed, events, reached, surviving
 
-folder = Path(sys.argv[1])
+folder, by = Path(sys.argv[1]), sys.argv[2]
 ray.init(address="auto", namespace="raypipe", log_to_driver=False, logging_level="ERROR")
 handle = surviving(folder, "drained", "noisy", max_failures=0).start(6 * STEPS)
 reached(handle, 5)
 here = ray.get_runtime_context().get_node_id()
 before = handle.status().stages
-leaving = {stage["node"] for stage in before} - {here}
-assert len(leaving) == 1, before
-refused = drain_node(leaving.pop(), "a test", time.time() + 60)
-assert refused == "", refused
+node = min({stage["node"] for stage in before} - {here})
+if by == "ray":
+    refused = drain_node(node, "a test", time.time() + 60)
+    assert refused == "", refused
+else:
+    there = ray.remote(num_cpus=0)(lambda: os.environ[ASKED])
+    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+    print("announce at", ray.get(there.options(scheduling_strategy=affinity).remote()), flush=True)
 deadline_s = time.monotonic() + 120
 while not events(folder / "drained", "move"):
     assert time.monotonic() < deadline_s, handle.status()
     time.sleep(0.05)
 after = handle.status().stages
+# One that is drained and has nothing to do ends.
+known = node in draining_nodes() or not any(one["Alive"] for one in ray.nodes() if one["NodeID"] == node)
 result = handle.wait(timeout_s=240)
+drain, = events(folder / "drained", "drain")
 print(json.dumps({
     "differ": as_undisturbed(folder, result.checkpoint, "noisy", 6 * STEPS),
     "nodes": len({stage["node"] for stage in after} & {stage["node"] for stage in before}),
     "kept": len({stage["process"] for stage in after} & {stage["process"] for stage in before}),
-    "drained": len(events(folder / "drained", "drain")),
+    "left": node not in {stage["node"] for stage in after},
+    "ray_knows": known,
+    "reason": drain["reason"].replace(node, "it"),
+    "in_time": 0 < drain["seconds_left"] < 120,
 }))
 """
+MOVED = {"differ": [], "nodes": 1, "kept": 1, "left": True, "ray_knows": True, "in_time": True}
 
 
 def test_stages_leave_a_node_that_ray_drains(tmp_path: Path) -> None:
     with private_cluster() as home:
-        home.start(cpus=1, **TOKEN)
-        home.start(cpus=1, **TOKEN)
-        home.start(cpus=1, **TOKEN)
-        environment = {**os.environ, **TOKEN, "RAY_ADDRESS": home.address}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(tmp_path)],
-            env=environment, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {"differ": [], "nodes": 1, "kept": 1, "drained": 1}
+        for _ in range(3):
+            home.start(cpus=1, **TOKEN)
+        with script(home.address, tmp_path, "ray") as (_, result):
+            assert result() == {**MOVED, "reason": "Ray drains it"}
+
+
+def test_stages_leave_a_machine_that_its_cloud_takes_away(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as clouds, private_cluster() as home:
+        servers = {server.url: server for server in (clouds.enter_context(serving(Aws)) for _ in range(3))}
+        for url in servers:
+            home.start(cpus=1, **TOKEN, **{ASKED: url})
+        with script(home.address, tmp_path, "cloud") as (process, result):
+            line = process.stdout.readline()
+            assert line.startswith("announce at "), line
+            when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 120))
+            action = json.dumps({"action": "terminate", "time": when})
+            servers[line.split()[-1]].say("spot/instance-action", action)
+            assert result() == {**MOVED, "reason": f"AWS: terminate at {when}"}
+
+
+@contextlib.contextmanager
+def script(address: str, folder: Path, by: str) -> Any:
+    """The process of SCRIPT, and what waits for the line in which it tells how it went."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder), by],
+        env={**os.environ, **TOKEN, "RAY_ADDRESS": address}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+    def result() -> dict[str, Any]:
+        said, complaints = process.communicate(timeout=400)
+        assert process.returncode == 0, said[-2000:] + complaints[-4000:]
+        found: dict[str, Any] = json.loads(said.splitlines()[-1])
+        return found
+
+    try:
+        yield process, result
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_pause_is_told_and_nobody_leaves(local_ray: None) -> None:
+    node, left, told = ray.get_runtime_context().get_node_id(), [], []
+    pause = Notice(Kind.PAUSES, time.time() + 60.0, "GCP: MIGRATE_ON_HOST_MAINTENANCE")
+    heard = threading.Event()
+
+    def event(decision: str, reason: str, **numbers: Any) -> None:
+        told.append((decision, reason, numbers["node"], 50 < numbers["seconds_left"] <= 60))
+        heard.set()
+
+    watch = DrainWatch(lambda: {node}, lambda: {node: [pause, pause]}, left.append, event)
+    wait_until(heard.is_set, 60.0)
+    watch.close()
+    assert told == [("notice", "GCP: MIGRATE_ON_HOST_MAINTENANCE: the machine pauses", node, True)]
+    assert left == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import ray
 
@@ -10,10 +13,12 @@ from raypipe.errors import LeaseError
 from raypipe.runtime.workers.fence import Fence
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.places import Owner
+from raypipe.runtime.workers.watch import Watch
 from tests.exactness import SHAPES, STEPS
 from tests.mishaps import Fuse
 from tests.models import CASES
 from tests.processes import alive
+from tests.runtime.left_over import wait_until
 from tests.runtime.workers.test_fleet import configure, faulty, pids, sgd, steps
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -44,6 +49,17 @@ def test_an_earlier_driver_can_neither_order_nor_end_stages(local_ray: None) -> 
         ):
             with pytest.raises(LeaseError, match="obey the driver of generation 4"):
                 order()
+        watch = Watch(lambda: made.roster, 60.0, term=3)
+        wait_until(lambda: not watch._thread.is_alive())
+        watch.close()
+        assert ray.get(made.actors[0].pulse.remote(3, 60.0), timeout=60) is None, "its lease is not renewed"
+        assert ray.get(made.actors[0].pulse.remote(4, 60.0), timeout=60) is not None
+        made.watch.close()  # which would end a stage that is stopped
+        os.kill(pids(made)[0], signal.SIGSTOP)
+        with pytest.raises(LeaseError, match="obey the driver of generation 4"):
+            made.settle()
+        os.kill(pids(made)[0], signal.SIGCONT)
+        assert all(map(alive, pids(made))), "nor may it end one that does not answer"
         made.stop()
         assert all(map(alive, pids(made)))
         made._term, made._rows = 4, set()  # of which the stages have learned none

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from raypipe.runtime.workers import notices
-from raypipe.runtime.workers.notices import Kind, Look, Notice, aws, azure, cloud_here, gcp, watch
+from raypipe.runtime.workers.notices import ASKED, Announced, Kind, Look, Notice, aws, azure, cloud_here, gcp, watch
 
 pytestmark = pytest.mark.engine
 
@@ -301,3 +302,21 @@ def test_the_watch_ends_when_it_is_stopped() -> None:
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def test_the_server_that_the_environment_names_is_asked_in_the_background() -> None:
+    with serving(Aws) as server:
+        server.say("spot/instance-action", '{"action": "stop", "time": "2017-09-18T08:22:00Z"}')
+        found = Announced({ASKED: server.url})
+        deadline_s = time.monotonic() + 30.0
+        while not found.notices:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        found.close()
+        assert found.notices == (Notice(Kind.GOES, 1505722920.0, "AWS: stop at 2017-09-18T08:22:00Z"),)
+
+
+def test_nobody_is_asked_where_the_address_is_empty() -> None:
+    before = threading.active_count()
+    assert Announced({ASKED: ""}).notices == ()
+    assert threading.active_count() == before

@@ -57,7 +57,7 @@ class Pair:
         """Both leave what they do, however the test ended."""
         last = self.driver()
         for driver in self._drivers[1:]:
-            driver._watch.close()
+            driver.watch.close()
         actors = [member.actor for member in last.roster]
         ends = [actor.finish_after.remote(last._term, last._run, 0) for actor in actors]
         ends += [actor.abort.remote(last._term, last._links, "the test is over") for actor in actors]

@@ -39,12 +39,12 @@ def test_who_is_asked_outlives_the_lease_and_who_is_not_ends(cluster: None) -> N
     assert [member.pulse.process for member in lonely.roster if member.pulse] == processes
     assert [member.pulse.action for member in lonely.roster if member.pulse] == ["", ""]
     kept = ours().groups
-    lonely._watch.close()
+    lonely.watch.close()
     wait_until(lambda: not any(map(alive, processes)), 60.0)
     wait_until(lambda: len(kept - ours().groups) == 2, 60.0)
     process = asked.roster[0].facts["process"]
     assert alive(process)
-    assert ray.get(asked.roster[0].actor.pulse.remote(60.0), timeout=60).process == process
+    assert ray.get(asked.roster[0].actor.pulse.remote(0, 60.0), timeout=60).process == process
     lonely.stop()
     asked.stop()
 
