@@ -30,6 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from jobs.lib.common import machine_line
 from jobs.lib.slow_layers import slow_down, trainer_of_layers
 from raypipe import load_state_dict
+from raypipe.ir.cluster import Cluster, Device
+from raypipe.ir.graph import ModelGraph, Node
+from raypipe.planner.partition.limits import Limits
+from raypipe.planner.partition.prefix_sum import prefix_sum
 
 STAGES, SLOW_STAGE, SLOWER = 4, 2, 1.5
 PIPELINE: dict[str, Any] = {
@@ -71,6 +75,14 @@ def run(folder: Path, name: str, asked: argparse.Namespace, slow_at: int | None,
     return Ran([record.seconds for record in result.records], slow_from, events, load_state_dict(result.checkpoint))
 
 
+def fresh_cuts(layers: int) -> tuple[str, ...]:
+    """First layers of the stages, cut for what the workers are: equal, and one of them slower."""
+    graph = ModelGraph(tuple(Node(str(at), "", (), 0, 0, 1.0, 1.0, 1.0) for at in range(layers)))
+    devices = (Device(speed=1 / SLOWER if stage == SLOW_STAGE else 1.0) for stage in range(STAGES))
+    cuts = prefix_sum(graph, Cluster(tuple(devices)), Limits(num_stages=STAGES, in_order=True)).cuts
+    return tuple(str(cut) for cut in cuts)
+
+
 def alone(folder: Path, asked: argparse.Namespace) -> dict[str, torch.Tensor]:
     """Parameters of a run in threads, none of which sleeps."""
     failures = FailureConfig(max_failures=0)
@@ -92,8 +104,7 @@ def main() -> int:
         if not moves:
             print("the stages were not cut again", [event["decision"] for event in again.events])
             return 1
-        cuts = tuple(str(cut) for cut in moves[-1]["cuts"])
-        fresh = run(folder, "fresh", asked, 0, partitioner=cuts)
+        fresh = run(folder, "fresh", asked, 0, partitioner=fresh_cuts(asked.layers))
         wanted = alone(folder, asked)
     even_s = median(again.seconds[WARM_STEPS : again.slow_from - 1])
     slow_s = median(again.seconds[again.slow_from : moves[0]["step"]])
@@ -103,6 +114,7 @@ def main() -> int:
     for move in moves:
         print(json.dumps(move))
     print(f"slow from step {again.slow_from}, moved after {[move['step'] - again.slow_from for move in moves]} steps")
+    print(f"cut {moves[-1]['cuts']}, fresh {fresh_cuts(asked.layers)}")
     print(f"even {even_s * 1e3:.0f} ms, slow {slow_s * 1e3:.0f}, again {again_s * 1e3:.0f}, fresh {fresh_s * 1e3:.0f}")
     print(
         f"slow / even {slow_s / even_s:.3f}, again / slow {again_s / slow_s:.3f}, "

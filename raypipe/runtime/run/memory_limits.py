@@ -55,7 +55,7 @@ class MemoryLimits:
         """
         budgets, prediction = list(planned.budgets), planned.plan.prediction
         assert prediction is not None, "of a plan made with a profile"
-        for worker in self._most_bytes:
+        for worker in [worker for worker in self._most_bytes if worker < len(budgets)]:  # there may be fewer by now
             stage, budget = prediction.stages[worker], budgets[worker]
             most = min(filter(None, (stage.in_flight, budget.most_in_flight)))
             budgets[worker] = dataclasses.replace(budget, most_in_flight=most)
