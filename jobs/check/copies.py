@@ -38,7 +38,7 @@ from raypipe.runtime.driver.client import connected
 from raypipe.runtime.run.blueprint import assemble
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import stored
-from raypipe.runtime.workers.remote_copy import RemoteCopy
+from raypipe.runtime.workers.remote_copy import RemoteCopy, Tally
 
 WIDTH, SAMPLES, MICROBATCHES = 1024, 64, 4
 LAYER_BYTES = 12 * WIDTH * WIDTH  # AdamW keeps two tensors beside each parameter
@@ -151,7 +151,8 @@ def on_workers(assembled: Any, tensors: Any, every: int, turns: int, share: floa
         (actor, facts), program = reads[0], assembled.setup.programs[0]
         source = RemoteCopy(actor, "", facts.generation, 0, facts.steps[-1], facts.names)
         fresh = StageState(program, {name: tensors[name].clone() for name in program.parameters}, adamw, None)
-        print(f"  read and restored elsewhere: {took_ms(lambda: load_stage(source.opened(), program, fresh)):.0f} ms")
+        read_ms = took_ms(lambda: load_stage(source.opened(Tally()), program, fresh))
+        print(f"  read and restored elsewhere: {read_ms:.0f} ms")
     finally:
         fleet.stop()
 

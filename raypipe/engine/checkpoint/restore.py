@@ -172,13 +172,18 @@ def _load_optimizer(
 
 
 def _saved_state(trained: Mapping[str, torch.nn.Parameter], source: StateSource) -> Kept:
-    """By parameter, what the optimizer kept for it; tensors of its shape in its own layout, as a step makes them."""
+    """By parameter, what the optimizer kept for it; tensors of its shape in its own layout, as a step makes them.
+
+    All tensors have memory of their own, whatever the source gives.
+    """
     found = source.kept(trained.keys())
     for name, state in found.items():
         like = trained[name]
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == like.shape:
-                made = torch.empty_like(like, dtype=value.dtype, device="cpu", requires_grad=False)
+            if isinstance(value, torch.Tensor):
+                made = torch.empty_like(
+                    like if value.shape == like.shape else value, dtype=value.dtype, device="cpu", requires_grad=False
+                )
                 state[key] = made.copy_(value)
     return found
 

@@ -55,10 +55,10 @@ class StateSource(Protocol):
         """Shape and type of a tensor."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """These tensors, one by one, each with memory of its own and in whatever order is quickest."""
+        """These tensors, one by one, in whatever order is quickest; with memory of their own, but see CopySource."""
 
     def kept(self, trained: Collection[str]) -> Kept:
-        """Of these parameters, where anything was kept."""
+        """Of these parameters, where anything was kept; see ``read``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
                                    | source(step)           the same stage goes back:  bring_back
                                    |                        another process is sent header and parcels_of its block
                                    v
-                              HeldCopies --copy(step).source()--> any stage, by name: load_stage, read_all
+                              HeldCopies --copy(step).source()--> any stage, by name: load_stage
 
 A checkpoint holds what a stage is the first to own, and what belongs to the user's state_dict. A copy holds all that
 the stage has, also the buffers that no checkpoint keeps: a forward may have changed them.
@@ -15,7 +15,7 @@ from __future__ import annotations
 from raypipe.engine.copy.back import bring_back
 from raypipe.engine.copy.header import CopyHeader
 from raypipe.engine.copy.held import HeldCopies, HeldCopy, parcels_of
-from raypipe.engine.copy.source import CopySource, JoinedSource, clones_from
+from raypipe.engine.copy.source import CopySource, JoinedSource, views_of
 from raypipe.engine.copy.stage_copies import StageCopies
 
 __all__ = [
@@ -26,6 +26,6 @@ __all__ = [
     "JoinedSource",
     "StageCopies",
     "bring_back",
-    "clones_from",
     "parcels_of",
+    "views_of",
 ]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from raypipe.engine.copy.header import TENSORS, CopyHeader
-from raypipe.engine.copy.source import CopySource, clones_from
+from raypipe.engine.copy.source import CopySource, views_of
 from raypipe.engine.layout import raw_bytes
 from raypipe.errors import CheckpointError
 
@@ -72,7 +72,7 @@ class HeldCopy:
                 f"Of the copy of stage {self.header.stage} after step {self.header.step} only {self._arrived_bytes} "
                 f"of {self.header.size_bytes} bytes have come."
             )
-        return CopySource(self.header, clones_from(self.block))
+        return CopySource(self.header, views_of(self.block))
 
 
 class HeldCopies:
@@ -112,6 +112,10 @@ class HeldCopies:
         coming = HeldCopy(header, spare)
         self._copies = [copy for copy in (kept,) if copy is not None] + [coming]
         return coming
+
+    def forget_after(self, step: int) -> None:
+        """The run has gone back to this step."""
+        self._copies = [copy for copy in self._copies if copy.header.step <= step]
 
     def copy(self, step: int) -> HeldCopy:
         """That of this step, whole or not.

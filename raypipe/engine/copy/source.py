@@ -12,15 +12,17 @@ from raypipe.engine.checkpoint.values import decode
 from raypipe.engine.copy.header import OPTIMIZER, TENSORS, CopyHeader
 from raypipe.errors import CheckpointError
 
-__all__ = ["CopySource", "Fetch", "JoinedSource", "clones_from", "view_of"]
+__all__ = ["CopySource", "Fetch", "JoinedSource", "view_of", "views_of"]
 
 
 Fetch = Callable[[Sequence[TensorInfo]], Iterator[torch.Tensor]]
-"""Places in a block -> the tensors that lie there, in the same order and each with memory of its own."""
+"""Places in a block -> the tensors that lie there, in the same order; they may be the block's memory."""
 
 
 class CopySource:
     """One copy; see StateSource. No tensor is made of it before it is asked for.
+
+    What is read of a copy in this process is its own memory, which a later copy overwrites: fill other tensors with it.
 
     Attributes:
         header: of it.
@@ -143,6 +145,6 @@ def view_of(block: torch.Tensor, info: TensorInfo) -> torch.Tensor:
     return block[info.begin : info.end].view(info.dtype).view(info.shape)
 
 
-def clones_from(block: torch.Tensor) -> Fetch:
-    """How tensors are fetched of a block in this process."""
-    return lambda infos: (view_of(block, info).clone() for info in infos)
+def views_of(block: torch.Tensor) -> Fetch:
+    """How tensors are fetched of a block in this process: as they lie there."""
+    return lambda infos: (view_of(block, info) for info in infos)

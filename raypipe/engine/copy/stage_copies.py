@@ -2,6 +2,7 @@
 
     take(20)    slot 0: step 20    slot 1: step 10      the oldest one is overwritten
     take(30)    slot 0: step 20    slot 1: step 30
+    forget_after(20), take(25)     slot 0: step 20    slot 1: step 25
 
 Two of them, so that all stages always have one step in common: while some have taken the next copy, others have not.
 
@@ -22,7 +23,7 @@ from raypipe.engine.checkpoint.manifest import OptionGroup
 from raypipe.engine.checkpoint.snapshot import optimizer_parts
 from raypipe.engine.checkpoint.tensor_table import read_table, table_of
 from raypipe.engine.copy.header import OPTIMIZER, TENSORS, CopyHeader
-from raypipe.engine.copy.source import CopySource, clones_from, view_of
+from raypipe.engine.copy.source import CopySource, view_of, views_of
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
 from raypipe.errors import CheckpointError
@@ -63,7 +64,8 @@ class StageCopies:
         """Begin to copy the state, between two steps.
 
         What is no tensor and the buffers, which the next forward may change, are copied now. The call that is returned
-        copies parameters and optimizer, in any thread; the next step of the optimizer waits for it.
+        copies parameters and optimizer, in any thread; the next step of the optimizer waits for it. A copy of this
+        step that is there already is the one, see ``forget_after``.
 
         Args:
             step: optimizer steps done.
@@ -73,8 +75,10 @@ class StageCopies:
             CheckpointError: something of the optimizer's can be neither a tensor nor JSON; names its key.
         """
         self._state.wait_until_read()
+        if step in self.steps:
+            return _nothing
         tensors, groups, scalars = self._parts()
-        slot = self._next(step)
+        slot = self._next()
         slot.fit(tensors)
         header = CopyHeader(self._program.index, step, updates, slot.block.nbytes, slot.table, groups, scalars)
         changing = {f"{TENSORS}{name}" for name in self._program.buffers}
@@ -92,6 +96,13 @@ class StageCopies:
 
         return finish
 
+    def forget_after(self, step: int) -> None:
+        """The run has gone back to this step: what it was later may come otherwise, as codecs may be others then."""
+        self._state.wait_until_read()
+        for slot in self._slots:
+            if slot.header is not None and slot.header.step > step:
+                slot.header = None
+
     def source(self, step: int) -> CopySource:
         """The copy of this step; good until two more are taken.
 
@@ -99,7 +110,7 @@ class StageCopies:
             CheckpointError: there is none.
         """
         header, block = self.copy(step)
-        return CopySource(header, clones_from(block))
+        return CopySource(header, views_of(block))
 
     def copy(self, step: int) -> tuple[CopyHeader, torch.Tensor]:
         """The same as header and block: its own memory, of uint8.
@@ -126,16 +137,15 @@ class StageCopies:
         tensors |= {f"{OPTIMIZER}{name}": tensor.detach() for name, tensor in found.tensors.items()}
         return tensors, found.groups, found.scalars
 
-    def _next(self, step: int) -> _Slot:
-        """The slot to overwrite, which holds nothing from now on: of this step, else an empty one, else the oldest."""
-
-        def order(slot: _Slot) -> tuple[bool, int]:
-            held = -1 if slot.header is None else slot.header.step
-            return held != step, held
-
-        slot = min(self._slots, key=order)
+    def _next(self) -> _Slot:
+        """The slot to overwrite, which holds nothing from now on: an empty one, else the oldest."""
+        slot = min(self._slots, key=lambda slot: -1 if slot.header is None else slot.header.step)
         slot.header = None
         return slot
+
+
+def _nothing() -> None:
+    """There is nothing to finish."""
 
 
 @dataclass(eq=False)

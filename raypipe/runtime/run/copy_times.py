@@ -3,6 +3,9 @@
     ordered     copy 20 . . . . . . . . . copy 30      21 ... 29: too soon, or some stage's copy 20 has not arrived
     reports     . . stage 0: 20 . stage 1: 20 .
 
+An asynchronous schedule runs empty at fixed numbers of steps, whether a copy is taken there or not: running empty
+changes bits, a copy does not.
+
 A stage that took copy 30 while the holder of another one has no more than copy 10 of it would have overwritten its own
 copy 10, and nothing would be left to go back to together. So the next copy is ordered when all have the one before.
 
@@ -21,12 +24,16 @@ from raypipe.planner.copies import CopyCosts, copy_interval
 __all__ = ["CopyTimes"]
 
 WINDOW_STEPS, WINDOW_COPIES = 16, 5
-AGAIN_STEPS = 256
-"""After so many steps without a word that a copy has arrived, the next one is ordered all the same."""
+AGAIN_STEPS = 32
+"""After so many steps the next copy is ordered although nobody has said that the one before has arrived, where nobody
+sends it any more: its holder failed to take it, or a worker still sent the one before it and took none."""
 
 
 class CopyTimes:
     """Of one run.
+
+    Attributes:
+        interval: steps between two copies; 0 until one has told what it costs.
 
     Args:
         least_steps: between two copies; None for none at all.
@@ -35,24 +42,23 @@ class CopyTimes:
     def __init__(self, least_steps: int | None) -> None:
         self._least_steps = least_steps
         self._at = 0  # step of the newest copy that was ordered
-        self._arrived = True
-        self._interval = 0
+        self._arrived, self._under_way = True, False
+        self.interval = 0
         self._calm_s: deque[float] = deque(maxlen=WINDOW_STEPS)  # of steps without a copy
         self._copying_s: list[float] = []  # of those beside the newest copy
         self._costs_s: deque[float] = deque(maxlen=WINDOW_COPIES)
 
-    def due(self, step: int, *, fixed: bool) -> bool:
-        """Whether a copy is to be taken after that step.
+    def empties(self, step: int) -> bool:
+        """Whether an asynchronous schedule runs empty after that step, so that a copy can be taken."""
+        return self._least_steps is not None and step % self._least_steps == 0
 
-        Args:
-            fixed: only the number of the step may decide, for the pipeline must run empty and that changes bits.
-        """
+    def due(self, step: int) -> bool:
+        """Whether a copy is to be taken after that step."""
         if self._least_steps is None:
             return False
-        if fixed:
-            return step % self._least_steps == 0
         since = step - self._at
-        return since >= max(self._least_steps, self._interval) and (self._arrived or since >= AGAIN_STEPS)
+        failed = since >= AGAIN_STEPS and not self._under_way
+        return since >= max(self._least_steps, self.interval) and (self._arrived or failed)
 
     def ordered(self, step: int) -> None:
         """A copy will be taken after that step, or was; also an earlier one than before, where the run went back."""
@@ -62,7 +68,8 @@ class CopyTimes:
         """What all stages say of a step that took so long."""
         if self._least_steps is None:
             return
-        (self._copying_s if any(report.copying for report in of_step) else self._calm_s).append(seconds)
+        self._under_way = any(report.copying for report in of_step)
+        (self._copying_s if self._under_way else self._calm_s).append(seconds)
         copied = [report.copied for report in of_step if report.copied is not None]
         if self._arrived or len(copied) < len(of_step) or any(copy.step != self._at for copy in copied):
             return
@@ -71,4 +78,4 @@ class CopyTimes:
             step_s = median(self._calm_s)
             self._costs_s.append(max(0.0, sum(self._copying_s) - len(self._copying_s) * step_s))
             costs = CopyCosts(step_s, median(self._costs_s), max(copy.sent_s for copy in copied))
-            self._interval = copy_interval(costs)
+            self.interval = copy_interval(costs)

@@ -142,7 +142,7 @@ class Ordering:
             saves = ends_empty and (
                 after.step == self._spec.num_steps or self._checkpoints.due(after.step) or self._asked
             )
-            copies = ends_empty and self._copies_after(after.step)
+            copies = ends_empty and self._empties_after(after.step) and self.copy_times.due(after.step)
             if saves:
                 self._asked = False
             if copies:
@@ -178,8 +178,9 @@ class Ordering:
             memo=Memo(ordered, before, self.known),
         )
 
-    def _copies_after(self, step: int) -> bool:
-        return self.copy_times.due(step, fixed=self.plan.flow is not None)
+    def _empties_after(self, step: int) -> bool:
+        """Whether the pipeline is empty there by itself, or is to run empty for a copy."""
+        return self.plan.flow is None or self.copy_times.empties(step)
 
     def _segments(self, at: Position, *, empty: bool) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
         """What comes next, the position after it, and what it runs with: the controller's word of that moment."""
@@ -193,7 +194,7 @@ class Ordering:
                 spec.num_steps,
                 at,
                 flowing=not empty,
-                empty_after=lambda step: self._checkpoints.due_at(step) or self._copies_after(step),
+                empty_after=lambda step: self._checkpoints.due_at(step) or self._empties_after(step),
                 empty_soon=lambda: self._asked or self._requests.wants_checkpoint or self._checkpoints.overdue,
             )
             for segment, after in flowing:

@@ -43,6 +43,7 @@ class Recovered:
         seconds: of each part of the recovery, by name.
         stages: what people are told of each worker.
         plan: that they have now, where it is another one.
+        moved_bytes: of state that workers read of other workers' copies.
     """
 
     step: int
@@ -52,12 +53,13 @@ class Recovered:
     seconds: Mapping[str, float] = field(default_factory=dict)
     stages: tuple[dict[str, Any], ...] = ()
     plan: PlanInForce | None = None
+    moved_bytes: int = 0
 
     def told(self) -> dict[str, Any]:
         """What events.jsonl says of it."""
         plan = {} if self.plan is None else {"num_stages": self.plan.plan.partition.num_stages}
         times = {f"{name}_s": round(took_s, 3) for name, took_s in self.seconds.items()}
-        return {"replaced": list(self.replaced), **plan, **times}
+        return {"replaced": list(self.replaced), **plan, **times, "moved_bytes": self.moved_bytes}
 
 
 class Recoverer(Protocol):

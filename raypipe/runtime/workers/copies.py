@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from raypipe.engine.checkpoint import StateSource
-from raypipe.engine.copy import CopyHeader, CopySource, JoinedSource, StageCopies, clones_from
+from raypipe.engine.copy import CopyHeader, CopySource, JoinedSource, StageCopies, views_of
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
 from raypipe.ir.report import StepReport
 from raypipe.runtime.workers.copy_holder import CopyHolder, StageKey
 from raypipe.runtime.workers.copy_sender import Begun, CopySender
-from raypipe.runtime.workers.remote_copy import RemoteCopy
+from raypipe.runtime.workers.remote_copy import RemoteCopy, Tally
 
 __all__ = ["CopyFacts", "WorkerCopies", "joined"]
 
@@ -86,24 +86,44 @@ class WorkerCopies:
     ) -> None:
         """The worker holds these stages from now on.
 
+        Where it held them before under the same plan, and its state has gone back in place, it keeps their copies.
+
         Args:
             holder: the actor of the worker that is sent their copies; None for nobody.
         """
         self._sender.send_to(holder, generation)
-        self._older, self._taken = [one for one in (*self._own, *self._older) if one.copies.steps], 0
+        self._taken = 0
+        if [(own.generation, id(own.state)) for own in self._own] == [(generation, id(state)) for state in states]:
+            return
+        self._older = [one for one in (*self._own, *self._older) if one.copies.steps]
         pairs = zip(programs, states, strict=True)
         self._own = [_Own(generation, program, state, StageCopies(program, state)) for program, state in pairs]
 
-    def take(self, step: int, *, send: bool = True) -> None:
+    def forget_after(self, step: int) -> None:
+        """The run has gone back to this step: copies of later ones count no more, its own and those that it holds."""
+        self._sender.stop()
+        for own in (*self._own, *self._older):
+            own.copies.forget_after(step)
+        self.holder.forget_after(step)
+
+    def take(self, step: int, *, send: bool = True, must: bool = False) -> None:
         """Begin to copy the state of every stage, between two steps; the rest happens beside the next one.
+
+        While the copy before is on its way to the holder there is none of this step: steps do not wait for a holder
+        that is slow or does not answer.
 
         Args:
             send: whether the holder is to have them too.
+            must: there has to be one of this step; see CopySender.hurry.
 
         Raises:
-            CheckpointError: an optimizer keeps what cannot be copied; or the copy before failed.
+            CheckpointError: an optimizer keeps what cannot be copied.
+            StageError: the copy before failed.
         """
-        self._sender.wait()
+        if must:
+            self._sender.hurry()
+        if not self._sender.ready():
+            return
         if self._taken:
             self._older = []
         self._taken += 1
@@ -141,7 +161,7 @@ class WorkerCopies:
             CheckpointError: there is no copy of it here.
         """
         header, block = self._copy(generation, stage, step)
-        return CopySource(header, clones_from(block))
+        return CopySource(header, views_of(block))
 
     def header(self, generation: int, stage: int, step: int) -> CopyHeader:
         """What is in that copy."""
@@ -156,9 +176,9 @@ class WorkerCopies:
         block = self._copy(generation, stage, step)[1].numpy()
         return np.concatenate([block[begin:end] for begin, end in places])
 
-    def stop(self) -> None:
-        """Give up what is on its way to the holder."""
-        self._sender.stop()
+    def give_up(self) -> None:
+        """Send no more of what is on its way to the holder, from any thread."""
+        self._sender.give_up()
 
     def close(self) -> None:
         """End the thread that copies and sends."""
@@ -171,13 +191,15 @@ class WorkerCopies:
         return self.holder.copy(StageKey(generation, stage), step)
 
 
-def joined(copies: Iterable[RemoteCopy], own: WorkerCopies, me: str, names: Iterable[str]) -> StateSource:
-    """The copies that hold any of these names, as one source; those of this process are read where they lie."""
-    wanted = set(names)
-    return JoinedSource(
-        [
-            own.source(copy.generation, copy.stage, copy.step) if copy.key == me else copy.opened()
-            for copy in copies
-            if wanted.intersection(copy.names)
-        ]
-    )
+def joined(copies: Iterable[RemoteCopy], own: WorkerCopies, me: str, names: Iterable[str]) -> tuple[StateSource, Tally]:
+    """The copies that hold any of these names, as one source, and the bytes that are read of other workers'.
+
+    Those of this process are read where they lie.
+    """
+    wanted, moved = set(names), Tally()
+    sources = [
+        own.source(copy.generation, copy.stage, copy.step) if copy.key == me else copy.opened(moved)
+        for copy in copies
+        if wanted.intersection(copy.names)
+    ]
+    return JoinedSource(sources), moved

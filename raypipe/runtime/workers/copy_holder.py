@@ -56,6 +56,11 @@ class CopyHolder:
         copy.place(offset, data)
         return copy.whole
 
+    def forget_after(self, step: int) -> None:
+        """The run has gone back to this step."""
+        for copies in self.copies().values():
+            copies.forget_after(step)
+
     def copies(self) -> dict[StageKey, HeldCopies]:
         """All that are held, by owner."""
         with self._lock:

@@ -20,16 +20,18 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 
 from raypipe.engine.copy import CopyHeader, StageCopies
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.report import CopyReport
 from raypipe.runtime.workers.pacing import Pace
 
 __all__ = ["Begun", "CopySender"]
 
-ANSWER_S = 0.25
+ANSWER_S = 0.05
 """How long to wait for an answer before looking whether it is still wanted."""
-JOB_TIMEOUT_S = 600.0
-"""How long the next copy waits for the one before to be taken and sent."""
+PATIENCE_S, MOST_S = 5.0, 30.0
+"""Where a step waits for a copy to arrive: how long without a parcel, and how long at all, until it is given up."""
+END_S = 30.0
+"""How long to wait for the thread to give up."""
 
 
 class Begun(NamedTuple):
@@ -54,7 +56,8 @@ class CopySender:
         self._acknowledged: dict[int, CopyReport] = {}  # by stage
         self._pool: ThreadPoolExecutor | None = None
         self._job: Future[None] | None = None
-        self._stopping = threading.Event()
+        self._stopping, self._hurried = threading.Event(), threading.Event()
+        self._sent_bytes = 0  # so far
         self._worked_s = 0.0
 
     def send_to(self, holder: Any, generation: int) -> None:
@@ -62,28 +65,43 @@ class CopySender:
         self.stop()
         self._holder, self._generation, self._acknowledged = holder, generation, {}
 
-    def wait(self) -> None:
-        """For the copy before, which must be done with before another one begins.
+    def ready(self) -> bool:
+        """Whether the copy before is done with, so that another one can begin.
 
         Raises:
-            CheckpointError: it failed, or does not end.
+            StageError: it failed.
         """
-        job, self._job = self._job, None
-        if job is None:
-            return
-        if wait([job], JOB_TIMEOUT_S).not_done:
-            raise CheckpointError(f"A copy of the state was not taken and sent within {JOB_TIMEOUT_S:g} s.")
+        job = self._job
+        if job is None or not job.done():
+            return job is None
+        self._job = None
         if error := job.exception():
-            raise CheckpointError(f"The state could not be copied: {type(error).__name__}: {error}") from error
+            raise StageError(f"The state could not be copied: {type(error).__name__}: {error}") from error
+        return True
+
+    def hurry(self) -> None:
+        """Wait for the copy before, which is sent without pauses now; one that does not get on is given up.
+
+        Raises:
+            StageError: it failed.
+        """
+        job, before, deadline_s = self._job, -1, time.monotonic() + MOST_S
+        self._hurried.set()
+        while job is not None and not job.done() and self._sent_bytes != before and time.monotonic() < deadline_s:
+            before = self._sent_bytes
+            wait([job], PATIENCE_S)
+        self.stop()
+        self.ready()
 
     def begin(self, step: int, begun: Sequence[Begun], *, send: bool = True) -> None:
-        """Finish these copies and send them, in the background; ``wait`` comes first.
+        """Finish these copies and send them, in the background; only where it is ``ready``.
 
         Args:
             step: that they are of.
             send: False keeps them here.
         """
         self._stopping.clear()
+        self._hurried.clear()
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="raypipe-copy")
         self._job = self._pool.submit(self._work, step, begun, send)
 
@@ -95,11 +113,15 @@ class CopySender:
         """The newest whole copy that the holder has, or this worker where there is no holder."""
         return self._acknowledged.get(stage)
 
-    def stop(self) -> None:
-        """Give up what is being sent; copies of this worker are finished."""
+    def give_up(self) -> None:
+        """Send no more of what is being sent, from any thread."""
         self._stopping.set()
+
+    def stop(self) -> None:
+        """Give up what is being sent, and wait until it is; copies of this worker are finished."""
+        self.give_up()
         if self._job is not None:
-            wait([self._job], JOB_TIMEOUT_S)
+            wait([self._job], END_S)
 
     def close(self) -> None:
         """End the thread."""
@@ -125,7 +147,8 @@ class CopySender:
 
     def _send(self, header: CopyHeader, block: torch.Tensor) -> bool:
         """Whether all of it has arrived."""
-        holder, pace, data = self._holder, Pace(self._busy, self._stopping.is_set), block.numpy()
+        holder, data = self._holder, block.numpy()
+        pace = Pace(self._busy, lambda: self._stopping.is_set() or self._hurried.is_set())
         which = self._generation, header.stage, header.step
         try:
             whole = self._answer(holder.hold_copy.remote(self._generation, header.to_json()))
@@ -135,6 +158,7 @@ class CopySender:
                 parcel = data[offset : offset + pace.parcel_bytes]
                 whole = self._answer(holder.hold_copy_part.remote(*which, offset, parcel))
                 offset += len(parcel)
+                self._sent_bytes += len(parcel)
                 if whole is False:
                     pace.sent(len(parcel), time.monotonic() - begin_s)
         except (RayError, CheckpointError):  # whoever cares for the holder learns of its end elsewhere

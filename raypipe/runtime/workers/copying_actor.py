@@ -42,7 +42,7 @@ class CopyingActor(TakeoverActor):
             send: the copy to its holder too, from now on.
         """
         self._fence.check(term)
-        self._copies.take(step, send=send)
+        self._copies.take(step, send=send, must=True)
         self._copies.wait_until_taken()
 
     @ray.method(concurrency_group="copies")

@@ -143,11 +143,12 @@ class Fleet(StateCalls):
         workers = chosen(self.roster, setup.num_workers, members)
         self._join(run, workers)
         shared = ray.put(replace(setup, addresses=tuple(member.facts["address"] for member in workers)))
+        self.moved_bytes = 0
         if sources:  # while everybody still holds what the others may have to read
             loads = [
                 member.actor.load.remote(self._term, at, shared, list(sources)) for at, member in enumerate(workers)
             ]
-            results(loads, LOAD_TIMEOUT_S, "taking the state of their stages")
+            self.moved_bytes = sum(results(loads, LOAD_TIMEOUT_S, "taking the state of their stages"))
         resting = [m for m in self.in_use if not m.lost and not any(m is one for one in workers)]
         self._links += 1
         self._assign(workers, setup)

@@ -113,7 +113,8 @@ class Recovery:
         self._made, self._lighter = made, None
         self.begin()
         clock.lap("restore")
-        return Recovered(step, source, position, replaced, clock.laps_s, fleet.facts, made.plan if changed else None)
+        plan = made.plan if changed else None
+        return Recovered(step, source, position, replaced, clock.laps_s, fleet.facts, plan, fleet.moved_bytes)
 
     @property
     def state_bytes(self) -> float:
@@ -153,7 +154,9 @@ class Recovery:
                 self._wants(made, num_stages)
             fleet.end_spares(keep=self._spares.count)
             clock.lap("move")
-            return Recovered(step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan)
+            return Recovered(
+                step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan, fleet.moved_bytes
+            )
 
     def move(self, nodes: Collection[str], step: int) -> Recovered | None:
         """See Recoverer."""
@@ -172,7 +175,9 @@ class Recovery:
             fleet.end_spares(on=nodes)
             clock.lap("move")
             self._spares.refill()
-            return Recovered(step, "the stages themselves", None, leaving, clock.laps_s, fleet.facts, plan)
+            return Recovered(
+                step, "the stages themselves", None, leaving, clock.laps_s, fleet.facts, plan, fleet.moved_bytes
+            )
 
     def take(self, offer: Offer, step: int) -> Recovered:
         """See Recoverer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from raypipe.engine.copy import CopyHeader, CopySource
 from raypipe.engine.layout import raw_bytes
 from raypipe.errors import StageLostError
 
-__all__ = ["RemoteCopy"]
+__all__ = ["RemoteCopy", "Tally"]
 
 PARCEL_BYTES = 4 << 20
 """That travel at once: a stage waits for them."""
@@ -28,6 +29,13 @@ AHEAD = 3
 """Parcels that are asked for at a time."""
 READ_TIMEOUT_S = 120.0
 """For one parcel; a worker that has died is known at once."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Bytes that were read of other workers' copies so far."""
+
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +55,19 @@ class RemoteCopy:
     step: int
     names: tuple[str, ...]
 
-    def opened(self) -> CopySource:
+    def opened(self, moved: Tally) -> CopySource:
         """Its header; tensors come when they are asked for.
+
+        Args:
+            moved: counts their bytes.
 
         Raises:
             StageLostError: the worker that has it died, or does not answer; also when tensors are asked for.
         """
         header = self._get(self.actor.copy_header.remote(self.generation, self.stage, self.step))
-        return CopySource(CopyHeader.from_json(header), self._fetch)
+        return CopySource(CopyHeader.from_json(header), partial(self._fetch, moved))
 
-    def _fetch(self, infos: Sequence[TensorInfo]) -> Iterator[torch.Tensor]:
+    def _fetch(self, moved: Tally, infos: Sequence[TensorInfo]) -> Iterator[torch.Tensor]:
         """These tensors, in this order."""
         parcels = list(_parcels(infos))
         which = self.generation, self.stage, self.step
@@ -65,6 +76,7 @@ class RemoteCopy:
         tensor = torch.empty(0)
         for parcel in parcels:
             data, at = memoryview(self._get(asked.popleft())), 0
+            moved.total += len(data)
             asked.extend(islice(calls, 1))
             for info, begin, end in parcel:
                 if begin == info.begin:

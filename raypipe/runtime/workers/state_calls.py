@@ -30,6 +30,7 @@ class StateCalls:
 
     Attributes:
         in_use: the members that are workers, by worker.
+        moved_bytes: of state that workers read of other workers' copies when they were configured last.
     """
 
     def __init__(self, term: int) -> None:
@@ -37,6 +38,7 @@ class StateCalls:
         self._links = -1  # times that links were opened
         self._held: list[tuple[int, ...]] = []  # stages, by worker
         self.in_use: list[Member] = []
+        self.moved_bytes = 0
 
     @property
     def actors(self) -> list[Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from raypipe.engine.checkpoint import CheckpointSource, StateSource, read_all
+import torch
+
+from raypipe.engine.checkpoint import CheckpointSource, StateSource, load_stage, read_all
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
+from raypipe.errors import CheckpointError
 
-__all__ = ["names_of", "states_of"]
+__all__ = ["names_of", "states_from", "states_of"]
 
 
 def names_of(program: StageProgram) -> tuple[str, ...]:
@@ -38,3 +41,22 @@ def states_of(
             )
             for program in programs
         ]
+
+
+def states_from(run: RunSetup, programs: Sequence[StageProgram], source: StateSource) -> list[StageState]:
+    """Of these stages as they are in the copies of ``source``, with what their optimizers have kept.
+
+    Raises:
+        CheckpointError: the copies lack something of a stage.
+    """
+    found = []
+    for program in programs:
+        names = names_of(program)
+        if missing := [name for name in names if name not in source.names]:
+            raise CheckpointError(f"{source.title} lacks {missing[0]!r}, so no stage can hold it.")
+        infos = {name: source.info(name) for name in names}
+        tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
+        state = StageState(program, tensors, run.make_optimizer, run.make_scheduler)
+        load_stage(source, program, state)
+        found.append(state)
+    return found

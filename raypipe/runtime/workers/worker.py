@@ -33,6 +33,7 @@ from raypipe.engine.checkpoint import (
     load_stage,
     take_snapshot,
 )
+from raypipe.engine.copy import bring_back
 from raypipe.engine.executor import Executor
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
@@ -54,7 +55,7 @@ from raypipe.runtime.workers.order_gate import OrderGate
 from raypipe.runtime.workers.places import owner_of, release_ended
 from raypipe.runtime.workers.pulse import Pulse, Vitals
 from raypipe.runtime.workers.remote_copy import RemoteCopy
-from raypipe.runtime.workers.states import names_of, states_of
+from raypipe.runtime.workers.states import names_of, states_from, states_of
 from raypipe.runtime.workers.takeover_actor import KEPT_REPORTS, REPORTS_WAIT_S
 
 __all__ = ["StageActor"]
@@ -109,29 +110,38 @@ class _StageActor(LinkedActor, CopyingActor):
 
     def load(
         self, term: int, worker: int, setup: GenerationSetup, sources: Sequence[StateSource | str | RemoteCopy]
-    ) -> None:
+    ) -> int:
         """Make the state of the stages that a worker holds; it is this one's once ``configure`` follows.
 
-        Until then the state that it has stays, and copies of it can be read.
+        Copies of the state that it has can be read until then. Where it holds these stages already and is given
+        copies, that state goes back in place, so that there are never two of it.
 
         Args:
             sources: of the parameters and buffers, each taken from the first that has it; a text names a checkpoint's
                 folder below the run's. Where there are copies, the optimizers go on from there.
+
+        Returns:
+            Bytes that were read of other workers' copies.
         """
         self._fence.check(term)
         run = self._setup
         assert run is not None, "join() comes first"
         programs = [setup.programs[stage] for stage in setup.placement(worker).stages]
         copies = [source for source in sources if isinstance(source, RemoteCopy)]
-        if copies:
-            me = ray.get_runtime_context().get_actor_id()
-            names = [name for program in programs for name in names_of(program)]
-            source = joined(copies, self._copies, me, names)
-            self._next = states_of(run, programs, [source])
-            for program, state in zip(programs, self._next, strict=True):
-                load_stage(source, program, state)
-        else:
+        held = [names_of(program) for program in programs]
+        self._next = None
+        if not copies:
             self._next = states_of(run, programs, [source for source in sources if not isinstance(source, RemoteCopy)])
+            return 0
+        me = ray.get_runtime_context().get_actor_id()
+        source, moved = joined(copies, self._copies, me, [name for names in held for name in names])
+        if held == self._held:
+            for program, state in zip(programs, self._states, strict=True):
+                bring_back(source, program, state, run.make_optimizer, run.make_scheduler)
+        else:
+            self._next = states_from(run, programs, source)
+        self._copies.forget_after(copies[0].step)
+        return moved.total
 
     def configure(self, term: int, worker: int, setup: GenerationSetup, links: int, holder: Any = None) -> None:
         """Become a worker, or the same one with another plan, with the state of ``load`` or else that it has.
@@ -265,6 +275,7 @@ class _StageActor(LinkedActor, CopyingActor):
         """End every wait of the running segment, unless this worker has other links by now."""
         self._fence.check(term)
         if self._executor is not None and links == self._links:
+            self._copies.give_up()
             self._executor.abort(reason)
 
     @ray.method(concurrency_group="control")

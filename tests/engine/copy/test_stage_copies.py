@@ -56,6 +56,18 @@ def test_back_in_place_to_the_same_bits(optimizer: str, dtype: torch.dtype, at: 
         assert same(stage.all(), later)
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_has_gone_back_shares_no_memory_with_the_copy(optimizer: str) -> None:
+    stage = Stage(optimizer)
+    stage.step()
+    copies, then = stage.copies(), stage.all()
+    copies.take(1, 1)
+    stage.step()
+    stage.back(copies.source(1))
+    copies.copy(1)[1].fill_(77)
+    assert same(stage.all(), then)
+
+
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_fresh_stage_takes_a_copy(trained: bool) -> None:
     """Also a stage that trains nothing: it has no optimizer."""
@@ -116,6 +128,26 @@ def test_the_same_step_again_takes_its_own_place() -> None:
     for step in (0, 1, 1):
         copies.take(step, step)
     assert copies.steps == (0, 1)
+
+
+def test_what_comes_after_the_step_gone_back_to_is_forgotten() -> None:
+    """Codecs may be others when it is done again. Meanwhile the copy of that step stays."""
+    stage = Stage("momentum")
+    copies = stage.copies()
+    for step in (0, 1):
+        copies.take(step, step)
+        stage.step()
+    stage.back(copies.source(0))
+    copies.forget_after(0)
+    finish = copies.begin(0, 0)
+    assert copies.steps == (0,)
+    finish()
+    stage.state.parameters["w"].data.add_(1)  # as another codec might
+    then = stage.all()
+    copies.take(1, 0)
+    assert copies.steps == (0, 1)
+    stage.back(copies.source(1))
+    assert same(stage.all(), then)
 
 
 def test_what_cannot_be_copied_is_refused_and_older_copies_stay() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raypipe.ir.report import CopyReport, StepReport
-from raypipe.runtime.run.copy_times import CopyTimes
+from raypipe.runtime.run.copy_times import AGAIN_STEPS, CopyTimes
 
 
 def reports(*copied: CopyReport | None, copying: bool = False) -> list[StepReport]:
@@ -19,12 +19,12 @@ def test_the_next_one_waits_until_all_have_the_one_before() -> None:
     quick = CopyReport(0, 1e-6, 1e-6)
     for copied in (reports(None, None), reports(quick, None)):
         times.heard(1.0, copied)
-        assert not times.due(9, fixed=False)
+        assert not times.due(9)
     times.heard(1.0, reports(quick, quick))
-    assert [times.due(step, fixed=False) for step in (2, 3, 9)] == [False, True, True]
+    assert [times.due(step) for step in (2, 3, 9)] == [False, True, True]
     times.ordered(9)
     times.heard(1.0, reports(quick, quick))  # which is that of step 0
-    assert not times.due(99, fixed=False)
+    assert not times.due(9 + AGAIN_STEPS - 1)
 
 
 def test_it_waits_as_long_as_copies_are_dear() -> None:
@@ -37,7 +37,7 @@ def test_it_waits_as_long_as_copies_are_dear() -> None:
         held = CopyReport(at, 0.1, 1.0)
         for copied in (reports(None, held, copying=True), reports(held, held, copying=True)):
             times.heard(1.0 + slower_s, copied)
-        first[copy] = next(step - at for step in range(at, at + 100) if times.due(step, fixed=False))
+        first[copy] = next(step - at for step in range(at, at + 100) if times.due(step))
         at += first[copy]
     assert first == {0: 22, 1: 16, 2: 3}  # sqrt(2 * 0.4 s * 600 s), sqrt(2 * 0.2 s * 600 s)
 
@@ -47,7 +47,7 @@ def test_a_copy_that_takes_long_to_send_is_taken_half_of_the_time() -> None:
     times.ordered(0)
     times.heard(1.0, reports(None))
     times.heard(1.0, reports(CopyReport(0, 0.1, 20.0), copying=True))
-    assert [times.due(step, fixed=False) for step in (39, 40)] == [False, True]
+    assert [times.due(step) for step in (39, 40)] == [False, True]
 
 
 def test_after_going_back_it_counts_from_there() -> None:
@@ -55,17 +55,29 @@ def test_after_going_back_it_counts_from_there() -> None:
     times.ordered(30)
     times.ordered(10)
     times.heard(1.0, reports(CopyReport(10, 0.0, 0.0)))
-    assert [times.due(step, fixed=False) for step in (12, 13)] == [False, True]
+    assert [times.due(step) for step in (12, 13)] == [False, True]
 
 
 def test_where_the_pipeline_must_run_empty_only_the_number_decides() -> None:
+    """And no copy is taken there while the one before is on its way."""
     times = CopyTimes(5)
     times.ordered(0)
-    assert [step for step in range(12) if times.due(step, fixed=True)] == [0, 5, 10]
+    assert [step for step in range(12) if times.empties(step)] == [0, 5, 10]
+    assert not times.due(5)
+    times.heard(1.0, reports(CopyReport(0, 0.0, 0.0)))
+    assert times.due(5)
+
+
+def test_one_that_was_lost_is_taken_again_and_one_that_is_slow_is_waited_for() -> None:
+    times = CopyTimes(3)
+    times.ordered(0)
+    for copying, due in ((True, False), (False, True)):
+        times.heard(1.0, reports(None, copying=copying))
+        assert [times.due(step) for step in (AGAIN_STEPS - 1, AGAIN_STEPS)] == [False, due]
 
 
 def test_none_at_all() -> None:
     times = CopyTimes(None)
     times.heard(1.0, reports(None))
-    assert not times.due(1000, fixed=False)
-    assert not times.due(0, fixed=True)
+    assert not times.due(1000)
+    assert not times.empties(0)

@@ -14,9 +14,10 @@ from raypipe.engine.checkpoint import load_stage
 from raypipe.engine.copy import CopySource
 from raypipe.errors import StageLostError
 from raypipe.ir.report import StepReport
+from raypipe.runtime.workers import copy_sender
 from raypipe.runtime.workers.copy_holder import StageKey
 from raypipe.runtime.workers.copying_actor import COPY_GROUPS, CopyingActor
-from raypipe.runtime.workers.remote_copy import PARCEL_BYTES, RemoteCopy
+from raypipe.runtime.workers.remote_copy import PARCEL_BYTES, RemoteCopy, Tally
 from tests.engine.copy.stages import Stage, same
 
 KEY = StageKey(3, 0)
@@ -36,13 +37,26 @@ class _Worker(CopyingActor):
         self._copies.take(step)
         return found
 
+    def keep(self, step: int) -> None:
+        """As for a change of the plan: there must be a copy."""
+        copy_sender.PATIENCE_S = 0.2
+        self._copies.take(step, must=True)
+        self._copies.wait_until_taken()
+
+    def go_back_in_place(self, step: int, holder: Any) -> None:
+        """As after a failure, under the same plan."""
+        self.stage.back(self._copies.source(*KEY, step))
+        self._copies.forget_after(step)
+        self._copies.begin(KEY.generation, [self.stage.program], [self.stage.state], holder)
+        self._copies.take(step, must=True)
+
     def acknowledged(self) -> int:
         nothing = StepReport(KEY.stage, 0, 1, None, None, 0.0, 0.0, 0.0, 0.0, (0, 0), 1)
         ((found,),) = self._copies.noted([[nothing]], time.monotonic())
         return -1 if found.copied is None else found.copied.step
 
     def stop(self) -> None:
-        self._copies.stop()
+        self._copies.close()
 
     def forget(self) -> None:
         self._forget_copies()
@@ -66,7 +80,7 @@ def get(ref: Any) -> Any:
 
 
 def remote(actor: Any, owner: StageKey, step: int) -> CopySource:
-    return RemoteCopy(actor, "", *owner, step, ()).opened()
+    return RemoteCopy(actor, "", *owner, step, ()).opened(Tally())
 
 
 def steps(actor: Any, *, held: bool) -> dict[StageKey, tuple[int, ...]]:
@@ -126,6 +140,48 @@ def test_a_holder_that_dies_ends_nothing_but_the_copy(local_ray: None, pair: tup
     get(worker.stop.remote())
     assert steps(worker, held=False)[KEY] == (1,)
     assert get(worker.acknowledged.remote()) == -1
+
+
+class _Mute:
+    """A holder that takes nothing and does not say so."""
+
+    def hold_copy(self, generation: int, header: bytes) -> bool:
+        return False
+
+    def hold_copy_part(self, *parcel: Any) -> bool:
+        time.sleep(WAIT_S)
+        return False
+
+
+def test_a_holder_that_does_not_answer_stops_no_step(local_ray: None, pair: tuple[Any, Any]) -> None:
+    """While it is waited for no further copy is taken; where there has to be one, it is given up."""
+    worker, holder = pair[0], ray.remote(num_cpus=0)(_Mute).remote()
+    get(worker.begin.remote(5, holder))
+    for step in (1, 2):
+        get(worker.step_and_copy.remote(step))
+    assert steps(worker, held=False)[KEY] == (1,)
+    get(worker.keep.remote(3))
+    assert steps(worker, held=False)[KEY] == (1, 3)
+    assert get(worker.acknowledged.remote()) == -1
+    get(worker.stop.remote())
+    ray.kill(holder)
+
+
+def test_a_stage_that_has_gone_back_in_place_keeps_its_copies(pair: tuple[Any, Any]) -> None:
+    """And those of later steps count no more, here and where they were sent."""
+    worker, holder = pair
+    get(worker.begin.remote(5, holder))
+    for step in (1, 2):
+        get(worker.step_and_copy.remote(step))
+        wait_for(worker, step)
+    get(worker.go_back_in_place.remote(1, holder))
+    wait_for(worker, 1)
+    assert steps(worker, held=False)[KEY] == (1,)
+    assert steps(holder, held=True)[KEY] == (1,)
+    get(worker.step_and_copy.remote(2))
+    wait_for(worker, 2)
+    assert steps(worker, held=False)[KEY] == (1, 2)
+    get(holder.forget.remote())
 
 
 def test_where_nobody_is_to_hold_copies_the_own_one_counts(pair: tuple[Any, Any]) -> None:
