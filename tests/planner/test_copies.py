@@ -48,11 +48,11 @@ def test_on_another_node_where_there_is_one_and_spread(nodes: list[str]) -> None
 
 
 def test_the_interval_insures_against_failures_and_keeps_the_overhead() -> None:
-    """50 ms a copy, six failures an hour: Young's interval is 7.7 s; with ten thousand, 3 % of 1.7 s are 50 ms."""
-    assert copy_interval(COSTS) == 16
-    assert copy_interval(COSTS, failures_per_hour=100.0) == 4
+    """50 ms a copy, sixty failures an hour: Young's interval is 2.4 s; with ten thousand, 3 % of 1.7 s are 50 ms."""
+    assert copy_interval(COSTS) == 5
+    assert copy_interval(COSTS, failures_per_hour=6.0) == 16
     assert copy_interval(COSTS, failures_per_hour=1e4) == 4
-    assert copy_interval(COSTS._replace(cost_s=0.25)) == 35
+    assert copy_interval(COSTS._replace(cost_s=0.25)) == 17
     assert copy_interval(COSTS._replace(cost_s=6.05)) == 404  # 3 % of 202 s
     assert copy_interval(COSTS._replace(sent_s=60.0)) == 240  # half of the time
     assert copy_interval(COSTS._replace(step_s=1000.0)) == 1

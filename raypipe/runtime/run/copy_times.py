@@ -9,7 +9,7 @@ changes bits, a copy does not.
 A stage that took copy 30 while the holder of another one has no more than copy 10 of it would have overwritten its own
 copy 10, and nothing would be left to go back to together. So the next copy is ordered when all have the one before.
 
-What a copy costs is what the steps beside it took longer than those without one.
+What a copy costs is what the steps beside it took longer than those without one, and at least what copying took.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raypipe.planner.copies import CopyCosts, copy_interval
 
 __all__ = ["CopyTimes"]
 
-WINDOW_STEPS, WINDOW_COPIES = 16, 5
+WINDOW_STEPS, WINDOW_COPIES = 16, 9
 AGAIN_STEPS = 32
 """After so many steps the next copy is ordered although nobody has said that the one before has arrived, where nobody
 sends it any more: its holder failed to take it, or a worker still sent the one before it and took none."""
@@ -76,6 +76,8 @@ class CopyTimes:
         self._arrived = True
         if self._calm_s:
             step_s = median(self._calm_s)
-            self._costs_s.append(max(0.0, sum(self._copying_s) - len(self._copying_s) * step_s))
-            costs = CopyCosts(step_s, median(self._costs_s), max(copy.sent_s for copy in copied))
+            # Some come out below nothing where steps vary: cut off, the middle of them would be too much.
+            self._costs_s.append(sum(self._copying_s) - len(self._copying_s) * step_s)
+            cost_s = max(median(self._costs_s), *(copy.copied_s for copy in copied))
+            costs = CopyCosts(step_s, cost_s, max(copy.sent_s for copy in copied))
             self.interval = copy_interval(costs)

@@ -39,7 +39,7 @@ def test_it_waits_as_long_as_copies_are_dear() -> None:
             times.heard(1.0 + slower_s, copied)
         first[copy] = next(step - at for step in range(at, at + 100) if times.due(step))
         at += first[copy]
-    assert first == {0: 22, 1: 16, 2: 3}  # sqrt(2 * 0.4 s * 600 s), sqrt(2 * 0.2 s * 600 s)
+    assert first == {0: 14, 1: 7, 2: 4}  # 0.4 s, 0.2 s and the 0.1 s that copying took are 3 % of these seconds
 
 
 def test_a_copy_that_takes_long_to_send_is_taken_half_of_the_time() -> None:
