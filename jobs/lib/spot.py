@@ -151,7 +151,8 @@ class _Run:
                     self.pause(self.costs.checkpoint_s)
 
     def pause(self, seconds: float) -> None:
-        self.busy_until_s = max(self.busy_until_s, self.now_s) + seconds
+        """What is under way already goes on meanwhile, or begins anew."""
+        self.busy_until_s = max(self.busy_until_s, self.now_s + seconds)
 
     def back_to(self, steps: float) -> None:
         self.redone += self.steps - steps
