@@ -1,60 +1,93 @@
 """Faults at random moments of one run: it must end with the parameters of an undisturbed one, and leave nothing behind.
 
     python jobs/check/chaos.py --faults 50 --seed 7
+    python jobs/check/chaos.py --faults 12 --schedule 2bw
+    python jobs/check/chaos.py --faults 12 --codec bf16
+    python jobs/check/chaos.py --faults 5 --kinds sigkill driver        without root: on this machine's Ray alone
 
-    sigkill     a stage's process is killed
-    sigstop     a stage's process is stopped, and never goes on
-    again       a second stage is killed while the run recovers from the first
+Which kinds there are: jobs/lib/faults.py. The run is on network namespaces with a raylet each, one more than it has
+stages, and a head that stays. Every fault is printed with its step and moment, and the seed makes the same choices
+again, though not the same moments. After the last one the run is stopped, and the same number of steps is trained once
+more without any fault. The last line is JSON:
 
-Every fault is printed with its step and moment, and the seed makes the same choices again. The last line is JSON:
-recoveries, steps done again, seconds of recovery (median and largest), and whether parameters were equal to the bit.
+    faults, recoveries          by kind; and by where the state came from
+    redone_steps, seconds       steps done again; seconds of recovery, and until the run trained again, p50 and max
+    lost_steps                  steps that are not in the final metrics exactly once
+    same_losses                 losses and gradient norms of all steps are the twin's, so each sample was used once
+    survivors_lost              stages that no fault hit and that had another process or actor afterwards
+    left_behind                 actors, placement groups, CPUs in use, processes, files of shared memory
+    equal                       torch.equal of all parameters
+
+Exit status 0 where all is well, 1 where not, 2 where the time limit ended it before the last fault.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import re
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
+from tests.runtime.raylets import TOKEN
+
+os.environ |= TOKEN  # before Ray is imported, which looks once
+
+import pyarrow.parquet as pq
+import ray
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import raypipe
+from jobs.lib.faults import ANYWHERE, KINDS, Faults, LimitReachedError, events
+from jobs.lib.hosts import Hosts, hosts, missing
 from jobs.lib.machine import machine_line
+from raypipe.errors import RaypipeError
+from tests.processes import survivors
+from tests.runtime.left_over import ours
 
-KINDS = ("sigkill", "sigstop", "again")
 STEP_S = 0.02
-STEPS_PER_FAULT = 60
-WAIT_S = 180.0
+MOST_STEPS = 1_000_000
+FIRST_STEPS = 15
+CHECKPOINT_STEPS = 100
+END_S = 120.0
+GONE_S = 20.0
+OURS = ("StageActor", "DriverActor", "NodeWatch")
 
 
 class Pause(torch.nn.Module):
     """Sleeps in every forward, so that a step takes long enough to be hit."""
 
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(STEP_S / 4)
+        time.sleep(self.seconds)
         return x
 
 
-def model() -> torch.nn.Module:
+def model(pause_s: float) -> torch.nn.Module:
     """Dropout and BatchNorm: randomness and buffers that a forward changes."""
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = []
     for _ in range(4):
-        layers += [torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.1), Pause(), torch.nn.Tanh()]
+        rest = (torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.1), Pause(pause_s), torch.nn.Tanh())
+        layers += [torch.nn.Linear(32, 32), *rest]
     return torch.nn.Sequential(*layers, torch.nn.Linear(32, 4))
 
 
@@ -67,110 +100,179 @@ def adamw(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-3)
 
 
-def trainer(folder: Path, name: str, asked: argparse.Namespace) -> raypipe.PipelineTrainer:
-    """The run; its undisturbed twin has another name."""
+def trainer(folder: Path, name: str, asked: argparse.Namespace, pause_s: float) -> raypipe.PipelineTrainer:
+    """The run; its undisturbed twin has another name and no pauses."""
     return raypipe.PipelineTrainer(
-        model(),
+        model(pause_s),
         loss_fn=functional.cross_entropy,
         optimizer=adamw,
         train_data=data(),
         pipeline=raypipe.PipelineConfig(
-            num_stages=asked.stages,
-            minibatch_size=32,
-            num_microbatches=4,
-            partitioner="parameters",
-            schedule=asked.schedule,
-            checkpoint_interval_steps=200,
+            num_stages=asked.stages, minibatch_size=32, num_microbatches=4, partitioner="parameters",
+            schedule=asked.schedule, codec_forward=asked.codec, codec_backward=asked.codec,
+            checkpoint_interval_steps=CHECKPOINT_STEPS, retune_interval_steps=0,
         ),
         scaling_config=ScalingConfig(num_workers=asked.stages),
         run_config=RunConfig(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=-1)),
-    )
+    )  # fmt: skip
 
 
-class Chaos:
-    """Faults one after the other, on a run that is started."""
-
-    def __init__(self, handle: raypipe.RunHandle, folder: Path, kinds: Sequence[str], dice: random.Random) -> None:
-        self._handle, self._events, self._kinds, self._dice = handle, folder / "events.jsonl", kinds, dice
-        self._begin_s = time.monotonic()
-
-    def events(self, decision: str) -> list[dict[str, Any]]:
-        lines = self._events.read_text().splitlines() if self._events.exists() else []
-        return [event for event in map(json.loads, lines) if event["decision"] == decision]
-
-    def strike(self) -> None:
-        """One fault, and wait until the run trains again."""
-        kind = self._dice.choice(self._kinds)
-        time.sleep(self._dice.uniform(0.2, 1.0))
-        before = len(self.events("recovery"))
-        victim = self._hit(signal.SIGSTOP if kind == "sigstop" else signal.SIGKILL)
-        if kind == "again":
-            self._until(lambda: len(self.events("failure")) > before, "the failure was noticed")
-            time.sleep(self._dice.uniform(0.0, 2.0))
-            self._hit(signal.SIGKILL, besides=victim)
-        self._until(lambda: len(self.events("recovery")) > before, "the run had recovered")
-
-    def _hit(self, number: signal.Signals, besides: int = 0) -> int:
-        status = self._handle.status()
-        victims = [stage["process"] for stage in status.stages if stage["process"] != besides]
-        process = self._dice.choice(victims)
-        print(f"{time.monotonic() - self._begin_s:7.2f} s, step {status.step}: {number.name} to {process}", flush=True)
-        os.kill(process, number)
-        return int(process)
-
-    def _until(self, done: Any, what: str) -> None:
-        deadline_s = time.monotonic() + WAIT_S
-        while not done():
-            status = self._handle.status()
-            assert status.state in ("running", "starting"), status
-            assert time.monotonic() < deadline_s, f"{WAIT_S:g} s passed before {what}: {status}"
+def disturbed(folder: Path, lab: Hosts | None, asked: argparse.Namespace, kinds: list[str]) -> dict[str, Any]:
+    """Train, disturb, stop: what is known of the run alone, and in "checkpoint" where it ended."""
+    dice = random.Random(asked.seed)
+    deadline_s = time.monotonic() + asked.limit
+    before, shm = ours(), shared_memory()
+    handle = trainer(folder, "disturbed", asked, STEP_S / 4).start(MOST_STEPS)
+    chaos = Faults(handle, folder / "disturbed", lab, dice, deadline_s)
+    found: dict[str, Any] = {"ended": "after the last fault"}
+    try:
+        while handle.status().step < FIRST_STEPS:
             time.sleep(0.05)
+        for kind in kinds:
+            chaos.strike(kind)
+    except (LimitReachedError, RaypipeError, RuntimeError) as error:
+        found["ended"] = f"{type(error).__name__}: {error}"
+    try:
+        handle.stop()
+        result = handle.wait(timeout_s=END_S)
+        found |= {"checkpoint": result.checkpoint, "steps": handle.status().step}
+    except (RaypipeError, TimeoutError) as error:
+        found["ended"] += f"; and then {type(error).__name__}: {error}"
+    finally:
+        handle.close()
+    return found | figures_of(chaos, folder / "disturbed") | {"left_behind": left_behind(before, shm, lab)}
 
 
-def equal(one: str, other: str) -> bool:
-    first, second = raypipe.load_state_dict(one), raypipe.load_state_dict(other)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+def figures_of(chaos: Faults, folder: Path) -> dict[str, Any]:
+    """What the faults and the run's events say."""
+    done = [fault for fault in chaos.done if fault.seconds]
+    recoveries = events(folder, "recovery")
+    seconds = [event["seconds"] for event in recoveries]
+    pauses = [fault.seconds for fault in done]
+    sources = Counter("memory" if "memory" in event["reason"] else "checkpoint" for event in recoveries)
+    return {
+        "faults": dict(Counter(fault.kind for fault in done)),
+        "failures": len(events(folder, "failure")),
+        "recoveries": len(recoveries),
+        "from_memory": sources["memory"],
+        "from_checkpoint": sources["checkpoint"],
+        "takeovers": sum("go on" in event["reason"] for event in events(folder, "take over")),
+        "began_anew": len(events(folder, "not taken over")),
+        "moves": len(events(folder, "move")),
+        "redone_steps": sum(event["redone_steps"] for event in recoveries),
+        "recovery_seconds_p50": median(seconds) if seconds else 0.0,
+        "recovery_seconds_max": max(seconds, default=0.0),
+        "pause_seconds_p50": round(median(pauses), 2) if pauses else 0.0,
+        "pause_seconds_max": round(max(pauses, default=0.0), 2),
+        "survivors_kept": sum(fault.kept for fault in done),
+        "survivors_lost": sum(fault.lost for fault in done),
+    }
+
+
+def left_behind(before: Any, shm: set[str], lab: Hosts | None) -> dict[str, Any]:
+    """What the run has left on the cluster and on this machine, once it has had time to go."""
+    deadline_s = time.monotonic() + GONE_S
+    while ours() != before and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    after = ours()
+    known: set[int] = set()
+    running = [c for c in survivors(os.getpid(), known, 0.0).values() if any(name in c for name in OURS)]
+    if lab is not None:
+        running += [name for host in lab.workers for name in OURS for _ in lab.processes(host, name.encode())]
+    found = {
+        "actors": sorted(after.drivers - before.drivers),
+        "placement_groups": sorted(after.groups - before.groups),
+        "cpus": max(0.0, after.cpus - before.cpus),
+        "processes": running,
+        "shared_memory": sorted(shared_memory() - shm),
+    }
+    return {what: left for what, left in found.items() if left}
+
+
+def shared_memory() -> set[str]:
+    """Files there that no process has mapped: what is used, by other programs too, is none that was left."""
+    used = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            used |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+    return {path.name for path in Path("/dev/shm").glob("*") if not path.name.startswith("sem.")} - used
+
+
+def compared(folder: Path, found: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
+    """The run beside its twin, which nobody disturbs."""
+    twin = trainer(folder, "undisturbed", asked, 0.0).fit(found["steps"], local=True, progress=False)
+    rows = [pq.read_table(folder / name / "metrics.parquet").sort_by("step").to_pydict() for name in TWINS]
+    first, second = raypipe.load_state_dict(found.pop("checkpoint")), raypipe.load_state_dict(twin.checkpoint)
+    steps = Counter(rows[0]["step"])
+    return {
+        "lost_steps": sum(steps[step] != 1 for step in range(found["steps"])),
+        "same_losses": all(rows[0][name] == rows[1][name] for name in ("step", "loss", "grad_norm", "samples")),
+        "equal": first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first),
+    }
+
+
+TWINS = ("disturbed", "undisturbed")
+NOTHING = {"equal": False, "same_losses": False, "lost_steps": 0}
+"""Of a run that has no step to compare."""
+
+
+@contextlib.contextmanager
+def cluster(asked: argparse.Namespace) -> Iterator[Hosts | None]:
+    """Ray, on hosts of its own where the kinds need them."""
+    quiet: dict[str, Any] = {"namespace": "raypipe", "log_to_driver": False, "logging_level": "ERROR"}
+    with contextlib.ExitStack() as ends:
+        ends.callback(ray.shutdown)
+        if set(asked.kinds) <= set(ANYWHERE):
+            ray.init(address="local", num_cpus=asked.stages + 1, include_dashboard=False, **quiet)
+            yield None
+            return
+        lab = ends.enter_context(hosts(asked.stages + 1))
+        ends.callback(ray.shutdown)
+        ray.init(address=lab.address, _node_ip_address=lab.address.split(":")[0], **quiet)
+        yield lab
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=8)
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(1 << 32), help="of the choices; random if left out"
+    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="all that can be done here if left out")
+    parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--codec", default="none", help="of messages both ways")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no fault is waited for")
+    parser.add_argument("--keep", type=Path, help="a folder for the runs, which stay there")
+    asked = parser.parse_args()
+    if asked.kinds is None:
+        why_not = missing()
+        asked.kinds = list(ANYWHERE if why_not else KINDS)
+        print(f"no hosts can be lost here: {why_not}" if why_not else "all kinds of faults", flush=True)
+    return asked
 
 
 def main() -> int:
     """Run, disturb, compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=None, help="of the choices; random where it is not given")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--stages", type=int, default=3)
-    parser.add_argument("--schedule", default="1f1b")
-    asked = parser.parse_args()
-    seed = asked.seed if asked.seed is not None else random.randrange(1 << 32)
-    num_steps = STEPS_PER_FAULT * (asked.faults + 1)
-    print(f"seed {seed}, {num_steps} steps, {asked.faults} faults of {', '.join(asked.kinds)}; {machine_line()}")
+    asked = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))  # networks and raylets end with this process
+    kinds = (asked.kinds * (1 + asked.faults // len(asked.kinds)))[: asked.faults]
+    random.Random(asked.seed).shuffle(kinds)
+    print(
+        f"seed {asked.seed}, {asked.faults} faults, {asked.schedule}, codec {asked.codec}; {machine_line()}", flush=True
+    )
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        folder = Path(name)
-        handle = trainer(folder, "disturbed", asked).start(num_steps)
-        try:
-            chaos = Chaos(handle, folder / "disturbed", asked.kinds, random.Random(seed))
-            while handle.status().step < STEPS_PER_FAULT // 4:
-                time.sleep(0.05)
-            for _ in range(asked.faults):
-                chaos.strike()
-            result = handle.wait()
-        finally:
-            handle.close()
-        twin = trainer(folder, "undisturbed", asked).fit(num_steps, local=True, progress=False)
-        recoveries = chaos.events("recovery")
-        seconds = [event["seconds"] for event in recoveries]
-        figures = {
-            "faults": asked.faults,
-            "failures": len(chaos.events("failure")),
-            "recoveries": len(recoveries),
-            "from_memory": sum("memory" in event["reason"] for event in recoveries),
-            "recovery_seconds_p50": statistics.median(seconds) if seconds else 0.0,
-            "recovery_seconds_max": max(seconds, default=0.0),
-            "redone_steps": sum(event["redone_steps"] for event in recoveries),
-            "equal": equal(result.checkpoint, twin.checkpoint),
-        }
-    print(json.dumps({"check": "chaos", "seed": seed, "figures": figures}))
-    return 0 if figures["equal"] else 1
+        folder = asked.keep or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with cluster(asked) as lab:
+            found = disturbed(folder, lab, asked, kinds)
+        figures = {**found, **(compared(folder, found, asked) if found.get("steps") else NOTHING)}
+    figures.pop("checkpoint", None)
+    print(json.dumps({"check": "chaos", "seed": asked.seed, "load": os.getloadavg()[0], "figures": figures}))
+    good = figures["equal"] and figures["same_losses"] and not figures["lost_steps"] and not figures["left_behind"]
+    if not good:
+        return 1
+    return 0 if sum(figures["faults"].values()) == asked.faults else 2
 
 
 if __name__ == "__main__":

@@ -1,0 +1,269 @@
+"""Faults of seven kinds, done to a run that trains, and what became of it.
+
+    sigkill   a stage's process is killed
+    sigstop   a stage's process is stopped, and never goes on
+    again     a stage is killed, and while the run recovers another one, or the driver
+    pair      a stage and the holder of its copy at once: no copy is left, the run goes back to its checkpoint
+    driver    the driver's process is killed; Ray starts it again, and stages go on where they stand
+    raylet    a raylet is killed, so that its node is lost with all that ran there; another node takes its place
+    drain     Ray drains a node that has a stage; once that has left, the node goes, and another one takes its place
+    link      a wire between two nodes with stages is cut for seconds; connections go on after it, or are reset
+
+The last three need hosts (jobs/lib/hosts.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+import raypipe
+from jobs.lib.hosts import Hosts
+from raypipe.errors import StageError
+from raypipe.planner.copies import holders
+from raypipe.runtime.driver.client import driver_name
+from raypipe.runtime.workers.drains import drain_node
+from raypipe.runtime.workers.places import living
+from tests.processes import descendants
+
+__all__ = ["ANYWHERE", "KINDS", "Fault", "Faults", "LimitReachedError", "events"]
+
+ANYWHERE = ("sigkill", "sigstop", "again", "pair", "driver")
+KINDS = (*ANYWHERE, "raylet", "drain", "link")
+WAIT_S = 300.0
+ON_STEPS = 3
+"""Steps after a fault after which the run counts as training again."""
+DRIVER = rb"ray::.*DriverActor"
+DRAIN_S = 30.0
+MOST_CUT_S = 6.0
+
+
+class LimitReachedError(Exception):
+    """The time is over."""
+
+
+@dataclass
+class Fault:
+    """One of them.
+
+    Attributes:
+        step: done when it was done to the run.
+        seconds: until the run trained again.
+        hit: processes that were killed or stopped, by us or with their node.
+        kept, lost: other stages' processes from before that the run had or had not afterwards, with their actor.
+    """
+
+    kind: str
+    step: int
+    seconds: float = 0.0
+    hit: set[int] = field(default_factory=set)
+    kept: int = 0
+    lost: int = 0
+
+
+class Faults:
+    """Does faults to one run.
+
+    Args:
+        lab: whose nodes the run is on; None where it is on this machine's Ray alone.
+        deadline_s: by the monotonic clock, after which LimitReachedError is raised.
+    """
+
+    def __init__(
+        self, handle: raypipe.RunHandle, folder: Path, lab: Hosts | None, dice: random.Random, deadline_s: float
+    ) -> None:
+        self._handle, self._folder, self._lab, self._dice = handle, folder, lab, dice
+        self._deadline_s, self._begin_s = deadline_s, time.monotonic()
+        self.done: list[Fault] = []
+
+    def strike(self, kind: str) -> None:
+        """One fault at a random moment; returns when the run trains again."""
+        time.sleep(self._dice.uniform(0.2, 1.0))
+        before = self._actors()
+        fault = Fault(kind, self._handle.status().step)
+        self.done.append(fault)
+        begin_s = time.monotonic()
+        with getattr(self, f"_{kind}")(fault):
+            self._trains_again()
+            fault.seconds = time.monotonic() - begin_s
+        after = self._actors()
+        others = {process: actor for process, actor in before.items() if process not in fault.hit}
+        fault.kept = sum(after.get(process) == actor for process, actor in others.items())
+        fault.lost = len(others) - fault.kept
+
+    # Each kind: the fault, and until the context ends the run trains again; what the context does then mends the rest.
+
+    @contextlib.contextmanager
+    def _sigkill(self, fault: Fault) -> Iterator[None]:
+        with self._one_more("recovery"):
+            self._signal(fault, signal.SIGKILL, self._a_stage()["process"])
+        yield
+
+    @contextlib.contextmanager
+    def _sigstop(self, fault: Fault) -> Iterator[None]:
+        with self._one_more("recovery"):
+            self._signal(fault, signal.SIGSTOP, self._a_stage()["process"])
+        yield
+
+    @contextlib.contextmanager
+    def _again(self, fault: Fault) -> Iterator[None]:
+        with self._one_more("failure"):
+            victim = self._a_stage()["process"]
+            others = [stage["process"] for stage in self._stages() if stage["process"] != victim]
+            self._signal(fault, signal.SIGKILL, victim)
+        time.sleep(self._dice.uniform(0.0, 2.0))
+        with self._one_more("recovery", "start"):
+            if self._dice.random() < 0.25:
+                self._kill_driver(fault)
+            else:
+                self._signal(fault, signal.SIGKILL, self._dice.choice(others))
+        yield
+
+    @contextlib.contextmanager
+    def _pair(self, fault: Fault) -> Iterator[None]:
+        with self._one_more("recovery"):
+            stages = self._stages()
+            holder_of = holders([stage["node"] for stage in stages])
+            victim = self._dice.randrange(len(stages))
+            both = [stages[worker]["process"] for worker in (victim, holder_of[victim]) if worker is not None]
+            for process in both:
+                self._signal(fault, signal.SIGKILL, process)
+        yield
+
+    @contextlib.contextmanager
+    def _driver(self, fault: Fault) -> Iterator[None]:
+        with self._one_more("start"):
+            self._kill_driver(fault)
+        yield
+
+    @contextlib.contextmanager
+    def _raylet(self, fault: Fault) -> Iterator[None]:
+        lab = self._lab_here()
+        with self._one_more("recovery", "start"):
+            host = self._host(self._a_stage())
+            fault.hit |= {stage["process"] for stage in self._stages() if self._host(stage) == host}
+            with_it = " with the driver" if lab.processes(host, DRIVER) else ""
+            self._say(fault, f"the raylet of host {host} is killed, {len(fault.hit)} stages are there{with_it}")
+            lab.kill_raylet(host)
+        yield
+        lab.clear(host)
+        lab.start(host)
+
+    @contextlib.contextmanager
+    def _drain(self, fault: Fault) -> Iterator[None]:
+        lab = self._lab_here()
+        with self._one_more("move", "recovery", "start"):
+            stage = self._a_stage()
+            host = self._host(stage)
+            fault.hit |= {one["process"] for one in self._stages() if self._host(one) == host}
+            self._say(fault, f"host {host} is drained, {len(fault.hit)} stages are there")
+            refused = drain_node(stage["node"], "chaos", time.time() + DRAIN_S)
+            if refused:
+                raise RuntimeError(f"Ray refuses to drain: {refused}")
+        yield
+        lab.clear(host)
+        lab.start(host)
+
+    @contextlib.contextmanager
+    def _link(self, fault: Fault) -> Iterator[None]:
+        lab = self._lab_here()
+        found = sorted({self._host(stage) for stage in self._stages()})
+        a, b = self._dice.sample(found if len(found) > 1 else [0, *found], 2)
+        seconds, reset = self._dice.uniform(0.2, MOST_CUT_S), self._dice.random() < 0.5
+        self._say(
+            fault, f"hosts {a} and {b} are cut off for {seconds:.1f} s, connections {'reset' if reset else 'kept'}"
+        )
+        lab.cut(a, b)
+        try:
+            time.sleep(seconds)
+        finally:
+            lab.heal(a, b, reset=reset)
+        yield
+
+    # What they are made of.
+
+    def _signal(self, fault: Fault, number: signal.Signals, process: int) -> None:
+        fault.hit.add(process)
+        self._say(fault, f"{number.name} to the stage in process {process}")
+        os.kill(process, number)
+
+    def _kill_driver(self, fault: Fault) -> None:
+        below = descendants(os.getpid())  # other runs on this machine have drivers too
+        for process in (pid for pid, command in below.items() if re.search(DRIVER, command.encode())):
+            self._say(fault, f"SIGKILL to the driver in process {process}")
+            os.kill(process, signal.SIGKILL)
+
+    def _say(self, fault: Fault, what: str) -> None:
+        seconds = time.monotonic() - self._begin_s
+        print(f"{seconds:7.2f} s, fault {len(self.done)} {fault.kind}, step {fault.step}: {what}", flush=True)
+
+    def _lab_here(self) -> Hosts:
+        if self._lab is None:
+            raise RuntimeError("This kind of fault needs hosts of its own.")
+        return self._lab
+
+    def _stages(self) -> tuple[dict[str, Any], ...]:
+        """By worker."""
+        return self._handle.status().stages
+
+    def _a_stage(self) -> dict[str, Any]:
+        return self._dice.choice(self._stages())
+
+    def _host(self, stage: dict[str, Any]) -> int:
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return self._lab_here().host_at(addresses[stage["node"]])
+
+    def _actors(self) -> dict[int, str]:
+        """Ids of the actors of the stages in use, by process."""
+        actors = [actor for actor, _ in living(driver_name(self._handle.name)).values()]
+        said = {actor: actor.listen.remote() for actor in actors}
+        ray.wait(list(said.values()), num_returns=len(said), timeout=10.0)
+        found = {}
+        for actor, ref in said.items():
+            with contextlib.suppress(RayError):
+                found[ray.get(ref, timeout=0)["process"]] = actor._actor_id.hex()
+        used = {stage["process"] for stage in self._stages()}
+        return {process: actor for process, actor in found.items() if process in used}
+
+    @contextlib.contextmanager
+    def _one_more(self, *decisions: str) -> Iterator[None]:
+        """Inside, something is done to the run; outside, one of these events has followed."""
+        before = self._count(*decisions)
+        yield
+        self._until(lambda: self._count(*decisions) > before, f"an event {' or '.join(decisions)}")
+
+    def _trains_again(self) -> None:
+        step = self._handle.status().step
+        self._until(lambda: self._handle.status().step >= step + ON_STEPS, "the run trained again")
+
+    def _count(self, *decisions: str) -> int:
+        return sum(event["decision"] in decisions for event in events(self._folder))
+
+    def _until(self, done: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not done():
+            status = self._handle.status()
+            if status.state not in ("running", "starting"):
+                raise StageError(f"The run is {status.state} before {what}: {status.message}")
+            if time.monotonic() > min(deadline_s, self._deadline_s):
+                raise LimitReachedError(f"no time is left before {what}: {status}")
+            time.sleep(0.05)
+
+
+def events(folder: Path, *decisions: str) -> list[dict[str, Any]]:
+    """Lines of a run's events.jsonl; of these decisions, or all of them."""
+    file = folder / "events.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return [event for event in found if not decisions or event["decision"] in decisions]
