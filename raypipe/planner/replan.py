@@ -159,8 +159,9 @@ class Replanner:
 
 
 def _words(before: Sequence[float], after: Sequence[float]) -> str:
-    """Which stage's worker has changed most."""
-    ratios = [then / now for then, now in zip(before, after, strict=True)]
-    usual = median(ratios)
-    stage = max(range(len(ratios)), key=lambda at: abs(math.log(ratios[at])))
-    return f"stage {stage} takes {ratios[stage]:.2f} times as long as before, the stages' median {usual:.2f} times"
+    """Which stage's worker has changed most against the others; of two, that which has changed more."""
+    logs = [math.log(then / now) for then, now in zip(before, after, strict=True)]
+    usual = median(logs)
+    stage = max(range(len(logs)), key=lambda at: (round(abs(logs[at] - usual), 6), abs(logs[at])))
+    own, all_of = math.exp(logs[stage]), math.exp(usual)
+    return f"stage {stage} takes {own:.2f} times as long as before, the stages' median {all_of:.2f} times"

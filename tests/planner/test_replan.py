@@ -185,3 +185,17 @@ def test_which_plans_can_be_cut_again(fields: dict[str, object], possible: bool)
 
 def test_a_plan_of_one_stage_is_left_alone() -> None:
     assert not can_be_cut_again(plan_of(decide(request_of(1), Profile(chain_of([4] * 8), microbatch_size=1))))
+
+
+@pytest.mark.parametrize(
+    ("after", "words"),
+    [
+        ([1.18, 1.15, 0.92, 1.18], "stage 2 takes 1.09 times as long as before, the stages' median 0.86 times"),
+        ([0.46, 0.83], "stage 0 takes 2.17 times as long as before, the stages' median 1.62 times"),
+    ],
+)
+def test_the_reason_names_the_stage_that_stands_out(after: list[float], words: str) -> None:
+    run = Run([4] * 12, len(after))
+    run.offers([1.0] * len(after), 20)
+    (asked,) = run.asked([1 / speed for speed in after], 20)
+    assert asked.why == words
