@@ -66,8 +66,11 @@ class Rig:
 
 
 @contextlib.contextmanager
-def rig(cpus: int = 1) -> Iterator[Rig]:
+def rig(cpus: int = 1, store_bytes: int = 80_000_000) -> Iterator[Rig]:
     """The hosts with a raylet on each; nothing is left of them afterwards.
+
+    Args:
+        store_bytes: of each raylet's object store.
 
     Raises:
         RuntimeError: no network can be made here; says why.
@@ -77,5 +80,5 @@ def rig(cpus: int = 1) -> Iterator[Rig]:
     quiet = {"PYTHONPATH": str(ROOT), **TOKEN}
     with network() as lab, private_cluster(lab.addresses[0]) as home:
         for host, address in enumerate(lab.addresses):
-            home.start(*lab.prefix(host), at=address, cpus=cpus, environment=quiet)
+            home.start(*lab.prefix(host), at=address, cpus=cpus, store_bytes=store_bytes, environment=quiet)
         yield Rig(lab, home)

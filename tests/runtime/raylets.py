@@ -61,6 +61,7 @@ class Home:
         at: str = "",
         cpus: int = 1,
         shm_bytes: int = 0,
+        store_bytes: int = 80_000_000,
         dashboard: bool = False,
         environment: Mapping[str, str] | None = None,
         **more: str,
@@ -71,6 +72,7 @@ class Home:
             before: words in front of the command, such as ip netns exec NAME.
             at: address of the node.
             shm_bytes: gives it a /dev/shm of its own of this size.
+            store_bytes: of its object store.
             dashboard: the head shall take jobs, at ``dashboard_port``.
             environment, more: variables of its environment.
         """
@@ -86,7 +88,7 @@ class Home:
         where = [f"--address={self.address}"] if self.started else head
         command = [
             RAY, "start", "--block", *where, f"--node-ip-address={at or self.head}", f"--num-cpus={cpus}",
-            "--disable-usage-stats", "--object-store-memory=80000000",
+            "--disable-usage-stats", f"--object-store-memory={store_bytes}",
             f"--temp-dir={self.folder}",
         ]  # fmt: skip
         if shm_bytes:

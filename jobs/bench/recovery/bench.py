@@ -1,188 +1,244 @@
 """What the loss of a stage costs: from the fault to the end of the first new step, less one undisturbed step.
 
-    warm    a spare worker waits, with torch and the optimizer imported
-    cold    no spare: a new process is started
+Stages are killed or stopped in turns in the middle of a run; each trial waits until the spare is back.
 
-Two stages on this machine, AdamW, a state (parameters and moments) of the given size on each. Stages are killed in the
-middle of a run, the first and the second in turns; each trial waits until the spare is back.
+    sigkill     two stages on this machine, AdamW; warm: a spare worker waits, with torch and the optimizer imported;
+                cold: a new process is started
+    sigstop     a stage's process is stopped for good
+    node        the raylet of a stage's node is killed, with the health checks that docs/cluster.md recommends
+    resize      2 -> 3 -> 1 -> 4 -> 2 stages on four raylets, spares warm
+    overhead    copies of 1 GB per stage over a wire of 2 Gbit/s, in turns with steps that have none
+    ray_train, torchft    a killed worker of theirs: whole replicas of 96 MB of state, two workers
 
-    sigkill_seconds_warm, _cold     median over trials, by size of the state; _max is the largest
-    redone_steps                    steps that were done again, the mean over all trials
-    equal                           1: parameters are those of an undisturbed run, to the bit
+    --part sigkill --megabytes 96     only these parts; without --folder nothing is recorded
+    --folder FOLDER                   parts are kept there and not measured again; all of them make the record
+
+    *_seconds*          median over trials; *_max is the largest
+    lost_steps          that the final records lack
+    redone_steps_*      steps that were done again, and redone_seconds_* what they take; means
+    resize_bytes_*      bytes that moved over those of the layers whose worker changed
+    copy_overhead       1.02 is 2 % of a step
+    equal               1: parameters are those of undisturbed runs, to the bit
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
-import torch
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from torch import nn
-from torch.utils.data import TensorDataset
-
-import raypipe
-from jobs.lib import common
+from jobs.bench.recovery import clusters, faults, overhead, peers
+from jobs.lib import common, records
 from jobs.lib.common import median
 
 LAYOUT: dict[str, str] = {
     "warm, s": r"sigkill_seconds_warm_(\d+mb)",
     "largest, s": r"sigkill_seconds_warm_max_(\d+mb)",
     "cold, s": r"sigkill_seconds_cold_(\d+mb)",
+    "largest cold, s": r"sigkill_seconds_cold_max_(\d+mb)",
     "undisturbed step, s": r"step_seconds_(\d+mb)",
+    "steps again": r"redone_steps_(\d+mb)",
+    "they take, s": r"redone_seconds_(\d+mb)",
 }
 TARGETS: dict[str, str] = {
     r"equal": ">= 1",
+    r"lost_steps": "<= 0",
     r"sigkill_seconds_warm_10mb": "<= 1.0",
     r"sigkill_seconds_warm_96mb": "<= 1.5",
+    r"sigkill_seconds_warm_500mb": "<= 2.5",
+    r"sigkill_seconds_cold_\d+mb": "<= 6.0",
+    r"sigstop_detect_seconds": "<= 2.0",
+    r"node_seconds": "<= 5.0",
+    r"redone_seconds_\d+mb": "<= 2.0",
+    r"resize_seconds_\d_\d": "<= 1.0",
+    r"resize_bytes_(least|most)": "0.99 to 1.01",
+    r"copy_overhead": "<= 1.03",
 }
-BYTES_PER_PARAMETER = 12  # float32, and AdamW's two moments
-WAIT_S = 120.0
-BATCH = 8
+SIZES_MB = (10, 96, 500)
+PEER_MB = 96
+OVERHEAD_MB, OVERHEAD_MBIT, OVERHEAD_TURNS = 1000, 2000.0, 3
+BLOCK_MB = 16.0
 
 
-class Settings(NamedTuple):
-    """How much is measured; sizes are megabytes of state per stage."""
+class Found(NamedTuple):
+    """What a part measured."""
 
-    sizes_mb: tuple[int, ...] = (10, 96, 500)
+    figures: dict[str, float]
+    raw: Any
+
+
+class Part(NamedTuple):
+    """One that can be run alone.
+
+    Attributes:
+        name: all parts of a kind have the same.
+        megabytes: of state per stage.
+        way: further words that tell it from the others of its name.
+        measure: (trials) -> what was found.
+        trials: of a full run.
+    """
+
+    name: str
+    megabytes: int
+    way: str
+    measure: Callable[[int], Found]
     trials: int = 10
 
-
-QUICK = Settings((10,), 2)
-
-
-class Block(nn.Module):
-    """One square matrix: as many parameters as the state asks for, and little to compute."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.layer(x))
+    @property
+    def title(self) -> str:
+        return "-".join(filter(None, [self.name, str(self.megabytes), self.way]))
 
 
-def square(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (x[:, 0] - y).square().mean()
+def sigkill(megabytes: int, way: str, trials: int) -> Found:
+    outcome = faults.measured(megabytes, trials, warm=way == "warm")
+    found = over(f"sigkill_seconds_{way}", (trial.seconds for trial in outcome.trials), f"_{megabytes}mb")
+    of_size = {}
+    if way == "warm":
+        of_size = {
+            "step_seconds": median(trial.step_s for trial in outcome.trials),
+            "redone_steps": mean(trial.redone for trial in outcome.trials),
+            "redone_seconds": mean(trial.redone * trial.step_s for trial in outcome.trials),
+        }
+    found |= {f"{name}_{megabytes}mb": value for name, value in of_size.items()}
+    return Found(found | common_of(outcome), raw_of(outcome))
 
 
-def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=1e-4, fused=True)
+def sigstop(megabytes: int, trials: int) -> Found:
+    outcome = faults.measured(megabytes, trials, signal.SIGSTOP, warm=True)
+    found = over("sigstop_detect_seconds", (trial.noticed_s for trial in outcome.trials))
+    found |= over("sigstop_seconds", (trial.seconds for trial in outcome.trials))
+    return Found(found | common_of(outcome), raw_of(outcome))
 
 
-def trainer(folder: Path, name: str, size_mb: int, workers: int) -> raypipe.PipelineTrainer:
-    """Two stages of one block each."""
-    width = round((size_mb * 1e6 / BYTES_PER_PARAMETER) ** 0.5)
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(width), Block(width))
-    made = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(4 * BATCH, width, generator=made), torch.randn(4 * BATCH, generator=made))
-    return raypipe.PipelineTrainer(
-        model,
-        loss_fn=square,
-        optimizer=adamw,
-        train_data=data,
-        pipeline=raypipe.PipelineConfig(
-            num_stages=2, minibatch_size=BATCH, num_microbatches=4, partitioner="parameters", schedule="1f1b",
-            checkpoint_interval_steps=100_000,
-        ),
-        scaling_config=ScalingConfig(num_workers=workers),
-        run_config=RunConfig(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=-1)),
-    )  # fmt: skip
+def node(megabytes: int, trials: int) -> Found:
+    outcome = clusters.node_outcome(megabytes, trials)
+    found = over("node_seconds", (trial.seconds for trial in outcome.trials))
+    found |= over("node_noticed_seconds", (trial.noticed_s for trial in outcome.trials))
+    return Found(found | common_of(outcome), {"health": clusters.HEALTH, **raw_of(outcome)})
 
 
-class Trial(NamedTuple):
-    """One fault."""
-
-    seconds: float
-    step_s: float
-    redone: int
-    event: dict[str, Any]
-
-
-def events(folder: Path, decision: str) -> list[dict[str, Any]]:
-    path = folder / "events.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["decision"] == decision]
+def resize(megabytes: int, trials: int) -> Found:
+    moves, outcome = clusters.resized(megabytes * 2 / clusters.BLOCKS, trials)
+    found: dict[str, float] = {}
+    for pair in clusters.TRANSITIONS:
+        suffix = f"_{pair[0]}_{pair[1]}"
+        found |= over("resize_seconds", (move.seconds for move in moves if move.stages == pair), suffix)
+    shares = [move.moved_bytes / move.expected_bytes for move in moves]
+    found |= {"resize_bytes_least": min(shares), "resize_bytes_most": max(shares)}
+    return Found(found | common_of(outcome), {"moves": [move._asdict() for move in moves]})
 
 
-def until(done: Any, what: str) -> None:
-    """Wait for it.
-
-    Raises:
-        TimeoutError: it did not come.
-    """
-    deadline_s = time.monotonic() + WAIT_S
-    while not done():
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{WAIT_S:g} s passed before {what}")
-        time.sleep(0.005)
+def copies(megabytes: int, trials: int) -> Found:
+    found = overhead.overhead(OVERHEAD_MBIT, {"megabytes": megabytes, "turns": trials})
+    figures = {
+        "copy_overhead": median(found["ratios"]),
+        "copy_interval_seconds": found["interval_steps"] * found["step_s"],
+        "copy_sent_seconds": found["sent_s"],
+    }
+    return Found(figures, found)
 
 
-def trials(handle: raypipe.RunHandle, folder: Path, count: int, *, warm: bool) -> Iterator[Trial]:
-    """Kill a stage, wait for the first new step, again and again."""
-    for number in range(count):
-        started = handle.status().step
-        until(lambda: handle.status().step >= started + 8, "eight steps were done")  # noqa: B023
-        if warm:
-            until(lambda: ready(folder) > number, "the spare was ready")  # noqa: B023
-        step_s = handle.status().step_s
-        victim = handle.status().stages[number % 2]["process"]
-        begin_s = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        until(lambda: len(events(folder, "recovery")) > number, "the run had recovered")  # noqa: B023
-        event = events(folder, "recovery")[-1]
-        until(lambda: handle.status().step > event["step"], "the first new step was done")  # noqa: B023
-        yield Trial(time.monotonic() - begin_s - step_s, step_s, event["redone_steps"], event)
+def peer(name: str, measure: Callable[[int, int], list[peers.PeerTrial] | str], megabytes: int, trials: int) -> Found:
+    found = measure(megabytes, trials)
+    if isinstance(found, str):
+        print(f"  {found}", flush=True)
+        return Found({}, {"missing": found})
+    redone = {f"{name}_redone_steps": mean(trial.redone for trial in found)}
+    figures = over(f"{name}_seconds", (trial.seconds for trial in found))
+    return Found(figures | redone, [trial._asdict() for trial in found])
 
 
-def ready(folder: Path) -> int:
-    """Spares that were ready so far."""
-    return len(events(folder, "spare"))
+def over(name: str, seconds: Iterable[float], suffix: str = "") -> dict[str, float]:
+    """Median and largest."""
+    known = list(seconds)
+    return {f"{name}{suffix}": median(known), f"{name}_max{suffix}": max(known)}
 
 
-def measured(size_mb: int, count: int, *, warm: bool) -> tuple[list[Trial], bool]:
-    """Trials of one run, and whether its parameters are those of an undisturbed one."""
-    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
-        folder = Path(name)
-        handle = trainer(folder, "disturbed", size_mb, 3 if warm else 2).start(1_000_000)
-        try:
-            found = list(trials(handle, folder / "disturbed", count, warm=warm))
-            handle.stop()
-            result = handle.wait(timeout_s=WAIT_S)
-            steps = handle.status().step
-        finally:
-            handle.close()
-        twin = trainer(folder, "undisturbed", size_mb, 2).fit(steps, local=True, progress=False)
-        first, second = raypipe.load_state_dict(result.checkpoint), raypipe.load_state_dict(twin.checkpoint)
-        return found, all(torch.equal(first[key], second[key]) for key in second)
+def common_of(outcome: faults.Outcome) -> dict[str, float]:
+    return {"lost_steps": float(outcome.lost), "equal": float(outcome.equal)}
+
+
+def raw_of(outcome: faults.Outcome) -> dict[str, Any]:
+    return {"trials": [trial._asdict() for trial in outcome.trials]}
+
+
+def parts() -> list[Part]:
+    """All, in the order in which they are run."""
+    found = [Part("sigkill", size, way, partial(sigkill, size, way)) for size in SIZES_MB for way in ("warm", "cold")]
+    found.append(Part("sigstop", 10, "", partial(sigstop, 10)))
+    found.append(Part("node", 96, "", partial(node, 96)))
+    found.append(Part("resize", 96, "", partial(resize, 96), trials=5))
+    found.append(Part("overhead", OVERHEAD_MB, "", partial(copies, OVERHEAD_MB), trials=OVERHEAD_TURNS))
+    for name, measure in (("ray_train", peers.ray_train), ("torchft", peers.torchft)):
+        found.append(Part(name, PEER_MB, "", partial(peer, name, measure, PEER_MB)))
+    return found
 
 
 def main() -> None:
-    """Sizes one after the other, warm and cold in turns."""
-    asked = common.arguments(__doc__)
-    settings = QUICK if asked.quick else Settings()
+    """The parts that are asked for, those that were kept left out."""
+    names = list(dict.fromkeys(part.name for part in parts()))
+    asked = common.arguments(
+        __doc__,
+        options={
+            "--part": {"nargs": "+", "choices": names, "default": [], "help": "only these"},
+            "--megabytes": {"type": int, "default": 0, "help": "only parts with so much state per stage"},
+            "--trials": {"type": int, "default": 0, "help": "of each part, instead of its own number"},
+            "--folder": {"type": Path, "default": None, "help": "where parts are kept"},
+        },
+    )
+    wanted = [
+        part
+        for part in parts()
+        if (not asked.part or part.name in asked.part) and asked.megabytes in (0, part.megabytes)
+    ]
+    if asked.quick and not asked.part:
+        wanted = wanted[:1]
+    print(f"health checks of node: {json.dumps(clusters.HEALTH)}")
+    print(f"timeouts of the others: {peers.TIMEOUTS}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="recovery-parts-") as temporary:
+        folder = asked.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for part in wanted:
+            run_part(part, asked.trials or (2 if asked.quick else part.trials), folder)
+        finish(folder, asked)
+
+
+def run_part(part: Part, trials: int, folder: Path) -> None:
+    """Measure it and keep what was found, if it is not there."""
+    file = folder / f"{part.title}.json"
+    if file.exists():
+        print(f"{part.title}: kept in {file}", flush=True)
+        return
+    print(f"{part.title}, {trials} trials; {common.machine_line()}", flush=True)
+    began = records.begin()
+    found = part.measure(trials)
+    took_s = time.monotonic() - began.clock_s
+    kept = {"date": began.date, "load": began.load, "took_s": took_s, "figures": found.figures, "raw": found.raw}
+    file.write_text(json.dumps(kept))
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in found.figures.items())
+    print(f"{part.title}: {shown}; took {took_s:.0f} s", flush=True)
+
+
+def finish(folder: Path, asked: Any) -> None:
+    """Put the parts together; the record is written when all of them are there."""
+    files = {part.title: folder / f"{part.title}.json" for part in parts()}
+    kept = {title: json.loads(file.read_text()) for title, file in files.items() if file.exists()}
     figures: dict[str, float] = {}
-    raw: dict[str, Any] = {}
-    same, redone = True, []
-    for size_mb in settings.sizes_mb:
-        for way in ("warm", "cold"):
-            found, equal = measured(size_mb, settings.trials, warm=way == "warm")
-            same = same and equal
-            redone += [trial.redone for trial in found]
-            seconds = [trial.seconds for trial in found]
-            figures[f"sigkill_seconds_{way}_{size_mb}mb"] = median(seconds)
-            figures[f"sigkill_seconds_{way}_max_{size_mb}mb"] = max(seconds)
-            figures[f"step_seconds_{size_mb}mb"] = median(trial.step_s for trial in found)
-            raw[f"{way}_{size_mb}mb"] = [trial._asdict() for trial in found]
-            parts = ", ".join(f"{k} {v:.2f}" for k, v in found[-1].event.items() if k.endswith("_s"))
-            print(f"{size_mb} MB, {way}: {' '.join(f'{s:.2f}' for s in seconds)} s; the last one: {parts}", flush=True)
-    figures["redone_steps"] = sum(redone) / len(redone)
-    figures["equal"] = float(same)
-    common.finish("recovery", figures, raw, asked)
+    for part in kept.values():
+        both = {"equal": min, "lost_steps": max}
+        for name, value in part["figures"].items():
+            figures[name] = both[name](figures[name], value) if name in both and name in figures else value
+    whole = len(kept) == len(files)
+    if whole and kept:
+        first = min(kept.values(), key=lambda part: part["date"])
+        asked.command = "python jobs/bench/recovery"
+        spent_s = sum(part["took_s"] for part in kept.values())
+        asked.began = records.Began(first["date"], time.monotonic() - spent_s, first["load"])
+    asked.no_record = asked.no_record or not whole
+    common.finish("recovery", figures, kept, asked)

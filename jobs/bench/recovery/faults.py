@@ -1,0 +1,106 @@
+"""Faults of one process of a run that trains: it is killed, or stopped for good."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import raypipe
+from jobs.bench.recovery.nets import WAIT_S, bits_equal, events, trainer, until
+
+__all__ = ["Outcome", "Trial", "measured", "until_new_step"]
+
+STEPS_BETWEEN = 8
+
+
+class Trial(NamedTuple):
+    """One fault.
+
+    Attributes:
+        seconds: from the fault to the end of the first new step, less one undisturbed step.
+        noticed_s: from the fault to the line of events.jsonl that tells of the failure.
+        step_s: of an undisturbed step.
+        redone: steps that were done again.
+        event: that tells of the recovery.
+    """
+
+    seconds: float
+    noticed_s: float
+    step_s: float
+    redone: int
+    event: dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """A run with its faults.
+
+    Attributes:
+        lost: steps that its records lack.
+        equal: whether its parameters are those of an undisturbed run, to the bit.
+    """
+
+    trials: list[Trial]
+    lost: int
+    equal: bool
+
+
+def until_new_step(handle: raypipe.RunHandle, folder: Path, before: int, begin_s: float, step_s: float) -> Trial:
+    """Wait until the run has recovered once more than ``before`` times and done a new step.
+
+    Args:
+        begin_s: of the fault, by the monotonic clock.
+    """
+    until(lambda: len(events(folder, "failure")) > before, "the failure was noticed")
+    noticed_s = time.monotonic() - begin_s
+    until(lambda: len(events(folder, "recovery")) > before, "the run had recovered")
+    event = events(folder, "recovery")[-1]
+    until(lambda: handle.status().step > event["step"], "the first new step was done")
+    return Trial(time.monotonic() - begin_s - step_s, noticed_s, step_s, event["redone_steps"], event)
+
+
+def trials(
+    handle: raypipe.RunHandle, folder: Path, count: int, fault: signal.Signals, *, warm: bool
+) -> Iterator[Trial]:
+    """Stages get the signal in turns; each trial waits until the run trains again, and the spare is back."""
+    for number in range(count):
+        started = handle.status().step
+        until(lambda: handle.status().step >= started + STEPS_BETWEEN, "some steps were done")  # noqa: B023
+        if warm:
+            until(lambda: len(events(folder, "spare")) > number, "the spare was ready")  # noqa: B023
+        status = handle.status()
+        begin_s = time.monotonic()
+        os.kill(status.stages[number % 2]["process"], fault)
+        yield until_new_step(handle, folder, number, begin_s, status.step_s)
+
+
+def measured(size_mb: int, count: int, fault: signal.Signals = signal.SIGKILL, *, warm: bool) -> Outcome:
+    """Trials of one run on this machine.
+
+    Args:
+        size_mb: state of each of two stages.
+        warm: a spare worker waits, with torch and the optimizer imported.
+    """
+    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
+        folder = Path(name)
+        handle = trainer(folder, "disturbed", size_mb, 3 if warm else 2).start(1_000_000)
+        found = []
+        try:
+            for trial in trials(handle, folder / "disturbed", count, fault, warm=warm):
+                found.append(trial)
+                print(f"  {trial.seconds:.2f} s, noticed after {trial.noticed_s:.2f} s, {trial.redone} steps of "
+                      f"{trial.step_s:.3f} s again", flush=True)  # fmt: skip
+            handle.stop()
+            result = handle.wait(timeout_s=WAIT_S)
+            steps = handle.status().step
+        finally:
+            handle.close()
+        recorded = set(result.metrics_dataframe["step"])
+        twin = trainer(folder, "undisturbed", size_mb, 2).fit(steps, local=True, progress=False)
+        return Outcome(
+            found, len(set(range(steps)) - recorded), bits_equal(str(result.checkpoint), str(twin.checkpoint))
+        )

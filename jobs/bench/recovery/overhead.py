@@ -1,0 +1,123 @@
+"""What copies cost a run whose stages have a gigabyte of state each, over a wire that has a rate.
+
+    turn        copy, steps beside it, steps until the next one is due     as many steps without a copy      ...
+    overhead    seconds of the one kind of turns over those of the other, neighbours compared
+
+The wire is a veth pair between two network namespaces with a token bucket filter, one raylet in each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import ray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the repository's root
+
+from jobs.bench.recovery.nets import BATCH, MICROBATCHES, SAMPLES, trainer
+from jobs.lib.shaped import rig
+from raypipe.ir.work_order import Order
+from raypipe.planner.rows import rows_for
+from raypipe.planner.segments import train_segments
+from raypipe.runtime.run.blueprint import assemble
+from raypipe.runtime.run.copy_times import CopyTimes
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import stored
+
+__all__ = ["overhead"]
+
+LIMIT_S = 900.0
+STORE_BYTES = 1 << 30
+BEFORE_STEPS = 9
+"""Without a copy: the first is counted by nobody, the others say how long a step takes."""
+MOST_STEPS = 100_000
+
+
+def overhead(rate_mbit: float, asked: dict[str, Any]) -> dict[str, Any]:
+    """Measure in a lab of our own.
+
+    Args:
+        asked: megabytes of state per stage, and turns.
+
+    Raises:
+        RuntimeError: no network can be made here, or the run failed.
+    """
+    with rig(store_bytes=STORE_BYTES) as lab:
+        lab.rate(rate_mbit)
+        process = lab.start(0, "bench/recovery/overhead.py", json.dumps(asked))
+        found: dict[str, Any] = lab.answer(process, LIMIT_S, lambda line: print(" ", line, end="", flush=True))
+        return found
+
+
+def in_the_lab(megabytes: int, turns: int) -> dict[str, Any]:
+    """Two stages, a worker in each namespace; the interval is the one that a run would choose after the first copy."""
+    head = os.environ["RAY_HEAD"]
+    ray.init(address=head, _node_ip_address=head.partition(":")[0], log_to_driver=False)
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        made = trainer(Path(folder), "overhead", megabytes, 2)
+        job = made._prepared()
+        assembled = assemble(made._blueprint(job, 1, local=False), job.planned)
+        fleet = Fleet(2, {"CPU": 1})
+        try:
+            fleet.configure(assembled.run, assembled.setup, [stored(job.tensors)])
+            return Turns(fleet, cache(lambda key: rows_for(assembled.plan.plan, key)), turns).run()
+        finally:
+            fleet.stop()
+            ray.shutdown()
+
+
+class Turns:
+    """Steps with a copy and without one in turns, as many of each as there are between two copies of a run."""
+
+    def __init__(self, fleet: Fleet, schedules: Any, turns: int) -> None:
+        self._fleet, self._schedules, self._turns = fleet, schedules, turns
+        self._times = CopyTimes(1)
+        self._begin = self._length = 0  # of the first turn, in steps; and of each, once a copy has told
+        self._ordered = 0
+
+    def run(self) -> dict[str, Any]:
+        """Seconds of all steps, and what a turn with a copy took over one without."""
+        seconds: list[float] = []
+        end_s, sent = None, 0.0
+        for reports in self._fleet.run(self._orders(), self._schedules):
+            of_step = [of_stage[0] for of_stage in reports]
+            before_s, end_s = end_s, max(report.end_s for report in of_step)
+            if before_s is None:
+                continue
+            seconds.append(end_s - before_s)
+            self._times.heard(seconds[-1], of_step)
+            sent = max([sent, *(report.copied.sent_s for report in of_step if report.copied)])
+            if len(seconds) % 20 == 0:
+                print(f"step {len(seconds)}: {median(seconds[-20:]):.3f} s", flush=True)
+            if not self._length and self._times.interval:
+                self._begin, self._length = self._ordered + 1, self._times.interval
+                print(f"a copy took {sent:.1f} s to send: {self._length} steps a turn", flush=True)
+        # Seconds begin with those of step 1.
+        at = [self._begin - 1 + turn * self._length for turn in range(2 * self._turns)]
+        means = [mean(seconds[begin : begin + self._length]) for begin in at]
+        ratios = [with_copy / without for with_copy, without in zip(means[::2], means[1::2], strict=True)]
+        return {"ratios": ratios, "interval_steps": self._length, "sent_s": sent, "step_s": median(means[1::2]),
+                "seconds": seconds}  # fmt: skip
+
+    def _orders(self) -> Iterator[Order]:
+        for segment, after in train_segments(SAMPLES, BATCH, BATCH // MICROBATCHES, MOST_STEPS):
+            self._ordered = step = after.step
+            since = step - self._begin
+            if self._length and since >= 2 * self._turns * self._length:
+                return
+            copies = since % (2 * self._length) == 0 if self._length and since >= 0 else step == BEFORE_STEPS
+            if copies:
+                self._times.ordered(step)
+            yield Order(segment, keep_copy=copies)
+
+
+if __name__ == "__main__":
+    print(json.dumps(in_the_lab(**json.loads(sys.argv[1]))), flush=True)
