@@ -34,7 +34,15 @@ from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import ControllerDecision
 from raypipe.runtime.driver.publish import Publisher
-from raypipe.runtime.driver.succession import Charter, Left, NotTakenOverError, Submission, continued, find_left
+from raypipe.runtime.driver.succession import (
+    Charter,
+    Left,
+    NotTakenOverError,
+    Submission,
+    continued,
+    find_left,
+    term_left,
+)
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
 from raypipe.runtime.run.lease import Lease
@@ -102,7 +110,7 @@ class _DriverActor:
             self._independent.set()
             spec = self._charted() if given is None else given.blueprint.spec
             self._place = spec.place
-            with Lease.take(spec.place, spec.name, self._journal.begins) as lease:
+            with Lease.take(spec.place, spec.name, self._journal.begins, term_left(self._name)) as lease:
                 outcome = self._train(given, lease)
             self._journal.end(outcome, None)
         except Exception as error:  # noqa: BLE001  (told to everybody who asks)

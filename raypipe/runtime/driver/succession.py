@@ -9,6 +9,7 @@ driver  <--find_left-- any living stage
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from raypipe.runtime.workers.packing import StoredTensors, stored
 from raypipe.runtime.workers.places import living
 from raypipe.runtime.workers.roster import Member
 
-__all__ = ["Charter", "Left", "NotTakenOverError", "Submission", "continued", "find_left"]
+__all__ = ["Charter", "Left", "NotTakenOverError", "Submission", "continued", "find_left", "term_left"]
 
 ASK_S = 10.0
 
@@ -104,6 +105,20 @@ def find_left(owner: str) -> Left | None:
     # Few and small; from now on they are this process's, and do not end with the stage that told them.
     mine = stored(dict(tensors.read(tensors.names)))
     return Left(answered, ray.cloudpickle.loads(packed), setup, mine)
+
+
+def term_left(owner: str) -> int | None:
+    """Newest term of a driver of this name that living stages obey; None without any.
+
+    Ray has one actor of a name at a time, so whoever bears it now knows that this driver has ended.
+    """
+    asked = [actor.term.remote() for actor, _ in living(owner).values()]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ASK_S) if asked else ([], [])
+    terms = []
+    for ref in answered:
+        with contextlib.suppress(RayError):  # of a stage that is dead
+            terms.append(ray.get(ref))
+    return max(terms, default=None)
 
 
 def continued(given: Submission | None, left: Left) -> RunSpec | None:

@@ -1,6 +1,7 @@
 """lease.json: one process trains a run at a time, and everybody can see which.
 
     take     nobody's, released, or its process is dead on this machine   taken at once
+             somebody knows that this holder is dead                      taken at once
              its counter stands still for OBSERVE_S                       taken
              its counter moves twice                                      refused: who, since when
     renew    every RENEW_S the counter goes up by one; whoever finds another holder there has lost the run
@@ -114,17 +115,20 @@ class Lease:
         self._thread.start()
 
     @classmethod
-    def take(cls, place: Place, name: str, say: Callable[[str], None] = lambda text: None) -> Lease:
+    def take(
+        cls, place: Place, name: str, say: Callable[[str], None] = lambda text: None, dead: int | None = None
+    ) -> Lease:
         """Become the one that trains the run in this folder.
 
         Args:
             say: is told what is waited for.
+            dead: generation whose holder has ended, as somebody else knows; None where nobody does.
 
         Raises:
             LeaseError: another process trains it; says which, and since when.
             CheckpointError: the place is full, forbidden or unreachable.
         """
-        found = _wait_and_see(place, name, say)
+        found = _wait_and_see(place, name, say, dead)
         mine = Held(myself(), 1 + (found.generation if found else 0), time.time())
         mine.holder.begins()
         try:
@@ -215,10 +219,10 @@ class Lease:
             self._other = now
 
 
-def _wait_and_see(place: Place, name: str, say: Callable[[str], None]) -> Held | None:
+def _wait_and_see(place: Place, name: str, say: Callable[[str], None], dead: int | None) -> Held | None:
     """The lease that may be taken from now on."""
     found = read_lease(place)
-    if found is None or found.is_over:
+    if found is None or found.is_over or found.generation == dead:
         return found
     say(f"waiting to see whether {found.holder} still trains this run")
     moves, deadline_s = 0, time.monotonic() + OBSERVE_S

@@ -26,6 +26,12 @@ class Fence:
         self._lock = threading.Lock()
         self._term = -1
 
+    @property
+    def term(self) -> int:
+        """Of the newest driver that has ordered anything; -1 before."""
+        with self._lock:
+            return self._term
+
     def admits(self, term: int) -> bool:
         """Whether no later driver has ordered anything; remembers nothing."""
         with self._lock:

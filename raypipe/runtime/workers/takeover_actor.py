@@ -55,6 +55,11 @@ class TakeoverActor:
         return self._fence.admits(term)
 
     @ray.method(concurrency_group="control")
+    def term(self) -> int:
+        """Of the newest driver that has ordered anything here."""
+        return self._fence.term
+
+    @ray.method(concurrency_group="control")
     def stand(self, term: int) -> Standing:
         """Obey this driver from now on; where the stage stands."""
         with self._fence.passing(term):
