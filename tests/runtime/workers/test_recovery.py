@@ -20,7 +20,7 @@ from raypipe.errors import PlanError, StageError
 from tests.exactness import same_bits
 from tests.runtime.run.test_planning import trainer
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
 
 STEPS = 120
 WAIT_S = 120.0
@@ -54,18 +54,24 @@ def as_undisturbed(folder: Path, checkpoint: str, name: str, steps: int = STEPS,
     return [key for key in wanted if not same_bits(found[key], wanted[key])]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_killed_stage_is_replaced(stage: int, local_ray: None, tmp_path: Path) -> None:
+def kill(handle: RunHandle, stage: int) -> None:
+    os.kill(handle.status().stages[stage]["process"], signal.SIGKILL)
+
+
+def test_killed_stages_are_replaced(local_ray: None, tmp_path: Path) -> None:
+    """The first and the last one, one after the other."""
     handle = surviving(tmp_path, "killed", "noisy").start(STEPS)
-    reached(handle, 10)
-    processes = [one["process"] for one in handle.status().stages]
-    os.kill(processes[stage], signal.SIGKILL)
+    for stage in (0, 1):
+        reached(handle, 10 + 40 * stage)
+        kill(handle, stage)
+        reached(handle, 30 + 40 * stage)
     result = handle.wait(timeout_s=WAIT_S)
     assert as_undisturbed(tmp_path, result.checkpoint, "noisy") == []
-    assert [line["step"] for line in events(tmp_path / "killed", "failure")]
-    (recovery,) = events(tmp_path / "killed", "recovery")
-    assert recovery["replaced"] == [f"Stage {stage}"]
-    assert recovery["reason"] == "from copies in memory"  # the other worker held one of the lost stage
+    assert len(events(tmp_path / "killed", "failure")) == 2
+    recoveries = events(tmp_path / "killed", "recovery")
+    assert [recovery["replaced"] for recovery in recoveries] == [["Stage 0"], ["Stage 1"]]
+    # the other worker held one of the lost stage
+    assert [recovery["reason"] for recovery in recoveries] == ["from copies in memory"] * 2
 
 
 def test_a_spare_takes_the_place_of_a_lost_stage_and_another_spare_is_started(local_ray: None, tmp_path: Path) -> None:
@@ -74,7 +80,7 @@ def test_a_spare_takes_the_place_of_a_lost_stage_and_another_spare_is_started(lo
     handle = made.start(4 * STEPS)
     for step in (40, 200):
         reached(handle, step)
-        os.kill(handle.status().stages[0]["process"], signal.SIGKILL)
+        kill(handle, 0)
         reached(handle, step + 40)
     result = handle.wait(timeout_s=WAIT_S)
     assert as_undisturbed(tmp_path, result.checkpoint, "unet", 4 * STEPS) == []
@@ -87,42 +93,48 @@ def test_failures_are_counted(local_ray: None, tmp_path: Path) -> None:
     handle = surviving(tmp_path, "twice", "noisy", max_failures=1).start(STEPS)
     for step in (5, 15):
         reached(handle, step)
-        os.kill(handle.status().stages[1]["process"], signal.SIGKILL)
+        kill(handle, 1)
     with pytest.raises(StageError, match="failure 2 of this run"):
         handle.wait(timeout_s=WAIT_S)
     assert len(events(tmp_path / "twice", "recovery")) == 1
 
 
-def test_without_a_wish_to_survive_a_failure_ends_the_run(local_ray: None, tmp_path: Path) -> None:
-    handle = surviving(tmp_path, "ends", "noisy", max_failures=0).start(STEPS)
-    reached(handle, 5)
-    os.kill(handle.status().stages[1]["process"], signal.SIGKILL)
-    with pytest.raises(StageError, match="Stage 1 died"):
-        handle.wait(timeout_s=WAIT_S)
+SIZES = ((5, 3), (25, 1), (45, 4), (65, 2))
+"""Steps and numbers of stages from there on."""
 
 
-@pytest.mark.parametrize("name", ["noisy", "unet"])
-def test_a_run_is_resized_while_it_trains(name: str, local_ray: None, tmp_path: Path) -> None:
-    handle = surviving(tmp_path, "resized", name, max_failures=0).start(STEPS)
+def resized(handle: RunHandle) -> None:
     processes = []
-    for step, stages in ((5, 3), (25, 1), (45, 4), (65, 2)):
+    for step, stages in SIZES:
         reached(handle, step)
         handle.resize(stages)
         processes.append([one["process"] for one in handle.status().stages])
         assert len(processes[-1]) == stages
-    result = handle.wait(timeout_s=WAIT_S)
-    assert as_undisturbed(tmp_path, result.checkpoint, name) == []
     assert set(processes[1]) <= set(processes[0])  # a worker that both plans use goes on
-    assert [line["num_stages"] for line in events(tmp_path / "resized", "resize")] == [3, 1, 4, 2]
 
 
-def test_a_number_of_stages_that_cannot_be_is_refused(local_ray: None, tmp_path: Path) -> None:
-    handle = surviving(tmp_path, "refused", "noisy", max_failures=0).start(STEPS)
-    reached(handle, 5)
+def test_a_run_is_resized_while_it_trains(local_ray: None, tmp_path: Path) -> None:
+    handle = surviving(tmp_path, "resized", "unet", max_failures=0).start(STEPS)
+    resized(handle)
+    result = handle.wait(timeout_s=WAIT_S)
+    assert as_undisturbed(tmp_path, result.checkpoint, "unet") == []
+    assert [line["num_stages"] for line in events(tmp_path / "resized", "resize")] == [stages for _, stages in SIZES]
+
+
+def test_a_resized_run_refuses_what_cannot_be_and_without_a_wish_to_survive_a_failure_ends_it(
+    local_ray: None, tmp_path: Path
+) -> None:
+    handle = surviving(tmp_path, "ends", "noisy", max_failures=0).start(4 * STEPS)
+    resized(handle)
     with pytest.raises(PlanError, match="stages"):
         handle.resize(1000)
-    result = handle.wait(timeout_s=WAIT_S)
-    assert as_undisturbed(tmp_path, result.checkpoint, "noisy") == []
+    saved = handle.checkpoint(timeout_s=WAIT_S)
+    kill(handle, 1)
+    with pytest.raises(StageError, match="Stage 1 died"):
+        handle.wait(timeout_s=WAIT_S)
+    step = json.loads((Path(saved) / "manifest.json").read_text())["step"]
+    assert step > SIZES[-1][0]
+    assert as_undisturbed(tmp_path, saved, "noisy", step) == []
 
 
 def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(local_ray: None, tmp_path: Path) -> None:
@@ -132,7 +144,7 @@ def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(lo
     reached(handle, 40)
     other = placement_group([{"CPU": 2}])  # somebody else waits for a place
     try:
-        os.kill(handle.status().stages[1]["process"], signal.SIGKILL)
+        kill(handle, 1)
         result = handle.wait(timeout_s=WAIT_S)
     finally:
         remove_placement_group(other)
