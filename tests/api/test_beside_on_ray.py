@@ -12,7 +12,7 @@ from tests.api.test_beside import fit, trainer
 from tests.exactness import same_bits
 from tests.models import CASES
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 
 
 def test_actors_find_what_threads_find(cluster: None, tmp_path: Path) -> None:

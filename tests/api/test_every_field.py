@@ -26,7 +26,7 @@ from raypipe.errors import ConfigError, PlanError, RaypipeError
 from raypipe.runtime.run.controller_config import controller_config
 from tests import nets
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("shared_captures")]
 
 BASE: dict[str, Any] = {
     "num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters", "loss_reduction": "mean",
@@ -37,6 +37,7 @@ RANDOM = ("run_id", "secret")
 
 
 def trainer(pipeline: PipelineConfig | None = None, **more: Any) -> PipelineTrainer:
+    torch.manual_seed(0)  # equal models share a capture
     return PipelineTrainer(
         nets.sequential(), loss_fn=functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         train_data=DATA, pipeline=pipeline or PipelineConfig(**BASE), **more,

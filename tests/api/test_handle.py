@@ -27,10 +27,10 @@ from raypipe.errors import ConfigError, StageError
 from tests import processes
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.mishaps import Fuse, chain
-from tests.prepare.test_resume import outcome, trainer
+from tests.prepare.test_resume import outcome, trainer, unhurried
 from tests.runtime.left_over import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +43,7 @@ def newest_step(folder: Path) -> int:
 
 def test_a_run_is_watched_stopped_and_goes_on_at_another_number_of_stages(cluster: None, tmp_path: Path) -> None:
     """Every other pair of numbers: tests/prepare/test_resume.py. Its second driver is killed, its third a thread."""
-    begun = trainer("cnn", tmp_path, "run", 2).start(num_steps=3000)
+    begun = trainer("cnn", tmp_path, "run", 2, optimizer=unhurried).start(num_steps=3000)
     seen = raypipe.attach("run")
     wait_until(lambda: seen.status().step >= 5)
     status = seen.status()
@@ -63,7 +63,7 @@ def test_a_run_is_watched_stopped_and_goes_on_at_another_number_of_stages(cluste
         raypipe.attach("run")
 
     often = config_of(SHAPES["ragged-epoch"], 3, "slack", max_grad_norm=0.5, checkpoint_interval_steps=2)
-    handle = trainer("cnn", tmp_path, "run", 3, pipeline=often).start(num_steps=3000)
+    handle = trainer("cnn", tmp_path, "run", 3, pipeline=often, optimizer=unhurried).start(num_steps=3000)
     wait_until(lambda: newest_step(tmp_path / "run") > done)
     stages = [member["process"] for member in handle.status().stages]
     assert len(stages) == 3
@@ -100,8 +100,8 @@ PROGRAM = """
 import faulthandler, signal, sys
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 from pathlib import Path
-from tests.prepare.test_resume import trainer
-made = trainer("sequential", Path(sys.argv[1]), "run", 2)
+from tests.prepare.test_resume import trainer, unhurried
+made = trainer("sequential", Path(sys.argv[1]), "run", 2, optimizer=unhurried)
 print("made", flush=True)
 made.fit(num_steps=int(sys.argv[2]), local=sys.argv[3] == "local", progress=False)
 """

@@ -20,7 +20,7 @@ from tests.models import CASES
 from tests.runs.test_nonfinite import BAD, arguments, traced
 from tests.runtime.on_fleet import start_on
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 
 STEPS = 6
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from tests import processes
 from tests.runtime.raylets import RAY, Home
@@ -23,22 +24,18 @@ ROOT = Path(__file__).parents[2]
 SMALL = ["--stages", "2", "--minibatch-size", "8", "--microbatches", "4", "--context", "32", "--width", "32"]
 
 ACTORS = ("ray::_DriverActor", "ray::_StageActor")
-LEFT = """
-import json, time, ray
-ray.init(log_to_driver=False, logging_level="ERROR")
-deadline_s = time.monotonic() + 30
-while True:
-    actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
-    groups = [g["state"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+
+
+def held() -> dict[str, object]:
+    """What runs hold of the cluster to which this process is connected."""
+    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     free, total = ray.available_resources(), ray.cluster_resources()
-    left = {"actors": [a for a in actors if a.startswith("raypipe/")], "groups": groups,
-            "busy_cpus": total["CPU"] - free.get("CPU", 0),
-            "store_bytes": total["object_store_memory"] - free.get("object_store_memory", 0)}
-    if not any(left.values()) or time.monotonic() > deadline_s:
-        break
-    time.sleep(0.1)
-print(json.dumps(left))
-"""
+    return {
+        "actors": [name for name in actors if name.startswith("raypipe/")],
+        "groups": [g["state"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"],
+        "busy_cpus": total["CPU"] - free.get("CPU", 0),
+        "store_bytes": total["object_store_memory"] - free.get("object_store_memory", 0),
+    }
 
 
 def actors() -> list[str]:
@@ -73,7 +70,13 @@ class Jobs(NamedTuple):
 
     def left(self) -> dict[str, object]:
         """What is left of jobs, after the while that it may take them to go."""
-        found: dict[str, object] = json.loads(self.run(sys.executable, "-c", LEFT).stdout.splitlines()[-1])
+        ray.init(self.environment["RAY_ADDRESS"], log_to_driver=False, logging_level="ERROR")
+        try:
+            deadline_s = time.monotonic() + 30
+            while any((found := held()).values()) and time.monotonic() < deadline_s:
+                time.sleep(0.1)
+        finally:
+            ray.shutdown()
         deadline_s = time.monotonic() + 10
         while (running := actors()) and time.monotonic() < deadline_s:
             time.sleep(0.05)

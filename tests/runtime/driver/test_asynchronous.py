@@ -13,7 +13,7 @@ from tests.runs.test_asynchronous_life import same, trainer
 from tests.runtime.left_over import wait_until
 from tests.runtime.on_fleet import start_on
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 
 STEPS = 8
 

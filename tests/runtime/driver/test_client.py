@@ -22,7 +22,7 @@ from raypipe.runtime.run.status import RunStatus
 from tests.prepare.test_resume import trainer
 from tests.runtime.left_over import ours, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 
 
 @pytest.fixture
@@ -38,10 +38,16 @@ def begun(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     handle.close()
 
 
-def test_a_driver_that_is_stopped_is_waited_for(begun: tuple[RunHandle, int]) -> None:
+def test_a_driver_that_is_stopped_is_waited_for_and_one_that_dies_meanwhile_is_gone(
+    begun: tuple[RunHandle, int],
+) -> None:
     handle, process = begun
-    os.kill(process, signal.SIGSTOP)
-    wait_until(lambda: "has not answered for" in handle.status().message)
+
+    def stop() -> None:
+        os.kill(process, signal.SIGSTOP)
+        wait_until(lambda: "has not answered for" in handle.status().message)
+
+    stop()
     step = handle.status().step
     assert "its process lives" in handle.status().message
     assert handle.status().state == "running"
@@ -50,14 +56,7 @@ def test_a_driver_that_is_stopped_is_waited_for(begun: tuple[RunHandle, int]) ->
         handle.timeline()
     os.kill(process, signal.SIGCONT)
     wait_until(lambda: handle.status().step > step and not handle.status().message)
-    handle.request_stop("seen enough")
-    assert handle.wait(timeout_s=180).stopped == "seen enough"
-
-
-def test_a_driver_that_dies_while_it_is_stopped_is_gone(begun: tuple[RunHandle, int]) -> None:
-    handle, process = begun
-    os.kill(process, signal.SIGSTOP)
-    wait_until(lambda: "has not answered for" in handle.status().message)
+    stop()
     os.kill(process, signal.SIGKILL)
     with pytest.raises(StageError, match="driver of run 'run' is gone"):
         handle.wait(timeout_s=180)

@@ -19,7 +19,7 @@ from tests.exactness import same_bits
 from tests.prepare.test_resume import outcome, trainer
 from tests.runtime.left_over import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -27,11 +27,11 @@ import sys
 from pathlib import Path
 import raypipe.runtime.run.lease as lease
 from tests import processes
-from tests.prepare.test_resume import trainer
+from tests.prepare.test_resume import trainer, unhurried
 from tests.exactness import SHAPES, config_of
 lease.RENEW_S, lease.OBSERVE_S = map(float, sys.argv[4:6])
 pipeline = config_of(SHAPES["ragged-epoch"], 2, "slack", max_grad_norm=0.5, checkpoint_interval_steps=20)
-made = trainer("mlp", Path(sys.argv[1]), "run", 2, pipeline=pipeline)
+made = trainer("mlp", Path(sys.argv[1]), "run", 2, pipeline=pipeline, optimizer=unhurried)
 made.fit(num_steps=int(sys.argv[2]), local=sys.argv[3] == "local", progress=False)
 """
 

@@ -19,7 +19,7 @@ from raypipe.runtime.links import again, socket_channel
 from tests.exactness import same_bits
 from tests.runtime.run.test_planning import trainer
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
 
 STEPS = 60
 FLIPS_PER_STAGE = 100
