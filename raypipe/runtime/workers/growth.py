@@ -167,7 +167,8 @@ class Growth:
     def _waits_for(self, least: int, coming: int, since: str, why: str) -> str:
         needs = self._fleet.places.needs
         return (
-            f"waiting since {since} for {least} workers of {in_words(needs)} each{why and f' ({why})'}: {coming} can "
+            f"waiting since {since} for {least} worker{'s' * (least > 1)} of {in_words(needs)} each"
+            f"{why and f' ({why})'}: {coming} can "
             f"be had, {self.count} are asked for, and the cluster has {room(needs)}"
         )
 
