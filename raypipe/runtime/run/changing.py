@@ -17,7 +17,7 @@ from typing import Any
 
 from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.rundir import RunFolder
-from raypipe.errors import LinkError, PlanError, RaypipeError, StageError
+from raypipe.errors import LinkError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.runtime.run.checkpoints import Checkpoints
 from raypipe.runtime.run.control import Control
@@ -77,6 +77,7 @@ class Changing:
             RaypipeError: the failure, where it is not to be survived.
         """
         progress, watcher, lease = self._progress, self._parts.watcher, self._parts.lease
+        was = progress.at.step
         while True:
             if self._recovery is None or not self._failures.survivable(error):
                 raise error
@@ -85,7 +86,7 @@ class Changing:
             if lease is not None:
                 lease.check()
             watcher.tell(message=f"recovering: {_line(error)}")
-            begin_s, was = time.monotonic(), progress.at.step
+            begin_s = time.monotonic()
             try:
                 back = self._recovery.recover(progress.marks.steps)
                 self._go_back(back)
@@ -158,14 +159,20 @@ class Changing:
     def _lighten(self, error: RaypipeError) -> None:
         """Where memory was not enough, go on with a plan that needs less.
 
+        A process that was ended from outside may have been ended for what others held: without another plan it is
+        replaced like any that is lost, as often as Failures allows.
+
         Raises:
-            RaypipeError: the failure; there is no such plan.
+            RaypipeError: the failure; there is no such plan, and the same one would fail again.
         """
         if error.ran_out is None or self._recovery is None:
             return
         try:
             self._recovery.lighten(error.ran_out)
         except PlanError as impossible:
+            if isinstance(error, StageLostError):
+                self._parts.tell("warning", str(impossible), step=self._progress.at.step)
+                return
             self._parts.tell("give up", f"{_line(error)} ({impossible})", step=self._progress.at.step)
             raise type(error)(f"{error}\nThe run ends: {impossible}") from None
 
@@ -189,7 +196,7 @@ class Changing:
             self._parts.tell(f"{decision} refused", str(error), step=step, **numbers)
             answer(error)
             return None
-        except RaypipeError as error:
+        except Exception as error:
             answer(PlanError(f"The run failed meanwhile, and recovers where it may: {error}"))
             raise
         took_s = None
@@ -207,6 +214,9 @@ class Changing:
         parts.notes.try_to(lambda: parts.metrics.go_back(progress.at.step))
         if back.plan is not None:
             self._take_plan(back.plan)
+        elif back.replaced and self._replanning is not None:  # what was measured of the worker before says nothing
+            parts.requests.take_offer()
+            self._replanning.begin(parts.ordering.plan.plan)
         parts.ordering.forget(progress.at.step, progress.skipped)
         parts.checkpoints.forget_after(progress.at.step)
         progress.saved = progress.completed = parts.checkpoints.latest_step

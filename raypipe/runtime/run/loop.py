@@ -203,6 +203,8 @@ class _Loop:
         progress = self.progress
         found = left_at(taken)
         progress.at, self._ordering.known = found.position, found.known
+        progress.marks.read()  # of copies that the stages still have
+        progress.marks.forget_after(progress.at.step)
         self.metrics.go_back(progress.at.step)
         progress.skipped = found.skipped(self.metrics.recent)
         progress.saved = progress.completed = self.checkpoints.find()

@@ -1,4 +1,4 @@
-"""What workers may hold that have run out of memory: every plan that is made for the same workers keeps to it."""
+"""What workers may hold that have run out of memory: plans that cut the stages of the same workers again keep to it."""
 
 from __future__ import annotations
 

@@ -142,7 +142,8 @@ class Ordering:
             saves = ends_empty and (
                 after.step == self._spec.num_steps or self._checkpoints.due(after.step) or self._asked
             )
-            copies = ends_empty and self._empties_after(after.step) and self.copy_times.due(after.step)
+            empties = ends_empty and self._empties_after(after.step)
+            copies = empties and self.copy_times.due(after.step)
             if saves:
                 self._asked = False
             if copies:
@@ -153,7 +154,7 @@ class Ordering:
             self._calm = calm
             yield self._order(ordered, before, traced=traced)
             before = after
-            if (saves and self._pauses_after(after.step)) or (copies and self._requests.wants_change):
+            if (saves and self._pauses_after(after.step)) or (empties and self._requests.wants_change):
                 return
 
     def draining(self, at: Position) -> Order:

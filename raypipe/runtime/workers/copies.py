@@ -8,7 +8,7 @@ The bytes are those of a copy's block, which no step changes; they travel as pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -78,11 +78,18 @@ class WorkerCopies:
         self._own: list[_Own] = []
         self._older: list[_Own] = []
         self._taken = 0
+        self._generation = -1
+        self._holds: Collection[int] = ()
         self._sender = CopySender(busy)
         self.holder = CopyHolder()
 
     def begin(
-        self, generation: int, programs: Sequence[StageProgram], states: Sequence[StageState], holder: Any
+        self,
+        generation: int,
+        programs: Sequence[StageProgram],
+        states: Sequence[StageState],
+        holder: Any,
+        holds: Collection[int],
     ) -> None:
         """The worker holds these stages from now on.
 
@@ -90,9 +97,10 @@ class WorkerCopies:
 
         Args:
             holder: the actor of the worker that is sent their copies; None for nobody.
+            holds: stages of other workers that send theirs here. Those of others go like those of the time before.
         """
         self._sender.send_to(holder, generation)
-        self._taken = 0
+        self._taken, self._generation, self._holds = 0, generation, holds
         if [(own.generation, id(own.state)) for own in self._own] == [(generation, id(state)) for state in states]:
             return
         self._older = [one for one in (*self._own, *self._older) if one.copies.steps]
@@ -126,6 +134,7 @@ class WorkerCopies:
             return
         if self._taken:
             self._older = []
+            self.holder.keep(self._generation, self._holds)
         self._taken += 1
         begun = [Begun(own.program.index, own.copies, own.copies.begin(step, own.state.updates)) for own in self._own]
         self._sender.begin(step, begun, send=send)

@@ -6,6 +6,7 @@ A stage is known by the generation of its plan and its number: another plan may 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,13 @@ class CopyHolder:
         """The run has gone back to this step."""
         for copies in self.copies().values():
             copies.forget_after(step)
+
+    def keep(self, generation: int, stages: Collection[int]) -> None:
+        """Of this plan only copies of these stages: the others are sent to other workers by now."""
+        with self._lock:
+            self._held = {
+                of: copies for of, copies in self._held.items() if of.generation != generation or of.stage in stages
+            }
 
     def copies(self) -> dict[StageKey, HeldCopies]:
         """All that are held, by owner."""

@@ -154,10 +154,11 @@ class Fleet(StateCalls):
         self._assign(workers, setup)
         results([member.actor.rest.remote(self._term) for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
         held_by = holders([member.facts["node"] for member in workers])
-        opening = [
-            actor.configure.remote(self._term, worker, shared, self._links, None if at is None else self.actors[at])
-            for worker, (actor, at) in enumerate(zip(self.actors, held_by, strict=True))
-        ]
+        opening = []
+        for worker, (actor, at) in enumerate(zip(self.actors, held_by, strict=True)):
+            holds = [stage for stages, to in zip(self._held, held_by, strict=True) if to == worker for stage in stages]
+            holder = None if at is None else self.actors[at]
+            opening.append(actor.configure.remote(self._term, worker, shared, self._links, holder, holds))
         results(opening, OPEN_TIMEOUT_S + PLACE_TIMEOUT_S, "opening their links")
 
     def adopt(

@@ -28,6 +28,7 @@ from raypipe.runtime.run.planning import another, for_workers, later_plan
 from raypipe.runtime.run.recovery import Recovered
 from raypipe.runtime.run.replanning import replanning_of
 from raypipe.runtime.run.same_run import fresh_options
+from raypipe.runtime.run.spec import PlanInForce
 from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.growth import Growth
@@ -154,9 +155,7 @@ class Recovery:
                 self._wants(made, num_stages)
             fleet.end_spares(keep=self._spares.count)
             clock.lap("move")
-            return Recovered(
-                step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan, fleet.moved_bytes
-            )
+            return self._changed(step, clock, (), made.plan)
 
     def move(self, nodes: Collection[str], step: int) -> Recovered | None:
         """See Recoverer."""
@@ -175,9 +174,7 @@ class Recovery:
             fleet.end_spares(on=nodes)
             clock.lap("move")
             self._spares.refill()
-            return Recovered(
-                step, "the stages themselves", None, leaving, clock.laps_s, fleet.facts, plan, fleet.moved_bytes
-            )
+            return self._changed(step, clock, leaving, plan)
 
     def take(self, offer: Offer, step: int) -> Recovered:
         """See Recoverer."""
@@ -190,7 +187,14 @@ class Recovery:
             fleet.keep_copy(step, send=False)
             self._hand_over(made, step)
             clock.lap("move")
-            return Recovered(step, "the stages themselves", None, (), clock.laps_s, fleet.facts, made.plan)
+            return self._changed(step, clock, (), made.plan)
+
+    def _changed(self, step: int, clock: _Clock, leaving: tuple[str, ...], plan: PlanInForce | None) -> Recovered:
+        """What a change between two steps came to."""
+        fleet = self._fleet
+        return Recovered(
+            step, "the stages themselves", None, leaving, clock.laps_s, fleet.facts, plan, fleet.moved_bytes
+        )
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -228,7 +232,10 @@ class Recovery:
             raise StageLostError(
                 f"A worker was lost, or does not answer, while the run changed its plan at step {step}."
             )
-        self._fleet.configure(made.run, made.setup, copies, members)
+        try:
+            self._fleet.configure(made.run, made.setup, copies, members)
+        except CheckpointError as error:
+            raise StageLostError(f"The run could not change its plan: {error}") from None
         self._made = made
         self._keep_charter(made)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTa
 from raypipe.errors import LinkAbortedError, LinkError, RanOut, RaypipeError, StageError, StageLostError
 from raypipe.planner.liveness import Finding
 
-__all__ = ["root_cause"]
+__all__ = ["root_cause", "with_traceback"]
 
 
 def root_cause(
@@ -62,3 +63,10 @@ def _failure(
         first = str(error).splitlines()[0]
         return 1, StageLostError(f"{name} could not be reached after {segments} segments of this run: {first}")
     return None
+
+
+def with_traceback(error: RaypipeError) -> str:
+    """The sentence, and below it the traceback through the user's code where there is one."""
+    if error.__cause__ is None:
+        return str(error)
+    return f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}"

@@ -85,7 +85,9 @@ def take_survivors(fleet: Fleet, run: RunSetup, setup: GenerationSetup, term: in
         try:
             results([member.actor.abort.remote(term, standing.links, "its driver was lost")], ASK_S, DOING)
             with contextlib.suppress(StageError, LinkError):  # that ended its work; it has left it
-                if results([member.actor.ended.remote(standing.run, SETTLE_S)], SETTLE_S + ASK_S, DOING) != [None]:
+                if standing.works and results(
+                    [member.actor.ended.remote(standing.run, SETTLE_S)], SETTLE_S + ASK_S, DOING
+                ) != [None]:
                     end_member(member)
         except StageError:
             end_member(member)

@@ -17,8 +17,7 @@ import os
 import platform
 import shutil
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,6 +54,7 @@ from raypipe.runtime.workers.order_gate import OrderGate
 from raypipe.runtime.workers.places import owner_of, release_ended
 from raypipe.runtime.workers.pulse import Pulse, Vitals
 from raypipe.runtime.workers.remote_copy import RemoteCopy
+from raypipe.runtime.workers.root_cause import with_traceback
 from raypipe.runtime.workers.states import names_of, states_from, states_of
 from raypipe.runtime.workers.takeover_actor import KEPT_REPORTS, REPORTS_WAIT_S
 
@@ -105,7 +105,8 @@ class _StageActor(LinkedActor, CopyingActor):
     def join(self, term: int, run: RunSetup) -> None:
         """Belong to a run; once for all its plans. ``term`` is the driver's number, here and below; see Fence."""
         self._fence.check(term)
-        self._forget_copies()
+        if self._setup is None or self._setup.run_id != run.run_id:  # it may be told so again while it trains
+            self._forget_copies()
         self._setup = run
 
     def load(
@@ -132,6 +133,7 @@ class _StageActor(LinkedActor, CopyingActor):
         self._next = None
         if not copies:
             self._next = states_of(run, programs, [source for source in sources if not isinstance(source, RemoteCopy)])
+            self._copies.forget_after(-1)  # they are of steps that are done again, perhaps with other codecs
             return 0
         me = ray.get_runtime_context().get_actor_id()
         source, moved = joined(copies, self._copies, me, [name for names in held for name in names])
@@ -143,12 +145,21 @@ class _StageActor(LinkedActor, CopyingActor):
         self._copies.forget_after(copies[0].step)
         return moved.total
 
-    def configure(self, term: int, worker: int, setup: GenerationSetup, links: int, holder: Any = None) -> None:
+    def configure(
+        self,
+        term: int,
+        worker: int,
+        setup: GenerationSetup,
+        links: int,
+        holder: Any = None,
+        holds: Collection[int] = (),
+    ) -> None:
         """Become a worker, or the same one with another plan, with the state of ``load`` or else that it has.
 
         Args:
             links: counts the times that links were opened; messages of others are dropped.
             holder: the actor that is sent copies of this one's state.
+            holds: stages of other workers that are sent here.
         """
         self._fence.check(term)
         run, addresses = self._setup, setup.addresses
@@ -165,7 +176,8 @@ class _StageActor(LinkedActor, CopyingActor):
                 f"Worker {placement.worker} does not hold the parameters of {placement.name_of(placement.worker)} "
                 "as they are cut now; load its state first."
             )
-        self._copies.begin(setup.generation, [programs[stage] for stage in placement.stages], self._states, holder)
+        mine = [programs[stage] for stage in placement.stages]
+        self._copies.begin(setup.generation, mine, self._states, holder, holds)
         peers = placement.neighbours(programs)
         opening = Opening(
             me=placement.worker,
@@ -262,7 +274,7 @@ class _StageActor(LinkedActor, CopyingActor):
         except RaypipeError as error:
             # The neighbours must not wait for what will never come, but they may finish the steps before.
             executor.leave(f"{executor.placement.name_of(executor.placement.worker)} failed")
-            self._failure = type(error)(_with_traceback(error))
+            self._failure = type(error)(with_traceback(error))
             self._failure.raised_at_s, self._failure.ran_out = time.time(), error.ran_out
             raise self._failure from None
         finally:
@@ -377,13 +389,6 @@ def _version() -> str:
     from raypipe import __version__
 
     return __version__
-
-
-def _with_traceback(error: RaypipeError) -> str:
-    """The sentence, and below it the traceback through the user's code where there is one."""
-    if error.__cause__ is None:
-        return str(error)
-    return f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}"
 
 
 GROUPS = {"control": 4, "orders": 1, "pulse": 1, **COPY_GROUPS, **LINK_GROUPS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -27,9 +27,9 @@ WAIT_S = 60.0
 class _Worker(CopyingActor):
     """An actor with one stage that needs no links."""
 
-    def begin(self, rows: int, holder: Any, generation: int = KEY.generation) -> None:
+    def begin(self, rows: int, holder: Any, generation: int = KEY.generation, holds: Collection[int] = ()) -> None:
         self.stage = Stage("adamw", size=rows)
-        self._copies.begin(generation, [self.stage.program], [self.stage.state], holder)
+        self._copies.begin(generation, [self.stage.program], [self.stage.state], holder, holds)
 
     def step_and_copy(self, step: int) -> dict[str, torch.Tensor]:
         self.stage.step()
@@ -47,7 +47,7 @@ class _Worker(CopyingActor):
         """As after a failure, under the same plan."""
         self.stage.back(self._copies.source(*KEY, step))
         self._copies.forget_after(step)
-        self._copies.begin(KEY.generation, [self.stage.program], [self.stage.state], holder)
+        self._copies.begin(KEY.generation, [self.stage.program], [self.stage.state], holder, ())
         self._copies.take(step, must=True)
 
     def acknowledged(self) -> int:
@@ -189,3 +189,19 @@ def test_where_nobody_is_to_hold_copies_the_own_one_counts(pair: tuple[Any, Any]
     get(worker.begin.remote(5, None))
     get(worker.step_and_copy.remote(4))
     wait_for(worker, 4)
+
+
+@pytest.mark.parametrize("holds", [(), (KEY.stage,)])
+def test_who_is_no_longer_the_holder_of_a_stage_forgets_it_at_its_own_second_copy(
+    pair: tuple[Any, Any], holds: tuple[int, ...]
+) -> None:
+    """Not before: until all have a copy under the new links, all may have to go back to what it holds."""
+    worker, holder = pair
+    get(worker.begin.remote(5, holder))
+    get(worker.step_and_copy.remote(1))
+    wait_for(worker, 1)
+    get(holder.begin.remote(5, None, KEY.generation, holds))
+    for step, kept in ((2, True), (3, bool(holds))):
+        get(holder.step_and_copy.remote(step))
+        wait_for(holder, step)
+        assert (KEY in steps(holder, held=True)) == kept
