@@ -152,8 +152,8 @@ class Executor:
         reports: list[list[StepReport]] = [[] for _ in self.works]
         try:
             with torch.set_grad_enabled(training):
-                for part in _split(row, per_minibatch, len(self.works)):
-                    minibatch = part[-1].microbatch // per_minibatch
+                parts = _split(row, per_minibatch, len(self.works))
+                for minibatch, part in enumerate(_as_many(parts, segment.num_minibatches if training else 1)):
                     found = self._run_minibatch(part, minibatch, keep_spans=keep_spans, measure=measure)
                     for of_stage, report in zip(reports, found, strict=True):
                         of_stage.append(report)
@@ -278,12 +278,13 @@ def _joined(
     return found
 
 
-def _split(row: Row, per_minibatch: int, num_stages: int) -> Iterable[list[Action]]:
+def _split(row: Row, per_minibatch: int, num_stages: int) -> list[list[Action]]:
     """A row in parts that end with a mini-batch's last STEP (an evaluation has none: one part), one report for each.
 
     Args:
         num_stages: of the worker, each of which steps.
     """
+    parts: list[list[Action]] = []
     part: list[Action] = []
     stepped = 0
     for action in row:
@@ -291,7 +292,17 @@ def _split(row: Row, per_minibatch: int, num_stages: int) -> Iterable[list[Actio
         if action.op is Op.STEP and (action.microbatch + 1) % per_minibatch == 0:
             stepped += 1
             if stepped == num_stages:
-                yield part
+                parts.append(part)
                 part, stepped = [], 0
-    if part:
-        yield part
+    return [*parts, part] if part else parts
+
+
+def _as_many(parts: list[list[Action]], count: int) -> list[list[Action]]:
+    """The same actions in as many parts as mini-batches end in the segment.
+
+    Stages without a backward have done with a micro-batch after its forward. Where a continuous schedule has them run
+    ahead, they step before the others do, or have begun a mini-batch that does not end here.
+    """
+    kept = parts[: count - 1]
+    kept += [[action for part in parts[count - 1 :] for action in part]] if len(parts) >= count else parts[count - 1 :]
+    return kept + [[]] * (count - len(kept))

@@ -54,6 +54,10 @@ class StageFunction(Protocol):
     num_inputs: int
     num_outputs: int
 
+    @property
+    def changing_buffers(self) -> tuple[str, ...]:
+        """Those of ``buffers`` that a forward may update."""
+
     def __call__(
         self,
         parameters: Sequence[torch.Tensor],
@@ -156,6 +160,7 @@ class GraphFunction:
     num_outputs: int
     title: str = "stage"
     column_shapes: tuple[tuple[int | None, ...], ...] = ()
+    changing_buffers: tuple[str, ...] = ()
     _function: Callable[..., tuple[torch.Tensor, ...]] | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> tuple[Any, ...]:

@@ -83,7 +83,7 @@ class StageWork:
             mode: {name: state.buffers[name] for name in function.buffers} for mode, function in self._modes.items()
         }
         recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable
-        self._second_forward = SecondForward(stage) if recomputes else None
+        self._second_forward = SecondForward(stage, self.program.train.changing_buffers) if recomputes else None
         self._losses: list[tuple[int, torch.Tensor, float]] = []  # part, value, share
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._arrived: dict[int, Message] = {}

@@ -69,7 +69,7 @@ def emulate(
     bounds = [0, *cuts, len(model)]
     stages = [model[a:b] for a, b in itertools.pairwise(bounds)]
     trained = [[(name, p) for name, p in stage.named_parameters() if p.requires_grad] for stage in stages]
-    optimizers = [make_optimizer(named) for named in trained]
+    optimizers = [make_optimizer(named) for named in trained if named]
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
     losses, norms = [], []
     with _one_thread():

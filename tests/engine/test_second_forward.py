@@ -69,8 +69,9 @@ def test_nothing_of_a_forward_is_held_but_its_outputs() -> None:
     assert len(held) == 3
 
 
-def test_statistics_of_a_batch_norm_are_changed_once_and_seen_as_they_were() -> None:
-    """torch does not count what a batch norm does to its buffers."""
+@pytest.mark.parametrize("first", [1.0, 0.0], ids=["moves them", "leaves them"])
+def test_statistics_of_a_batch_norm_are_changed_once_and_seen_as_they_were(first: float) -> None:
+    """torch does not count what a batch norm does to its buffers, and the first micro-batch need not move them."""
     seen: list[torch.Tensor] = []
 
     def run(what: Given) -> tuple[torch.Tensor, ...]:
@@ -80,8 +81,8 @@ def test_statistics_of_a_batch_norm_are_changed_once_and_seen_as_they_were() -> 
 
     buffers = {"mean": torch.zeros(3), "spread": torch.ones(3)}
     alone = {name: buffer.clone() for name, buffer in buffers.items()}
-    second, drawn = SecondForward(0), torch.Generator().manual_seed(1)
-    batches = [torch.randn(4, 3, generator=drawn) for _ in range(3)]
+    second, drawn = SecondForward(0, buffers), torch.Generator().manual_seed(1)
+    batches = [weight * torch.randn(4, 3, generator=drawn) for weight in (first, 1.0, 1.0)]
     later = [second.first(run, given([x], **buffers))[1] for x in batches]
     for x in batches:
         functional.batch_norm(x, alone["mean"], alone["spread"], training=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,6 +201,23 @@ def test_clipping(tmp_path: Path, stages: int, policy: str, optimizer: str, apar
 @pytest.mark.parametrize("policy", ["stashing", "two versions", "2bw"])
 def test_sums_of_losses(tmp_path: Path, policy: str) -> None:
     setup = Setup(stages=4, policy=policy, optimizer="adamw", shape="ragged micro-batches", reduction="sum")
+    assert unequal(trained(setup, tmp_path), emulated(setup)) == []
+
+
+@pytest.mark.parametrize("drain_every", [None, 3])
+@pytest.mark.parametrize("policy", ["stashing", "every second", "2bw", "stashing, deeper"])
+def test_a_first_stage_that_learns_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, drain_every: int | None
+) -> None:
+    """It has done with a mini-batch before the others have, and may be ahead of them by whole ones."""
+
+    def frozen() -> torch.nn.Sequential:
+        net = NETS["mlp"].build()
+        net[: NETS["mlp"].cuts[3][0]].requires_grad_(requires_grad=False)
+        return net
+
+    monkeypatch.setitem(NETS, "frozen", replace(NETS["mlp"], build=frozen))
+    setup = Setup("frozen", 3, policy, "sgd", "ragged epochs", drain_every=drain_every)
     assert unequal(trained(setup, tmp_path), emulated(setup)) == []
 
 

@@ -88,6 +88,11 @@ class SequentialFunction:
     _parameters: list[Slot] = field(default_factory=list, repr=False, compare=False)
     _buffers: list[Slot] = field(default_factory=list, repr=False, compare=False)
 
+    @property
+    def changing_buffers(self) -> tuple[str, ...]:
+        """All of them: torch does not count what a norm does to its statistics, and no graph tells."""
+        return self.buffers
+
     def __call__(
         self,
         parameters: Sequence[torch.Tensor],

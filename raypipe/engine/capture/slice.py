@@ -53,6 +53,7 @@ def stage_function(
         num_outputs=len(outputs),
         title=title,
         column_shapes=tuple(values[number].static_shape for number in columns),
+        changing_buffers=tuple(values[number].of for number in buffers if number in lines.changing_buffers),
     )
 
 

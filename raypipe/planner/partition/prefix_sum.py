@@ -123,7 +123,10 @@ def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
     parts = np.stack([prefix(part)[chain.positions] for part in limits.memory.node_parts(graph)])
     bandwidths = {step.bandwidth_bytes_s for step in lineup.steps}
     depths = sorted(set(lineup.depths) - {0})
-    twice_ps = chain.time_ps + chain.forward_ps
+    # What comes before everything that learns has no backward, and so no second forward. A stage that has both runs all
+    # of it twice; that the frozen part of it counts once here keeps the sums those of places.
+    frozen = int(np.searchsorted(chain.sync_bytes, 0, side="right")) - 1 if chain.sync_bytes[-1] else 0
+    twice_ps = chain.time_ps + np.maximum(chain.forward_ps - chain.forward_ps[frozen], 0)
     return _Problem(
         chain,
         lineup,
