@@ -52,11 +52,10 @@ def recompute_reason(asked: Request, found: Sequence[bool]) -> str:
     which = "all stages run" if len(stages) == len(found) > 1 else f"stage {stages[0]} runs"
     if 1 < len(stages) < len(found):
         which = f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]} run"
-    why = (
-        "for memory would not hold the activations of this schedule otherwise"
-        if is_open(asked)
-        else "as recompute says"
-    )
+    given = asked.recompute
+    said = not is_open(asked) or (isinstance(given, tuple) and all(given[stage] for stage in stages))
+    without = "for memory would not hold the activations of this schedule otherwise, or a step would take longer"
+    why = "as recompute says" if said else without
     its = "its forward" if which.startswith("stage ") else "their forwards"
     return f"{which} {its} again in the backward, {why}"
 
