@@ -54,7 +54,7 @@ def recompute_reason(asked: Request, found: Sequence[bool]) -> str:
         which = f"stages {', '.join(map(str, stages[:-1]))} and {stages[-1]} run"
     given = asked.recompute
     said = not is_open(asked) or (isinstance(given, tuple) and all(given[stage] for stage in stages))
-    without = "for memory would not hold the activations of this schedule otherwise, or a step would take longer"
+    without = "for memory would not hold the activations otherwise, or steps would take longer"
     why = "as recompute says" if said else without
     its = "its forward" if which.startswith("stage ") else "their forwards"
     return f"{which} {its} again in the backward, {why}"

@@ -54,8 +54,8 @@ def test_only_the_stages_that_would_not_fit_otherwise() -> None:
     plan = plan_of(found)
     assert plan.recompute == (True, False, False)
     assert dict(plan.reasons)["recompute"] == (
-        "stage 0 runs its forward again in the backward, for memory would not hold the activations of this schedule "
-        "otherwise"
+        "stage 0 runs its forward again in the backward, for memory would not hold the activations otherwise, or steps "
+        "would take longer"
     )
     assert "twice" in plan.explain()
     assert Plan.from_json(plan.to_json()) == plan
