@@ -21,7 +21,7 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.checkpoint import newest_step
 from raypipe.engine.setup import RunSetup
 from raypipe.runtime.run.blueprint import Blueprint
-from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.planned import Asked, Planned
 from raypipe.runtime.run.planning import PlanBasis
 from raypipe.runtime.run.same_run import differences, goes_on
 from raypipe.runtime.run.spec import RunSpec
@@ -47,7 +47,11 @@ class Submission(NamedTuple):
 
 
 class Charter(NamedTuple):
-    """A blueprint without what every stage knows anyway, the plan in force, and the resources of one worker."""
+    """A blueprint without what every stage knows anyway, the plan in force, and the resources of one worker.
+
+    Attributes:
+        asked: of a run that may change its number of workers, the size that somebody asked for last.
+    """
 
     basis: PlanBasis
     pipeline: PipelineConfig
@@ -55,6 +59,7 @@ class Charter(NamedTuple):
     turns: bool
     planned: Planned
     resources: Mapping[str, float]
+    asked: Asked | None = None
 
     @classmethod
     def of(cls, blueprint: Blueprint, planned: Planned, resources: Mapping[str, float]) -> Charter:
@@ -66,9 +71,9 @@ class Charter(NamedTuple):
         """As it was."""
         return Blueprint(self.basis, self.pipeline, setup, self.spec, self.turns)
 
-    def packed(self, planned: Planned) -> bytes:
+    def packed(self, planned: Planned, asked: Asked | None) -> bytes:
         """For the stages, of the run with this plan."""
-        packed: bytes = ray.cloudpickle.dumps(self._replace(planned=planned))
+        packed: bytes = ray.cloudpickle.dumps(self._replace(planned=planned, asked=asked))
         return packed
 
 

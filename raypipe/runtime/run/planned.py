@@ -1,13 +1,14 @@
-"""A plan for whoever carries it out, with what its making knows besides."""
+"""A plan for whoever carries it out, with what its making knows besides; and the size that people asked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raypipe.ir.plan import Plan
 from raypipe.planner.control import MemoryBudget
 
-__all__ = ["Planned"]
+__all__ = ["Asked", "Planned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +23,10 @@ class Planned:
     plan: Plan
     budgets: tuple[MemoryBudget, ...]
     microbatch_seconds: tuple[tuple[int, float], ...] = ()
+
+
+class Asked(NamedTuple):
+    """Stages that somebody asked for with ``handle.resize``, and the workers that the plan for them uses."""
+
+    num_stages: int
+    workers: int

@@ -21,7 +21,7 @@ from raypipe.engine.rundir import RunFolder
 from raypipe.errors import PlanError, RaypipeError
 from raypipe.planner.elastic import LEAST_GAIN, asked_for, begins_with, gain_of, move_seconds
 from raypipe.planner.worth import Gain, pays
-from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.planned import Asked, Planned
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import RunSpec
 from raypipe.runtime.run.status import RunStatus
@@ -61,6 +61,9 @@ class Growth:
         survives: the run survives failures, so that one more is worth having as a spare.
         tell: is called with what is waited for.
         event: (decision, reason, ...) notes it.
+
+    Attributes:
+        asked: the size that somebody asked for last, beyond which the run does not grow.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Growth:
     ) -> None:
         self._fleet, self._workers, self._requests = fleet, workers, requests
         self._wanted, self._survives = wanted, survives
+        self.asked: Asked | None = None
         self._tell, self._event = tell, event
         self._looked_s, self._move_s = time.monotonic(), 0.0
         self._planned: dict[int, Planned] = {}  # by workers; planning may take seconds
@@ -92,9 +96,9 @@ class Growth:
         """Members without which the run waits."""
         return min(self._workers.least, self._wanted)
 
-    def wants(self, workers: int) -> None:
-        """From now on the run wants so many workers, because somebody asked for it."""
-        self._wanted = workers
+    def wants(self, asked: Asked) -> None:
+        """From now on the run wants as many workers as these stages use, because somebody asked for them."""
+        self.asked, self._wanted = asked, asked.workers
         self._planned.clear()
 
     def refill(self) -> None:
@@ -245,12 +249,21 @@ class Growth:
         self._move_s = time.monotonic() - begin_s
 
 
-def growth_of(fleet: Fleet, spec: RunSpec, requests: Requests, tell: Callable[[str], None]) -> Growth | None:
-    """Of a run that may change its number of workers; None of any other."""
+def growth_of(
+    fleet: Fleet, spec: RunSpec, requests: Requests, tell: Callable[[str], None], asked: Asked | None = None
+) -> Growth | None:
+    """Of a run that may change its number of workers; None of any other.
+
+    Args:
+        asked: the size that somebody asked an earlier driver for.
+    """
     if spec.workers is None:
         return None
     event, survives = RunFolder(spec.place).event, bool(spec.max_failures)
-    return Growth(fleet, spec.workers, spec.wanted_workers, requests, tell, event, survives=survives)
+    growth = Growth(fleet, spec.workers, spec.wanted_workers, requests, tell, event, survives=survives)
+    if asked is not None:
+        growth.wants(asked)
+    return growth
 
 
 def _in_words(gain: Gain) -> str:

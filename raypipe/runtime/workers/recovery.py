@@ -23,7 +23,7 @@ from raypipe.planner.segments import Position
 from raypipe.planner.tune import Decision
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.memory_limits import MemoryLimits
-from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.planned import Asked, Planned
 from raypipe.runtime.run.planning import another, for_workers, later_plan
 from raypipe.runtime.run.recovery import Recovered
 from raypipe.runtime.run.replanning import replanning_of
@@ -52,7 +52,7 @@ class Recovery:
         planned, made: what the fleet is configured for.
         tensors: that the run began with.
         spares: that are started again when one was used; of a run that may change its number of workers, its growth.
-        charter: (plan) -> what a later driver needs to know of a run that has this plan.
+        charter: (plan, size asked for) -> what a later driver needs to know of a run that has this plan.
     """
 
     def __init__(
@@ -63,14 +63,13 @@ class Recovery:
         made: Assembled,
         tensors: StoredTensors,
         spares: Spares | Growth,
-        charter: Callable[[Planned], bytes],
+        charter: Callable[[Planned, Asked | None], bytes],
     ) -> None:
         self._spares, self._growth = spares, spares if isinstance(spares, Growth) else None
         self._charter, self._planned = charter, {made.setup.generation: planned}
         self._fleet, self._blueprint, self._made, self._tensors = fleet, blueprint, made, tensors
         self._first = made.plan.plan  # which says how mini-batches are parted
         self._num_stages = {self._first.generation: len(made.setup.programs)}  # by generation of the plan
-        self._request = blueprint.basis.request  # with the number of stages that people asked for last
         self._limits = MemoryLimits(blueprint.basis, self._first)
         self.replanning = replanning_of(blueprint, self._first, self._limits)
         self._lighter: Assembled | None = None  # to be taken at the next recovery
@@ -129,7 +128,15 @@ class Recovery:
         Raises:
             PlanError: there is none.
         """
-        return later_plan(for_workers(self._blueprint.basis, self._first, self._request, workers))
+        basis = self._blueprint.basis
+        request, asked = basis.request, self._asked
+        if asked is not None:
+            request = replace(request, num_stages=asked.num_stages, split_points=())
+        return later_plan(for_workers(basis, self._first, request, workers))
+
+    @property
+    def _asked(self) -> Asked | None:
+        return None if self._growth is None else self._growth.asked
 
     @contextlib.contextmanager
     def growing(self, status: Callable[[], RunStatus]) -> Iterator[None]:
@@ -150,9 +157,8 @@ class Recovery:
             fleet.grow(made.setup.num_workers, PLACE_TIMEOUT_S)
             clock.lap("workers")
             fleet.keep_copy(step, send=False)
-            self._hand_over(made, step)
-            if planned is None:
-                self._wants(made, num_stages)
+            asked = None if planned is not None else Asked(num_stages, made.setup.num_workers)
+            self._hand_over(made, step, asked=asked)
             fleet.end_spares(keep=self._spares.count)
             clock.lap("move")
             return self._changed(step, clock, (), made.plan)
@@ -221,8 +227,13 @@ class Recovery:
                 raise PlanError(str(impossible)) from None
             return made, staying[: made.setup.num_workers]
 
-    def _hand_over(self, made: Assembled, step: int, members: Sequence[int] | None = None) -> None:
+    def _hand_over(
+        self, made: Assembled, step: int, members: Sequence[int] | None = None, asked: Asked | None = None
+    ) -> None:
         """Give workers a plan, with the state of this step, of which every stage has just taken a copy.
+
+        Args:
+            asked: it is of this size because somebody asked for it: a run that may change its size grows no further.
 
         Raises:
             StageLostError: a copy is not there any more. No older state will do: the run has not gone back.
@@ -237,13 +248,9 @@ class Recovery:
         except CheckpointError as error:
             raise StageLostError(f"The run could not change its plan: {error}") from None
         self._made = made
+        if asked is not None and self._growth is not None:
+            self._growth.wants(asked)
         self._keep_charter(made)
-
-    def _wants(self, made: Assembled, num_stages: int) -> None:
-        """Somebody asked for so many stages: a run that may change its number of workers grows no further."""
-        self._request = replace(self._request, num_stages=num_stages, split_points=())
-        if self._growth is not None:
-            self._growth.wants(made.setup.num_workers)
 
     def _fewer(self, error: PlanError) -> Assembled:
         """A plan for the workers that are left; where those are too few for the run, it waits for more.
@@ -305,7 +312,8 @@ class Recovery:
     def _keep_charter(self, made: Assembled) -> None:
         """Have every worker keep what a later driver needs."""
         names = [name for name in sorted(self._tensors.names) if name not in made.run.persistent]
-        self._fleet.keep_charter(self._charter(self._planned[made.setup.generation]), self._tensors, names)
+        charter = self._charter(self._planned[made.setup.generation], self._asked)
+        self._fleet.keep_charter(charter, self._tensors, names)
 
     def _restore(self, made: Assembled, copies: Sequence[RemoteCopy]) -> tuple[int, str, Position | None]:
         """(step, where from, position of a checkpoint) of the newest state that all can have; now they have it."""
