@@ -132,7 +132,7 @@ class Growth:
         places = self._fleet.places
         while not self._requests.stop_reason:
             places.ask_for(self.count)
-            coming = places.living + len(granted(places.waiting))
+            coming = places.living + places.starting + len(granted(places.waiting))
             if coming != here:
                 changed_s, here = time.monotonic(), coming
             enough = coming >= least and begins_with(self._workers, self._wanted, coming) > 0

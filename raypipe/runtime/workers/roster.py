@@ -36,6 +36,8 @@ __all__ = [
 
 SPARE = "A spare worker"
 START_TIMEOUT_S = 150.0
+UNDER_WAY_S = 30.0
+"""For members that are starting already, before a place for another one is asked for."""
 LEAST_SHM_BYTES = 256 << 20
 _LASTING: Mapping[str, Any] = {"namespace": NAMESPACE, "lifetime": "detached"}
 LEASE_S = 60.0
@@ -77,6 +79,7 @@ class Roster:
 
     Attributes:
         waiting: places that were asked for and have no member yet, by number.
+        starting: number of members whose processes are starting, in places of which ``waiting`` has none any more.
         patience_s: for which a place for another member is waited for; None for the usual while.
     """
 
@@ -93,16 +96,19 @@ class Roster:
         self._resources, self._transport, self._link_ports, self._owner = resources, transport, link_ports, owner
         # A lease begins when somebody renews it, or a while after the last process has had the time to start.
         self._lease_s = START_TIMEOUT_S + lease_s
-        self._growing = threading.Lock()
+        self._growing = threading.Condition()
         self._closed = False
         self.members = list(living)
         self.waiting: dict[int, PlacementGroup] = {}
+        self.starting = 0
         self.patience_s: float | None = None
         self._started = 1 + max((member.number for member in living), default=-1)  # members so far
         self.grow(count)
 
     def grow(self, count: int, patience_s: float | None = None) -> None:
         """Have so many members, of which new ones are spares until a plan uses them. From any thread, one by one.
+
+        Those that are starting already are waited for, before others are asked for.
 
         Args:
             patience_s: for which their places are waited for; None for that of the attribute.
@@ -111,6 +117,7 @@ class Roster:
             PlanError: there is no place for one.
         """
         with self._growing:
+            self._growing.wait_for(lambda: self.living >= count or not self.starting or self._closed, UNDER_WAY_S)
             missing = count - self.living
             if missing <= 0 or self._closed:
                 return
@@ -128,7 +135,7 @@ class Roster:
     def ask_for(self, count: int) -> None:
         """Wait for places until there are so many members; what is asked for beyond that is given back."""
         with self._growing:
-            missing = max(0, count - self.living)
+            missing = max(0, count - self.living - self.starting)
             surplus = list(self.waiting)[missing:]
             release([self.waiting.pop(number) for number in surplus])
             if not self._closed:
@@ -143,11 +150,17 @@ class Roster:
         with self._growing:
             places = granted(self.waiting)
             self.waiting = {number: place for number, place in self.waiting.items() if number not in places}
+            self.starting += len(places)
         if not places:
             return 0
-        new = self._start(places)  # which takes seconds: nobody who needs the roster waits for it
-        with self._growing:
-            self._take(new)
+        new: list[Member] = []
+        try:
+            new = self._start(places)  # which takes seconds: the lock is free meanwhile
+        finally:
+            with self._growing:
+                self.starting -= len(places)
+                self._take(new)
+                self._growing.notify_all()
         return len(new)
 
     def _ask(self, count: int) -> dict[int, PlacementGroup]:
