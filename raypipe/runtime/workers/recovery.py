@@ -154,7 +154,8 @@ class Recovery:
             clock, fleet = _Clock(), self._fleet
             made = self._plan(num_stages, None) if planned is None else self._assembled(planned)
             clock.lap("plan")
-            fleet.grow(made.setup.num_workers, PLACE_TIMEOUT_S)
+            # Who asked for a size waits for places; a run that grows by itself has its workers, or does without.
+            fleet.grow(made.setup.num_workers, PLACE_TIMEOUT_S if planned is None else None)
             clock.lap("workers")
             fleet.keep_copy(step, send=False)
             asked = None if planned is not None else Asked(num_stages, made.setup.num_workers)
