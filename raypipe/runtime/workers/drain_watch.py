@@ -13,17 +13,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayError
-
 from raypipe.errors import CheckpointError
 from raypipe.runtime.workers.drains import drain_node, draining_nodes
 from raypipe.runtime.workers.notices import Kind, Notice
+from raypipe.runtime.workers.places import AWAY
 
 __all__ = ["DrainWatch"]
 
 EVERY_S = 1.0
-AWAY = (RayError, ConnectionError, RuntimeError)
-"""What Ray raises where its head is not there for a while."""
 
 
 class DrainWatch:
@@ -55,21 +52,32 @@ class DrainWatch:
         self._thread.join(EVERY_S)
 
     def _watch(self) -> None:
+        complaint: type[Exception] | None = None
         while not self._ended.wait(EVERY_S):
-            for node, notices in self._announced().items():
-                for notice in notices:
-                    self._hear(node, notice)
             try:
-                draining = draining_nodes()
-            except AWAY:
-                continue
-            new = {node for node in draining if node in self._nodes()} - self._told
-            if not new:
-                continue
-            self._told |= new
-            deadlines = [s for node in new if (s := draining[node]) is not None]
-            self._note("drain", f"Ray drains {', '.join(sorted(new))}", **_numbers(min(deadlines, default=None)))
-            self._leave(new)
+                self._look()
+            except Exception as error:  # noqa: BLE001  (whatever it is, the next look may work)
+                if type(error) is not complaint:
+                    complaint = type(error)
+                    self._note(
+                        "warning", f"Nobody could tell which nodes are about to go; it is tried again: {error!r}"
+                    )
+
+    def _look(self) -> None:
+        for node, notices in self._announced().items():
+            for notice in notices:
+                self._hear(node, notice)
+        try:
+            draining = draining_nodes()
+        except AWAY:
+            return
+        new = {node for node in draining if node in self._nodes()} - self._told
+        if not new:
+            return
+        self._told |= new
+        deadlines = [s for node in new if (s := draining[node]) is not None]
+        self._note("drain", f"Ray drains {', '.join(sorted(new))}", **_numbers(min(deadlines, default=None)))
+        self._leave(new)
 
     def _hear(self, node: str, notice: Notice) -> None:
         """Of a cloud, once. Ray is told first, so that no other worker is started on a machine that goes."""

@@ -9,16 +9,17 @@ A thread of the driver looks once a second. What it decides is in planner/elasti
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
 from raypipe.config.ray import WorkerRange
 from raypipe.engine.rundir import RunFolder
-from raypipe.errors import PlanError, RaypipeError
+from raypipe.errors import CheckpointError, PlanError, RaypipeError
 from raypipe.planner.elastic import LEAST_GAIN, asked_for, begins_with, gain_of, move_seconds
 from raypipe.planner.worth import Gain, pays
 from raypipe.runtime.run.planned import Asked, Planned
@@ -26,7 +27,7 @@ from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import RunSpec
 from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.places import granted, in_words, room
+from raypipe.runtime.workers.places import AWAY, granted, in_words, room
 
 __all__ = ["Growth", "Plans", "growth_of"]
 
@@ -131,8 +132,10 @@ class Growth:
         changed_s, here, failed = began_s, -1, 0
         places = self._fleet.places
         while not self._requests.stop_reason:
-            places.ask_for(self.count)
-            coming = places.living + places.starting + len(granted(places.waiting))
+            coming = self._coming()
+            if coming is None:
+                time.sleep(POLL_S)
+                continue
             if coming != here:
                 changed_s, here = time.monotonic(), coming
             enough = coming >= least and begins_with(self._workers, self._wanted, coming) > 0
@@ -146,6 +149,15 @@ class Growth:
             time.sleep(POLL_S)
         return 0
 
+    def _coming(self) -> int | None:
+        """Ask for those that are missing; how many members there could be now. None where Ray does not answer."""
+        places = self._fleet.places
+        try:
+            places.ask_for(self.count)
+            return places.living + places.starting + len(granted(places.waiting))
+        except AWAY:
+            return None
+
     def _started(self, failed: int) -> int:
         """Start workers where there are places; how often that has failed in a row.
 
@@ -157,23 +169,33 @@ class Growth:
         except (RaypipeError, RayError) as error:  # the node may have gone again
             if failed + 1 >= MOST_FAILED:
                 raise
-            self._event("warning", f"A worker could not be started: {error}")
+            self._note("warning", f"A worker could not be started: {error}")
             return failed + 1
+        except AWAY:
+            return failed
         return 0
 
     def _tell_waiting(self, line: str, told: str) -> str:
         if line != told:
             self._tell(line)
         if not told:
-            self._event("wait for workers", line)
+            self._note("wait for workers", line)
         return line
+
+    def _note(self, decision: str, reason: str, **numbers: Any) -> None:
+        with contextlib.suppress(CheckpointError):  # a full disk is told by those who need the folder
+            self._event(decision, reason, **numbers)
 
     def _waits_for(self, least: int, coming: int, since: str, why: str) -> str:
         needs = self._fleet.places.needs
+        try:
+            has = f"the cluster has {room(needs)}"
+        except AWAY:
+            has = "the cluster does not answer"
         return (
             f"waiting since {since} for {least} worker{'s' * (least > 1)} of {in_words(needs)} each"
             f"{why and f' ({why})'}: {coming} can "
-            f"be had, {self.count} are asked for, and the cluster has {room(needs)}"
+            f"be had, {self.count} are asked for, and {has}"
         )
 
     def serve(self, plans: Plans, status: Callable[[], RunStatus]) -> None:
@@ -203,11 +225,12 @@ class Growth:
                 if time.monotonic() - self._looked_s >= self._workers.interval_s:
                     self._look(plans, status())
                     self._looked_s = time.monotonic()
-            except (RaypipeError, RayError) as error:
+            except Exception as error:  # noqa: BLE001  (whatever it is, the next look may work)
                 pause_s = AGAIN_S
-                if str(error) != complaint and not self._ended.is_set():
-                    complaint = str(error)
-                    self._event("warning", f"The run could not grow: {error}")
+                what = str(error) if isinstance(error, RaypipeError) else type(error).__name__
+                if what != complaint and not self._ended.is_set():
+                    complaint = what
+                    self._note("warning", f"The run could not grow: {str(error) or what}")
 
     def _look(self, plans: Plans, status: RunStatus) -> None:
         """Have the run grow to all workers that are there, or ask for no more, where it would not pay."""
@@ -223,7 +246,7 @@ class Growth:
         gain = self._gain(plans, used, self._wanted, status)
         if gain is not None and not pays(gain, LEAST_GAIN):
             self._wanted = used
-            self._event("ask for fewer", f"more than {used} workers would not pay: {_in_words(gain)}")
+            self._note("ask for fewer", f"more than {used} workers would not pay: {_in_words(gain)}")
 
     def _plan_of(self, plans: Plans, workers: int) -> Planned:
         if workers not in self._planned:

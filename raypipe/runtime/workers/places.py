@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from raypipe.errors import PlanError
 
 __all__ = [
+    "AWAY",
     "NAMESPACE",
     "PLACE_TIMEOUT_S",
     "PREFIX",
@@ -47,6 +48,9 @@ NAMESPACE = "raypipe"
 PREFIX = "raypipe/"
 PLACE_TIMEOUT_S = 30.0
 END_TIMEOUT_S, END_POLL_S = 5.0, 0.05
+
+AWAY = (RayError, ConnectionError, RuntimeError)
+"""What Ray raises where its head is not there for a while."""
 
 _ACTOR = "stage-actor-"
 
@@ -108,7 +112,7 @@ def wait_for(places: Mapping[int, PlacementGroup], needs: Mapping[str, float], p
 
 def granted(places: Mapping[int, PlacementGroup]) -> dict[int, PlacementGroup]:
     """Those of these places that are there now."""
-    return {number: group for number, group in places.items() if placement_group_table(group)["state"] == "CREATED"}
+    return {number: group for number, group in places.items() if placement_group_table(group).get("state") == "CREATED"}
 
 
 def room(needs: Mapping[str, float]) -> str:

@@ -14,9 +14,12 @@ from raypipe.config.ray import WorkerRange
 from raypipe.runtime.driver.succession import Charter
 from raypipe.runtime.run.planned import Asked
 from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.workers.drain_watch import DrainWatch
 from raypipe.runtime.workers.growth import Growth
+from raypipe.runtime.workers.notices import Kind, Notice
 from raypipe.runtime.workers.places import Owner
 from raypipe.runtime.workers.roster import Member, Roster
+from tests.runtime.left_over import wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -83,3 +86,56 @@ def test_workers_that_are_starting_are_not_asked_for_again(all_come: None) -> No
     starting.join(60)
     growing.join(60)
     assert (places.starting, places.living, places.asked) == (0, 2, [0, 1])
+
+
+class Fails:
+    """Raises these errors, one a call, and then an answer is given for ever."""
+
+    def __init__(self, errors: list[Exception], answer: Any) -> None:
+        self._errors, self._answer, self.went_on = errors, answer, threading.Event()
+
+    def __call__(self, *given: Any) -> Any:
+        if self._errors:
+            raise self._errors.pop(0)
+        self.went_on.set()
+        return self._answer
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads look many times a second."""
+    for name in ("growth.EVERY_S", "growth.AGAIN_S", "growth.POLL_S", "growth.SETTLE_S", "drain_watch.EVERY_S"):
+        monkeypatch.setattr(f"raypipe.runtime.workers.{name}", 0.01)
+
+
+@pytest.mark.usefixtures("often")
+def test_growth_goes_on_after_an_error_that_nobody_expects() -> None:
+    told: list[tuple[str, str]] = []
+    asks = Fails([KeyError("state"), KeyError("state"), ConnectionError("away")], None)
+    growth = growth_on(SimpleNamespace(ask_for=asks, living=0, start_granted=lambda: 0), Requests(), told)
+    starting: Any = SimpleNamespace(state="starting")
+    growth.serve(SimpleNamespace(), lambda: starting)  # type: ignore[arg-type]
+    try:
+        assert asks.went_on.wait(60)
+    finally:
+        growth.close()
+    assert [reason for _, reason in told] == ["The run could not grow: 'state'", "The run could not grow: away"]
+
+
+@pytest.mark.usefixtures("often", "all_come")
+def test_a_wait_for_workers_outlasts_the_head_of_ray() -> None:
+    asks = Fails([ConnectionError("away"), RuntimeError("away")], None)
+    places = SimpleNamespace(ask_for=asks, living=4, starting=0, waiting={}, start_granted=lambda: 0)
+    assert growth_on(places, Requests(), []).wait() == 4
+
+
+@pytest.mark.usefixtures("often")
+def test_nodes_are_watched_after_an_error_that_nobody_expects() -> None:
+    told, notice = [], Notice(Kind.PAUSES, None, "somebody: soon")
+    announced = Fails([KeyError("node"), KeyError("node")], {"node": [notice]})
+    watch = DrainWatch(lambda: {"node"}, announced, lambda nodes: None, lambda *of, **numbers: told.append(of))
+    try:
+        wait_until(lambda: ("notice", "somebody: soon: the machine pauses") in told, 60.0)
+    finally:
+        watch.close()
+    assert [decision for decision, reason in told if "KeyError" in reason] == ["warning"]
