@@ -280,7 +280,7 @@ class _DriverActor:
         gc.freeze()
         event = RunFolder(spec.place).event
         drains = DrainWatch(lambda: fleet.nodes, lambda: fleet.watch.announced, requests.leave, event)
-        with contextlib.closing(drains), recovery.growing(lambda: self._journal.status):
+        with contextlib.closing(drains), recovery.growing(lambda: self._journal.status, lambda: drains.going):
             return run_loop(
                 fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken, lost=lost
             )

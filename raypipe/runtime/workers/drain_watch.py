@@ -31,6 +31,9 @@ class DrainWatch:
         announced: by clouds so far, by node.
         leave: told once of each node that is about to go.
         event: (decision, reason, ...) notes it.
+
+    Attributes:
+        going: nodes that are about to go -> Unix seconds of the deadline; None where nobody knows.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class DrainWatch:
         event: Callable[..., None],
     ) -> None:
         self._nodes, self._announced, self._leave, self._event = nodes, announced, leave, event
-        self._told: set[str] = set()
+        self.going: Mapping[str, float | None] = {}
         self._heard: set[tuple[str, Notice]] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="raypipe drains", daemon=True)
@@ -71,10 +74,10 @@ class DrainWatch:
             draining = draining_nodes()
         except AWAY:
             return
-        new = {node for node in draining if node in self._nodes()} - self._told
+        new = {node for node in draining if node in self._nodes()} - set(self.going)
         if not new:
             return
-        self._told |= new
+        self.going = {**self.going, **{node: draining[node] for node in new}}
         deadlines = [s for node in new if (s := draining[node]) is not None]
         self._note("drain", f"Ray drains {', '.join(sorted(new))}", **_numbers(min(deadlines, default=None)))
         self._leave(new)
@@ -88,8 +91,8 @@ class DrainWatch:
         if notice.kind is not Kind.GOES:
             self._note("notice", f"{notice.reason}: the machine {notice.kind}", **numbers)
             return
-        known = node in self._told
-        self._told.add(node)
+        known = node in self.going
+        self.going = {**self.going, node: notice.deadline_s}
         if refused := _refused(node, notice):
             numbers["ray"] = refused
         self._note("drain", notice.reason, **numbers)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
@@ -86,6 +86,7 @@ class Growth:
         self._planned: dict[int, Planned] = {}  # by workers; planning may take seconds
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._going: Callable[[], Mapping[str, float | None]] = dict
         fleet.places.patience_s = PATIENCE_S
 
     @property
@@ -153,7 +154,7 @@ class Growth:
         """Ask for those that are missing; how many members there could be now. None where Ray does not answer."""
         places = self._fleet.places
         try:
-            places.ask_for(self.count)
+            places.ask_for(self.count, self._going())
             return places.living + places.starting + len(granted(places.waiting))
         except AWAY:
             return None
@@ -198,13 +199,16 @@ class Growth:
             f"be had, {self.count} are asked for, and {has}"
         )
 
-    def serve(self, plans: Plans, status: Callable[[], RunStatus]) -> None:
+    def serve(
+        self, plans: Plans, status: Callable[[], RunStatus], going: Callable[[], Mapping[str, float | None]]
+    ) -> None:
         """Grow from now on until ``close``, in a thread.
 
         Args:
             status: of the run now.
+            going: nodes that are about to go; see DrainWatch.
         """
-        self._looked_s = time.monotonic()
+        self._looked_s, self._going = time.monotonic(), going
         self._thread = threading.Thread(target=self._grow, args=(plans, status), name="raypipe growth", daemon=True)
         self._thread.start()
 
@@ -219,9 +223,12 @@ class Growth:
         while not self._ended.wait(pause_s):
             pause_s = EVERY_S
             try:
-                self._fleet.places.ask_for(self.count)
+                self._fleet.places.ask_for(self.count, self._going())
                 if self._fleet.places.start_granted():
-                    self._fleet.rehearse_spares()
+                    try:
+                        self._fleet.rehearse_spares()
+                    finally:
+                        self._leave_again()
                 if time.monotonic() - self._looked_s >= self._workers.interval_s:
                     self._look(plans, status())
                     self._looked_s = time.monotonic()
@@ -232,10 +239,17 @@ class Growth:
                     complaint = what
                     self._note("warning", f"The run could not grow: {str(error) or what}")
 
+    def _leave_again(self) -> None:
+        """There are new spares: a move from a node that goes, which was refused for want of them, may succeed now."""
+        now_s = time.time()
+        in_time = {node for node, deadline_s in self._going().items() if deadline_s is None or now_s < deadline_s}
+        if left := in_time & {member.facts["node"] for member in self._fleet.in_use if not member.lost}:
+            self._requests.leave(left)
+
     def _look(self, plans: Plans, status: RunStatus) -> None:
         """Have the run grow to all workers that are there, or ask for no more, where it would not pay."""
         used = len(self._fleet.in_use)
-        there = min(self._fleet.places.living, self._wanted)
+        there = min(len(self._fleet.places.staying(self._going())), self._wanted)
         if self._wanted <= used or status.state != "running":
             return
         if there > used:

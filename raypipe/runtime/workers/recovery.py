@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from raypipe.engine.checkpoint import find_checkpoint, newest_step
@@ -139,12 +139,19 @@ class Recovery:
         return None if self._growth is None else self._growth.asked
 
     @contextlib.contextmanager
-    def growing(self, status: Callable[[], RunStatus]) -> Iterator[None]:
-        """Inside, a run that may change its number of workers grows where that pays; ``status`` is that of the run."""
+    def growing(
+        self, status: Callable[[], RunStatus], going: Callable[[], Mapping[str, float | None]]
+    ) -> Iterator[None]:
+        """Inside, a run that may change its number of workers grows where that pays.
+
+        Args:
+            status: of the run.
+            going: nodes that are about to go, and their deadlines; see DrainWatch.
+        """
         if self._growth is None:
             yield
             return
-        self._growth.serve(self, status)
+        self._growth.serve(self, status, going)
         with contextlib.closing(self._growth):
             yield
 

@@ -132,10 +132,14 @@ class Roster:
         """Number of members that are not lost."""
         return sum(not member.lost for member in self.members)
 
-    def ask_for(self, count: int) -> None:
-        """Wait for places until there are so many members; what is asked for beyond that is given back."""
+    def ask_for(self, count: int, without: Collection[str] = ()) -> None:
+        """Wait for places until there are so many members; what is asked for beyond that is given back.
+
+        Args:
+            without: nodes whose members do not count, because they are about to go.
+        """
         with self._growing:
-            missing = max(0, count - self.living - self.starting)
+            missing = max(0, count - len(self.staying(without)) - self.starting)
             surplus = list(self.waiting)[missing:]
             release([self.waiting.pop(number) for number in surplus])
             if not self._closed:

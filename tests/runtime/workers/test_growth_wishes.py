@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.ray
 
 def growth_on(places: Any, requests: Requests, told: list[tuple[str, str]], survives: bool = False) -> Growth:
     """Of a run of 2 to 4 workers whose plan for the most of them uses all."""
-    fleet: Any = SimpleNamespace(places=places, in_use=[], rehearse_spares=lambda: None)
+    in_use = getattr(places, "members", [])
+    fleet: Any = SimpleNamespace(places=places, in_use=in_use, rehearse_spares=lambda: None)
     event = lambda decision, reason, **numbers: told.append((decision, reason))  # noqa: E731
     return Growth(fleet, WorkerRange(2, 4, 0.0), 4, requests, lambda line: None, event, survives=survives)
 
@@ -88,6 +90,26 @@ def test_workers_that_are_starting_are_not_asked_for_again(all_come: None) -> No
     assert (places.starting, places.living, places.asked) == (0, 2, [0, 1])
 
 
+@pytest.mark.usefixtures("all_come", "often")
+@pytest.mark.parametrize(("seconds_left", "leaves"), [(60.0, {"node 1"}), (None, {"node 1"}), (-1.0, set())])
+def test_others_are_asked_for_in_place_of_those_that_are_about_to_go(
+    seconds_left: float | None, leaves: set[str]
+) -> None:
+    """And once they are there the node is left again, for a move may have been refused for want of them."""
+    places, requests = Places(4), Requests()
+    places.go.set()
+    growth = growth_on(places, requests, [])
+    starting: Any = SimpleNamespace(state="starting")
+    going = {"node 1": None if seconds_left is None else time.time() + seconds_left, "node 7": None}
+    growth.serve(SimpleNamespace(), lambda: starting, lambda: going)  # type: ignore[arg-type]
+    wait_until(lambda: places.living == 5, 60.0)
+    if leaves:
+        wait_until(lambda: requests.wants_change, 60.0)
+    growth.close()
+    assert requests.take_leaving() == leaves
+    assert places.asked == [0, 1, 2, 3, 4]
+
+
 class Fails:
     """Raises these errors, one a call, and then an answer is given for ever."""
 
@@ -112,9 +134,9 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_growth_goes_on_after_an_error_that_nobody_expects() -> None:
     told: list[tuple[str, str]] = []
     asks = Fails([KeyError("state"), KeyError("state"), ConnectionError("away")], None)
-    growth = growth_on(SimpleNamespace(ask_for=asks, living=0, start_granted=lambda: 0), Requests(), told)
+    growth = growth_on(SimpleNamespace(ask_for=asks, staying=dict.fromkeys, start_granted=lambda: 0), Requests(), told)
     starting: Any = SimpleNamespace(state="starting")
-    growth.serve(SimpleNamespace(), lambda: starting)  # type: ignore[arg-type]
+    growth.serve(SimpleNamespace(), lambda: starting, dict)  # type: ignore[arg-type]
     try:
         assert asks.went_on.wait(60)
     finally:
