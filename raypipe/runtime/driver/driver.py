@@ -164,7 +164,7 @@ class _DriverActor:
         self._journal.begins(f"waiting for the places and processes of {stages}")
         fleet = self._fleet(0 if spec.workers else setup.num_workers, run, resources, owner)
         try:
-            growth = growth_of(fleet, spec, self._requests, self._journal.alert)
+            growth = growth_of(fleet, spec, self._requests, self._journal.alert, lease)
             if growth is not None:
                 first = growth.plan(partial(first_plan, blueprint.basis, planned))
                 if first is None:
@@ -221,7 +221,7 @@ class _DriverActor:
                 lost = StageLostError(f"The driver of this run was lost, and not with it alone: {error}")
                 take_survivors(fleet, made.run, made.setup, owner.term)
             self._journal.begins("", stages=fleet.facts, num_steps=spec.num_steps)
-            growth = growth_of(fleet, spec, requests, self._journal.alert, charter.asked)
+            growth = growth_of(fleet, spec, requests, self._journal.alert, lease, charter.asked)
             tensors = left.tensors if given is None else given.tensors
             recovery = self._recovery(fleet, charter, made, tensors, growth)
             if lost is None:

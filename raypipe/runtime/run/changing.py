@@ -90,6 +90,10 @@ class Changing:
             try:
                 back = self._recovery.recover(progress.marks.steps)
                 self._go_back(back)
+                if back.stopped:
+                    progress.copied = True  # there are no workers that could
+                    watcher.tell(step=progress.at.step, message=self._parts.requests.stop_reason)
+                    return
                 self.keep_copy()
                 break
             except (StageError, LinkError) as another:

@@ -44,6 +44,7 @@ class Recovered:
         stages: what people are told of each worker.
         plan: that they have now, where it is another one.
         moved_bytes: of state that workers read of other workers' copies.
+        stopped: the run was stopped while it waited for workers: none is ready, and it ends as this checkpoint left it.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Recovered:
     stages: tuple[dict[str, Any], ...] = ()
     plan: PlanInForce | None = None
     moved_bytes: int = 0
+    stopped: bool = False
 
     def told(self) -> dict[str, Any]:
         """What events.jsonl says of it."""
@@ -86,6 +88,8 @@ class Recoverer(Protocol):
 
         Args:
             steps: to which the run can go back where there are copies; else to its newest checkpoint.
+
+        Where it waits for workers, it may be stopped meanwhile; see ``Recovered.stopped``.
 
         Raises:
             StageError, LinkError: it failed again meanwhile.

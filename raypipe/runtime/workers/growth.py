@@ -22,6 +22,7 @@ from raypipe.engine.rundir import RunFolder
 from raypipe.errors import CheckpointError, PlanError, RaypipeError
 from raypipe.planner.elastic import LEAST_GAIN, asked_for, begins_with, gain_of, move_seconds
 from raypipe.planner.worth import Gain, pays
+from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.planned import Asked, Planned
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.spec import RunSpec
@@ -65,6 +66,7 @@ class Growth:
 
     Attributes:
         asked: the size that somebody asked for last, beyond which the run does not grow.
+        check: is called again and again while the run waits; what it raises ends the wait.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Growth:
         self._fleet, self._workers, self._requests = fleet, workers, requests
         self._wanted, self._survives = wanted, survives
         self.asked: Asked | None = None
+        self.check: Callable[[], None] = lambda: None
         self._tell, self._event = tell, event
         self._looked_s, self._move_s = time.monotonic(), 0.0
         self._planned: dict[int, Planned] = {}  # by workers; planning may take seconds
@@ -133,6 +136,7 @@ class Growth:
         changed_s, here, failed = began_s, -1, 0
         places = self._fleet.places
         while not self._requests.stop_reason:
+            self.check()
             coming = self._coming()
             if coming is None:
                 time.sleep(POLL_S)
@@ -287,17 +291,24 @@ class Growth:
 
 
 def growth_of(
-    fleet: Fleet, spec: RunSpec, requests: Requests, tell: Callable[[str], None], asked: Asked | None = None
+    fleet: Fleet,
+    spec: RunSpec,
+    requests: Requests,
+    tell: Callable[[str], None],
+    lease: Lease,
+    asked: Asked | None = None,
 ) -> Growth | None:
     """Of a run that may change its number of workers; None of any other.
 
     Args:
+        lease: on the run's folder: who lost it does not wait for workers any more.
         asked: the size that somebody asked an earlier driver for.
     """
     if spec.workers is None:
         return None
     event, survives = RunFolder(spec.place).event, bool(spec.max_failures)
     growth = Growth(fleet, spec.workers, spec.wanted_workers, requests, tell, event, survives=survives)
+    growth.check = lease.check
     if asked is not None:
         growth.wants(asked)
     return growth

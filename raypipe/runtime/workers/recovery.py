@@ -101,8 +101,10 @@ class Recovery:
         try:
             replaced = fleet.replace_lost(made.setup.num_workers)
         except PlanError as error:
-            replaced = ()
-            made, changed = self._fewer(error), True
+            fewer = self._fewer(error)
+            if fewer is None:
+                return self._stopped(clock)
+            replaced, made, changed = (), fewer, True
         clock.lap("replace")
         try:
             step, source, position = self._restore(made, copies)
@@ -260,8 +262,10 @@ class Recovery:
             self._growth.wants(asked)
         self._keep_charter(made)
 
-    def _fewer(self, error: PlanError) -> Assembled:
+    def _fewer(self, error: PlanError) -> Assembled | None:
         """A plan for the workers that are left; where those are too few for the run, it waits for more.
+
+        None where the run is stopped meanwhile.
 
         Args:
             error: why there are no others.
@@ -269,9 +273,16 @@ class Recovery:
         if self._growth is None:
             return self._planned_for(len(self._fleet.roster), error)
         planned = self._growth.plan(self.planned_for)
-        if planned is None:
-            raise PlanError("The run was stopped while it waited for workers; under its name it goes on another time.")
-        return self._assembled(planned)
+        return None if planned is None else self._assembled(planned)
+
+    def _stopped(self, clock: _Clock) -> Recovered:
+        """The run was stopped while it waited: its newest checkpoint counts, and no worker is in use any more."""
+        self._fleet.in_use = []
+        newest = find_checkpoint(self._blueprint.spec.place)[0]
+        at, source = (
+            (Position(), "nothing") if newest is None else (Position(**newest.manifest.position), newest.folder)
+        )
+        return Recovered(at.step, source, at, (), clock.laps_s, stopped=True)
 
     def _planned_for(self, workers: int, error: PlanError) -> Assembled:
         """A plan for the workers that are left, with as many stages on each as before."""

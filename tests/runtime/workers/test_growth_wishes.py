@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from raypipe.config.ray import WorkerRange
+from raypipe.errors import LeaseError
 from raypipe.runtime.driver.succession import Charter
 from raypipe.runtime.run.planned import Asked
 from raypipe.runtime.run.requests import Requests
@@ -161,3 +162,12 @@ def test_nodes_are_watched_after_an_error_that_nobody_expects() -> None:
     finally:
         watch.close()
     assert [decision for decision, reason in told if "KeyError" in reason] == ["warning"]
+
+
+@pytest.mark.usefixtures("often", "all_come")
+def test_who_lost_the_run_does_not_wait_for_workers_any_more() -> None:
+    places = SimpleNamespace(ask_for=lambda count, going: None, living=0, starting=0, waiting={}, needs={})
+    growth = growth_on(places, Requests(), [])
+    growth.check = Fails([LeaseError("taken over")], None)
+    with pytest.raises(LeaseError):
+        growth.wait()
