@@ -8,10 +8,11 @@ import uuid
 from typing import Any
 
 from raypipe.config.pipeline import PipelineConfig
+from raypipe.config.ray import worker_range
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.storage import Place
-from raypipe.errors import PlanError
+from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.plan import Plan
 from raypipe.prepare.job import Job
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
@@ -22,6 +23,7 @@ __all__ = [
     "generation_setup",
     "local_fleet",
     "policy_of",
+    "refuse_in_threads",
     "refuse_replicas",
     "run_setup",
 ]
@@ -103,3 +105,23 @@ def copy_interval(job: Job) -> int:
 def failures_of(run: Any) -> int:
     """How many failures a run survives, from ray.train.RunConfig; -1 is no limit."""
     return getattr(getattr(run, "failure_config", None), "max_failures", 0)
+
+
+def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
+    """What threads of one process cannot do.
+
+    Args:
+        scaling: ray.train.ScalingConfig or None.
+
+    Raises:
+        ConfigError: names what was asked for.
+    """
+    if detached:
+        raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
+    workers = worker_range(scaling)
+    if workers is not None:
+        raise ConfigError(
+            f"ScalingConfig(num_workers=({workers.least}, {workers.most})): threads of one process (local=True) do not "
+            f"become more or fewer. Give num_workers={workers.most}, whose plan such a run grows to and whose bits it "
+            "has, or leave out local=True."
+        )

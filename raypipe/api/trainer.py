@@ -16,7 +16,7 @@ import torch
 from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
 from raypipe.api.handle import Result, RunHandle
 from raypipe.api.init_from import InitialWeights
-from raypipe.api.launch import copy_interval, failures_of, policy_of, refuse_replicas, run_setup
+from raypipe.api.launch import copy_interval, failures_of, policy_of, refuse_in_threads, refuse_replicas, run_setup
 from raypipe.api.listing import DEFAULT_STORAGE
 from raypipe.api.signals import stopping_on_signals
 from raypipe.config.pipeline import PipelineConfig
@@ -319,8 +319,7 @@ class PipelineTrainer:
         spec = blueprint.spec
         self._begun = spec.place
         if local:
-            if detached:
-                raise ConfigError("A local run lives in threads of this process and cannot be detached from it.")
+            refuse_in_threads(self._scaling, detached=detached)
             self._check(job)
             stages = lambda made: LocalFleet(made.run, made.setup, job.tensors)  # noqa: E731
             return RunHandle(spec.name, ThreadConnection(blueprint, job.planned, stages))
