@@ -30,10 +30,8 @@ from raypipe.engine.rundir import RunFolder
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, LinkError, StageError, StageLostError
-from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.timeline import Timeline
-from raypipe.planner.control import ControllerDecision
-from raypipe.runtime.driver.publish import Publisher
+from raypipe.runtime.driver.publish import Published, Publisher
 from raypipe.runtime.driver.succession import (
     Charter,
     Left,
@@ -159,9 +157,7 @@ class _DriverActor:
         spec, planned = blueprint.spec, plan_for(blueprint.basis)
         made = assemble(blueprint, planned)
         run, setup, plan = made
-        count = len(setup.programs)
-        stages = "1 stage" if count == 1 else f"{count} stages"
-        self._journal.begins(f"waiting for the places and processes of {stages}")
+        self._journal.begins(f"waiting for the places and processes of {_stages(made)}")
         fleet = self._fleet(0 if spec.workers else setup.num_workers, run, resources, owner)
         try:
             growth = growth_of(fleet, spec, self._requests, self._journal.alert, lease)
@@ -174,7 +170,7 @@ class _DriverActor:
             for note in shared_memory_notes(fleet.members):
                 RunFolder(spec.place).event("warning", note)
             self._journal.begins(
-                f"sending {stages} their parameters and opening the links between them",
+                f"sending {_stages(made)} their parameters and opening the links between them",
                 stages=fleet.facts,
                 num_steps=spec.num_steps,
             )
@@ -270,7 +266,7 @@ class _DriverActor:
             fleet.expect(max(span.end_s - span.start_s for span in plan.predicted.spans))
         watcher: Watcher
         if requests is self._requests:
-            watcher = _Published(self._journal, Publisher(spec.name, plan.plan.schedule.wiring.homes), plan)
+            watcher = Published(self._journal, Publisher(spec.name, plan.plan.schedule.wiring.homes), plan)
             self._journal.begins()
         else:  # it only saves a checkpoint; the run that follows tells everybody of these steps
             watcher = Journal(spec.name, str(spec.place))
@@ -350,39 +346,9 @@ class _DriverActor:
         return self._predicted
 
 
-class _Published:
-    """A journal whose steps Prometheus sees too.
-
-    Args:
-        plan: in force, for what is known before its first step.
-    """
-
-    def __init__(self, journal: Journal, publisher: Publisher, plan: PlanInForce) -> None:
-        self._journal = journal
-        self._publisher = publisher
-        publisher.event("predicted_step_seconds", plan.predicted_step_s)
-        publisher.event("generation", plan.plan.generation)
-        if plan.retune is not None:
-            publisher.event("group_size", plan.retune.choice.spec.group_size)
-        self.resumed, self.tell, self.alert = journal.resumed, journal.tell, journal.alert
-
-    def planned(self, plan: PlanInForce) -> None:
-        self._publisher.resized(plan.plan.schedule.wiring.homes)
-        self._publisher.event("predicted_step_seconds", plan.predicted_step_s)
-        self._publisher.event("generation", plan.plan.generation)
-
-    def counted(self, metric: str, value: float = 1.0) -> None:
-        self._publisher.event(metric, value)
-
-    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
-        self._journal.step(record, reports)
-        self._publisher.step(record, reports)
-
-    def decided(self, decision: ControllerDecision) -> None:
-        self._journal.decided(decision)
-        if decision.choice is not None:
-            self._publisher.event("retunes")
-            self._publisher.event("group_size", decision.choice.spec.group_size)
+def _stages(made: Assembled) -> str:
+    count = len(made.setup.programs)
+    return "1 stage" if count == 1 else f"{count} stages"
 
 
 @ray.remote(num_cpus=0)

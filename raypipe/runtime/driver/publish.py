@@ -14,8 +14,11 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.schedule import Homes
 from raypipe.metrics import METRICS, Kind, Metric, link_name, metric
+from raypipe.planner.control import ControllerDecision
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.spec import PlanInForce
 
-__all__ = ["DETAILS_EVERY_S", "Publisher"]
+__all__ = ["DETAILS_EVERY_S", "Published", "Publisher"]
 
 DETAILS_EVERY_S = 1.0
 """Seconds, on the stages' clock, between two updates of the series by stage and by link."""
@@ -105,6 +108,41 @@ class Publisher:
             found.observe(value, tags=tags)
         elif value > 0:
             found.inc(value, tags=tags)
+
+
+class Published:
+    """A journal whose steps Prometheus sees too.
+
+    Args:
+        plan: in force, for what is known before its first step.
+    """
+
+    def __init__(self, journal: Journal, publisher: Publisher, plan: PlanInForce) -> None:
+        self._journal = journal
+        self._publisher = publisher
+        publisher.event("predicted_step_seconds", plan.predicted_step_s)
+        publisher.event("generation", plan.plan.generation)
+        if plan.retune is not None:
+            publisher.event("group_size", plan.retune.choice.spec.group_size)
+        self.resumed, self.tell, self.alert = journal.resumed, journal.tell, journal.alert
+
+    def planned(self, plan: PlanInForce) -> None:
+        self._publisher.resized(plan.plan.schedule.wiring.homes)
+        self._publisher.event("predicted_step_seconds", plan.predicted_step_s)
+        self._publisher.event("generation", plan.plan.generation)
+
+    def counted(self, metric: str, value: float = 1.0) -> None:
+        self._publisher.event(metric, value)
+
+    def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
+        self._journal.step(record, reports)
+        self._publisher.step(record, reports)
+
+    def decided(self, decision: ControllerDecision) -> None:
+        self._journal.decided(decision)
+        if decision.choice is not None:
+            self._publisher.event("retunes")
+            self._publisher.event("group_size", decision.choice.spec.group_size)
 
 
 def _make(found: Metric) -> Gauge | Counter | Histogram:
