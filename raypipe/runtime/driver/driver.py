@@ -276,7 +276,10 @@ class _DriverActor:
         gc.freeze()
         event = RunFolder(spec.place).event
         drains = DrainWatch(lambda: fleet.nodes, lambda: fleet.watch.announced, requests.leave, event)
-        with contextlib.closing(drains), recovery.growing(lambda: self._journal.status, lambda: drains.going):
+        growing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if requests is self._requests:  # what only saves a checkpoint asks for no workers
+            growing = recovery.growing(lambda: self._journal.status, lambda: drains.going)
+        with contextlib.closing(drains), growing:
             return run_loop(
                 fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken, lost=lost
             )
