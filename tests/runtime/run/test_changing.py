@@ -9,7 +9,7 @@ import pytest
 from raypipe.errors import PlanError, RanOut, StageError, StageLostError
 from raypipe.runtime.run.changing import Changing
 
-pytestmark = pytest.mark.core
+pytestmark = pytest.mark.engine
 
 
 class Told:
