@@ -7,13 +7,15 @@ then belongs to the session instead of to init, and "descendants of this process
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
-__all__ = ["adopt_orphans", "alive", "descendants", "end", "outlive", "survivors"]
+__all__ = ["adopt_orphans", "alive", "descendants", "end", "outlive", "said_last", "survivors"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 # The standard library's own helper: it lives as long as its parent, by design.
@@ -93,3 +95,8 @@ def end(pids: dict[int, str]) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+def said_last(output: str) -> Any:
+    """The JSON object that a script printed last; Ray's own processes may print lines of theirs behind it."""
+    return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -20,7 +21,7 @@ def chaos(*words: str) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "jobs" / "check" / "chaos.py"), "--limit", str(LIMIT_S), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S + 150, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["figures"]
+    found: dict[str, Any] = processes.said_last(done.stdout)["figures"]
     assert found["equal"]
     assert found["same_losses"]
     assert found["lost_steps"] == 0

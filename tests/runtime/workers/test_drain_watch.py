@@ -17,6 +17,7 @@ import ray
 
 from raypipe.runtime.workers.drain_watch import DrainWatch
 from raypipe.runtime.workers.notices import ASKED, Kind, Notice
+from tests import processes
 from tests.runtime.left_over import wait_until
 from tests.runtime.raylets import TOKEN, private_cluster
 from tests.runtime.workers.test_notices import Aws, serving
@@ -101,7 +102,7 @@ def script(address: str, folder: Path, by: str) -> Any:
     def result() -> dict[str, Any]:
         said, complaints = process.communicate(timeout=400)
         assert process.returncode == 0, said[-2000:] + complaints[-4000:]
-        found: dict[str, Any] = json.loads(said.splitlines()[-1])
+        found: dict[str, Any] = processes.said_last(said)
         return found
 
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from raypipe import PipelineTrainer
 from raypipe.api.handle import RunHandle
+from tests import processes
 from tests.runtime.left_over import wait_until
 from tests.runtime.raylets import TOKEN
 from tests.runtime.workers.test_recovery import WAIT_S, as_undisturbed, events, reached, surviving
@@ -182,5 +182,5 @@ def test_the_elastic_sequence_of_ray(tmp_path: Path) -> None:
         env={**os.environ, **TOKEN}, capture_output=True, text=True, timeout=580, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = processes.said_last(done.stdout)
     assert found == {"sizes": [0, 2, 4, 3, 0, 4], "differ": [], "places": [], "waits": 2}
