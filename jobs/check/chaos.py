@@ -172,21 +172,26 @@ def figures_of(chaos: Faults, folder: Path) -> dict[str, Any]:
 def left_behind(before: Any, shm: set[str], lab: Hosts | None) -> dict[str, Any]:
     """What the run has left on the cluster and on this machine, once it has had time to go."""
     deadline_s = time.monotonic() + GONE_S
-    while ours() != before and time.monotonic() < deadline_s:
+    while (ours() != before or processes_of_runs(lab)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     after = ours()
-    known: set[int] = set()
-    running = [c for c in survivors(os.getpid(), known, 0.0).values() if any(name in c for name in OURS)]
-    if lab is not None:
-        running += [name for host in lab.workers for name in OURS for _ in lab.processes(host, name.encode())]
     found = {
         "actors": sorted(after.drivers - before.drivers),
         "placement_groups": sorted(after.groups - before.groups),
         "cpus": max(0.0, after.cpus - before.cpus),
-        "processes": running,
+        "processes": processes_of_runs(lab),
         "shared_memory": sorted(shared_memory() - shm),
     }
     return {what: left for what, left in found.items() if left}
+
+
+def processes_of_runs(lab: Hosts | None) -> list[str]:
+    """Commands of stages, drivers and watchers that still run; Ray calls an actor dead before its process has ended."""
+    known: set[int] = set()
+    running = [c for c in survivors(os.getpid(), known, 0.0).values() if any(name in c for name in OURS)]
+    if lab is not None:
+        running += [name for host in lab.workers for name in OURS for _ in lab.processes(host, name.encode())]
+    return running
 
 
 def shared_memory() -> set[str]:
