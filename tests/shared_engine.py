@@ -47,7 +47,8 @@ def _captured(model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, 
     for tensor in [*model.state_dict().values(), *_pytree.tree_leaves(example)]:
         contents.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} ".encode())
         contents.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    key = (type(model), str(model), contents.digest(), columns, loss_fn, evaluates)
+    modes = (*(p.requires_grad for p in model.parameters()), *(module.training for module in model.modules()))
+    key = (type(model), str(model), modes, contents.digest(), columns, loss_fn, evaluates)
     if key not in _MADE:
         _MADE[key] = capture(model, example, columns, loss_fn, evaluates=evaluates)
     return _MADE[key]
