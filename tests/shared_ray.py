@@ -52,7 +52,8 @@ def head() -> Iterator[Home]:
 @pytest.fixture
 def cluster(local_ray: None) -> Iterator[None]:
     """The shared node, for a run that must leave nothing on it."""
-    from tests.runtime.left_over import ours, wait_until
+    from tests.runtime.left_over import ours
+    from tests.waiting import wait_until
 
     before = ours()
     yield

@@ -28,7 +28,7 @@ from tests import processes
 from tests.exactness import SHAPES, config_of, same_bits
 from tests.mishaps import Fuse, chain
 from tests.prepare.test_resume import outcome, trainer, unhurried
-from tests.runtime.left_over import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 

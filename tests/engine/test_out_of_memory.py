@@ -52,7 +52,7 @@ def test_the_error_names_stage_action_and_bytes_and_knows_the_worker(tmp_path: P
         run_config=SimpleNamespace(name="full", storage_path=str(tmp_path)),
     )
     with pytest.raises(
-        StageError, match=r"^Stage 1 ran out of memory in 1F2, with .*MiB in use: MemoryError"
+        StageError, match=r"^Stage 1 ran out of memory in 1F2, with .*[MG]iB in use: MemoryError"
     ) as caught:
         trainer.fit(1, local=True, progress=False)
     assert isinstance(caught.value.ran_out, RanOut)

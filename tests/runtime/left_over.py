@@ -1,14 +1,12 @@
-"""What runs hold of a cluster, by its own account, and a bounded wait until that is given back."""
+"""What runs hold of a cluster, by its own account."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import ray
 
-__all__ = ["Held", "ours", "wait_until"]
+__all__ = ["Held", "ours"]
 
 
 class Held(NamedTuple):
@@ -28,11 +26,3 @@ def ours() -> Held:
         frozenset(group for group, row in groups if row["state"] != "REMOVED"),
         ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0.0),
     )
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
-    """Return when ``condition`` holds; AssertionError when it does not in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "condition not reached"
-        time.sleep(0.05)

@@ -10,8 +10,8 @@ import pytest
 from raypipe.runtime.workers.fleet import Fleet
 from tests.prepare.test_resume import outcome
 from tests.runs.test_asynchronous_life import same, trainer
-from tests.runtime.left_over import wait_until
 from tests.runtime.on_fleet import start_on
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 

@@ -20,7 +20,8 @@ from raypipe.runtime.run.journal import News
 from raypipe.runtime.run.lease import read_lease
 from raypipe.runtime.run.status import RunStatus
 from tests.prepare.test_resume import trainer
-from tests.runtime.left_over import ours, wait_until
+from tests.runtime.left_over import ours
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 

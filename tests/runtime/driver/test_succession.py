@@ -17,9 +17,10 @@ from raypipe.api.handle import Result, RunHandle
 from raypipe.errors import ConfigError, StageError
 from raypipe.runtime.workers.places import NAMESPACE
 from tests import processes
-from tests.runtime.left_over import Held, ours, wait_until
+from tests.runtime.left_over import Held, ours
 from tests.runtime.run.test_planning import trainer
 from tests.runtime.workers.test_recovery import as_undisturbed, events, reached, surviving
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("shared_captures")]
 

@@ -19,8 +19,8 @@ from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.recovery import Recovered
 from raypipe.runtime.run.requests import Requests
-from tests.runtime.left_over import wait_until
 from tests.runtime.run.test_planning import trainer
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 

@@ -17,7 +17,7 @@ from raypipe.errors import LeaseError
 from tests import processes
 from tests.exactness import same_bits
 from tests.prepare.test_resume import outcome, trainer
-from tests.runtime.left_over import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
 

@@ -18,9 +18,9 @@ import ray
 from raypipe.runtime.workers.drain_watch import DrainWatch
 from raypipe.runtime.workers.notices import ASKED, Kind, Notice
 from tests import processes
-from tests.runtime.left_over import wait_until
 from tests.runtime.raylets import TOKEN, private_cluster
 from tests.runtime.workers.test_notices import Aws, serving
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
 

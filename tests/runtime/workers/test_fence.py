@@ -18,8 +18,8 @@ from tests.exactness import SHAPES, STEPS
 from tests.mishaps import Fuse
 from tests.models import CASES
 from tests.processes import alive
-from tests.runtime.left_over import wait_until
 from tests.runtime.workers.test_fleet import configure, faulty, pids, sgd, steps
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 

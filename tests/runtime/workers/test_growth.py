@@ -18,9 +18,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from raypipe import PipelineTrainer
 from raypipe.api.handle import RunHandle
 from tests import processes
-from tests.runtime.left_over import wait_until
 from tests.runtime.raylets import TOKEN
 from tests.runtime.workers.test_recovery import WAIT_S, as_undisturbed, events, reached, surviving
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -122,7 +122,7 @@ from pathlib import Path
 from tests import processes
 processes.adopt_orphans()
 import ray
-from tests.runtime.left_over import wait_until
+from tests.waiting import wait_until
 from tests.runtime.raylets import private_cluster
 from tests.runtime.workers.test_growth import ENDLESS, growing, has_stages, places_of, stopped
 from tests.runtime.raylets import TOKEN

@@ -21,7 +21,7 @@ from raypipe.runtime.workers.growth import Growth
 from raypipe.runtime.workers.notices import Kind, Notice
 from raypipe.runtime.workers.places import Owner
 from raypipe.runtime.workers.roster import Member, Roster
-from tests.runtime.left_over import wait_until
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
 

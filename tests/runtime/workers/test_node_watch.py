@@ -14,7 +14,7 @@ import ray
 
 from raypipe.runtime.workers.node_watch import Here, There, watcher_of
 from raypipe.runtime.workers.processes import AWAKE_S
-from tests.runtime.left_over import wait_until
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 

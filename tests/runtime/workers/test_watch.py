@@ -22,8 +22,9 @@ from tests.exactness import SHAPES
 from tests.mishaps import Deadlock, Nap
 from tests.models import CASES
 from tests.processes import alive
-from tests.runtime.left_over import ours, wait_until
+from tests.runtime.left_over import ours
 from tests.runtime.workers.test_fleet import LINK_S, configure, faulty, gone_within, sgd, steps
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
