@@ -23,7 +23,7 @@ from raypipe.api.records import Records, table_of_all
 from raypipe.engine.metrics import part_before
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, StageError
-from raypipe.ir.picture import curve_svg
+from raypipe.ir.pictures.chart import Line, chart_svg
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.run.journal import KEPT_RECORDS, News
@@ -135,7 +135,7 @@ class RunHandle:
         table, status = self._table(), self._fetch(0.0).status
         steps, losses = table["step"].to_pylist(), table["loss"].to_pylist()
         points = [(step + 1, loss) for step, loss in zip(steps, losses, strict=True)]
-        return Picture(curve_svg(points, f"{status}", "step", "loss"))
+        return Picture(chart_svg([Line("loss", points)], f"{status.name}: loss", "step", "loss"))
 
     def checkpoint(self, timeout_s: float = 600.0) -> str:
         """Save a checkpoint after one of the next steps and wait until it is complete; its folder.

@@ -4,7 +4,7 @@
     cli/plan.py      plan, profile            from a YAML file, for here or for a described cluster
     cli/simulate.py  simulate                 a YAML file, or a schedule on paper
     cli/runs.py      list                     the runs of a folder
-                     status, stop, resize, trace   of a run, by its name or folder
+                     status, stop, resize, trace, report   of a run, by its name or folder
     cli/export.py    export                   a checkpoint for others
     cli/doctor.py    doctor                   this machine and cluster
     cli/probe.py     probe                    the links between a cluster's nodes
@@ -25,7 +25,7 @@ from raypipe.cli.doctor import doctor
 from raypipe.cli.export import export
 from raypipe.cli.plan import plan, profile
 from raypipe.cli.probe import probe
-from raypipe.cli.runs import list_runs, resize, status, stop, trace
+from raypipe.cli.runs import list_runs, report, resize, status, stop, trace
 from raypipe.cli.simulate import simulate
 from raypipe.cli.train import train
 from raypipe.errors import RaypipeError
@@ -45,7 +45,7 @@ def root() -> None:
     """Pipelines of Ray actors that adapt and survive."""
 
 
-for _verb in (train, plan, profile, simulate, status, stop, resize, trace, export, doctor, probe):
+for _verb in (train, plan, profile, simulate, status, stop, resize, trace, report, export, doctor, probe):
     app.command()(_verb)
 app.command("list")(list_runs)
 

@@ -83,7 +83,7 @@ def _read(path: Path) -> Profile:
 
 def _draw(made: Plan, path: Path) -> None:
     from raypipe.errors import PlanError
-    from raypipe.ir.plan_picture import plan_svg
+    from raypipe.ir.pictures.plan import plan_svg
     from raypipe.planner.tune import timeline_of
 
     if made.prediction is None:

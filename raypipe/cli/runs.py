@@ -1,4 +1,4 @@
-"""``raypipe list``, ``status RUN``, ``stop RUN``, ``resize RUN`` and ``trace RUN``: a run by its name or by its folder.
+"""``raypipe list``, ``status``, ``stop``, ``resize``, ``trace`` and ``report RUN``: a run by its name or by its folder.
 
 A folder answers for itself when the run in it is over, so that yesterday's run needs no cluster; by its name it is
 looked for in the usual place. Otherwise a name is looked up on the cluster (RAY_ADDRESS, or the one of this machine).
@@ -20,7 +20,7 @@ from raypipe.errors import ConfigError
 if TYPE_CHECKING:
     from raypipe.engine.storage import Place
 
-__all__ = ["list_runs", "resize", "status", "stop", "trace"]
+__all__ = ["list_runs", "report", "resize", "status", "stop", "trace"]
 
 Json = Annotated[bool, typer.Option("--json", help="all of it, for programs")]
 _COLUMNS = ("NAME", "STATE", "STEP", "LAST WRITE", "FOLDER")
@@ -89,7 +89,29 @@ def trace(
     """Write a run's timeline, predicted above measured, for https://ui.perfetto.dev."""
     from raypipe.engine.storage import Place
 
-    text = _trace_text(Place.of(_folder(run)))
+    _write(output, _trace_text(Place.of(_folder(run))))
+
+
+def report(
+    run: Run,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="file; report.html in the run's folder")] = None,
+) -> None:
+    """Write what a run did as one HTML file, for any browser; it loads nothing from anywhere."""
+    from raypipe.api.listing import summary_of
+    from raypipe.engine.storage import Place
+    from raypipe.report.page import report_html
+    from raypipe.report.read import read_run
+
+    folder = Place.of(_folder(run))
+    page = report_html(read_run(folder), summary_of(folder).state).encode()
+    if output is not None:
+        _write(output, page)
+        return
+    folder.write_bytes("report.html", page)
+    typer.echo(f"wrote {folder / 'report.html'}")
+
+
+def _write(output: Path, text: bytes) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_bytes(text)
@@ -159,14 +181,7 @@ def _trace_text(folder: Place) -> bytes:
         raise ConfigError(
             f"{folder} has no timeline: a run writes it at its end. Give the folder of one that has ended."
         )
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from raypipe.ir.timeline import chrome_trace_json
+    from raypipe.report.read import timelines_of
 
-    from raypipe.ir.schedule import parse_action
-    from raypipe.ir.timeline import Span, Timeline, chrome_trace_json
-
-    spans: dict[str, list[Span]] = {}
-    for row in pq.read_table(pa.BufferReader(folder.read_bytes("timeline/spans.parquet"))).to_pylist():
-        span = Span(row["worker"], parse_action(row["action"]), row["start_s"], row["end_s"])
-        spans.setdefault(row["source"], []).append(span)
-    return chrome_trace_json(Timeline(tuple(s), source, name=folder.name) for source, s in spans.items()).encode()
+    return chrome_trace_json(timelines_of(folder)).encode()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raypipe.cli.common import Overrides, open_runfile, trainer_of
-from raypipe.ir.picture import timeline_svg
+from raypipe.ir.pictures.timeline import timeline_svg
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec, takes
 from raypipe.ir.timeline import Timeline, chrome_trace_json
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypipe.engine.storage import Place
-from raypipe.ir.picture import timeline_svg
+from raypipe.ir.pictures.timeline import timeline_svg
 from raypipe.ir.timeline import Timeline, chrome_trace_json
 
 __all__ = ["RunFolder"]

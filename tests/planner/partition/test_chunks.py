@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph
+from raypipe.ir.pictures.plan import plan_svg
 from raypipe.ir.plan import Partition, Plan
-from raypipe.ir.plan_picture import plan_svg
 from raypipe.ir.plan_table import smallest_bubble
 from raypipe.ir.profile import Profile
 from raypipe.ir.schedule_spec import ScheduleSpec

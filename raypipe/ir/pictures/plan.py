@@ -1,0 +1,115 @@
+"""A plan as a picture: the predicted step as a timeline, and below it seconds and bytes of every stage as bars."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from raypipe.ir.pictures.theme import frame, text
+from raypipe.ir.pictures.timeline import Drawn, timeline_svg
+from raypipe.ir.plan_facts import PlanFacts
+from raypipe.ir.plan_table import human_bytes, human_s
+from raypipe.ir.prediction import Prediction
+
+__all__ = ["plan_svg", "stage_bars_svg"]
+
+BYTES = (1, 3, 5, 6, 4, 7)
+"""Colours of what bytes are for: those of ``LINES`` that are neither F's nor B's."""
+
+LEFT, RIGHT, BAR, ROW, HEAD, FOOT = 104.0, 190.0, 16.0, 52.0, 40.0, 56.0
+
+
+def plan_svg(plan: PlanFacts, timeline: Drawn, width: int = 1200) -> str:
+    """Timeline above, bars below.
+
+    Args:
+        timeline: the predicted step.
+
+    Raises:
+        ValueError: the plan was made without a profile.
+    """
+    if plan.prediction is None:
+        raise ValueError("this plan was made without a profile, so there is nothing to draw")
+    placement = plan.schedule.wiring.placement
+    parts = (timeline_svg([timeline], width), stage_bars_svg(plan.prediction, width, placement))
+    heights = [_height(part) for part in parts]
+    # A picture may stand inside another one; only its place is added.
+    placed = (part.replace("<svg ", f'<svg x="0" y="{sum(heights[:i]):.0f}" ', 1) for i, part in enumerate(parts))
+    return frame(width, sum(heights), "The plan's predicted step, and its stages", "".join(placed))
+
+
+def stage_bars_svg(found: Prediction, width: int = 1200, placement: Sequence[int] = ()) -> str:
+    """Two bars per stage: seconds per micro-batch (F, B) and bytes by what they are for, with the limit as a line.
+
+    Args:
+        placement: worker of each stage, which is named where one holds several; the limit is that of the worker.
+    """
+    shared = len(set(placement)) < len(placement)
+    slowest_s = max(stage.busy_s for stage in found.stages) or 1.0
+    most = max([s.memory_bytes for s in found.stages] + [s.limit_bytes or 0 for s in found.stages]) or 1
+    scale = width - LEFT - RIGHT
+    title = f"stages: time per micro-batch ({found.source}) and memory at its fullest (predicted)"
+    parts = [text(12, 24, title, size=17, bold=True)]
+    names = list(dict.fromkeys(name for stage in found.stages for name, count in stage.memory if count))
+    kinds = list(dict.fromkeys(_kind(name) for name in names))
+    for index, stage in enumerate(found.stages):
+        top = HEAD + index * ROW
+        parts.append(text(LEFT - 10, top + 13, f"stage {index}", anchor="end"))
+        if shared:
+            parts.append(text(LEFT - 10, top + BAR + 15, f"worker {placement[index]}", "mute", "end"))
+        seconds = ((stage.forward_s, "F", "forward"), (stage.backward_s, "B", "backward"))
+        end = _bar(parts, top, [(s / slowest_s * scale, kind, f"{name} {human_s(s)}") for s, kind, name in seconds])
+        parts.append(text(end + 8, top + 13, human_s(stage.busy_s)))
+        shares = [
+            (count / most * scale, f"area{_colour(kinds, name)}", f"{name} {human_bytes(count)}")
+            for name, count in stage.memory
+            if count
+        ]
+        end = _bar(parts, top + BAR + 3, shares)
+        words = human_bytes(stage.memory_bytes)
+        if stage.limit_bytes is not None:
+            at = LEFT + stage.limit_bytes / most * scale
+            parts.append(
+                f'<path d="M{at:.1f},{top + BAR + 1:g}V{top + 2 * BAR + 5:g}" class="rp-limit" stroke-width="2">'
+                f"<title>limit {human_bytes(stage.limit_bytes)}</title></path>"
+            )
+            words += f" of {human_bytes(stage.limit_bytes)}" + (f" of worker {placement[index]}" if shared else "")
+            end = max(end, at)
+        parts.append(text(end + 8, top + BAR + 16, words))
+    top = HEAD + len(found.stages) * ROW
+    parts += _legend([("F", "forward"), ("B", "backward"), *((f"area{_colour(kinds, k)}", k) for k in kinds)], top)
+    return frame(width, top + FOOT - 24, "Seconds and bytes of every stage", "".join(parts))
+
+
+def _kind(name: str) -> str:
+    """What bytes are for, without how many of them: "activations of 4 micro-batches" -> "activations"."""
+    return name.split(" of ")[0].split(" x ")[0] if name.startswith(("activations", "weights")) else name
+
+
+def _colour(kinds: Sequence[str], name: str) -> int:
+    return BYTES[kinds.index(_kind(name)) % len(BYTES)]
+
+
+def _legend(entries: Sequence[tuple[str, str]], top: float) -> list[str]:
+    parts, at = list[str](), LEFT
+    for kind, words in entries:
+        parts.append(f'<rect x="{at:.1f}" y="{top:g}" width="16" height="14" class="rp-{kind}"/>')
+        parts.append(text(at + 22, top + 12, words, "mute"))
+        at += 22 + 7.3 * len(words) + 22
+    return parts
+
+
+def _bar(parts: list[str], top: float, pieces: Sequence[tuple[float, str, str]]) -> float:
+    """Append one bar made of (width, class, tip); returns where it ends."""
+    at = LEFT
+    for width, kind, tip in pieces:
+        parts.append(
+            f'<rect x="{at:.1f}" y="{top:g}" width="{max(width, 0.4):.1f}" height="{BAR:g}" class="rp-{kind}">'
+            f"<title>{html.escape(tip)}</title></rect>"
+        )
+        at += width
+    return at
+
+
+def _height(svg: str) -> float:
+    return float(svg.split('height="', 1)[1].split('"', 1)[0])

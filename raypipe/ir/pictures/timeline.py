@@ -1,0 +1,253 @@
+"""Timelines as one picture: predicted above measured, on one scale.
+
+worker 0   [F0][F1]....[B0]         what it computes, and pale where it waits for a message
+worker 1   ....[F0][B0]
+link 0→1      [F0--][F1--]          a message: full while it is handed over, pale until it is taken
+link 1→0              [B0-]
+           0    10    20    30 ms
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from raypipe.ir.action import COMPUTE, Action, Op
+from raypipe.ir.pictures.axis import in_unit, ticks
+from raypipe.ir.pictures.theme import frame, text
+
+__all__ = ["Drawn", "timeline_svg"]
+
+LEFT, RIGHT, HEAD, FOOT = 104.0, 28.0, 34.0, 44.0
+LANE, LINK, GAP = 28.0, 18.0, 6.0
+LETTER_PX = 8.0
+MOST_BOXES = 20_000
+"""More would be a picture of some megabytes that a browser moves slowly."""
+WORDS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward, gradients of inputs",
+    Op.W: "backward, gradients of weights",
+    Op.STEP: "optimizer step",
+    Op.REDUCE_GRAD: "sum of gradients",
+    Op.REDUCE_NORM: "gradient norm",
+    Op.SEND_F: "activations sent",
+    Op.SEND_B: "gradients sent",
+    Op.RECV_F: "wait for activations",
+    Op.RECV_B: "wait for gradients",
+}
+RECEIVES = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
+
+
+class Box(Protocol):
+    """A span, as far as a picture needs it."""
+
+    @property
+    def worker(self) -> int: ...
+    @property
+    def action(self) -> Action: ...
+    @property
+    def start_s(self) -> float: ...
+    @property
+    def end_s(self) -> float: ...
+
+
+class Drawn(Protocol):
+    """A timeline, as far as a picture needs it."""
+
+    @property
+    def spans(self) -> Sequence[Box]: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def makespan_s(self) -> float: ...
+    @property
+    def bubble_fraction(self) -> float: ...
+
+
+class Message(NamedTuple):
+    """From a worker to another one: handed over from ``start_s`` to ``sent_s``, taken at ``taken_s``."""
+
+    sender: int
+    receiver: int
+    action: Action
+    start_s: float
+    sent_s: float
+    taken_s: float
+
+
+def timeline_svg(timelines: Sequence[Drawn], width: int = 1200, slots: bool = False) -> str:
+    """The picture of one or more timelines.
+
+    Args:
+        timelines: drawn one below the other; all start at their own first span.
+        width: of the picture in pixels; heights follow from the workers.
+        slots: times are no seconds but slots of a schedule on paper.
+    """
+    longest = max((t.makespan_s for t in timelines), default=0.0) or 1.0
+    unit_s, unit = (1.0, "slots") if slots else in_unit(longest, "s")
+    scale = (width - LEFT - RIGHT) / longest
+    top, parts = 10.0, list[str]()
+    for timeline in timelines:
+        drawn, top = _timeline(timeline, top, _Scale(scale, longest, unit_s, unit))
+        parts += drawn
+    seen = {span.action.op for timeline in timelines for span in timeline.spans}
+    parts += _legend(seen, top)
+    names = " and ".join(_title(timeline) for timeline in timelines)
+    span = f'data-plot="{LEFT:g} {width - RIGHT:g} {longest / unit_s:.9g} {unit}"'
+    return frame(width, top + 40, f"Timeline, {names}", "".join(parts), "rp-timeline", span)
+
+
+class _Scale(NamedTuple):
+    """Pixels per second, seconds that fit, and the unit of the axis."""
+
+    px: float
+    longest_s: float
+    unit_s: float
+    unit: str
+
+
+def _title(timeline: Drawn) -> str:
+    source = {"simulated": "predicted"}.get(timeline.source, timeline.source)
+    return f"{source} {timeline.name}".strip()
+
+
+def _timeline(timeline: Drawn, top: float, scale: _Scale) -> tuple[list[str], float]:
+    """SVG of one timeline, and where the next one begins."""
+    length = f"{timeline.makespan_s / scale.unit_s:.4g} {scale.unit}"
+    words = f"{_title(timeline)}: {length}, workers idle {timeline.bubble_fraction:.1%} of it"
+    spans = sorted(timeline.spans, key=lambda span: span.start_s)
+    zero = spans[0].start_s if spans else 0.0
+    if len(spans) > MOST_BOXES:
+        shown_s = spans[MOST_BOXES].start_s - zero
+        words += f"; only the first {shown_s / scale.unit_s:.4g} {scale.unit} are drawn"
+        spans = spans[:MOST_BOXES]
+    parts = [text(12, top + 20, words, size=17, bold=True)]
+    top += HEAD
+    boxes = _Boxes(spans, zero, scale)
+    inside: list[str] = []
+    for worker in range(timeline.num_workers):
+        parts.append(text(LEFT - 10, top + LANE / 2 + 5, f"worker {worker}", "ink", "end"))
+        inside += boxes.lane(worker, top)
+        top += LANE + GAP
+    for (sender, receiver), messages in _links(spans):
+        parts.append(text(LEFT - 10, top + LINK / 2 + 5, f"link {sender}→{receiver}", "mute", "end"))
+        for message in messages:
+            inside += boxes.message(message, top)
+        top += LINK + GAP
+    right = LEFT + scale.longest_s * scale.px
+    parts.append(f'<g class="rp-plot">{"".join(inside)}</g>')
+    parts.append(
+        f'<path d="M{LEFT},{top + 2:g}H{right:.1f}" class="rp-axis"/><g class="rp-ticks" data-y="{top + 2:g}">'
+    )
+    for tick in ticks(0.0, scale.longest_s / scale.unit_s, 10):
+        at = LEFT + tick * scale.unit_s * scale.px
+        parts.append(f'<path d="M{at:.1f},{top + 2:g}v5" class="rp-axis"/>')
+        parts.append(text(at, top + 22, f"{tick:.6g}", "mute", "middle"))
+    parts.append("</g>")
+    parts.append(text(LEFT - 10, top + 22, scale.unit, "mute", "end"))
+    return parts, top + FOOT
+
+
+class _Boxes:
+    """The boxes of one timeline."""
+
+    def __init__(self, spans: Sequence[Box], zero_s: float, scale: _Scale) -> None:
+        self._spans, self._zero_s, self._scale = spans, zero_s, scale
+        # Micro-batches count over the whole run; in the picture, from the first one shown.
+        self._first = min((span.action.microbatch for span in spans), default=0)
+        own: dict[int, set[int]] = {}
+        for span in spans:
+            own.setdefault(span.worker, set()).add(span.action.stage)
+        self._stages = any(len(stages) > 1 for stages in own.values())
+
+    def lane(self, worker: int, top: float) -> list[str]:
+        """What a worker does; what it waits for lies behind."""
+        mine = [span for span in self._spans if span.worker == worker and span.action.op not in RECEIVES]
+        waits = [span for span in mine if span.action.op in (Op.RECV_F, Op.RECV_B)]
+        return [part for span in waits + [s for s in mine if s not in waits] for part in self._box(span, top)]
+
+    def message(self, found: Message, top: float) -> list[str]:
+        """What a link carries."""
+        label = self._label(found.action._replace(op=Op.F if found.action.op is Op.SEND_F else Op.B))
+        kind = "F" if found.action.op is Op.SEND_F else "B"
+        lasts = f"{found.action} {WORDS[found.action.op]} to worker {found.receiver}: " + self._when(
+            found.start_s, found.taken_s
+        )
+        tail = self._rect(found.start_s, found.taken_s, top, LINK, kind, lasts, 'opacity="0.35"')
+        return [tail, self._rect(found.start_s, found.sent_s, top, LINK, kind, lasts, f'data-l="{label}"')]
+
+    def _box(self, span: Box, top: float) -> list[str]:
+        op = span.action.op
+        own = op in COMPUTE or op is Op.STEP
+        kind = op.value if own else "REDUCE" if op.value.startswith("REDUCE") else "wait"
+        label = self._label(span.action) if own else ""
+        words = f"{span.action} {WORDS[op]}: {self._when(span.start_s, span.end_s)}"
+        data = f'data-l="{label}"' if label else ""
+        parts = [self._rect(span.start_s, span.end_s, top, LANE, kind, words, data)]
+        wide = (span.end_s - span.start_s) * self._scale.px
+        if label and wide >= LETTER_PX * len(label) + 4:
+            at = LEFT + (span.start_s - self._zero_s) * self._scale.px + wide / 2
+            parts.append(text(at, top + LANE / 2 + 5, label, "on-light" if op in (Op.I, Op.W) else "on-dark", "middle"))
+        return parts
+
+    def _label(self, action: Action) -> str:
+        if action.op is Op.STEP:
+            return "step"
+        stage = str(action.stage) if self._stages else ""
+        return f"{stage}{action.op.value}{action.microbatch - self._first}"
+
+    def _when(self, start_s: float, end_s: float) -> str:
+        scale = self._scale
+        took, begin = (end_s - start_s) / scale.unit_s, (start_s - self._zero_s) / scale.unit_s
+        return f"{took:.3g} {scale.unit}, from {begin:.4g}"
+
+    def _rect(self, start_s: float, end_s: float, top: float, height: float, kind: str, words: str, data: str) -> str:
+        x, wide = LEFT + (start_s - self._zero_s) * self._scale.px, max((end_s - start_s) * self._scale.px, 0.4)
+        return (
+            f'<rect x="{x:.2f}" y="{top:g}" width="{wide:.2f}" height="{height:g}" class="rp-{kind}" {data}>'
+            f"<title>{html.escape(words)}</title></rect>"
+        )
+
+
+def _links(spans: Iterable[Box]) -> list[tuple[tuple[int, int], list[Message]]]:
+    """Messages by (sender, receiver); one that nobody has taken within the timeline ends where it was sent."""
+    taken = {span.action: span for span in spans if span.action.op in (Op.RECV_F, Op.RECV_B)}
+    home = {span.action.stage: span.worker for span in spans}
+    found: dict[tuple[int, int], list[Message]] = {}
+    for span in spans:
+        stage, op, microbatch = span.action
+        if op in RECEIVES:
+            receives, onward = RECEIVES[op]
+            other = taken.get(Action(stage + onward, receives, microbatch))
+            receiver = other.worker if other else home.get(stage + onward, span.worker + onward)
+            end_s = max(span.end_s, other.end_s) if other else span.end_s
+            message = Message(span.worker, receiver, span.action, span.start_s, span.end_s, end_s)
+            found.setdefault((span.worker, receiver), []).append(message)
+    return sorted(found.items())
+
+
+def _legend(seen: set[Op], top: float) -> list[str]:
+    """One row of what occurs."""
+    entries = [(op.value, op.value) for op in (Op.F, Op.B, Op.I, Op.W) if op in seen]
+    named = [(kind, f"{label} {WORDS[Op(label)]}") for kind, label in entries]
+    if Op.STEP in seen:
+        named.append(("STEP", "optimizer step"))
+    if seen & {Op.REDUCE_GRAD, Op.REDUCE_NORM}:
+        named.append(("REDUCE", "sum and norm of gradients"))
+    if seen & {Op.RECV_F, Op.RECV_B}:
+        named.append(("wait", "waits for a message"))
+    if seen & set(RECEIVES):
+        named.append(("F", "message, pale until it is taken"))
+    parts, at = list[str](), LEFT
+    for number, (kind, words) in enumerate(named):
+        pale = ' opacity="0.35"' if words.startswith("message") else ""
+        parts.append(f'<rect x="{at:.1f}" y="{top + 6:g}" width="16" height="14" class="rp-{kind}"{pale}/>')
+        parts.append(text(at + 22, top + 18, words, "mute"))
+        at += 22 + 7.3 * len(words) + 22 if number + 1 < len(named) else 0
+    return parts

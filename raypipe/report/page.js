@@ -1,0 +1,169 @@
+"use strict";
+// Zoom, move and click in timelines; numbers under the pointer in charts. The page is whole without it.
+const SVG = "http://www.w3.org/2000/svg";
+const LETTER_PX = 8;
+
+function element(name, attributes, words) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (words !== undefined) made.textContent = words;
+  return made;
+}
+
+function roundStep(rough) {
+  const power = 10 ** Math.floor(Math.log10(rough));
+  return power * [1, 2, 5, 10].find((factor) => power * factor >= rough * 0.999);
+}
+
+class Timeline {
+  constructor(svg, picked) {
+    this.svg = svg;
+    this.picked = picked;
+    const [left, right, longest] = svg.dataset.plot.split(" ").map(Number);
+    Object.assign(this, { left, right, longest, zoom: 1, from: 0 });  // from: share of the whole at the left edge
+    this.boxes = [...svg.querySelectorAll(".rp-plot rect")].map((rect) => ({
+      rect, x: Number(rect.getAttribute("x")), wide: Number(rect.getAttribute("width")), text: null,
+    }));
+    // Words are made anew at every zoom, for boxes that have become wide enough.
+    svg.querySelectorAll(".rp-plot text").forEach((words) => words.remove());
+    this.draw();
+    svg.addEventListener("wheel", (event) => {
+      if (!event.ctrlKey) return;
+      event.preventDefault();
+      this.zoomAt(event.deltaY < 0 ? 1.25 : 0.8, this.shareAt(event.clientX));
+    }, { passive: false });
+    this.drags();
+    svg.addEventListener("click", (event) => this.pick(event.target.closest(".rp-plot rect")));
+  }
+
+  shareAt(clientX) {
+    const place = this.svg.getBoundingClientRect();
+    const x = (clientX - place.left) * this.svg.viewBox.baseVal.width / place.width;
+    return Math.min(1, Math.max(0, (x - this.left) / (this.right - this.left)));
+  }
+
+  zoomAt(factor, share) {
+    const zoom = Math.min(4000, Math.max(1, this.zoom * factor));
+    this.moveTo(this.from + share / this.zoom - share / zoom, zoom);
+  }
+
+  moveTo(from, zoom = this.zoom) {
+    this.zoom = zoom;
+    this.from = Math.min(1 - 1 / zoom, Math.max(0, from));
+    this.draw();
+  }
+
+  drags() {
+    let begin = null;
+    this.svg.addEventListener("pointerdown", (event) => { begin = { x: event.clientX, from: this.from }; });
+    window.addEventListener("pointerup", () => { begin = null; });
+    this.svg.addEventListener("pointermove", (event) => {
+      if (begin === null || this.zoom === 1) return;
+      const wide = this.svg.getBoundingClientRect().width * (this.right - this.left) / this.svg.viewBox.baseVal.width;
+      this.moveTo(begin.from - (event.clientX - begin.x) / wide / this.zoom);
+    });
+  }
+
+  draw() {
+    const whole = this.right - this.left;
+    for (const box of this.boxes) {
+      const start = this.left + ((box.x - this.left) - this.from * whole) * this.zoom;
+      const begin = Math.max(this.left, start), end = Math.min(this.right, start + box.wide * this.zoom);
+      const seen = end > begin;
+      box.rect.style.display = seen ? "" : "none";
+      if (seen) {
+        box.rect.setAttribute("x", begin.toFixed(2));
+        box.rect.setAttribute("width", Math.max(end - begin, 0.4).toFixed(2));
+      }
+      this.label(box, seen ? begin : 0, seen ? end : 0);
+    }
+    this.svg.querySelectorAll(".rp-ticks").forEach((group) => this.ticks(group));
+  }
+
+  label(box, begin, end) {
+    const words = box.rect.dataset.l;
+    if (!words) return;
+    if (end - begin < LETTER_PX * words.length + 4) {
+      if (box.text) { box.text.remove(); box.text = null; }
+      return;
+    }
+    if (!box.text) {
+      const pale = box.rect.matches(".rp-I, .rp-W");
+      const height = Number(box.rect.getAttribute("height"));
+      box.text = element("text", {
+        y: Number(box.rect.getAttribute("y")) + height / 2 + 5, class: pale ? "rp-on-light" : "rp-on-dark",
+        "text-anchor": "middle", "pointer-events": "none", "font-size": height < 20 ? 12 : 14,
+      }, words);
+      box.rect.after(box.text);
+    }
+    box.text.setAttribute("x", ((begin + end) / 2).toFixed(1));
+  }
+
+  ticks(group) {
+    const bottom = Number(group.dataset.y);
+    group.replaceChildren();
+    const low = this.from * this.longest, shown = this.longest / this.zoom, step = roundStep(shown / 10);
+    const digits = Math.max(0, -Math.floor(Math.log10(step)));
+    for (let n = Math.ceil(low / step - 1e-6); n * step <= (low + shown) * (1 + 1e-9); n++) {
+      const x = this.left + (n * step - low) / shown * (this.right - this.left);
+      group.append(element("path", { d: `M${x.toFixed(1)},${bottom}v5`, class: "rp-axis" }));
+      group.append(element("text", {
+        x: x.toFixed(1), y: bottom + 20, class: "rp-mute", "text-anchor": "middle",
+      }, (n * step).toFixed(digits)));
+    }
+  }
+
+  pick(rect) {
+    this.svg.querySelectorAll(".chosen").forEach((other) => other.classList.remove("chosen"));
+    this.picked.hidden = !rect;
+    if (!rect) return;
+    rect.classList.add("chosen");
+    this.picked.textContent = rect.querySelector("title").textContent;
+  }
+}
+
+function short(value) {
+  return Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+function nearest(points, x) {
+  let best = null;
+  for (const point of points) if (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point;
+  return best;
+}
+
+function watchChart(svg) {
+  const { lines, unit, x: name, box: [left, right, low, high] } = JSON.parse(svg.dataset.chart);
+  const figure = svg.closest("figure");
+  const tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
+  const cross = element("line", { class: "cross", y1: 62, y2: svg.viewBox.baseVal.height - 52, visibility: "hidden" });
+  figure.append(tip);
+  svg.append(cross);
+  svg.addEventListener("pointermove", (event) => {
+    const place = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / place.width;
+    const wanted = low + ((event.clientX - place.left) * scale - left) / (right - left) * (high - low);
+    const found = lines.map(([label, points]) => [label, nearest(points, wanted)]).filter(([, point]) => point);
+    if (!found.length || wanted < low || wanted > high) return leave();
+    const at = found[0][1][0], x = left + (at - low) / (high - low) * (right - left);
+    cross.setAttribute("x1", x); cross.setAttribute("x2", x); cross.setAttribute("visibility", "visible");
+    const values = found.map(([label, point]) => `${label} ${short(point[1])} ${unit}`.trim());
+    tip.textContent = `${name} ${short(at)}: ${values.join(", ")}`;
+    tip.hidden = false;
+    tip.style.top = "34px";
+    tip.style.left = `${Math.max(4, Math.min(x / scale + 10, place.width - tip.offsetWidth - 4))}px`;
+  });
+  const leave = () => { tip.hidden = true; cross.setAttribute("visibility", "hidden"); };
+  svg.addEventListener("pointerleave", leave);
+}
+
+document.querySelectorAll("svg.rp-timeline").forEach((svg) => {
+  const section = svg.closest("section"), tools = section.querySelector(".tools");
+  const timeline = new Timeline(svg, section.querySelector(".picked"));
+  tools.hidden = false;
+  tools.addEventListener("click", (event) => {
+    const what = event.target.dataset.zoom;
+    if (what === "all") timeline.moveTo(0, 1);
+    else if (what) timeline.zoomAt(what === "in" ? 2 : 0.5, 0.5);
+  });
+});
+document.querySelectorAll("svg.rp-chart").forEach(watchChart);

@@ -1,0 +1,111 @@
+"""What a report tells of a run, read from its folder; what is not there yet, or damaged, is left out and named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raypipe.engine.metrics import METRICS, parts_of, records_of, table_read
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError, ConfigError, PlanError
+from raypipe.ir.plan import Plan
+from raypipe.ir.report import StepRecord
+from raypipe.ir.schedule import parse_action
+from raypipe.ir.timeline import Span, Timeline
+
+__all__ = ["RunFacts", "read_run", "timelines_of"]
+
+MOST_RECORDS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A run by its folder.
+
+    Attributes:
+        name, folder: of the run.
+        events: lines of events.jsonl, oldest first.
+        records: one per step.
+        plan: the last one; None where none can be read.
+        timelines: predicted and measured, of one step.
+        config: config.yaml.
+        missing: what is not there, in words.
+    """
+
+    name: str
+    folder: str
+    events: list[dict[str, Any]]
+    records: list[StepRecord]
+    plan: Plan | None = None
+    timelines: list[Timeline] = field(default_factory=list)
+    config: str = ""
+    missing: tuple[str, ...] = ()
+
+    def told(self, *decisions: str) -> list[dict[str, Any]]:
+        """Events of these kinds."""
+        return [event for event in self.events if event["decision"] in decisions]
+
+
+def read_run(folder: Place) -> RunFacts:
+    """All that is there.
+
+    Raises:
+        ConfigError: it is no run's folder.
+    """
+    missing: list[str] = []
+    try:
+        lines = folder.read_bytes("events.jsonl").decode(errors="replace").splitlines()
+    except CheckpointError as error:
+        raise ConfigError(f"{folder} is no folder of a run: {error}") from error
+    found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    events = [event for event in found if "decision" in event and "time" in event]
+    plan, timelines, config = None, list[Timeline](), ""
+    try:
+        plan = Plan.from_json(folder.read_bytes("plan.json").decode(errors="replace"))
+    except (CheckpointError, PlanError) as error:
+        missing.append(f"no plan: {error}")
+    try:
+        timelines = timelines_of(folder)
+    except CheckpointError:
+        missing.append("no timeline: a run writes it at its end")
+    if folder.exists("config.yaml"):
+        config = folder.read_bytes("config.yaml").decode(errors="replace")
+    records = _records(folder, missing)
+    return RunFacts(folder.name, str(folder), events, records, plan, timelines, config, tuple(missing))
+
+
+def timelines_of(folder: Place) -> list[Timeline]:
+    """The timelines that a run has left, predicted first.
+
+    Raises:
+        CheckpointError: there are none, or they cannot be read.
+    """
+    spans: dict[str, list[Span]] = {}
+    try:
+        table = pq.read_table(pa.BufferReader(folder.read_bytes("timeline/spans.parquet")))
+    except pa.ArrowException as error:
+        raise CheckpointError(f"{folder / 'timeline/spans.parquet'} cannot be read: {error}") from error
+    for row in table.to_pylist():
+        span = Span(row["worker"], parse_action(row["action"]), row["start_s"], row["end_s"])
+        spans.setdefault(row["source"], []).append(span)
+    return [Timeline(tuple(found), source, name=folder.name) for source, found in spans.items()]
+
+
+def _records(folder: Place, missing: list[str]) -> list[StepRecord]:
+    names = [METRICS] if folder.size_bytes(METRICS) is not None else [part.name for part in parts_of(folder)]
+    records: list[StepRecord] = []
+    for name in names:
+        try:
+            records += records_of(table_read(folder.read_bytes(name), str(folder / name)))
+        except CheckpointError as error:
+            missing.append(str(error))
+        if len(records) > MOST_RECORDS:
+            missing.append(f"metrics after step {records[-1].step}: a report takes {MOST_RECORDS:,} steps")
+            break
+    if not records:
+        missing.append("no metrics yet: they are written every few seconds")
+    return records

@@ -1,0 +1,73 @@
+"""The picture of timelines: every span is in it, in its place, and labels fit their boxes."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from raypipe.ir.pictures.timeline import timeline_svg
+from raypipe.ir.schedule import parse_action
+from raypipe.ir.timeline import Span, Timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _timeline(source: str, offset_s: float, first: int) -> Timeline:
+    names = [(0, f"0F{first}", 0.0, 1.0), (1, f"1RECV_F{first}", 0.0, 1.0), (1, f"1F{first}", 1.0, 3.0)]
+    spans = [Span(w, parse_action(a), s + offset_s, e + offset_s) for w, a, s, e in names]
+    return Timeline(tuple(spans), source, name="<model & co>")
+
+
+def test_two_timelines_share_one_scale_and_start_at_zero() -> None:
+    picture = ElementTree.fromstring(timeline_svg([_timeline("simulated", 0.0, 0), _timeline("measured", 50.0, 16)]))
+    boxes = {}
+    for box in picture.iter(f"{SVG}rect"):
+        title = box.find(f"{SVG}title")
+        if title is not None:
+            boxes[(title.text or "").split()[0]] = (float(box.get("x", "")), float(box.get("width", "")))
+    assert boxes["0F0"] == boxes["0F16"]
+    assert boxes["1F0"] == boxes["1F16"]
+    assert boxes["1F0"][1] == pytest.approx(2 * boxes["0F0"][1], abs=0.02)
+    assert boxes["1RECV_F0"][0] == boxes["0F0"][0]
+
+
+def test_measured_micro_batches_are_labelled_from_zero_and_names_are_escaped() -> None:
+    text = timeline_svg([_timeline("measured", 7.0, 16)])
+    assert re.search(r">F0</text>", text)
+    assert "&lt;model &amp; co&gt;" in text
+
+
+def test_an_empty_timeline_has_a_picture() -> None:
+    ElementTree.fromstring(timeline_svg([Timeline((), "measured")]))
+
+
+def test_axis_legend_and_links_are_there() -> None:
+    spans = [
+        (0, "0F0", 0.0, 1.0), (0, "0SEND_F0", 1.0, 1.5), (1, "1RECV_F0", 0.0, 2.0), (1, "1F0", 2.0, 3.0),
+        (1, "1B0", 3.0, 5.0), (1, "1SEND_B0", 5.0, 5.5), (0, "0RECV_B0", 1.5, 6.0), (0, "0B0", 6.0, 8.0),
+    ]  # fmt: skip
+    timeline = Timeline(tuple(Span(w, parse_action(a), s, e) for w, a, s, e in spans), "measured", name="lm")
+    picture = ElementTree.fromstring(timeline_svg([timeline]))
+    texts = [element.text for element in picture.iter(f"{SVG}text")]
+    assert {"worker 0", "worker 1", "link 0→1", "link 1→0", "F0", "B0", "s", "0", "8"} <= set(texts)
+    assert {"F forward", "B backward", "waits for a message", "message, pale until it is taken"} <= set(texts)
+    assert "measured lm: 8 s, workers idle 62.5% of it" in texts
+    boxes = [box for box in picture.iter(f"{SVG}rect") if "0SEND_F0" in (box.findtext(f"{SVG}title") or "")]
+    tail, sent = sorted((float(box.get("width", "")) for box in boxes), reverse=True)
+    assert tail == pytest.approx(2 * sent, abs=0.02), "a message is on its way until it is taken"
+
+
+def test_boxes_name_their_stage_where_a_worker_holds_several() -> None:
+    spans = tuple(Span(0, parse_action(name), i, i + 1.0) for i, name in enumerate(("0F0", "1F0", "1B0", "0B0")))
+    drawn = timeline_svg([Timeline(spans, "simulated")])
+    assert ">1F0</text>" in drawn
+    assert "predicted" in drawn
+
+
+def test_of_very_many_spans_the_first_are_drawn_and_it_says_so() -> None:
+    spans = tuple(Span(0, parse_action(f"0F{i}"), float(i), i + 1.0) for i in range(20_100))
+    drawn = timeline_svg([Timeline(spans, "measured")])
+    assert drawn.count("<title>") == 20_000
+    assert "only the first" in drawn

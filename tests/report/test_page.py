@@ -1,0 +1,119 @@
+"""The report of a run: everything its folder has is in it, nothing comes from elsewhere, and nothing in it runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from raypipe.engine.storage import Place
+from raypipe.errors import ConfigError
+from raypipe.report.memory import bytes_over_step
+from raypipe.report.page import report_html
+from raypipe.report.read import read_run
+from tests.report.run_folder import make_run
+
+pytestmark = pytest.mark.slow
+
+
+class Page(HTMLParser):
+    """Titles of the sections, tags with their attributes, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return make_run(tmp_path_factory.mktemp("runs") / "lm")
+
+
+@pytest.fixture(scope="module")
+def text(folder: Place) -> str:
+    return report_html(read_run(folder), "finished")
+
+
+def test_every_section_is_there(text: str) -> None:
+    titles = re.findall(r"<h2>(.*?)</h2>", text)
+    assert titles == [
+        "Loss", "Speed", "Timeline of one step", "The cut", "Memory", "Links and schedule", "Failures and recoveries",
+        "Events and settings",
+    ]  # fmt: skip
+    words = Page(text).words
+    for expected in (
+        "200 of 200", "Group size k of kFkB", "predicted lm", "measured lm", "link 0→1", "op0 to op3",
+        "2 steps done again",
+        "3.0 MiB moved", "810 ms", "A message, as the controller measured it", "Memory over a step, measured times",
+    ):  # fmt: skip
+        assert expected in words, expected
+
+
+def test_nothing_comes_from_elsewhere(text: str) -> None:
+    page = Page(text)
+    for tag, attributes in page.tags:
+        assert tag not in {"link", "iframe", "object", "embed", "img", "base"}
+        for name in ("src", "href", "data", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith("#"), (tag, value)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert set(re.findall(r"https?://[^\"'\s<]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_what_the_folder_says_is_shown_and_not_run(text: str) -> None:
+    assert [tag for tag, _ in Page(text).tags].count("script") == 1
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;alert" in text
+
+
+def test_a_run_that_has_just_begun_has_a_report(folder: Place, tmp_path: Path) -> None:
+    young = tmp_path / "young"
+    young.mkdir()
+    shutil.copy(f"{folder.path}/events.jsonl", young)
+    run = read_run(Place.of(young))
+    assert run.plan is None
+    assert len(run.missing) == 3
+    words = Page(report_html(run, "running")).words
+    assert "no metrics yet" in words
+    assert "nothing yet" in words
+
+
+def test_a_damaged_part_is_named_and_the_rest_shown(folder: Place, tmp_path: Path) -> None:
+    copy = tmp_path / "lm"
+    shutil.copytree(folder.path, copy)
+    (copy / "timeline/spans.parquet").write_bytes(b"no parquet")
+    (copy / "plan.json").write_text("{")
+    run = read_run(Place.of(copy))
+    assert run.timelines == []
+    assert len(run.records) == 200
+    assert any(what.startswith("no plan: This is not a saved plan") for what in run.missing)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder of a run"):
+        read_run(Place.of(tmp_path))
+
+
+def test_memory_rises_with_every_forward_up_to_what_the_plan_counts(folder: Place) -> None:
+    run = read_run(folder)
+    assert run.plan is not None
+    assert run.plan.prediction is not None
+    stages = run.plan.prediction.stages
+    for timeline in run.timelines:
+        for stage, points in zip(stages, bytes_over_step(stages, timeline), strict=True):
+            held = [count for _, count in points]
+            assert max(held) == pytest.approx(stage.memory_bytes)
+            assert held[0] == pytest.approx(held[-1])
+            assert [moment for moment, _ in points] == sorted(moment for moment, _ in points)
