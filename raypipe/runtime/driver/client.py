@@ -112,11 +112,11 @@ class RayConnection:
                 return self._no_news()
             asked, self._asked = self._asked, None
             news: News = ray.get(asked.ref)
-        except ActorUnavailableError:  # Ray cannot reach it at the moment, and does not say that it is dead
+        except RayActorError as error:
+            if not self._comes_back(error):
+                raise self._gone(error) from None
             self._asked = asked._replace(ref=self._driver.news.remote(since, wait_s))
             return self._no_news()
-        except RayActorError as error:
-            raise self._gone(error) from None
         self._status, self._ended = news.status, news.ended
         if self._wish and news.status.state in ("starting", "running"):  # it knows nothing of the wish
             self._driver.stop.remote(self._wish)
@@ -131,6 +131,17 @@ class RayConnection:
             f"the driver has not answered for {silent_s:.0f} s; Ray says that its process lives, so it is waited for"
         )
         return News([], dataclasses.replace(self._status, message=message), None, None, self._asked.since)
+
+    def _comes_back(self, error: RayActorError) -> bool:
+        """Whether Ray cannot reach the driver at the moment, but has not given it up.
+
+        Calls under way when a drained node goes fail with ActorDiedError although Ray starts their actor again: what
+        counts is whether that still has its name. Ray is asked for all names, for one alone it remembers.
+        """
+        if isinstance(error, ActorUnavailableError):
+            return True
+        names = [row["name"] for row in ray.util.list_named_actors(all_namespaces=True)] if error.preempted else []
+        return driver_name(self._name) in names
 
     def _gone(self, error: RayActorError) -> StageError:
         if self._owner and isinstance(error, ActorDiedError):
@@ -164,7 +175,7 @@ class RayConnection:
         try:
             self._ask(self._driver.stop.remote(reason))
         except StageError as error:
-            if not isinstance(error.__cause__, ActorUnavailableError):
+            if not isinstance(error.__cause__, RayActorError) or not self._comes_back(error.__cause__):
                 raise
 
     def checkpoint(self) -> None:

@@ -41,7 +41,7 @@ __all__ = ["Recovery"]
 
 TENSORS_LOST = (
     "A stage was lost before the first checkpoint, and with an earlier driver the parameters that the run began with. "
-    "Start the run again under the same name."
+    "Start the run again under the same name. Copies of state that are left: {copies}; those of steps {steps} would do."
 )
 
 
@@ -107,7 +107,7 @@ class Recovery:
             replaced, made, changed = (), fewer, True
         clock.lap("replace")
         try:
-            step, source, position = self._restore(made, copies)
+            step, source, position = self._restore(made, copies, steps)
         except PlanError as error:  # one of them was lost meanwhile, so that there are too few
             raise StageLostError(f"A worker was lost while the run recovered: {error}") from None
         except CheckpointError as error:  # storage may answer the next time
@@ -334,7 +334,9 @@ class Recovery:
         charter = self._charter(self._planned[made.setup.generation], self._asked)
         self._fleet.keep_charter(charter, self._tensors, names)
 
-    def _restore(self, made: Assembled, copies: Sequence[RemoteCopy]) -> tuple[int, str, Position | None]:
+    def _restore(
+        self, made: Assembled, copies: Sequence[RemoteCopy], steps: Collection[int]
+    ) -> tuple[int, str, Position | None]:
         """(step, where from, position of a checkpoint) of the newest state that all can have; now they have it."""
         fleet, run, setup, place = self._fleet, made.run, made.setup, self._blueprint.spec.place
         saved = newest_step(place) if copies else None
@@ -344,7 +346,10 @@ class Recovery:
         newest = find_checkpoint(place)[0]
         if newest is None:
             if not run.persistent <= set(self._tensors.names):
-                raise StageError(TENSORS_LOST)
+                left = [
+                    f"stage {f.stage} of plan {f.generation} after steps {list(f.steps)}" for _, f in fleet.copies()
+                ]
+                raise StageError(TENSORS_LOST.format(copies=", ".join(left) or "none", steps=sorted(steps)))
             fleet.configure(run, setup, [self._tensors])
             return 0, "the parameters that the run began with", Position()
         fleet.configure(run, setup, [newest.folder, self._tensors])

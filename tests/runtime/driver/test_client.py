@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError
+from ray.core.generated.common_pb2 import ActorDiedErrorContext, NodeDeathInfo
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from raypipe.api.handle import RunHandle
 from raypipe.engine.storage import Place
@@ -24,6 +25,8 @@ from tests.runtime.left_over import ours
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
+
+DRAINED = NodeDeathInfo(reason=NodeDeathInfo.AUTOSCALER_DRAIN_PREEMPTED)
 
 
 @pytest.fixture
@@ -124,3 +127,14 @@ def test_a_wish_to_stop_that_reaches_no_driver_is_told_to_the_next(local_ray: No
 
     wait_until(told)
     ray.kill(driver, no_restart=True)
+
+
+def test_a_driver_that_ray_calls_dead_with_its_drained_node_is_waited_for(begun: tuple[RunHandle, int]) -> None:
+    """Ray infers that, and starts it again elsewhere."""
+    handle, _ = begun
+    connection = client.find_run(handle.name)
+    inferred = ActorDiedError(ActorDiedErrorContext(actor_id=b"0" * 16, node_death_info=DRAINED))
+    assert connection._comes_back(inferred)
+    assert not connection._comes_back(ActorDiedError())
+    handle.close()
+    wait_until(lambda: not connection._comes_back(inferred))
