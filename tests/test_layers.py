@@ -1,6 +1,6 @@
 """The layers of the house, as one table: who may import what, at any place in a file.
 
-       use        api/  cli/  runfile/  doctor/  report/  testing.py
+       use        api/  cli/  runfile/  doctor/  report/  dashboards/  testing.py
         |
        run        prepare/  runtime/  progress.py
      +--+---+
@@ -71,6 +71,7 @@ ROOMS = (
     "runtime.driver",
     "runfile",
     "doctor",
+    "dashboards",
     "report",
     "api",
     "cli",

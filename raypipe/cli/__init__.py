@@ -8,6 +8,7 @@
     cli/export.py    export                   a checkpoint for others
     cli/doctor.py    doctor                   this machine and cluster
     cli/probe.py     probe                    the links between a cluster's nodes
+    cli/dashboards.py  dashboards install     boards for Grafana, alerts for Prometheus
 
 Exit status: 0 all is well, 1 an error of raypipe (one paragraph on standard error; RAYPIPE_DEBUG=1 shows where it
 comes from), 2 a mistake in the command itself. torch, Ray and numpy are imported by the verbs that need them.
@@ -21,6 +22,7 @@ import sys
 import typer
 
 from raypipe import __version__
+from raypipe.cli.dashboards import app as dashboards
 from raypipe.cli.doctor import doctor
 from raypipe.cli.export import export
 from raypipe.cli.plan import plan, profile
@@ -48,6 +50,7 @@ def root() -> None:
 for _verb in (train, plan, profile, simulate, status, stop, resize, trace, report, export, doctor, probe):
     app.command()(_verb)
 app.command("list")(list_runs)
+app.add_typer(dashboards, name="dashboards")
 
 
 @app.command()

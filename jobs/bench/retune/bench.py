@@ -22,6 +22,7 @@ import torch
 from jobs.lib import common
 from jobs.lib.common import machine_line, median
 from jobs.lib.emulated import CPU_SHARE, Block, trainer_of
+from raypipe.ir.links import LinkEstimate
 from raypipe.planner.control import Choice, ControllerConfig, ControllerDecision, StepDone, Verdict
 from raypipe.runtime.driver.client import connected
 from raypipe.runtime.run.blueprint import assemble
@@ -57,6 +58,9 @@ class Script:
         self.wanted = setup.choice
         self._hops = len(setup.budgets) - 1
         self._slack = 2
+
+    def estimates(self) -> tuple[LinkEstimate, ...]:
+        return ()
 
     def handle(self, event: StepDone) -> list[ControllerDecision]:
         if event.step % EVERY:

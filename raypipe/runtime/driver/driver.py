@@ -31,7 +31,7 @@ from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, LinkError, StageError, StageLostError
 from raypipe.ir.timeline import Timeline
-from raypipe.runtime.driver.publish import Published, Publisher
+from raypipe.runtime.driver.publish import Published, Publisher, resident_bytes
 from raypipe.runtime.driver.succession import (
     Charter,
     Left,
@@ -265,8 +265,11 @@ class _DriverActor:
         if plan.predicted is not None:
             fleet.expect(max(span.end_s - span.start_s for span in plan.predicted.spans))
         watcher: Watcher
+        publishing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if requests is self._requests:
-            watcher = Published(self._journal, Publisher(spec.name, plan.plan.schedule.wiring.homes), plan)
+            publisher = Publisher(spec.name, plan.plan.schedule.wiring.homes)
+            watcher = Published(self._journal, publisher, plan, spec.max_failures, lambda: resident_bytes(fleet.roster))
+            publishing = contextlib.closing(watcher)
             self._journal.begins()
         else:  # it only saves a checkpoint; the run that follows tells everybody of these steps
             watcher = Journal(spec.name, str(spec.place))
@@ -279,7 +282,7 @@ class _DriverActor:
         growing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if requests is self._requests:  # what only saves a checkpoint asks for no workers
             growing = recovery.growing(lambda: self._journal.status, lambda: drains.going)
-        with contextlib.closing(drains), growing:
+        with contextlib.closing(drains), growing, publishing:
             return run_loop(
                 fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken, lost=lost
             )

@@ -1,27 +1,34 @@
 """What a run shows to Prometheus, by way of Ray: the table of ``raypipe.metrics``, filled from reports and events.
 
 It runs in the driver, once per step, never in a stage. Ray collects the values every few seconds on each node's
-metrics port, so what there is one series of for every stage or link is set at most once a second.
+metrics port, so what there is one series of for every stage or link is set at most once a second. Ray 2.60
+forgets a gauge after about twice that time, so that all are set again every few seconds, also those of a run that
+stands still.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from raypipe.ir.links import LinkEstimate
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.schedule import Homes
 from raypipe.metrics import METRICS, Kind, Metric, link_name, metric
 from raypipe.planner.control import ControllerDecision
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.spec import PlanInForce
+from raypipe.runtime.workers.roster import Member
 
-__all__ = ["DETAILS_EVERY_S", "Published", "Publisher"]
+__all__ = ["DETAILS_EVERY_S", "Published", "Publisher", "resident_bytes"]
 
 DETAILS_EVERY_S = 1.0
 """Seconds, on the stages' clock, between two updates of the series by stage and by link."""
+REPEAT_S = 2.5
 
 
 class Publisher:
@@ -36,10 +43,12 @@ class Publisher:
         self._metrics = {found.name: _make(found) for found in METRICS}
         self._run = {"run": run}
         self._detailed_s = -math.inf
+        self._standing: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}  # gauges, by name and tags
         self.resized(homes)
 
     def resized(self, homes: Homes) -> None:
-        """The pipeline has these stages from now on."""
+        """The pipeline has these stages from now on; those of stages and links before are not shown any more."""
+        self._standing = {key: value for key, value in self._standing.items() if len(key[1]) == 1}
         stages = range(len(homes))
         self._stages = [{**self._run, "stage": str(stage)} for stage in stages]
         # By stage: the link to the next one and the link to the one before, as in StepReport.sent_bytes.
@@ -60,6 +69,9 @@ class Publisher:
         self._set("raypipe_loss", record.loss, self._run)
         self._set("raypipe_grad_norm", record.grad_norm, self._run)
         self._set("raypipe_bubble_fraction", record.bubble_fraction, self._run)
+        self._set("raypipe_steps_total", 1.0, self._run)
+        self._set("raypipe_samples_total", record.samples, self._run)
+        self.event("last_step_timestamp_seconds", time.time())
         if record.skipped:
             self.event("skipped_steps")
         now_s = max((report.end_s for report in reports), default=-math.inf)
@@ -86,6 +98,13 @@ class Publisher:
             raise ValueError(f"{found.name} was given the tags {', '.join(tags) or 'none'}: give {wanted}.")
         self._set(found.name, value, {**self._run, **{tag: str(content) for tag, content in tags.items()}})
 
+    def repeat(self) -> None:
+        """Set all gauges once more, as they are; from any thread."""
+        for (name, tags), value in list(self._standing.items()):
+            gauge = self._metrics[name]
+            assert isinstance(gauge, Gauge)
+            gauge.set(value, tags=dict(tags))
+
     def _stage(self, report: StepReport, seconds: float) -> None:
         tags = self._stages[report.stage]
         self._set("raypipe_stage_busy_seconds", report.busy_s, tags)
@@ -103,6 +122,7 @@ class Publisher:
             return
         found = self._metrics[name]
         if isinstance(found, Gauge):
+            self._standing[name, tuple(tags.items())] = value
             found.set(value, tags=tags)
         elif isinstance(found, Histogram):
             found.observe(value, tags=tags)
@@ -111,25 +131,62 @@ class Publisher:
 
 
 class Published:
-    """A journal whose steps Prometheus sees too.
+    """A journal whose steps Prometheus sees too, until ``close``.
 
     Args:
         plan: in force, for what is known before its first step.
+        max_failures: that the run may survive; -1 is no limit.
+        resident_bytes: memory of each worker's process, by the worker's number.
     """
 
-    def __init__(self, journal: Journal, publisher: Publisher, plan: PlanInForce) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        publisher: Publisher,
+        plan: PlanInForce,
+        max_failures: int = 0,
+        resident_bytes: Callable[[], Mapping[int, int]] = dict,
+    ) -> None:
         self._journal = journal
         self._publisher = publisher
-        publisher.event("predicted_step_seconds", plan.predicted_step_s)
-        publisher.event("generation", plan.plan.generation)
-        if plan.retune is not None:
-            publisher.event("group_size", plan.retune.choice.spec.group_size)
+        self._resident_bytes, self._peaks = resident_bytes, dict[int, int]()
+        self._closed = threading.Event()
+        publisher.event("running")
+        publisher.event("last_step_timestamp_seconds", time.time())  # a first step that never ends counts from here
+        if max_failures >= 0:
+            publisher.event("failures_allowed", max_failures)
+        self.planned(plan)
         self.resumed, self.tell, self.alert = journal.resumed, journal.tell, journal.alert
+        self._thread = threading.Thread(target=self._repeat, name="raypipe metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """The run has ended, though its process may live on."""
+        self._closed.set()
+        self._thread.join()
+        self._publisher.event("running", 0.0)
+
+    def _repeat(self) -> None:
+        while not self._closed.wait(REPEAT_S):
+            self._memory()
+            self._publisher.repeat()
 
     def planned(self, plan: PlanInForce) -> None:
-        self._publisher.resized(plan.plan.schedule.wiring.homes)
-        self._publisher.event("predicted_step_seconds", plan.predicted_step_s)
-        self._publisher.event("generation", plan.plan.generation)
+        self._placement = plan.plan.schedule.wiring.placement
+        publisher = self._publisher
+        publisher.resized(plan.plan.schedule.wiring.homes)
+        if plan.predicted_step_s > 0:
+            publisher.event("predicted_step_seconds", plan.predicted_step_s)
+        publisher.event("generation", plan.plan.generation)
+        publisher.event("num_stages", len(self._placement))
+        publisher.event("num_workers", len(set(self._placement)))
+        publisher.event("num_microbatches", plan.plan.num_microbatches)
+        if plan.retune is not None:
+            publisher.event("group_size", plan.retune.choice.spec.group_size)
+        if (predicted := plan.plan.prediction) is not None:
+            publisher.event("predicted_bubble_fraction", predicted.bubble_fraction)
+            for stage, found in enumerate(predicted.stages):
+                publisher.event("predicted_memory_bytes", found.memory_bytes, stage=stage)
 
     def counted(self, metric: str, value: float = 1.0) -> None:
         self._publisher.event(metric, value)
@@ -138,11 +195,32 @@ class Published:
         self._journal.step(record, reports)
         self._publisher.step(record, reports)
 
+    def estimated(self, links: Sequence[LinkEstimate]) -> None:
+        for found in links:
+            ends = (found.hop, found.hop + 1) if found.forward else (found.hop + 1, found.hop)
+            link = link_name(*ends)
+            self._publisher.event("link_message_seconds", found.transfer_s, link=link)
+            self._publisher.event("link_bandwidth_bytes_per_second", found.bandwidth_bytes_s, link=link)
+
     def decided(self, decision: ControllerDecision) -> None:
         self._journal.decided(decision)
         if decision.choice is not None:
             self._publisher.event("retunes")
             self._publisher.event("group_size", decision.choice.spec.group_size)
+            self._publisher.event("num_microbatches", decision.choice.num_microbatches)
+
+    def _memory(self) -> None:
+        held = self._resident_bytes()
+        for stage, worker in enumerate(self._placement):
+            if found := held.get(worker, 0):
+                self._peaks[worker] = max(found, self._peaks.get(worker, 0))
+                self._publisher.event("resident_memory_bytes", found, stage=stage)
+                self._publisher.event("peak_memory_bytes", self._peaks[worker], stage=stage)
+
+
+def resident_bytes(members: Sequence[Member]) -> dict[int, int]:
+    """Memory of the process of each worker, by its number, as it said last."""
+    return {m.worker: m.pulse.resident_bytes for m in members if m.worker is not None and m.pulse is not None}
 
 
 def _make(found: Metric) -> Gauge | Counter | Histogram:

@@ -91,6 +91,8 @@ class Control:
 
     def _hear(self, thread: ControllerThread) -> None:
         """Tell everybody of what was decided; a change is kept at once, for the driver may die."""
+        if estimates := thread.take_estimates():
+            self._watcher.estimated(estimates)
         decisions = thread.decisions()
         for found in decisions:
             numbers = found.numbers

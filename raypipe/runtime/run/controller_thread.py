@@ -11,11 +11,13 @@ and codecs; processes, links and weights stay.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from raypipe.errors import PlanError
+from raypipe.ir.links import LinkEstimate
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, Controller, ControllerConfig, ControllerDecision, StepDone
@@ -23,6 +25,8 @@ from raypipe.planner.control import Choice, Controller, ControllerConfig, Contro
 __all__ = ["ActiveSettings", "ControllerThread", "step_done"]
 
 END_TIMEOUT_S = 1.0
+ESTIMATES_EVERY_S = 1.0
+"""Making them takes time, and people look at them less often."""
 
 
 class ActiveSettings(NamedTuple):
@@ -50,6 +54,8 @@ class _Machine(Protocol):
 
     def handle(self, event: StepDone) -> list[ControllerDecision]: ...
 
+    def estimates(self) -> tuple[LinkEstimate, ...]: ...
+
     def to_json(self) -> str: ...
 
 
@@ -65,6 +71,8 @@ class ControllerThread:
     def __init__(self, setup: ControllerConfig, state: str = "", machine: _Machine | None = None) -> None:
         self._setup = setup
         self._complaint = ""
+        self._estimates: tuple[LinkEstimate, ...] = ()
+        self._estimated_s = time.monotonic()
         if machine is None:
             machine = Controller(setup)
             if state:
@@ -96,6 +104,11 @@ class ControllerThread:
             found.append(self._decided.get())
         return found
 
+    def take_estimates(self) -> tuple[LinkEstimate, ...]:
+        """What is known of the links, where that is newer than what the last call got."""
+        found, self._estimates = self._estimates, ()
+        return found
+
     def take_complaint(self) -> str:
         """What went wrong with the controller, once; training does not need it."""
         complaint, self._complaint = self._complaint, ""
@@ -121,6 +134,8 @@ class ControllerThread:
                         self._setting = self._setting_of(decision.choice)
                         self._state = self._machine.to_json()
                     self._decided.put(decision)
+                if time.monotonic() - self._estimated_s >= ESTIMATES_EVERY_S:
+                    self._estimates, self._estimated_s = self._machine.estimates(), time.monotonic()
         except Exception as error:  # noqa: BLE001  (told to people; the run goes on as it is)
             self._complaint = f"The controller failed and turns nothing any more: {error!r}"
 

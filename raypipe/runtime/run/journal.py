@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from raypipe.errors import RaypipeError, StageError
+from raypipe.ir.links import LinkEstimate
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.planner.control import ControllerDecision
 from raypipe.runtime.run.spec import Outcome, PlanInForce
@@ -90,6 +91,9 @@ class Journal:
         if decision.choice is not None:
             with self._changed:
                 self._status = dataclasses.replace(self._status, retunes=self._status.retunes + 1)
+
+    def estimated(self, links: Sequence[LinkEstimate]) -> None:
+        """What the controller knows of the links."""
 
     def planned(self, plan: PlanInForce) -> None:
         """The run has another plan."""

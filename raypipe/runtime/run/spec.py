@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from raypipe.config.ray import WorkerRange
 from raypipe.engine.checkpoint import FreshOptions
 from raypipe.engine.storage import Place
+from raypipe.ir.links import LinkEstimate
 from raypipe.ir.plan import Plan
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.schedule import Schedule
@@ -40,6 +41,8 @@ class Watcher(Protocol):
     def counted(self, metric: str, value: float = 1.0) -> None: ...
 
     def decided(self, decision: ControllerDecision) -> None: ...
+
+    def estimated(self, links: Sequence[LinkEstimate]) -> None: ...
 
 
 class AnyFleet(Protocol):

@@ -17,6 +17,7 @@ import torch
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.stage_work import SPLIT_EVERY, SPLIT_FIRST
+from raypipe.ir.links import LinkEstimate
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.control import Choice, ControllerConfig, ControllerDecision, StepDone, Verdict
 from raypipe.runtime.run.blueprint import assemble
@@ -52,6 +53,9 @@ class Script:
         self._choices = choices
         self.wanted, self._run = setup.choice, setup.choice.spec
         self.events: list[StepDone] = []
+
+    def estimates(self) -> tuple[LinkEstimate, ...]:
+        return ()
 
     def handle(self, event: StepDone) -> list[ControllerDecision]:
         self.events.append(event)

@@ -1,0 +1,144 @@
+"""Files for Prometheus, Grafana and Kubernetes in a folder of the user's.
+
+    DIR/grafana/dashboards/*.json               the boards
+    DIR/grafana/provisioning/dashboards/...     where Grafana finds them
+    DIR/grafana/provisioning/datasources/...    where Grafana finds Prometheus
+    DIR/prometheus/prometheus.yml               scrapes the nodes of a Ray cluster on this machine
+    DIR/prometheus/rules.yaml                   the alerts
+    DIR/kuberay/*.yaml                          the same for KubeRay, with Prometheus' operator and Grafana's sidecar
+
+Ray generates boards of its own into its session folder and rewrites that at every start of the head, so nothing of ours
+is put there.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from raypipe.errors import ConfigError
+
+__all__ = ["contents", "install"]
+
+DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
+"""Where Ray's head writes which nodes there are, unless it is told another --temp-dir."""
+POD_METRICS = "metrics"
+"""Name that KubeRay gives to port 8080 of head and workers."""
+
+
+def install(folder: Path, prometheus: str, discovery: str = DISCOVERY) -> list[Path]:
+    """Write all files; those of an earlier installation are replaced, and others stay.
+
+    Args:
+        prometheus: its address, for Grafana.
+        discovery: Ray's file of nodes, for Prometheus.
+
+    Raises:
+        ConfigError: the folder cannot be written; says why.
+    """
+    written = []
+    for name, text in contents(folder.absolute(), prometheus, discovery).items():
+        path = folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error}. Give a folder of your own.") from error
+        written.append(path)
+    return written
+
+
+def contents(folder: Path, prometheus: str, discovery: str) -> dict[str, str]:
+    """Text of every file, by its name below the folder."""
+    boards = {found.name: found.read_text("utf-8") for found in files(__package__).iterdir() if _is_board(found.name)}
+    rules = (files(__package__) / "rules.yaml").read_text("utf-8")
+    grafana = folder / "grafana"
+    made = {f"grafana/dashboards/{name}": text for name, text in sorted(boards.items())}
+    made["grafana/provisioning/dashboards/raypipe.yaml"] = _yaml(_provider(grafana / "dashboards"))
+    made["grafana/provisioning/datasources/raypipe.yaml"] = _yaml(_source(prometheus))
+    made["prometheus/prometheus.yml"] = _yaml(_scraping(discovery))
+    made["prometheus/rules.yaml"] = rules
+    made["kuberay/dashboards.yaml"] = _yaml(_config_map(boards))
+    made["kuberay/podmonitor.yaml"] = _yaml(_pod_monitor())
+    made["kuberay/rules.yaml"] = _yaml(_prometheus_rule(yaml.safe_load(rules)))
+    return made
+
+
+def _is_board(name: str) -> bool:
+    return name.endswith(".json")
+
+
+def _yaml(content: Any) -> str:
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False, width=1000)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they are."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def _provider(boards: Path) -> dict[str, Any]:
+    one = {"name": "raypipe", "folder": "raypipe", "type": "file", "options": {"path": str(boards)}}
+    return {"apiVersion": 1, "providers": [one]}
+
+
+def _source(prometheus: str) -> dict[str, Any]:
+    one = {"name": "raypipe", "type": "prometheus", "access": "proxy", "url": prometheus}
+    return {"apiVersion": 1, "datasources": [one]}
+
+
+def _scraping(discovery: str) -> dict[str, Any]:
+    """Every 10 s, as often as Ray collects."""
+    ray = {"job_name": "ray", "file_sd_configs": [{"files": [discovery]}]}
+    return {
+        "global": {"scrape_interval": "10s", "evaluation_interval": "10s"},
+        "rule_files": ["rules.yaml"],
+        "scrape_configs": [ray],
+    }
+
+
+def _meta(name: str, **labels: str) -> dict[str, Any]:
+    return {"name": name, "labels": {"app.kubernetes.io/part-of": "raypipe", **labels}}
+
+
+def _config_map(boards: dict[str, str]) -> dict[str, Any]:
+    """Taken by the sidecar of Grafana's chart, for its label."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _meta("raypipe-dashboards", grafana_dashboard="1"),
+        "data": boards,
+    }
+
+
+def _pod_monitor() -> dict[str, Any]:
+    """Head and workers of every RayCluster in the namespace."""
+    nodes = {"key": "ray.io/node-type", "operator": "In", "values": ["head", "worker"]}
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": _meta("raypipe-ray-nodes"),
+        "spec": {
+            "jobLabel": "ray.io/cluster",
+            "selector": {"matchExpressions": [nodes]},
+            "podMetricsEndpoints": [{"port": POD_METRICS, "interval": "10s"}],
+        },
+    }
+
+
+def _prometheus_rule(rules: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": _meta("raypipe-alerts"),
+        "spec": rules,
+    }
