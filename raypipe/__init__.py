@@ -11,6 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "EarlyStopping": "raypipe.config.early_stopping",
     "PipelineConfig": "raypipe.config.pipeline",
     "PipelineTrainer": "raypipe.api.trainer",
     "Result": "raypipe.api.handle",
@@ -19,7 +20,16 @@ _EXPORTS = {
     "load_state_dict": "raypipe.engine.checkpoint",
 }
 
-__all__ = ["PipelineConfig", "PipelineTrainer", "Result", "RunHandle", "__version__", "attach", "load_state_dict"]
+__all__ = [
+    "EarlyStopping",
+    "PipelineConfig",
+    "PipelineTrainer",
+    "Result",
+    "RunHandle",
+    "__version__",
+    "attach",
+    "load_state_dict",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ class ProgressLine:
         self._smooth_s = record.seconds if not self._smooth_s else 0.9 * self._smooth_s + 0.1 * record.seconds
         now_s = time.monotonic()
         last = record.step + 1 == self._num_steps
-        if now_s - self._shown_s < self._every_s and not last:
+        if now_s - self._shown_s < self._every_s and not last and not record.evaluation:
             return
         self._shown_s = now_s
         text = self.text(record)
@@ -53,6 +53,7 @@ class ProgressLine:
             f"{record.samples / self._smooth_s:.0f} samples/s  idle {record.bubble_fraction:.0%}  "
             f"sent {record.link_bytes_per_s / 1e6:.1f} MB/s  "
             f"{record.schedule + '  ' if record.schedule else ''}left {minutes}:{seconds:02d}"
+            + "".join(f"  {name} {value:.4f}" for name, value in record.evaluation)
         )
 
 

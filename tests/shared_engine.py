@@ -36,7 +36,9 @@ def shared_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raypipe.prepare.inputs.capture", _captured)
 
 
-def _captured(model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, *, evaluates: bool) -> Capture:
+def _captured(
+    model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, *, evaluates: bool, asked: Any
+) -> Capture:
     """As ``raypipe.engine.capture.capture``; the same object for equal arguments, which nobody changes."""
     import torch
     from torch.utils import _pytree
@@ -48,7 +50,7 @@ def _captured(model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, 
         contents.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} ".encode())
         contents.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     modes = (*(p.requires_grad for p in model.parameters()), *(module.training for module in model.modules()))
-    key = (type(model), str(model), modes, contents.digest(), columns, loss_fn, evaluates)
+    key = (type(model), str(model), modes, contents.digest(), columns, loss_fn, evaluates, asked)
     if key not in _MADE:
-        _MADE[key] = capture(model, example, columns, loss_fn, evaluates=evaluates)
+        _MADE[key] = capture(model, example, columns, loss_fn, evaluates=evaluates, asked=asked)
     return _MADE[key]

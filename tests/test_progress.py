@@ -40,7 +40,7 @@ def test_a_slow_start_says_once_what_it_waits_for() -> None:
         "step 1/3  loss 0.5000  grad norm 1.000  32 samples/s  idle 10%  sent 2.0 MB/s  1f1b  left 0:00",
     ]
     assert "step 3/3" in stream.getvalue().splitlines()[-1]
-    journal.end(Outcome(0.5, "runs/digits/checkpoint_000003", 3), None)
+    journal.end(Outcome((("eval_loss", 0.5),), "runs/digits/checkpoint_000003", 3), None)
     watch(journal.news(3, 0.0))
     assert stream.getvalue().splitlines()[-1] == "digits: finished, step 3/3; its folder is runs/digits"
 

@@ -26,11 +26,11 @@ from raypipe.engine.data import Source, open_data
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError, DataError
-from raypipe.ir.report import mean_loss
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.prepare.inputs import check_columns
 from raypipe.prepare.job import Job
+from raypipe.runtime.run.evaluations import numbers_of
 from raypipe.runtime.run.forwards import ListOutputs, Outputs, evaluation_orders, forwards, with_outputs
 from raypipe.runtime.run.spec import AnyFleet
 
@@ -129,11 +129,11 @@ def with_checkpoint(
     return dataclasses.replace(job, tensors=tensors), source
 
 
-def evaluation(job: Job, stages: Stages) -> float:
-    """The loss over job.sources["eval"], each mini-batch's weighed by its items, as in ``fit``."""
+def evaluation(job: Job, stages: Stages) -> dict[str, float]:
+    """eval_loss over job.sources["eval"], each mini-batch's weighed by its items, as in ``fit``, and the metrics."""
     with stages.open(job) as fleet:
         found = list(forwards(fleet, _orders(job), _rows(job)))
-    return mean_loss(found, sums=job.settings.loss_reduction == "sum")
+    return dict(numbers_of(found, sums=job.settings.loss_reduction == "sum"))
 
 
 def evaluating(job: Job, data: Any) -> Job:
@@ -169,7 +169,8 @@ def predicting(job: Job, data: Any) -> Job:
             "of train_data in the same order; the target may be left out."
         )
     settings = dataclasses.replace(job.settings, loss_reduction="mean")
-    return dataclasses.replace(job, sources={**job.sources, "eval": source}, settings=settings, codecs=Codecs())
+    sources = {**job.sources, "eval": source}
+    return dataclasses.replace(job, sources=sources, settings=settings, codecs=Codecs(), metrics={})
 
 
 def predictions(job: Job, stages: Stages) -> Any:

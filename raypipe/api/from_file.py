@@ -17,6 +17,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
+from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import faults
 from raypipe.errors import ConfigError
@@ -57,6 +58,8 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
         pipeline=pipeline,
         scaling_config=_places(run) if planning else _ray_config(run, ("scaling_config",), "ScalingConfig"),
         run_config=None if planning else _ray_config(run, ("run_config",), "RunConfig"),
+        metrics=_metrics(run),
+        early_stopping=EarlyStopping(**values["early_stopping"]) if "early_stopping" in values else None,
         resume=None if planning else values.get("resume"),
         init_from=None if planning else values.get("init_from"),
     )
@@ -83,12 +86,18 @@ def _seeded(make: Callable[[], Any], seed: int) -> Callable[[], Any]:
 
 
 def _loss_fn(run: RunFile) -> Any:
-    if "loss_fn" not in run.values:
-        return None
-    target = _imported(run, ("loss_fn",), run.values["loss_fn"])
-    # A class of losses, such as torch.nn:CrossEntropyLoss, is meant to be made first.
-    taking = 0 if isinstance(target, type) else 2
-    bound = _bind(run, ("loss_fn",), run.values["loss_fn"], taking)
+    return _judge(run, ("loss_fn",), run.values["loss_fn"]) if "loss_fn" in run.values else None
+
+
+def _metrics(run: RunFile) -> dict[str, Any] | None:
+    given = run.values.get("metrics")
+    return given and {name: _judge(run, ("metrics", name), setting) for name, setting in given.items()}
+
+
+def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Any:
+    """A function of output and target; a class, such as torch.nn:CrossEntropyLoss, is meant to be made first."""
+    target = _imported(run, path, setting)
+    bound = _bind(run, path, setting, taking=0 if isinstance(target, type) else 2)
     return bound() if isinstance(target, type) else bound
 
 

@@ -40,7 +40,7 @@ class Result:
     """What a finished run leaves in your hands.
 
     Attributes:
-        metrics: the last step's numbers, and eval_loss where there is eval_data.
+        metrics: the last step's numbers, and those of the last evaluation: eval_loss, eval_<name> of a metric.
         records: every step, those of earlier submissions of the run included.
         checkpoint: folder of the last checkpoint; ``raypipe.load_state_dict`` reads it.
         path: the run's folder: plan, config, metrics, events, timeline.
@@ -263,7 +263,6 @@ def attach(name: str) -> RunHandle:
 def _result(status: RunStatus, outcome: Outcome, records: Records) -> Result:
     metrics: dict[str, Any] = {}
     if records:
-        metrics = {name: getattr(records[-1], name) for name in StepRecord.__slots__}
-    if outcome.eval_loss is not None:
-        metrics["eval_loss"] = outcome.eval_loss
-    return Result(metrics, records, outcome.checkpoint, status.path, outcome.stopped)
+        metrics = {name: getattr(records[-1], name) for name in StepRecord.__slots__ if name != "evaluation"}
+        metrics["samples_per_s"] = records[-1].samples_per_s
+    return Result(metrics | dict(outcome.evaluation), records, outcome.checkpoint, status.path, outcome.stopped)

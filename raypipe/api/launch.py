@@ -5,20 +5,26 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
+from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import worker_range
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.meter import check_metrics
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.plan import Plan
+from raypipe.planner.segments import num_steps_of
 from raypipe.prepare.job import Job
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
+from raypipe.runtime.run.evaluations import EvaluationPolicy
 
 __all__ = [
     "copy_interval",
+    "evaluations_of",
     "failures_of",
     "generation_setup",
     "local_fleet",
@@ -26,6 +32,7 @@ __all__ = [
     "refuse_in_threads",
     "refuse_replicas",
     "run_setup",
+    "steps_of",
 ]
 
 COPY_EVERY = 3
@@ -45,7 +52,9 @@ def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = N
     Args:
         pipeline: where they have links between processes; None for threads.
     """
-    setup = RunSetup(job.make_optimizer, job.make_scheduler, job.sources, job.settings, job.persistent, place)
+    setup = RunSetup(
+        job.make_optimizer, job.make_scheduler, job.sources, job.settings, job.persistent, place, metrics=job.metrics
+    )
     if pipeline is None:
         return setup
     return dataclasses.replace(
@@ -91,6 +100,56 @@ def policy_of(pipeline: PipelineConfig, config: Any) -> CheckpointPolicy:
         getattr(config, "checkpoint_score_attribute", None),
         getattr(config, "checkpoint_score_order", None) or "max",
     )
+
+
+def evaluations_of(
+    pipeline: PipelineConfig, metrics: Mapping[str, Any] | None, early_stopping: EarlyStopping | None, *,
+    evaluates: bool,
+) -> EvaluationPolicy:  # fmt: skip
+    """From PipelineConfig's interval and the trainer's arguments.
+
+    Args:
+        evaluates: whether there is eval_data.
+
+    Raises:
+        ConfigError: something would have no effect, or is no metric.
+    """
+    check_metrics(metrics or {})
+    names = ("eval_loss", *(f"eval_{name}" for name in metrics or ())) if evaluates else ()
+    if pipeline.eval_interval_steps is not None and not evaluates:
+        raise ConfigError(
+            f"eval_interval_steps={pipeline.eval_interval_steps} would have no effect without eval_data. Give "
+            "eval_data, or leave it out."
+        )
+    if early_stopping is not None:
+        if not isinstance(early_stopping, EarlyStopping):
+            raise ConfigError(
+                f"early_stopping={early_stopping!r}: give raypipe.EarlyStopping('eval_loss', patience=3)."
+            )
+        if early_stopping.metric not in names or pipeline.eval_interval_steps is None:
+            has = f"evaluations of this run give {', '.join(names)}" if names else "there is no eval_data"
+            raise ConfigError(
+                f"EarlyStopping(metric={early_stopping.metric!r}) looks at evaluations while the run trains: {has}, "
+                f"and eval_interval_steps is {pipeline.eval_interval_steps}. Give eval_data, PipelineConfig("
+                "eval_interval_steps=...) and, for what is not the loss, metrics={...}."
+            )
+    return EvaluationPolicy(pipeline.eval_interval_steps, names, early_stopping)
+
+
+def steps_of(job: Job, num_steps: int | None, num_epochs: int | None) -> int:
+    """Of the whole run, from what ``fit`` was told.
+
+    Raises:
+        ConfigError: both or none were given, or something that is no number of steps.
+    """
+    if (num_steps is None) == (num_epochs is None):
+        raise ConfigError("fit() takes exactly one of num_steps and num_epochs, as in fit(num_steps=500).")
+    name, given = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise ConfigError(f"{name}={given!r} is not possible: give an integer of at least 1.")
+    if num_epochs is None:
+        return given
+    return num_steps_of(given, job.sources["train"].num_samples, job.plan.minibatch_size)
 
 
 def copy_interval(job: Job) -> int:

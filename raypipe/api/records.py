@@ -70,4 +70,4 @@ def table_of_all(last: Sequence[StepRecord], before: Callable[[int], bytes | Non
             break
         tables.append(table)
         first = table["step"][0].as_py()
-    return pa.concat_tables(tables[::-1])
+    return pa.concat_tables(tables[::-1], promote_options="default")

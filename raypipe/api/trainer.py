@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from raypipe.api import launch
 from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
 from raypipe.api.handle import Result, RunHandle
 from raypipe.api.init_from import InitialWeights
-from raypipe.api.launch import copy_interval, failures_of, policy_of, refuse_in_threads, refuse_replicas, run_setup
 from raypipe.api.listing import DEFAULT_STORAGE
 from raypipe.api.signals import stopping_on_signals
+from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import check_ray_settings, most_workers, worker_range
 from raypipe.engine.local import LocalFleet
@@ -29,7 +30,6 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.ir.timeline import Timeline
-from raypipe.planner.segments import num_steps_of
 from raypipe.prepare.arguments import Arguments, check_arguments, check_travel, in_one_paragraph
 from raypipe.prepare.identity import settings_of
 from raypipe.prepare.job import Job
@@ -72,6 +72,9 @@ class PipelineTrainer:
         resume: what happens where that folder has a run: None goes on if it is the same run and refuses, naming every
             difference, if it is not; True goes on with what may change (options of the optimizer, scheduler, clipping,
             schedule); False begins anew in ``<name>-2``, ``<name>-3`` and so on.
+        metrics: by name, (output, target) -> a number, or (total, count), or an object of torchmetrics; evaluations
+            tell them as eval_<name>. Without a loss_fn they are given what the model returns, and the batch.
+        early_stopping: see EarlyStopping.
         init_from: weights that a new run begins with: the name of another run, the path of a run or of one of its
             checkpoints, or of a .pt or .safetensors file with a state_dict. A run that goes on keeps its own.
 
@@ -91,20 +94,26 @@ class PipelineTrainer:
         pipeline: PipelineConfig | None = None,
         scaling_config: Any = None,
         run_config: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        early_stopping: EarlyStopping | None = None,
         resume: bool | None = None,
         init_from: str | os.PathLike[str] | None = None,
     ) -> None:
         check_arguments(model, loss_fn, optimizer, lr_scheduler, train_data, pipeline)
-        check_ray_settings(scaling_config, run_config, evaluates=eval_data is not None)
         self._pipeline = pipeline or PipelineConfig()
+        self._evaluations = launch.evaluations_of(
+            self._pipeline, metrics, early_stopping, evaluates=eval_data is not None
+        )
+        check_ray_settings(scaling_config, run_config, self._evaluations.names)
         self._scaling = scaling_config
         self._run = run_config
         self._resume = resume
         self._weights = None if init_from is None else InitialWeights(model, init_from, self._storage())
-        survives = failures_of(run_config) != 0
+        survives = launch.failures_of(run_config) != 0
         self._arguments = Arguments(
-            self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, survives
-        )
+            self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, survives, metrics,
+            early_stopping,
+        )  # fmt: skip
         if resume not in (None, True, False) or (resume and getattr(run_config, "name", None) is None):
             raise ConfigError(
                 f"resume={resume!r} is not possible: give None, False, or True together with the name of the run that "
@@ -212,7 +221,8 @@ class PipelineTrainer:
             local: in threads of this process, without Ray.
 
         Returns:
-            eval_loss, samples, and checkpoint: where the weights came from, "" for those that a run would begin with.
+            eval_loss, eval_<name> of each metric, samples, and checkpoint: where the weights came from, "" for those
+            that a run would begin with.
 
         Raises:
             RaypipeError: one paragraph that says what to change.
@@ -222,8 +232,8 @@ class PipelineTrainer:
         job = self._forward_job() if data is None else evaluating(self._forward_job(), data)
         job, source = with_checkpoint(job, checkpoint, self._own_run(), self._storage())
         with self._stages(job, data, local=local) as stages:
-            loss = evaluation(job, stages)
-        return {"eval_loss": loss, "samples": job.sources["eval"].num_samples, "checkpoint": source}
+            found = evaluation(job, stages)
+        return {**found, "samples": job.sources["eval"].num_samples, "checkpoint": source}
 
     def predict(self, data: Any, checkpoint: str | os.PathLike[str] | None = None, *, local: bool = False) -> Any:
         """What the model returns for these rows in evaluation mode, in their order: one output, tensors of all rows.
@@ -257,13 +267,13 @@ class PipelineTrainer:
         return self._begun or (self._storage() / name if name and self._resume is not False else None)
 
     def _stages(self, job: Job, data: Any, *, local: bool) -> contextlib.AbstractContextManager[Stages]:
-        refuse_replicas(job.plan)
+        launch.refuse_replicas(job.plan)
         if local:
             return threads()
         self._check_travel()
         check_travel({"data": data})
         return actors(
-            job.num_workers, self._resources(), lambda found: run_setup(found, self._storage(), self._pipeline)
+            job.num_workers, self._resources(), lambda found: launch.run_setup(found, self._storage(), self._pipeline)
         )
 
     def _check_travel(self) -> None:
@@ -294,16 +304,6 @@ class PipelineTrainer:
     def _num_workers(self) -> int | None:
         return most_workers(self._scaling)
 
-    def _num_steps(self, job: Job, num_steps: int | None, num_epochs: int | None) -> int:
-        if (num_steps is None) == (num_epochs is None):
-            raise ConfigError("fit() takes exactly one of num_steps and num_epochs, as in fit(num_steps=500).")
-        name, given = ("num_steps", num_steps) if num_epochs is None else ("num_epochs", num_epochs)
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise ConfigError(f"{name}={given!r} is not possible: give an integer of at least 1.")
-        if num_epochs is None:
-            return given
-        return num_steps_of(given, job.sources["train"].num_samples, job.plan.minibatch_size)
-
     def _start(
         self,
         num_steps: int | None,
@@ -314,12 +314,12 @@ class PipelineTrainer:
         connected_to_ray: Callable[[], None] = lambda: None,
     ) -> RunHandle:
         job = self._prepared()
-        refuse_replicas(job.plan)
-        blueprint = self._blueprint(job, self._num_steps(job, num_steps, num_epochs), local=local)
+        launch.refuse_replicas(job.plan)
+        blueprint = self._blueprint(job, launch.steps_of(job, num_steps, num_epochs), local=local)
         spec = blueprint.spec
         self._begun = spec.place
         if local:
-            refuse_in_threads(self._scaling, detached=detached)
+            launch.refuse_in_threads(self._scaling, detached=detached)
             self._check(job)
             stages = lambda made: LocalFleet(made.run, made.setup, job.tensors)  # noqa: E731
             return RunHandle(spec.name, ThreadConnection(blueprint, job.planned, stages))
@@ -341,7 +341,7 @@ class PipelineTrainer:
 
     def _places(self, job: Job) -> int:
         """Workers that a cluster of our own must have room for: those of the plan, and spares."""
-        offered = self._num_workers() if failures_of(self._run) else None
+        offered = self._num_workers() if launch.failures_of(self._run) else None
         return max(job.num_workers, offered or 0)
 
     def _check(self, job: Job) -> None:
@@ -354,8 +354,8 @@ class PipelineTrainer:
         """What becomes a run wherever it is planned and assembled."""
         spec = self._spec(job, num_steps)
         if spec.max_failures:
-            spec = dataclasses.replace(spec, copy_interval_steps=copy_interval(job))
-        setup = run_setup(job, spec.place, None if local else self._pipeline)
+            spec = dataclasses.replace(spec, copy_interval_steps=launch.copy_interval(job))
+        setup = launch.run_setup(job, spec.place, None if local else self._pipeline)
         return Blueprint(job.basis, self._pipeline, setup, spec, turns=not local)
 
     def _spec(self, job: Job, num_steps: int) -> RunSpec:
@@ -381,8 +381,9 @@ class PipelineTrainer:
             seed=job.settings.seed,
             aliases=job.aliases,
             sums_losses=job.settings.loss_reduction == "sum",
-            checkpoints=policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
-            max_failures=failures_of(self._run),
+            checkpoints=launch.policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
+            evaluations=self._evaluations,
+            max_failures=launch.failures_of(self._run),
             num_workers=self._num_workers(),
             workers=worker_range(self._scaling),
             wanted_workers=job.num_workers,

@@ -37,7 +37,7 @@ def train(
         typer.echo(f"run {handle.name} in {handle.path}\nfollow it with: raypipe status {handle.name}")
         return
     result = trainer.fit(**length, local=local)
-    numbers = (f"{key} {result.metrics[key]:.4f}" for key in ("loss", "eval_loss") if key in result.metrics)
+    numbers = (f"{key} {result.metrics[key]:.4f}" for key in result.metrics if key == "loss" or key.startswith("eval_"))
     typer.echo(f"step {len(result.records)}  {'  '.join(numbers)}")
     if result.stopped:
         typer.echo(f"stopped      {result.stopped}")

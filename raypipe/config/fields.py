@@ -82,6 +82,9 @@ class PipelineFields:
             its links; batch normalisation sees other batches.
         checkpoint_interval_steps: steps between two checkpoints; "auto" saves every ten minutes. A run
             saves at its end and when it is stopped in any case.
+        eval_interval_steps: steps between two evaluations on eval_data; None evaluates after the last step, and where
+            a checkpoint's score is asked for. Synchronous schedules train to the same bits with any number of them; an
+            asynchronous one runs empty for each, as for a checkpoint.
         seed: keys all randomness, together with step and micro-batch.
         on_nonfinite: what happens where the loss or the gradient norm of a mini-batch is not finite: "stop" ends the
             run, "skip" leaves the step out on all stages. Parameters, optimizer and scheduler stay as they are, buffers
@@ -127,6 +130,7 @@ class PipelineFields:
     min_gain: float | Auto = "auto"
     retune_microbatches: bool = False
     checkpoint_interval_steps: int | Auto = "auto"
+    eval_interval_steps: int | None = None
     seed: int = 0
     on_nonfinite: str = "stop"
     driver_grace_s: float = 60.0

@@ -122,6 +122,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "min_gain": _AUTO | _number(0),
     "retune_microbatches": _FLAG,
     "checkpoint_interval_steps": _AUTO | _integer(1),
+    "eval_interval_steps": _NONE | _integer(1),
     "seed": _integer(0),
     "on_nonfinite": _one_of("stop", "skip"),
     "driver_grace_s": _seconds(5.0),

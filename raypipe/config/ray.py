@@ -12,7 +12,7 @@ refused by the same rule, so that no table here can fall behind.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ READ: Mapping[str, tuple[str, ...]] = {
 }
 """Fields that raypipe reads, by class of Ray Train."""
 
-SCORES = ("loss", "grad_norm", "eval_loss")
-"""Numbers that every checkpoint carries; the last one where there is eval_data."""
+SCORES = ("loss", "grad_norm")
+"""Numbers that every checkpoint carries; where there is eval_data, eval_loss and eval_<name> of a metric too."""
 
 _ON_CPU = "stages compute on the CPU in this release, so a GPU would be reserved and left idle"
 _PLACED = "every worker is placed by itself, by its resources_per_worker alone"
@@ -82,12 +82,12 @@ def most_workers(scaling: Any) -> int | None:
     return value[1] if isinstance(value, tuple | list) else value
 
 
-def check_ray_settings(scaling: Any, run: Any, *, evaluates: bool) -> None:
+def check_ray_settings(scaling: Any, run: Any, evaluated: Collection[str] = ()) -> None:
     """Refuse what a run would not read, before anything is looked at or started.
 
     Args:
         scaling, run: ray.train.ScalingConfig and RunConfig, or None.
-        evaluates: whether there is eval_data, so that checkpoints have an eval_loss.
+        evaluated: names of the numbers that evaluations give; none without eval_data.
 
     Raises:
         ConfigError: names the field, its value, why it has no effect, and what to do.
@@ -106,11 +106,12 @@ def check_ray_settings(scaling: Any, run: Any, *, evaluates: bool) -> None:
             raise ConfigError(f"{argument} is {found}; give ray.train.{kind}({_EXAMPLES[kind]}).")
         for name, why in faults(kind, given):
             raise ConfigError(f"{kind}({name}={getattr(given, name)!r}): {why}")
-    if getattr(checkpoints, "checkpoint_score_attribute", None) == "eval_loss" and not evaluates:
-        raise ConfigError(
-            "CheckpointConfig(checkpoint_score_attribute='eval_loss'): there is no eval_loss without eval_data. Give "
-            "eval_data, or 'loss' as the attribute."
-        )
+    score = getattr(checkpoints, "checkpoint_score_attribute", None)
+    if score is not None and score not in (*SCORES, *evaluated):
+        why = f"checkpoints of this run have {', '.join((*SCORES, *evaluated))}."
+        if not evaluated:
+            why = f"there is no {score} without eval_data. Give eval_data, or 'loss' as the attribute."
+        raise ConfigError(f"CheckpointConfig(checkpoint_score_attribute={score!r}): {why}")
 
 
 _EXAMPLES = {
@@ -188,8 +189,10 @@ def _check_failures(value: Any, given: Any) -> str:
 
 
 def _check_score(value: Any, given: Any) -> str:
-    if value not in SCORES:
-        return f"no checkpoint has such a number; give one of {', '.join(SCORES)}."
+    if value not in SCORES and not (isinstance(value, str) and value.startswith("eval_")):
+        return (
+            f"no checkpoint has such a number; give one of {', '.join(SCORES)}, eval_loss, or eval_<name> of a metric."
+        )
     if getattr(given, "num_to_keep", None) is None:
         return "it says which checkpoints are kept, but without num_to_keep all are. Give num_to_keep too."
     return ""

@@ -215,7 +215,7 @@ class Executor:
             # Asynchronous stages' norms are of different weights: nobody makes one of them.
             if self._norms is not None and segment.update_interval is None:
                 report = replace(report, norms=norms_told(*self._norms))
-            found.append(replace(report, skipped=True) if self._skipped else report)
+            found.append(replace(report, skipped=self._skipped, lr=self._updates[stage].lr))
         return found
 
     _action: Action | None = None

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
-from raypipe.ir.report import StepRecord
+from raypipe.ir.report import Numbers, StepRecord
 
 __all__ = [
     "METRICS", "SCHEMA", "MetricsWriter", "Part", "part_before", "parts_of", "records_of", "steps_written", "table_of",
@@ -44,7 +44,11 @@ unless its successor finds the reports with the stages."""
 
 _NAME = re.compile(r"steps_(\d{10,})\.parquet")
 _KINDS = {"int": pa.int64(), "float": pa.float64(), "str": pa.string(), "bool": pa.bool_()}
-SCHEMA = pa.schema([(field.name, _KINDS[str(field.type)]) for field in fields(StepRecord)])
+_FIELDS = [field for field in fields(StepRecord) if field.name != "evaluation"]
+SCHEMA = pa.schema([(field.name, _KINDS[str(field.type)]) for field in _FIELDS])
+"""Of every run; the numbers of evaluations have a column each behind these, eval_loss and eval_<name> of a metric,
+empty in the rows of steps that no evaluation followed."""
+EVALUATION = "eval_"
 
 
 class Part(NamedTuple):
@@ -54,9 +58,21 @@ class Part(NamedTuple):
     name: str
 
 
-def table_of(records: Sequence[StepRecord]) -> pa.Table:
-    """One row per record, one column per field."""
-    return pa.table({name: [getattr(record, name) for record in records] for name in SCHEMA.names}, SCHEMA)
+def table_of(records: Sequence[StepRecord], evaluations: Sequence[str] = ()) -> pa.Table:
+    """One row per record, one column per field, and one for each number of an evaluation.
+
+    Args:
+        evaluations: names of columns that are there whether a record has such a number or not.
+    """
+    columns = {name: [getattr(record, name) for record in records] for name in SCHEMA.names}
+    found = [dict(record.evaluation) for record in records]
+    names = dict.fromkeys((*evaluations, *(name for numbers in found for name in numbers)))
+    return _table({**columns, **{name: [numbers.get(name) for numbers in found] for name in names}})
+
+
+def _table(columns: Mapping[str, Any]) -> pa.Table:
+    more = [(name, pa.float64()) for name in columns if name not in SCHEMA.names]
+    return pa.table({name: columns[name] for name in (*SCHEMA.names, *dict(more))}, pa.schema([*SCHEMA, *more]))
 
 
 def table_read(data: bytes, what: str) -> pa.Table:
@@ -70,8 +86,9 @@ def table_read(data: bytes, what: str) -> pa.Table:
     """
     try:
         found = pq.read_table(pa.BufferReader(data))
-        defaults = {field.name: [field.default] * len(found) for field in fields(StepRecord)}
-        return pa.table({n: found[n] if n in found.column_names else defaults[n] for n in SCHEMA.names}, SCHEMA)
+        defaults = {field.name: [field.default] * len(found) for field in _FIELDS}
+        columns = {n: found[n] if n in found.column_names else defaults[n] for n in SCHEMA.names}
+        return _table({**columns, **{n: found[n] for n in found.column_names if n.startswith(EVALUATION)}})
     except (pa.ArrowException, KeyError, TypeError, OSError) as error:
         raise CheckpointError(
             f"{what} cannot be read ({error}). Training does not need it: delete it to go on without these steps."
@@ -80,7 +97,12 @@ def table_read(data: bytes, what: str) -> pa.Table:
 
 def records_of(table: pa.Table) -> list[StepRecord]:
     """One record per row."""
-    return [StepRecord(**row) for row in table.to_pylist()]
+    return [_record(row) for row in table.to_pylist()]
+
+
+def _record(row: Mapping[str, Any]) -> StepRecord:
+    told = tuple((name, value) for name, value in row.items() if name not in SCHEMA.names and value is not None)
+    return StepRecord(**{name: row[name] for name in SCHEMA.names}, evaluation=told)
 
 
 def parts_of(run: Place) -> list[Part]:
@@ -112,10 +134,15 @@ class MetricsWriter:
     Args:
         run: the run's folder.
         clock: seconds.
+        evaluations: names of the numbers that an evaluation of this run gives.
     """
 
-    def __init__(self, run: Place, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run: Place, clock: Callable[[], float] = time.monotonic, *, evaluations: Sequence[str] = ()
+    ) -> None:
         self._run = run
+        self._names = tuple(evaluations)
+        self._evaluated: dict[int, Numbers] | None = None  # all of the run, by step, once somebody asked
         self._clock = clock
         self._tried_s = clock()
         self._new = 0  # records since the last try to write
@@ -134,6 +161,29 @@ class MetricsWriter:
         self.recent.append(record)
         self._new += 1
         self._changed = True
+
+    def evaluated(self, step: int, numbers: Numbers) -> StepRecord | None:
+        """An evaluation followed so many steps; the record that has it now, None where there is none of that step."""
+        if not self.recent or self.recent[-1].step != step - 1:
+            return None
+        record = self.recent[-1] = replace(self.recent[-1], evaluation=numbers)
+        self._changed = True
+        self._new += 1
+        if self._evaluated is not None:
+            self._evaluated[record.step] = numbers
+        return record
+
+    def evaluations(self) -> list[Numbers]:
+        """All of the run, in their order.
+
+        Raises:
+            CheckpointError: a part of the metrics is damaged or cannot be reached.
+        """
+        if self._evaluated is None:
+            older = [part for part in parts_of(self._run) if not self.recent or part.first < self.recent[0].step]
+            records = [record for part in older for record in self._read(part.name)] + self.recent
+            self._evaluated = {record.step: record.evaluation for record in records if record.evaluation}
+        return [self._evaluated[step] for step in sorted(self._evaluated)]
 
     def write(self) -> None:
         """Replace the last part, and write those that became full.
@@ -157,7 +207,7 @@ class MetricsWriter:
             CheckpointError: the place cannot be reached, or the part that goes on is damaged.
         """
         self.recent = [record for record in self.recent if record.step < step]
-        self._new, self._changed = 0, True
+        self._new, self._changed, self._evaluated = 0, True, None
         self._take_over_old_file()
         name = _name(_first_of(max(0, step - 1)))
         if not self.recent and self._run.exists(name):
@@ -168,7 +218,7 @@ class MetricsWriter:
 
     def _write_part(self, records: Sequence[StepRecord]) -> None:
         sink = pa.BufferOutputStream()
-        pq.write_table(table_of(records), sink)
+        pq.write_table(table_of(records, self._names), sink)
         self._run.write_bytes(_name(_first_of(records[0].step)), sink.getvalue(), partial=PARTIAL)
 
     def _read(self, name: str) -> list[StepRecord]:

@@ -111,6 +111,7 @@ def rehearse(
         except Exception as error:  # noqa: BLE001  (told in one paragraph)
             raise _of_model(model, captured, rows, error) from None
         assert program.loss is not None
+        outputs = outputs if training else program.without_asked(outputs)
         try:
             found = program.loss(outputs, _copied(rows, program.targets))
         except Exception as error:  # noqa: BLE001  (as above)

@@ -7,7 +7,7 @@ GenerationSetup   stages, who holds them, weight versions, codecs      with ever
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raypipe.engine.codec import Codecs
@@ -39,6 +39,7 @@ class RunSetup:
         link_checksum: "auto", "on" or "off", see PipelineConfig.
         open_timeout_s: deadline for opening all links.
         driver_grace_s: after which a worker ends itself that hears nothing of its driver.
+        metrics: of evaluations, by name; the last stage computes them.
     """
 
     make_optimizer: MakeOptimizer
@@ -54,6 +55,7 @@ class RunSetup:
     link_checksum: str = "auto"
     open_timeout_s: float = OPEN_TIMEOUT_S
     driver_grace_s: float = 60.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ parameters, and weight versions, recomputation and re-partitioning need no other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 import raypipe.engine.cumulative  # noqa: F401  (an operation that the source of a stage may call)
+from raypipe.engine.meter import Asked, Fields
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.region import compiled
 from raypipe.errors import StageError
@@ -85,6 +86,7 @@ class StageProgram:
         loss: (outputs of the last stage, targets) -> scalar, or parts that add up to it; None before the last stage.
         targets: columns that the loss reads; empty before the last stage and where the model returns its loss.
         first_trainable: lowest stage with a trainable parameter.
+        asked: by metrics of a model that returns its own loss, on the last stage.
     """
 
     index: int
@@ -100,11 +102,27 @@ class StageProgram:
     loss: Callable[[tuple[torch.Tensor, ...], Sequence[torch.Tensor]], torch.Tensor | tuple[torch.Tensor, ...]] | None
     targets: tuple[str, ...]
     first_trainable: int
+    asked: Asked = Asked()  # noqa: RUF009  (immutable)
 
     @property
     def modes(self) -> dict[str, StageFunction]:
         """By name: "train", and "eval" where there is one."""
         return {"train": self.train} if self.eval is None else {"train": self.train, "eval": self.eval}
+
+    def without_asked(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """What the last stage returns in evaluation, without what only metrics read."""
+        return outputs[: len(outputs) - len(self.asked.outputs)]
+
+    def metric_arguments(
+        self, outputs: tuple[torch.Tensor, ...], columns: Mapping[Any, torch.Tensor]
+    ) -> tuple[Any, list[Any]]:
+        """(output, what stands behind it) as metrics take them, from what the last stage returns in evaluation."""
+        as_returned = getattr(self.loss, "as_returned", None)
+        if as_returned is not None:
+            return as_returned(outputs), [columns[name] for name in self.targets]
+        kept = outputs[len(outputs) - len(self.asked.outputs) :]
+        batch = Fields({name: columns[name] for name in self.asked.columns})
+        return Fields(dict(zip(self.asked.outputs, kept, strict=True))), [batch]
 
     def whole_loss(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of the last stage's outputs, its parts added up."""

@@ -18,6 +18,7 @@ from raypipe.engine.codec.choice import message_bytes
 from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.in_flight import InFlight
+from raypipe.engine.meter import Meter
 from raypipe.engine.microbatch import Weights
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.second_forward import Given, SecondForward
@@ -74,7 +75,7 @@ class StageWork:
         self._modes = self.program.modes
         self.feed = Feed(
             run.sources,
-            {mode: function.columns for mode, function in self._modes.items()},
+            {m: (*f.columns, *(self.program.asked.columns if m == "eval" else ())) for m, f in self._modes.items()},
             self.program.targets,
             weighs=self.last,
             reduction=settings.loss_reduction,
@@ -84,6 +85,8 @@ class StageWork:
         }
         recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable
         self._second_forward = SecondForward(stage, self.program.train.changing_buffers) if recomputes else None
+        self._meter = Meter(run.metrics) if self.last and run.metrics and "eval" in run.sources else None
+        self._num_to_evaluate = run.sources["eval"].num_samples if "eval" in run.sources else 0
         self._losses: list[tuple[int, torch.Tensor, float]] = []  # part, value, share
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._arrived: dict[int, Message] = {}
@@ -101,6 +104,8 @@ class StageWork:
     def begin_segment(self, segment: Segment, *, training: bool) -> None:
         """What comes belongs to this segment."""
         self._segment, self._training = segment, training
+        if self._meter is not None and not training and segment.offset == 0:
+            self._meter.begin()
         if training and segment.phase.begins_empty:
             self.ring.begin(segment.first_microbatch, segment.interval)
 
@@ -166,6 +171,7 @@ class StageWork:
             step=step,
             samples=self._segment.minibatch_samples,
             averages=self._averages() if self.last and not self._training else (),
+            metrics=self._results(),
             loss=None if loss is None else float(loss),
             grad_norm=None if norm is None or alone else float(norm),
             stage_grad_norm=float(norm) if norm is not None and alone else None,
@@ -238,7 +244,14 @@ class StageWork:
             held = [given.buffers[name] for name in function.buffers]
             columns = [given.columns[name] for name in function.columns]
             outputs = function(leaves, held, given.inputs, columns, key)  # type: ignore[arg-type]
-            return self._loss_parts(outputs, given.columns, data.weights, microbatch) if self.last else outputs
+            if not self.last:
+                return outputs
+            losses = outputs if training else self.program.without_asked(outputs)
+            parts = self._loss_parts(losses, given.columns, data.weights, microbatch)
+            if self._meter is not None and not training:
+                samples = segment.microbatch_samples[microbatch - segment.first_microbatch]
+                self._meter.add(*self.program.metric_arguments(outputs, given.columns), samples)
+            return parts
 
         given, again = Given(inputs, data.columns, self._buffers[mode]), None
         if training and self._second_forward is not None:
@@ -313,6 +326,13 @@ class StageWork:
         """(loss, items) of each part of an evaluation's loss."""
         found = ((self.loss(part), items) for part, items in enumerate(self.feed.items))
         return tuple((math.nan if loss is None else float(loss), items) for loss, items in found)
+
+    def _results(self) -> tuple[tuple[str, float], ...]:
+        """The metrics, once the last sample of an evaluation has been seen."""
+        end = self._segment.offset + self._segment.minibatch_samples
+        if self._meter is None or self._training or end < self._num_to_evaluate:
+            return ()
+        return self._meter.results()
 
     def _send_forward(self, action: Action) -> None:
         # Kept for the backward, where there is one: none in evaluation and below the first trainable stage.

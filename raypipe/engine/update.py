@@ -47,6 +47,8 @@ class Update:
         self._waits = False  # whether this one is put off
         self._skips = settings.on_nonfinite == "skip"
         self._skipped = 0  # steps since the last one that was taken
+        self.lr: float | None = None
+        """Learning rate of the first group in the last step."""
 
     def begin(self) -> bool:
         """Whether it can be made now; if not, it is put off."""
@@ -91,6 +93,8 @@ class Update:
         Raises:
             StageError: loss or norm is not finite.
         """
+        if self._state.optimizer is not None:
+            self.lr = float(self._state.optimizer.param_groups[0]["lr"])
         if total is None:
             self._advance_scheduler()
             return False

@@ -11,10 +11,12 @@ from raypipe.errors import DataError
 from raypipe.ir.links import MessageTimes, StageSample
 from raypipe.ir.timeline import Span
 
-__all__ = ["Averages", "CopyReport", "Norms", "StepRecord", "StepReport", "mean_loss", "merge_reports"]
+__all__ = ["Averages", "CopyReport", "Norms", "Numbers", "StepRecord", "StepReport", "mean_loss", "merge_reports"]
 
 Averages = tuple[tuple[float, float], ...]
 """(loss, items that it averages over) of each part of a loss."""
+Numbers = tuple[tuple[str, float], ...]
+"""By name; a tuple, so that records that hold it compare and hash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,8 @@ class StepReport:
         copying: the worker copied its state or sent a copy meanwhile, so that the times are no measurement.
         copied: the newest whole copy of this stage that its holder has, if any.
         damaged: activations and gradients that came damaged and were asked for again, or others before them.
+        lr: learning rate that the stage's first parameter group stepped with; None where nothing learns or steps.
+        metrics: by name, at the end of an evaluation, of the last stage.
     """
 
     stage: int
@@ -101,6 +105,8 @@ class StepReport:
     copying: bool = False
     copied: CopyReport | None = None
     damaged: int = 0
+    lr: float | None = None
+    metrics: Numbers = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,8 @@ class StepRecord:
         peak_in_flight: largest of any stage.
         schedule: that it ran with, in words.
         skipped: loss or gradient norm was not finite, and no stage took the step.
+        lr: learning rate of the first parameter group, as this step took it; 0 in runs of older releases.
+        evaluation: eval_loss and the metrics, as eval_<name>, where an evaluation followed the step.
     """
 
     step: int
@@ -127,6 +135,8 @@ class StepRecord:
     peak_in_flight: int
     schedule: str = ""
     skipped: bool = False
+    lr: float = 0.0
+    evaluation: Numbers = ()
 
     @property
     def samples_per_s(self) -> float:
@@ -187,4 +197,5 @@ def merge_reports(
         link_bytes_per_s=sum(sum(r.sent_bytes) for r in reports) / seconds,
         peak_in_flight=max(r.peak_in_flight for r in reports),
         skipped=any(r.skipped for r in reports),
+        lr=next((r.lr for r in reports if r.lr is not None), 0.0),
     )

@@ -31,6 +31,8 @@ class Arguments(NamedTuple):
         lr_scheduler: of an optimizer.
         train_data, eval_data: paths or map-style datasets.
         survives: workers keep copies of the state in memory, so that the run can go on after a failure.
+        metrics: of evaluations, by name.
+        early_stopping: raypipe.EarlyStopping.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -40,6 +42,8 @@ class Arguments(NamedTuple):
     train_data: Any
     eval_data: Any = None
     survives: bool = False
+    metrics: Mapping[str, Any] | None = None
+    early_stopping: Any = None
 
 
 def check_arguments(

@@ -11,6 +11,7 @@ import torch
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.data import Source, open_data
+from raypipe.engine.meter import Asked
 from raypipe.engine.rehearsal import NUM_ROWS, refuse_lazy, refuse_sparse, rehearse, rehearse_evaluation
 from raypipe.engine.remembered import Memory, read_memory
 from raypipe.engine.user_lines import quoted, short
@@ -18,6 +19,7 @@ from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
 from raypipe.planner.tune import Request, microbatches
 from raypipe.prepare.arguments import Arguments
+from raypipe.prepare.metrics import asked_by, try_metrics
 
 __all__ = ["Opened", "asked_recompute", "check_columns", "example_of", "needs_profile", "open_arguments", "wants_curve"]
 
@@ -70,13 +72,17 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     if curve:
         size = max(size, min(minibatch, CURVE_SAMPLES))
     columns, example = _read(sources["train"], loss_fn is not None, size)
-    captured = capture(built, example, columns, loss_fn, evaluates=evaluates)
+    metrics = given.metrics if evaluates else None
+    asked = asked_by(metrics, built, _by_name(columns, example)) if metrics and loss_fn is None else Asked()
+    captured = capture(built, example, columns, loss_fn, evaluates=evaluates, asked=asked)
     rehearse(built, captured, _by_name(columns, example))
     if evaluates:
         check_columns(columns, sources["eval"])
         count = min(NUM_ROWS, sources["eval"].num_samples)
         rows = _by_name(columns, sources["eval"].read(0, 0, count, columns))
         rehearse_evaluation(built, captured, rows)
+        if metrics:
+            try_metrics(metrics, captured, rows)
     larger: Mapping[Any, torch.Tensor] = {}
     if curve:
         bytes_each = sum(x[:1].nbytes for x in _by_name(columns, example).values() if x.dim())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Job:
         aliases: further names of shared tensors in the state_dict -> the names that we use.
         check: compares the user's own module with the stages (engine/verify.py); does nothing where verify="off".
         model_labels: what the model is, for settings.json.
+        metrics: of evaluations, by name.
     """
 
     basis: PlanBasis
@@ -56,6 +57,7 @@ class Job:
     aliases: Mapping[str, str]
     check: Callable[[], None]
     model_labels: Mapping[str, Any]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:

@@ -140,6 +140,7 @@ def _job(
         aliases=_aliases(found.model),
         check=partial(_check, found, programs, plan.microbatch_size, pipeline),
         model_labels=model_labels(found.model, captured),
+        metrics=given.metrics or {},
     )
 
 

@@ -4,6 +4,8 @@
     loss_fn: {target: "text_lm:loss_fn"}                      used as it is, or with args bound
     optimizer: {target: "torch.optim:AdamW", args: {lr: 3e-4}}
     train_data: data/stdlib/train.parquet                     a path, or a target
+    metrics: {accuracy: {target: "text_lm:accuracy"}}         of evaluations, each as loss_fn
+    early_stopping: {metric: eval_loss, patience: 3}          the fields of raypipe.EarlyStopping
     pipeline: {num_stages: 2, schedule: 1f1b}                 the fields of PipelineConfig
     scaling_config: {num_workers: 2}                          those of ray.train.ScalingConfig
     run_config: {name: lm, storage_path: runs}                those of ray.train.RunConfig
@@ -24,6 +26,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.errors import ConfigError
 from raypipe.runfile.yaml_text import Path as KeyPath
@@ -112,7 +115,13 @@ def unnamed_parts(values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(key, words) of what the program that wrote the file could not name; see raypipe.runfile.write."""
     pipeline = values.get("pipeline")
     inner = pipeline.items() if isinstance(pipeline, dict) else ()
-    found = [*values.items(), *((f"pipeline.{key}", value) for key, value in inner)]
+    metrics = values.get("metrics")
+    of_metrics = metrics.items() if isinstance(metrics, dict) else ()
+    found = [
+        *values.items(),
+        *((f"pipeline.{key}", value) for key, value in inner),
+        *((f"metrics.{key}", value) for key, value in of_metrics),
+    ]
     return [(key, str(value["unnamed"])) for key, value in found if isinstance(value, dict) and "unnamed" in value]
 
 
@@ -241,6 +250,21 @@ def _check_flag(run: RunFile, path: KeyPath, value: Any) -> None:
         refuse(run, path, f"{value!r} is not possible; give true or false, or leave it out.")
 
 
+def _check_targets(run: RunFile, path: KeyPath, value: Any) -> None:
+    _check_mapping(run, path, value)
+    for name, target in value.items():
+        _check_target(run, (*path, name), target)
+
+
+def _check_early_stopping(run: RunFile, path: KeyPath, value: Any) -> None:
+    _check_mapping(run, path, value)
+    refuse_unknown(run, path, value, [field.name for field in fields(EarlyStopping)])
+    try:
+        EarlyStopping(**value)
+    except ConfigError as error:
+        refuse(run, path, str(error))
+
+
 def _check_text(run: RunFile, path: KeyPath, value: Any) -> None:
     if not isinstance(value, str) or not value:
         refuse(run, path, f"{value!r} is not possible; give the name of a run, or a path.")
@@ -258,6 +282,8 @@ _CHECKS: Mapping[str, Callable[[RunFile, KeyPath, Any], None]] = {
     "run_config": _check_mapping,
     "num_steps": _check_count,
     "num_epochs": _check_count,
+    "metrics": _check_targets,
+    "early_stopping": _check_early_stopping,
     "resume": _check_flag,
     "init_from": _check_text,
 }

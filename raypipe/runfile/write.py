@@ -41,7 +41,8 @@ def describe(
 
     Args:
         scaling, run: ray.train's ScalingConfig and RunConfig, or None.
-        functions: model, loss_fn, optimizer, lr_scheduler, train_data, eval_data and init_from as they were given.
+        functions: model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, init_from, metrics and early_stopping
+            as they were given.
         name: of the run.
     """
     found: dict[str, Any] = {part: _part(part, value) for part, value in functions.items() if value is not None}
@@ -62,6 +63,10 @@ def describe(
 def _part(part: str, value: Any) -> Any:
     if part == "init_from":
         return name_or_path(value)
+    if part == "metrics":
+        return {name: _part("loss_fn", metric) for name, metric in value.items()}
+    if part == "early_stopping":
+        return dataclasses.asdict(value)
     if part in _DATA:
         if isinstance(value, str | os.PathLike):
             return absolute_path(os.fspath(value))

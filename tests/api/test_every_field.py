@@ -38,6 +38,8 @@ RANDOM = ("run_id", "secret")
 
 def trainer(pipeline: PipelineConfig | None = None, **more: Any) -> PipelineTrainer:
     torch.manual_seed(0)  # equal models share a capture
+    if pipeline is not None and pipeline.eval_interval_steps:
+        more["eval_data"] = DATA
     return PipelineTrainer(
         nets.sequential(), loss_fn=functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         train_data=DATA, pipeline=pipeline or PipelineConfig(**BASE), **more,
@@ -62,7 +64,8 @@ def told(made: PipelineTrainer) -> str:
         turned = dataclasses.replace(turned, microbatch_seconds=tuple(n for n, _ in turned.microbatch_seconds))  # type: ignore[arg-type]
     # The first word of "All 7 operations were measured", "Of 7 operations 5 were".
     profiled = [why.split()[0] for what, why in job.plan.reasons if what == "profile"]
-    return repr((plan, kept, order, place, policy, survived, turned, made._resources(), checks(job), profiled))
+    told_first = plan, kept, order, place, policy, survived, turned, made._evaluations
+    return repr((told_first, made._resources(), checks(job), profiled))
 
 
 def checks(job: Any) -> bool:
@@ -106,6 +109,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "min_gain": ({}, ["auto", 0.1]),
     "retune_microbatches": ({}, [False, True]),
     "checkpoint_interval_steps": ({}, ["auto", 5]),
+    "eval_interval_steps": ({}, [None, 5, 10]),
     "seed": ({}, [0, 1]),
     "on_nonfinite": ({}, ["stop", "skip"]),
     "driver_grace_s": ({}, [5, 60.0, 90]),
@@ -346,7 +350,7 @@ def test_settings_that_say_nothing_are_taken() -> None:
                 )
             },
             "CheckpointConfig(checkpoint_score_attribute='accuracy'): no checkpoint has such a number; give one of "
-            "loss, grad_norm, eval_loss.",
+            "loss, grad_norm, eval_loss, or eval_<name> of a metric.",
         ),
         (
             {

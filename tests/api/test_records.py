@@ -142,7 +142,7 @@ class TestHandle:
         for step in range(30):
             run.step(step)
         run.writer.write()
-        run.journal.end(Outcome(None, "", 30), None)
+        run.journal.end(Outcome((), "", 30), None)
         run.gone = let_go
         result = RunHandle("by-hand", run).wait(timeout_s=10.0)
         (tmp_path / "metrics.parquet").rename(tmp_path / "elsewhere")

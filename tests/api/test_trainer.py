@@ -80,7 +80,7 @@ def check_folder(folder: Path, result: Any) -> None:
     assert all(row["seconds"] > 0 and 0 <= row["bubble_fraction"] < 1 and row["link_bytes_per_s"] > 0 for row in rows)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     own = [event["decision"] for event in events if event["decision"] not in set(Verdict)]
-    assert own == ["start", "checkpoint", "finish"], "besides what the controller says"
+    assert own == ["start", "evaluate", "checkpoint", "finish"], "besides what the controller says"
     assert json.loads((folder / "plan.json").read_text())["schedule"]["kind"].startswith("slack")
     trace = json.loads((folder / "timeline/trace.json").read_text())
     spans = trace["traceEvents"] if isinstance(trace, dict) else trace

@@ -37,12 +37,14 @@ from raypipe.engine.capture.sequential import (
 from raypipe.engine.capture.trace import trace
 from raypipe.engine.capture.traced import Traced
 from raypipe.engine.capture.view import model_graph
+from raypipe.engine.meter import Asked
 from raypipe.engine.stage import StageProgram
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
 
 __all__ = ["Capture", "SequentialModel", "TracedModel", "capture", "giving"]
 
+NOTHING_ASKED = Asked()
 LossFn = Callable[[Any, Any], torch.Tensor]
 Tensors = tuple[torch.Tensor, ...]
 
@@ -56,11 +58,14 @@ class _UserLoss:
     fixed: tuple[tuple[int, Any], ...] = ()  # leaves that are no tensors: position, value
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.loss_fn(self.as_returned(outputs), *targets)
+
+    def as_returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """The last stage's outputs in the structure that the model returns."""
         leaves: list[Any] = list(outputs)
         for position, value in self.fixed:
             leaves.insert(position, value)
-        output = leaves[0] if self.out_spec is None else pytree.tree_unflatten(leaves, self.out_spec)
-        return self.loss_fn(output, *targets)
+        return leaves[0] if self.out_spec is None else pytree.tree_unflatten(leaves, self.out_spec)
 
 
 def _own_loss(outputs: Tensors, targets: Sequence[torch.Tensor]) -> torch.Tensor | Tensors:
@@ -118,7 +123,7 @@ class Capture:
 
 
 def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
-            loss_fn: LossFn | None, *, evaluates: bool = True) -> Capture:  # fmt: skip
+            loss_fn: LossFn | None, *, evaluates: bool = True, asked: Asked = NOTHING_ASKED) -> Capture:  # fmt: skip
     """Turn a model into a graph that can be cut into stages. The model is not changed.
 
     Args:
@@ -127,6 +132,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         columns: names of the data columns in the order of the example.
         loss_fn: (output, target) -> scalar, None where the model returns its own loss.
         evaluates: whether anything will be evaluated; without, evaluation's mode is not traced, half of the time.
+        asked: what metrics read of a model that returns its own loss, to be kept in evaluation.
 
     Raises:
         CaptureError: names the place that cannot be traced or trained, and what to do.
@@ -138,11 +144,11 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     if isinstance(model, nn.Sequential) and is_plain_sequential(model) and len(taken.args) == 1 and not taken.kwargs:
         found = _children_captured(model, taken, frozen, loss_fn, evaluates=evaluates)
     else:
-        found = _traced(model, taken, frozen, loss_fn, evaluates=evaluates)
+        found = _traced(model, taken, frozen, loss_fn, asked.outputs, evaluates=evaluates)
     named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     numels = {name: parameter.numel() for name, parameter in named.items()}
     trainable = frozenset(named) - frozen
-    recipe = ModelRecipe(found.graph, found.stages, numels, trainable, tuple(buffers), found.loss, taken.targets)
+    recipe = ModelRecipe(found.graph, found.stages, numels, trainable, tuple(buffers), found.loss, taken.targets, asked)
     persistent = frozenset(model.state_dict().keys()) & buffers.keys()
     return Capture(recipe, named, buffers, persistent, found.model, taken.shapes, found.terms)
 
@@ -206,14 +212,15 @@ def _children_captured(
 
 
 def _traced(
-    model: nn.Module, taken: _Example, frozen: frozenset[str], loss_fn: LossFn | None, *, evaluates: bool
-) -> _Found:
+    model: nn.Module, taken: _Example, frozen: frozenset[str], loss_fn: LossFn | None, asked: Sequence[Any], *,
+    evaluates: bool,
+) -> _Found:  # fmt: skip
     """The graphs of torch.export, in both modes where anything is evaluated."""
     if taken.samples < 2:
         raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
     run = partial(trace, model, taken.args, taken.kwargs, taken.inputs, returns_loss=loss_fn is None)
     training = run(training=True)
-    evaluating = run(training=False, one_length=training.one_length) if evaluates else None
+    evaluating = run(training=False, one_length=training.one_length, kept=asked) if evaluates else None
     terms = _weighable_terms(model, training, evaluating) if loss_fn is None else None
     source = TracedModel(analyse(training), None if evaluating is None else analyse(evaluating))
     loss: Loss = _own_loss

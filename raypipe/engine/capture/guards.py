@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.meter import part_of
 from raypipe.errors import CaptureError
 
 __all__ = ["loss_only", "nothing_lost", "own_forward", "own_loss"]
@@ -52,13 +53,19 @@ def own_forward(model: torch.nn.Module, forward: Callable[..., Any]) -> Iterator
             model.forward = before
 
 
-def loss_only(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """While inside, the model returns only its loss: caches and logits would be dead weight at every cut."""
+def loss_only(model: torch.nn.Module, kept: Sequence[Any] = ()) -> AbstractContextManager[None]:
+    """While inside, the model returns only its loss: caches and logits would be dead weight at every cut.
+
+    Args:
+        kept: keys of outputs that stand behind it all the same, for metrics.
+    """
     original = model.forward
 
     @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return own_loss(model, original(*args, **kwargs))
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        output = original(*args, **kwargs)
+        loss = own_loss(model, output)
+        return (loss, *(part_of(output, key) for key in kept)) if kept else loss
 
     return own_forward(model, forward)
 

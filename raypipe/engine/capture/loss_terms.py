@@ -102,9 +102,10 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
 
 
 def return_parts(traced: Traced, terms: LossTerms) -> None:
-    """Let a model that returns its loss return the parts of it instead."""
+    """Let a model that returns its loss return the parts of it instead, and behind them what metrics read."""
     output = next(node for node in traced.graph.nodes if node.op == "output")
-    output.args = (tuple(node for node, _ in terms.parts),)
+    returned: Any = output.args[0]
+    output.args = ((*(node for node, _ in terms.parts), *returned[1:]),)
 
 
 def _parts(loss: fx.Node, counts: list[_Count], reach: _Reach) -> list[tuple[fx.Node, int]]:

@@ -24,6 +24,7 @@ from raypipe.engine.capture.cut import (
     slice_stages,
 )
 from raypipe.engine.capture.lines import Kind, Lines
+from raypipe.engine.meter import Asked
 from raypipe.engine.stage import StageFunction, StageProgram
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
@@ -112,6 +113,7 @@ class ModelRecipe:
         buffers: names of the buffers.
         loss: of the last stage's outputs and the targets.
         targets: columns that the loss reads.
+        asked: what metrics read of a model that returns its own loss.
     """
 
     graph: ModelGraph
@@ -121,6 +123,7 @@ class ModelRecipe:
     buffers: tuple[str, ...]
     loss: Loss
     targets: tuple[str, ...]
+    asked: Asked = Asked()  # noqa: RUF009  (immutable)
 
     def programs(self, cuts: Sequence[int], order: Sequence[int] = ()) -> tuple[StageProgram, ...]:
         """The stages when the graph's nodes are cut before each of these positions.
@@ -189,6 +192,7 @@ class ModelRecipe:
             shared_with={name: tuple(holders[name]) for name in held if len(holders[name]) > 1},
             loss=self.loss if last else None,
             targets=self.targets if last else (),
+            asked=self.asked if last else Asked(),
             **shared._asdict(),
         )
 

@@ -45,6 +45,7 @@ def trace(
     returns_loss: bool,
     training: bool,
     one_length: bool = False,
+    kept: Sequence[Any] = (),
 ) -> Traced:
     """Export the model in one mode with a dynamic batch dimension (dimension 0 of every input).
 
@@ -54,6 +55,7 @@ def trace(
         returns_loss: the model computes its own loss; only that output is kept.
         training: which mode.
         one_length: the other mode was traced for one length, so that this one need not try.
+        kept: keys of outputs that come out behind the loss that the model computes.
 
     Raises:
         CaptureError: torch.export cannot trace the model; quotes the place in the user's code.
@@ -62,7 +64,7 @@ def trace(
     run_conds_outside_of(KeyedRandomness)
     sizes, tokens = FixedSizes(), any(is_tokens(value) for value in (*args, *kwargs.values()))
     try:
-        with _in_mode(model, training=training), _as_stages_run(model, returns_loss=returns_loss):
+        with _in_mode(model, training=training), _as_stages_run(model, kept, returns_loss=returns_loss):
             with watched_forward(model) as changed:
                 program = _with_free_length(model, args, kwargs) if tokens and not one_length else None
                 if program is None:
@@ -91,9 +93,9 @@ def _in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _as_stages_run(model: torch.nn.Module, *, returns_loss: bool) -> Iterator[None]:
-    """What a trace would lose is refused or kept, and only the loss of a model that returns one."""
-    loss = loss_only(model) if returns_loss else nullcontext()
+def _as_stages_run(model: torch.nn.Module, kept: Sequence[Any], *, returns_loss: bool) -> Iterator[None]:
+    """What a trace would lose is refused or kept; of a model that returns its loss, that and what metrics read."""
+    loss = loss_only(model, kept) if returns_loss else nullcontext()
     surroundings = surroundings_kept(f"{type(model).__name__}.forward")
     with nothing_lost(), surroundings, traced_checkpoints(), cumulative_norms(), loss:
         yield

@@ -157,6 +157,7 @@ class Published:
             publisher.event("failures_allowed", max_failures)
         self.planned(plan)
         self.resumed, self.tell, self.alert = journal.resumed, journal.tell, journal.alert
+        self.evaluated = journal.evaluated
         self._thread = threading.Thread(target=self._repeat, name="raypipe metrics", daemon=True)
         self._thread.start()
 

@@ -10,7 +10,7 @@ import torch
 
 from raypipe.engine.capture import giving
 from raypipe.engine.stage import StageProgram
-from raypipe.ir.report import Averages
+from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.work_order import Order
@@ -33,10 +33,11 @@ def evaluation_orders(
     return [Order(replace(segment, generation=generation), training=False) for segment in segments]
 
 
-def forwards(fleet: AnyFleet, orders: list[Order], schedule: Callable[[RowsKey], Schedule]) -> Iterator[Averages]:
-    """Carry them out; of each mini-batch, (loss, items that it averages over) of each part of its loss."""
-    for reports in fleet.run(iter(orders), schedule):
-        yield reports[-1][0].averages
+def forwards(
+    fleet: AnyFleet, orders: list[Order], schedule: Callable[[RowsKey], Schedule]
+) -> Iterator[list[list[StepReport]]]:
+    """Carry them out; of each mini-batch, the reports by stage."""
+    yield from fleet.run(iter(orders), schedule)
 
 
 class Outputs(Protocol):

@@ -86,6 +86,12 @@ class Journal:
                 self._status = dataclasses.replace(self._status, message="")
             self._changed.notify_all()
 
+    def evaluated(self, record: StepRecord) -> None:
+        """The record of the last step again, with an evaluation."""
+        with self._changed:
+            self._records.append(record)
+            self._changed.notify_all()
+
     def decided(self, decision: ControllerDecision) -> None:
         """The controller has said something; what it turned counts."""
         if decision.choice is not None:

@@ -17,7 +17,7 @@ from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.norms import norm_of
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import RaypipeError, StageLostError
-from raypipe.ir.report import StepRecord, StepReport, mean_loss, merge_reports
+from raypipe.ir.report import Numbers, StepRecord, StepReport, merge_reports
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.control import ControllerConfig
 from raypipe.planner.segments import Position
@@ -25,6 +25,7 @@ from raypipe.runtime.run.changing import Changing, Parts
 from raypipe.runtime.run.checkpoints import Checkpoints
 from raypipe.runtime.run.control import Control
 from raypipe.runtime.run.controller_thread import ControllerThread
+from raypipe.runtime.run.evaluations import Evaluations, numbers_of
 from raypipe.runtime.run.forwards import evaluation_orders, forwards
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.notes import Notes
@@ -106,7 +107,11 @@ class _Loop:
         self.folder = RunFolder(spec.place)
         self.notes = Notes(self.folder, watcher)
         self.control = Control(make_controller, self.folder, watcher, self.notes.try_to)
-        self.metrics = MetricsWriter(spec.place)
+        names = spec.evaluations.names if "eval" in spec.num_samples else ()
+        self.metrics = MetricsWriter(spec.place, evaluations=names)
+        self.evaluations = Evaluations(
+            spec.evaluations, spec.checkpoints, spec.num_steps, spec.num_samples, self.metrics
+        )
         self.progress = Progress(spec.place)
         self.checkpoints = Checkpoints(spec.place, fleet, spec.checkpoints, self._manifest, self._tell, lease)
         self._ordering = Ordering(spec, plan, self.checkpoints, self.control, requests, self._evaluates_after)
@@ -115,7 +120,7 @@ class _Loop:
             self._ordering, lease,
         )  # fmt: skip
         self._changing = Changing(self._parts, self.progress, recovery)
-        self._eval_loss: float | None = None
+        self._evaluation: Numbers = ()  # the last one
 
     @property
     def plan(self) -> PlanInForce:
@@ -156,30 +161,26 @@ class _Loop:
         stopped = requests.stop_reason if progress.at.step < spec.num_steps else ""
         decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")
         self._tell(decision, reason, step=progress.at.step, checkpoint=self.checkpoints.latest)
-        return Outcome(self._eval_loss, self.checkpoints.latest, progress.at.step, stopped)
+        return Outcome(self._evaluation, self.checkpoints.latest, progress.at.step, stopped)
 
     def _to_the_end(self) -> None:
         """All that is left to do of the run, up to its last checkpoint."""
         spec, requests, progress = self.spec, self.requests, self.progress
         self._changing.keep_copy()
-        if (
-            progress.at.step >= spec.num_steps
-            and progress.evaluated != progress.at.step
-            and self._evaluates_after(progress.at.step)
-        ):
-            self._evaluate()
+        self._evaluate_where_due()
         while progress.at.step < spec.num_steps and not requests.stop_reason:
             while progress.empty and requests.wants_change:  # what is asked for during a change halts nobody
                 self._changing.change()
             self._changing.keep_copy()
             self._train()
-            if progress.completed < progress.saved == progress.at.step and self._evaluates_after(progress.at.step):
-                self._complete(self._evaluate())
+            self._evaluate_where_due()
+            if progress.completed < progress.saved == progress.at.step:
+                self._complete()
         self._drain()
         if progress.saved < progress.at.step:  # stopped between two checkpoints
             self.fleet.save(self.checkpoints.begin(progress.at.step))
         if progress.completed < progress.at.step:
-            self._complete(self._eval_loss if progress.evaluated == progress.at.step else None)
+            self._complete()
         self.checkpoints.finish(progress.at.step)
 
     def _resume(self) -> None:
@@ -231,7 +232,7 @@ class _Loop:
         self.folder.event("take over", "stages were lost together with their driver", step=progress.at.step)
 
     def _train(self) -> None:
-        """Train to the end, to a stop, or to a checkpoint whose score is an evaluation."""
+        """Train to the end, to a stop, or to an evaluation."""
         self._follow(self.fleet.run(self._ordering.orders(self.progress.at, empty=self.progress.empty), self.plan.rows))
         self._drain()
 
@@ -263,8 +264,8 @@ class _Loop:
                 self._changing.copied()
             if ordered.saves:
                 progress.saved = progress.at.step
-                if not self._evaluates_after(progress.at.step):
-                    self._complete(None)
+                if not self._evaluates_after(progress.at.step, saves=True):
+                    self._complete()
             if self.metrics.due:
                 self._write_metrics()
             self._ordering.learn(step=progress.at.step, skipped=progress.skipped)
@@ -279,34 +280,46 @@ class _Loop:
             why = f"the loss is {record.loss:g} and the gradient norm {record.grad_norm:g}"
             self.notes.event("skip", why, step=record.step, skipped=self.progress.skipped)
 
-    def _evaluates_after(self, step: int) -> bool:
-        """Whether an evaluation belongs to the checkpoint of ``step``: at the end, and where it is the score."""
-        if "eval" not in self.spec.num_samples or self.requests.stop_reason:
-            return False
-        return step >= self.spec.num_steps or self.spec.checkpoints.score_attribute == "eval_loss"
+    def _evaluates_after(self, step: int, *, saves: bool) -> bool:
+        return not self.requests.stop_reason and self.evaluations.after(step, saves=saves)
 
-    def _complete(self, eval_loss: float | None) -> None:
+    def _complete(self) -> None:
         progress = self.progress
         self._write_metrics()  # first: a run that goes on from this checkpoint finds the steps before it here
         progress.completed = progress.at.step
         # Schedulers take as many steps again as updates were made, and a skipped one is none.
         end = replace(progress.at, updates=progress.at.updates - progress.skipped)
-        self.checkpoints.complete(end, self._metrics(eval_loss))
+        last = self.metrics.recent[-1:]
+        found = {name: getattr(record, name) for record in last for name in ("loss", "grad_norm")}
+        self.checkpoints.complete(end, {**found, **dict(self.evaluations.at(progress.at))})
 
-    def _evaluate(self) -> float | None:
-        """Loss over the evaluation samples; None when the run was stopped meanwhile."""
+    def _evaluate_where_due(self) -> None:
+        """The evaluation of this step, unless the record of it has one, and whether the run ends with it."""
+        progress = self.progress
+        self._evaluation = self.evaluations.at(progress.at) or self._evaluation
+        saves = progress.completed < progress.saved == progress.at.step
+        if progress.empty and not self.evaluations.at(progress.at):
+            if not self._evaluates_after(progress.at.step, saves=saves):
+                return
+            self._evaluate()
+        if progress.at.step < self.spec.num_steps and (why := self.evaluations.verdict()):
+            self.requests.stop(why)
+
+    def _evaluate(self) -> None:
+        """Loss and metrics over the evaluation samples; nothing where the run was stopped meanwhile."""
         spec = self.spec
         used, sizes = self._ordering.known.evaluated, (spec.minibatch_size, spec.microbatch_size)
         orders = evaluation_orders(spec.num_samples["eval"], *sizes, used, generation=self.plan.plan.generation)
         self._ordering.learn(evaluated=used + sum(len(order.segment.microbatch_samples) for order in orders))
         found = list(forwards(self.fleet, orders, self.plan.rows))
-        self._eval_loss = None if self.requests.stop_reason else mean_loss(found, sums=spec.sums_losses)
-        self.progress.evaluated = self.progress.at.step
-        return self._eval_loss
-
-    def _metrics(self, eval_loss: float | None) -> dict[str, float]:
-        found = {name: getattr(last, name) for last in self.metrics.recent[-1:] for name in ("loss", "grad_norm")}
-        return found if eval_loss is None else {**found, "eval_loss": eval_loss}
+        if self.requests.stop_reason or len(found) < len(orders):
+            return
+        self._evaluation = numbers_of(found, sums=spec.sums_losses)
+        self.progress.end_s = None  # the next step is not measured from the end of the one before
+        step = self.progress.at.step
+        self.notes.event("evaluate", f"{step} steps", step=step, **dict(self._evaluation))
+        if record := self.metrics.evaluated(self.progress.at.step, self._evaluation):
+            self.watcher.evaluated(record)
 
     def _tell(self, decision: str, reason: str, **numbers: Any) -> None:
         self._parts.tell(decision, reason, **numbers)

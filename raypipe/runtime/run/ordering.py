@@ -84,7 +84,8 @@ class Ordering:
         known: by the loop, which keeps it up to date.
 
     Args:
-        pauses_after: whether no order may follow that step, because an evaluation belongs to its checkpoint.
+        pauses_after: (step, saves=whether a checkpoint is saved there) -> whether no order may follow that step,
+            because an evaluation does.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Ordering:
         checkpoints: Checkpoints,
         control: Control,
         requests: Requests,
-        pauses_after: Callable[[int], bool],
+        pauses_after: Callable[..., bool],
     ) -> None:
         self._spec, self.plan = spec, plan
         self._checkpoints, self._control, self._requests = checkpoints, control, requests
@@ -154,7 +155,9 @@ class Ordering:
             self._calm = calm
             yield self._order(ordered, before, traced=traced)
             before = after
-            if (saves and self._pauses_after(after.step)) or (empties and self._requests.wants_change):
+            if (ends_empty and self._pauses_after(after.step, saves=saves)) or (
+                empties and self._requests.wants_change
+            ):
                 return
 
     def draining(self, at: Position) -> Order:
@@ -183,6 +186,11 @@ class Ordering:
         """Whether the pipeline is empty there by itself, or is to run empty for a copy."""
         return self.plan.flow is None or self.copy_times.empties(step)
 
+    def _empty_after(self, step: int) -> bool:
+        """Whether an asynchronous schedule is to run empty there."""
+        saves = self._checkpoints.due_at(step)
+        return saves or self._empties_after(step) or self._pauses_after(step, saves=saves)
+
     def _segments(self, at: Position, *, empty: bool) -> Iterator[tuple[Segment, Position, ActiveSettings]]:
         """What comes next, the position after it, and what it runs with: the controller's word of that moment."""
         spec, generation = self._spec, self.plan.plan.generation
@@ -195,7 +203,7 @@ class Ordering:
                 spec.num_steps,
                 at,
                 flowing=not empty,
-                empty_after=lambda step: self._checkpoints.due_at(step) or self._empties_after(step),
+                empty_after=self._empty_after,
                 empty_soon=lambda: self._asked or self._requests.wants_checkpoint or self._checkpoints.overdue,
             )
             for segment, after in flowing:

@@ -22,7 +22,6 @@ class Progress:
         empty: whether the pipeline runs nothing of the steps to come.
         end_s: when the last step ended; None where the next one is not measured from there.
         saved, completed: steps after which a snapshot was taken last, and given a manifest.
-        evaluated: step of the last evaluation, -1 before one.
         marks: of the copies in memory.
         copied: all stages have a copy of what they begin with.
     """
@@ -33,7 +32,6 @@ class Progress:
         self.empty = True
         self.end_s: float | None = None
         self.saved = self.completed = 0
-        self.evaluated = -1
         self.marks = Marks(place)
         self.copied = False
 
@@ -48,4 +46,4 @@ class Progress:
         else:
             self.at, self.skipped = self.marks[back.step]
         self.marks.forget_after(self.at.step)
-        self.empty, self.end_s, self.copied, self.evaluated = True, None, False, -1
+        self.empty, self.end_s, self.copied = True, None, False

@@ -35,8 +35,8 @@ def stopped_at(spec: RunSpec, reason: str) -> Outcome:
     """Of a run that was stopped before it had workers."""
     newest = find_checkpoint(spec.place)[0]
     if newest is None:
-        return Outcome(None, "", 0, reason)
-    return Outcome(None, str(spec.place / newest.folder), newest.manifest.step, reason)
+        return Outcome((), "", 0, reason)
+    return Outcome((), str(spec.place / newest.folder), newest.manifest.step, reason)
 
 
 def beginning(spec: RunSpec, folder: RunFolder) -> Beginning:

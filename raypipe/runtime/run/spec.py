@@ -11,7 +11,7 @@ from raypipe.engine.checkpoint import FreshOptions
 from raypipe.engine.storage import Place
 from raypipe.ir.links import LinkEstimate
 from raypipe.ir.plan import Plan
-from raypipe.ir.report import StepRecord, StepReport
+from raypipe.ir.report import Numbers, StepRecord, StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span, Timeline
@@ -20,6 +20,7 @@ from raypipe.planner.control import ControllerConfig, ControllerDecision
 from raypipe.planner.rows import rows_for
 from raypipe.planner.segments import Flow
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
+from raypipe.runtime.run.evaluations import EvaluationPolicy
 from raypipe.runtime.run.same_run import Settings
 
 __all__ = ["AnyFleet", "Outcome", "PlanInForce", "RunSpec", "Watcher"]
@@ -31,6 +32,8 @@ class Watcher(Protocol):
     def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str) -> None: ...
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None: ...
+
+    def evaluated(self, record: StepRecord) -> None: ...
 
     def tell(self, **changes: Any) -> None: ...
 
@@ -81,6 +84,7 @@ class RunSpec:
         aliases: further names of shared tensors -> the names that they are stored under.
         sums_losses: loss_reduction is "sum".
         checkpoints: when to save, what to keep.
+        evaluations: when to evaluate, and when that ends the run.
         max_failures: to survive in one submission, as in ray.train.FailureConfig; -1 is no limit.
         num_workers: that the user offered; those that no plan uses are spares, where failures are to be survived.
         workers: that it may have, where their number may change while it trains; None where it is to stay.
@@ -100,6 +104,7 @@ class RunSpec:
     aliases: Mapping[str, str]
     sums_losses: bool
     checkpoints: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    evaluations: EvaluationPolicy = field(default_factory=EvaluationPolicy)
     resume: bool | None = None
     max_failures: int = 0
     num_workers: int | None = None
@@ -140,13 +145,13 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        eval_loss: on eval_data after the last step, None without, or when the run was stopped.
+        evaluation: the last one, eval_loss and the metrics; empty without eval_data, or where none came yet.
         checkpoint: the last one, empty when a run was stopped before its first step.
         step: optimizer steps done.
         stopped: why the run ended early; empty when it did not.
     """
 
-    eval_loss: float | None
+    evaluation: Numbers
     checkpoint: str
     step: int
     stopped: str = ""

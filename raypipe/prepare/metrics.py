@@ -1,0 +1,101 @@
+"""What metrics read, and whether they work: called once on a few rows, before anything is planned.
+
+A model that returns its own loss returns more beside it, logits and caches. Kept in the stages of evaluation is only
+what a metric reads, which is found out by noting it. A metric that fails, or returns no number, is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from raypipe.engine.capture import Capture
+from raypipe.engine.item_randomness import own_generators, seed_generators
+from raypipe.engine.local import one_thread
+from raypipe.engine.meter import Asked, Fields, Meter, part_of, parts_by_key
+from raypipe.engine.randomness import RandomKey
+from raypipe.engine.rehearsal import NUM_ROWS
+from raypipe.errors import ConfigError, StageError
+
+__all__ = ["asked_by", "try_metrics"]
+
+
+def asked_by(metrics: Mapping[str, Any], model: torch.nn.Module, example: Mapping[Any, torch.Tensor]) -> Asked:
+    """What metrics read of a model that returns its own loss, and of the batch.
+
+    Args:
+        example: a micro-batch by column, of which the first rows are taken.
+
+    Raises:
+        ConfigError: the model returns nothing but the loss, a metric fails, or reads what is no tensor.
+    """
+    rows = {name: x[:NUM_ROWS].clone() if x.dim() else x.clone() for name, x in example.items()}
+    if any(x.is_meta for x in model.parameters()):
+        raise ConfigError(
+            "metrics of a model that returns its own loss are called once on what it returns, but its parameters are "
+            "on the meta device, which hold no numbers. Build it with numbers, or give a loss_fn."
+        )
+    output = _returned(model, rows)
+    parts = parts_by_key(output)
+    if not parts:
+        raise ConfigError(
+            f"metrics look at what the model returns, but {type(model).__name__} returns only its loss. Let it return "
+            "logits or predictions too, in a dict, a tuple or an object, or give a loss_fn."
+        )
+    outputs: dict[Any, None] = {}
+    columns: dict[Any, None] = {}
+    _called(metrics, Fields(parts, outputs), [Fields(rows, columns)], len(next(iter(rows.values()))))
+    for key in outputs:
+        part_of(output, key)
+    return Asked(tuple(outputs), tuple(columns))
+
+
+def try_metrics(metrics: Mapping[str, Any], captured: Capture, rows: Mapping[Any, torch.Tensor]) -> None:
+    """Call every metric on what the captured model computes of these rows of eval_data.
+
+    Raises:
+        ConfigError: one fails, or returns no number.
+    """
+    if any(x.is_meta for x in (*captured.parameters.values(), *captured.buffers.values())):
+        return  # there are no values to compute with
+    (program,) = captured.programs(())
+    function = program.modes["eval"]
+    leaves = [captured.parameters[site.parameter].detach() for site in function.sites]
+    buffers = [captured.buffers[name].detach().clone() for name in function.buffers]
+    columns = {name: x[:NUM_ROWS].clone() if x.dim() else x.clone() for name, x in rows.items()}
+    with torch.no_grad(), one_thread():
+        outputs = function(leaves, buffers, (), [columns[name] for name in function.columns], RandomKey(0, 0, 0))
+        output, behind = program.metric_arguments(outputs, columns)
+    _called(metrics, output, behind, len(next(iter(columns.values()))))
+
+
+def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor]) -> Any:
+    """What the model returns in evaluation mode; its modes, buffers and everybody's generators stay as they are."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    numbered = all(isinstance(name, int) for name in rows)
+    try:
+        with own_generators(), torch.no_grad(), one_thread():
+            seed_generators(0, 0, 0)
+            model.eval()
+            return model(*rows.values()) if numbered else model(**rows)
+    except Exception as error:
+        raise ConfigError(f"The model fails in evaluation mode: {type(error).__name__}: {error}") from error
+    finally:
+        for name, module in model.named_modules():
+            module.training = modes[name]
+        for name, buffer in model.named_buffers():
+            buffer.detach().copy_(buffers[name])
+
+
+def _called(metrics: Mapping[str, Any], output: Any, behind: list[Any], samples: int) -> None:
+    meter = Meter(metrics)
+    try:
+        with own_generators(), torch.no_grad(), one_thread():
+            seed_generators(0, 0, 0)
+            meter.add(output, behind, samples)
+            meter.results()
+    except StageError as error:
+        raise ConfigError(f"{error} It was called on {samples} rows of the data, before the run begins.") from error

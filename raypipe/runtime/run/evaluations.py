@@ -1,0 +1,94 @@
+"""When a run is evaluated, what that tells, and whether it ends the run early. It imports no Ray.
+
+    record of step 199    evaluation = (("eval_loss", 0.31), ("eval_accuracy", 0.90))
+                          a column each in metrics.parquet; the manifest of a checkpoint of step 200 has them too
+
+An evaluation belongs to the record of the step before it. Whether one is due, and whether the run ends early, follows
+from the records alone: a run that goes on repeats no evaluation, leaves none out, and ends where it would have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from raypipe.config.early_stopping import EarlyStopping
+from raypipe.engine.metrics import MetricsWriter
+from raypipe.ir.report import Numbers, StepReport, mean_loss
+from raypipe.planner.segments import Position
+from raypipe.runtime.run.checkpoints import CheckpointPolicy
+
+__all__ = ["EvaluationPolicy", "Evaluations", "numbers_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPolicy:
+    """When a run is evaluated.
+
+    Attributes:
+        interval_steps: as PipelineConfig.eval_interval_steps.
+        names: of all numbers that an evaluation gives.
+        early_stopping: None trains to the end.
+    """
+
+    interval_steps: int | None = None
+    names: tuple[str, ...] = ("eval_loss",)
+    early_stopping: EarlyStopping | None = None
+
+
+class Evaluations:
+    """Of one run.
+
+    Args:
+        num_steps: of the run.
+        num_samples: of "train" and perhaps "eval".
+        metrics: with the records of the steps.
+    """
+
+    def __init__(
+        self, policy: EvaluationPolicy, checkpoints: CheckpointPolicy, num_steps: int, num_samples: Mapping[str, int],
+        metrics: MetricsWriter,
+    ) -> None:  # fmt: skip
+        self._policy = policy
+        self._scores = checkpoints.score_attribute in policy.names
+        self._num_steps = num_steps
+        self._any = "eval" in num_samples
+        self._metrics = metrics
+
+    def after(self, step: int, *, saves: bool) -> bool:
+        """Whether one follows so many steps.
+
+        Args:
+            saves: a checkpoint is saved there.
+        """
+        interval = self._policy.interval_steps
+        at_interval = interval is not None and step % interval == 0
+        return self._any and step > 0 and (step >= self._num_steps or at_interval or (saves and self._scores))
+
+    def at(self, position: Position) -> Numbers:
+        """What the evaluation there gave; empty where there was none."""
+        last = self._metrics.recent[-1:]
+        return last[0].evaluation if last and last[0].step == position.step - 1 else ()
+
+    def verdict(self) -> str:
+        """Why the run ends now, before its last step; empty where it goes on."""
+        policy = self._policy.early_stopping
+        return "" if policy is None else policy.verdict(self._values(policy.metric))
+
+    def _values(self, name: str) -> Iterator[float]:
+        for numbers in self._metrics.evaluations():
+            yield from (value for key, value in numbers if key == name)
+
+
+def numbers_of(reports: Sequence[Sequence[Sequence[StepReport]]], *, sums: bool) -> Numbers:
+    """What an evaluation gives, from the reports on its mini-batches.
+
+    Args:
+        sums: the losses add up.
+
+    Raises:
+        DataError: nothing in the data counts.
+    """
+    last = [of_order[-1][0] for of_order in reports]
+    metrics = tuple((f"eval_{name}", value) for name, value in last[-1].metrics)
+    return (("eval_loss", mean_loss([report.averages for report in last], sums=sums)), *metrics)

@@ -1,0 +1,263 @@
+"""Evaluations while a run trains: numbers as plain PyTorch's, no bit of training changed, the same after a resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+from raypipe import EarlyStopping, PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.engine.checkpoint.find import read_manifest
+from raypipe.engine.storage import Place
+from raypipe.errors import ConfigError
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
+
+X, Y = torch.randn(32, 6), torch.randint(0, 3, (32,))
+EX, EY = torch.randn(21, 6), torch.randint(0, 3, (21,))
+SETTINGS: dict[str, Any] = {
+    "num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters", "loss_reduction": "mean",
+}  # fmt: skip
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).double().mean()
+
+
+def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output.argmax(1) == target).sum(), len(target)
+
+
+class Largest:
+    """As torchmetrics' objects are: it remembers between micro-batches."""
+
+    def __init__(self) -> None:
+        self.value = -math.inf
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.value = max(self.value, float(output.max()))
+
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(self.value)
+
+    def reset(self) -> None:
+        self.value = -math.inf
+
+
+METRICS: dict[str, Any] = {"accuracy": accuracy, "counted": counted, "largest": Largest()}
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1, momentum=0.9)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 3))
+
+
+def trainer(folder: Path, name: str = "run", config: dict[str, Any] | None = None, **more: Any) -> PipelineTrainer:
+    arguments: dict[str, Any] = {
+        "loss_fn": functional.cross_entropy, "optimizer": sgd, "train_data": TensorDataset(X, Y),
+        "pipeline": PipelineConfig(**SETTINGS | (config or {})),
+        "run_config": SimpleNamespace(name=name, storage_path=str(folder)),
+    } | more  # fmt: skip
+    return PipelineTrainer(arguments.pop("model", None) or model(), **arguments)
+
+
+def fit(folder: Path, steps: int = 8, name: str = "run", config: dict[str, Any] | None = None, **more: Any) -> Any:
+    return trainer(folder, name, config, **more).fit(num_steps=steps, local=True, progress=False)
+
+
+def evaluated(folder: Path, steps: int = 8, name: str = "run", **more: Any) -> Any:
+    more = {"eval_data": TensorDataset(EX, EY), "metrics": METRICS} | more
+    return fit(folder, steps, name, {"eval_interval_steps": 2}, **more)
+
+
+def numbers(result: Any) -> list[dict[str, float]]:
+    return [dict(record.evaluation) for record in result.records]
+
+
+def test_evaluations_change_no_bit_of_training(tmp_path: Path) -> None:
+    plain, found = fit(tmp_path, name="plain"), evaluated(tmp_path)
+    assert [(r.loss, r.grad_norm) for r in found.records] == [(r.loss, r.grad_norm) for r in plain.records]
+    ours, theirs = load_state_dict(found.checkpoint), load_state_dict(plain.checkpoint)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [bool(of_step) for of_step in numbers(found)] == [False, True] * 4
+
+
+def test_metrics_are_those_of_plain_pytorch(tmp_path: Path) -> None:
+    result = evaluated(tmp_path, metrics=METRICS)
+    trained = model().eval()
+    trained.load_state_dict(load_state_dict(result.checkpoint))
+    with torch.no_grad():
+        outputs = [trained(x) for x in EX.split(2)]
+    output = torch.cat(outputs)
+    right = int((output.argmax(1) == EY).sum())
+    assert result.metrics["eval_counted"] == right / 21
+    assert result.metrics["eval_accuracy"] == pytest.approx(right / 21, rel=1e-12)
+    assert result.metrics["eval_largest"] == float(output.max())
+    assert result.metrics["eval_loss"] == pytest.approx(float(functional.cross_entropy(output, EY)), rel=1e-6)
+    assert METRICS["largest"].value == -math.inf, "the user's own object is not touched"
+
+
+def test_evaluate_beside_fit_gives_the_same_numbers(tmp_path: Path) -> None:
+    made = trainer(tmp_path, config={"eval_interval_steps": 4}, eval_data=TensorDataset(EX, EY), metrics=METRICS)
+    result = made.fit(num_steps=4, local=True, progress=False)
+    found = made.evaluate(local=True)
+    assert {name: found[name] for name in found if name.startswith("eval_")} == dict(result.records[-1].evaluation)
+    assert made.predict(TensorDataset(EX, EY), local=True).shape == (21, 3)
+
+
+def test_a_run_that_goes_on_has_the_same_evaluations(tmp_path: Path) -> None:
+    whole = evaluated(tmp_path, name="whole")
+    evaluated(tmp_path, steps=3)
+    parts = evaluated(tmp_path)
+    expected = numbers(whole)
+    found = numbers(parts)
+    assert found.pop(2), "the end of the first submission has one more"
+    expected.pop(2)
+    assert found == expected
+    frame = parts.metrics_dataframe
+    assert list(frame["eval_loss"].dropna().index) == [1, 2, 3, 5, 7]
+    table = pq.read_table(Path(parts.path) / "metrics.parquet")
+    assert {"eval_loss", "eval_accuracy", "eval_counted", "eval_largest", "lr"} <= set(table.column_names)
+
+
+def test_the_best_checkpoint_by_a_metric_is_kept(tmp_path: Path) -> None:
+    kept = SimpleNamespace(num_to_keep=1, checkpoint_score_attribute="eval_largest", checkpoint_score_order="min")
+    place = SimpleNamespace(name="run", storage_path=str(tmp_path), checkpoint_config=kept)
+    result = fit(
+        tmp_path, 8, "run", {"eval_interval_steps": 2, "checkpoint_interval_steps": 1}, run_config=place,
+        eval_data=TensorDataset(EX, EY), metrics=METRICS,
+    )  # fmt: skip
+    scores = {step + 1: of_step["eval_largest"] for step, of_step in enumerate(numbers(result)) if of_step}
+    assert set(scores) == set(range(1, 9)), "a score of every checkpoint"
+    folders = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
+    best = min(scores, key=lambda step: (scores[step], -step))
+    assert {int(folder.name.split("_")[1]) for folder in folders} == {best, 8}
+    assert read_manifest(Place.of(str(folders[0]))).metrics["eval_largest"] == scores[best]
+
+
+def test_a_run_ends_early_and_ends_again_when_it_is_submitted_again(tmp_path: Path) -> None:
+    stops = EarlyStopping("eval_rising", patience=2, mode="min")
+    more = {"metrics": {"rising": Rising()}, "early_stopping": stops}
+    result = evaluated(tmp_path, 40, **more)
+    assert (len(result.records), result.stopped) == (6, "eval_rising has not got better than 0 for 2 evaluations")
+    again = evaluated(tmp_path, 40, **more)
+    assert (len(again.records), again.stopped) == (6, result.stopped)
+
+
+class Rising:
+    """How many evaluations there were before."""
+
+    def __init__(self) -> None:
+        self.count = -2  # the trial before the run begins, and the first evaluation, count too
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        pass
+
+    def compute(self) -> int:
+        return max(0, self.count)
+
+    def reset(self) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize(
+    ("values", "stops"),
+    [([3, 2, 1], False), ([1, 2, 3], False), ([1, 2, 3, 4], True), ([1, math.nan, 2, 0.99, 1, 1], False)],
+)
+def test_patience_counts_evaluations_that_are_no_better(values: list[float], stops: bool) -> None:
+    assert bool(EarlyStopping(patience=3).verdict(values)) == stops
+
+
+class Named(Dataset[Any]):
+    def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.x[index], "labels": self.y[index]}
+
+
+class OwnLoss(nn.Module):
+    """As models of transformers: a loss, logits, and much that nobody asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.relu(self.a(x))
+        logits = self.c(torch.relu(self.b(hidden)))
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits, "hidden": hidden}
+
+
+def test_a_model_that_returns_its_own_loss_keeps_what_metrics_read(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    own = OwnLoss()
+    more: dict[str, Any] = {
+        "model": own, "loss_fn": None, "train_data": Named(X, Y), "eval_data": Named(EX, EY),
+        "metrics": {"accuracy": lambda output, batch: counted(output.logits, batch["labels"])},
+    }  # fmt: skip
+    result = evaluated(tmp_path, 4, **more)
+    plain = OwnLoss()
+    plain.load_state_dict(load_state_dict(result.checkpoint))
+    with torch.no_grad():
+        found = plain(EX, EY)
+    assert result.metrics["eval_accuracy"] == int((found["logits"].argmax(1) == EY).sum()) / 21
+    assert result.metrics["eval_loss"] == pytest.approx(float(found["loss"]), rel=1e-6)
+    without = fit(tmp_path, 4, "plain", **more | {"eval_data": None, "metrics": None})
+    ours, theirs = load_state_dict(result.checkpoint), load_state_dict(without.checkpoint)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    job = trainer(tmp_path, "job", **more)._prepared()
+    assert job.programs[0].eval.num_outputs == 1, "hidden crosses for the loss alone, nothing for the metric"  # type: ignore[union-attr]
+
+
+def test_the_learning_rate_of_every_step_is_told(tmp_path: Path) -> None:
+    result = fit(tmp_path, 4, lr_scheduler=halving)
+    assert [record.lr for record in result.records] == [0.1 * 0.5**step for step in range(4)]
+    assert result.metrics["samples_per_s"] > 0
+
+
+class OnlyLoss(OwnLoss):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x, labels)["loss"]
+
+
+def no_number(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"config": {"eval_interval_steps": 2}}, "eval_interval_steps=2 would have no effect without eval_data"),
+        ({"metrics": [accuracy]}, "metrics is a list; give functions by name"),
+        ({"metrics": {"loss": accuracy}}, "metrics has the name 'loss'"),
+        ({"metrics": {"a": 3}}, r"metrics\['a'\] is a int; give a function"),
+        ({"early_stopping": EarlyStopping()}, "there is no eval_data"),
+        ({"metrics": {"a": no_number}, "eval_data": TensorDataset(EX, EY)}, "'a' returned a tensor of shape"),
+        ({"metrics": {"a": lambda x: x}, "eval_data": TensorDataset(EX, EY)}, "The metric 'a' failed"),
+        ({"metrics": {"a": accuracy}, "eval_data": Named(EX, EY), "train_data": Named(X, Y), "loss_fn": None,
+          "model": OnlyLoss()}, "OnlyLoss returns only its loss"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_the_run(more: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fit(tmp_path, 2, "run", **more)
