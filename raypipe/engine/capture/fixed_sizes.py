@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
 from raypipe.errors import CaptureError
 
 __all__ = ["FixedSizes", "watched_sizes"]
@@ -65,6 +63,9 @@ class FixedSizes:
 def watched_sizes() -> Iterator[FixedSizes]:
     """While inside, note where a size of the example becomes the only one."""
     found = FixedSizes()
+    # It loads sympy, half a second that a run's driver, which traces nothing, need not spend.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     original = ShapeEnv._set_replacement
 
     def set_replacement(self: Any, symbol: Any, target: Any, message: str) -> None:
