@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests import processes, tiers
-from tests.shared_engine import shared_captures, steady_engine  # noqa: F401
+from tests.shared_engine import captures_of_a_test, shared_captures, steady_engine  # noqa: F401
 from tests.shared_ray import cluster, fleet, head, local_ray  # noqa: F401
 
 _PATIENCE_S = 10.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     from raypipe.engine.capture import Capture
 
-__all__ = ["shared_captures", "steady_engine"]
+__all__ = ["captures_of_a_test", "shared_captures", "steady_engine"]
 
 _MADE: dict[Any, Capture] = {}
 
@@ -33,11 +34,22 @@ def shared_captures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     For tests of what happens to a model once it is traced. Those of tracing itself trace anew.
     """
-    monkeypatch.setattr("raypipe.prepare.inputs.capture", _captured)
+    _share(_MADE, monkeypatch)
+
+
+@pytest.fixture
+def captures_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``shared_captures``, but each test traces its models, once for each example."""
+    _share({}, monkeypatch)
+
+
+def _share(made: dict[Any, Capture], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("raypipe.prepare.inputs", "raypipe.testing"):
+        monkeypatch.setattr(f"{module}.capture", partial(_captured, made))
 
 
 def _captured(
-    model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, *, evaluates: bool, asked: Any
+    made: dict[Any, Capture], model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, **how: Any
 ) -> Capture:
     """As ``raypipe.engine.capture.capture``; the same object for equal arguments, which nobody changes."""
     import torch
@@ -50,7 +62,7 @@ def _captured(
         contents.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} ".encode())
         contents.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     modes = (*(p.requires_grad for p in model.parameters()), *(module.training for module in model.modules()))
-    key = (type(model), str(model), modes, contents.digest(), columns, loss_fn, evaluates, asked)
-    if key not in _MADE:
-        _MADE[key] = capture(model, example, columns, loss_fn, evaluates=evaluates, asked=asked)
-    return _MADE[key]
+    key = (type(model), str(model), modes, contents.digest(), columns, loss_fn, *sorted(how.items()))
+    if key not in made:
+        made[key] = capture(model, example, columns, loss_fn, **how)
+    return made[key]

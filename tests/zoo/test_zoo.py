@@ -20,6 +20,7 @@ def _rows() -> list[object]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("captures_of_a_test")
 @pytest.mark.parametrize("name", _rows())
 def test_a_row_has_its_verdict(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     row = ROWS[name]
