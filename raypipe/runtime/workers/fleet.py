@@ -24,7 +24,7 @@ from raypipe.planner.liveness import Finding
 from raypipe.runtime.run.takeover import Completion
 from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.flight import Flight
-from raypipe.runtime.workers.leaving import leave_work
+from raypipe.runtime.workers.leaving import SETTLE_S, leave_work
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, Owner
 from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.root_cause import root_cause
@@ -184,7 +184,7 @@ class Fleet(StateCalls):
                 self._teach(order.rows, schedules)
                 actor.submit.remote(self._term, todo.run, order)
         ends = [actor.finish_after.remote(self._term, todo.run, todo.orders) for actor in self.actors]
-        results(ends, GRACE_S, "being taken over")
+        results(ends, SETTLE_S, "being taken over")
 
     def _assign(self, workers: Sequence[Member], setup: GenerationSetup) -> None:
         placement = setup.placement(0)

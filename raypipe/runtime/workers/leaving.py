@@ -12,12 +12,13 @@ import ray
 from ray.exceptions import RayError
 
 from raypipe.errors import LeaseError
-from raypipe.runtime.workers.roster import GRACE_S, Member, end_member
+from raypipe.runtime.workers.roster import Member, end_member
 
 __all__ = ["SETTLE_S", "leave_work"]
 
 SETTLE_S = 10.0
-"""How long a worker may go on computing what it has begun, before it is taken for stuck."""
+"""How long a worker may compute what it has begun, or answer nothing on a busy machine, before it is taken for stuck.
+To end one that is healthy would lose its copies of state."""
 
 
 def leave_work(workers: Sequence[Member], works: Mapping[Any, int], term: int, links: int) -> None:
@@ -34,7 +35,7 @@ def leave_work(workers: Sequence[Member], works: Mapping[Any, int], term: int, l
     ray.wait(list(works), num_returns=len(works), timeout=SETTLE_S) if works else None
     asked = {worker: member for worker, member in enumerate(workers) if member.actor is not None}
     leaving = {w: member.actor.abort.remote(term, links, "the run recovers") for w, member in asked.items()}
-    ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=GRACE_S) if leaving else None
+    ray.wait(list(leaving.values()), num_returns=len(leaving), timeout=SETTLE_S) if leaving else None
     over = {worker for ref, worker in works.items() if not ray.wait([ref], timeout=0)[0]}
     for worker, ref in leaving.items():
         try:
