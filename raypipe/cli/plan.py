@@ -2,6 +2,7 @@
 
 raypipe profile CONFIG.yaml -o profile.json            measure once
 raypipe plan CONFIG.yaml --cluster cluster.yaml        what fits there, how long a step takes, and why
+raypipe plan CONFIG.yaml --cluster a.yaml --cluster b.yaml --deadline "12 h"      which of them is the cheapest in time
 raypipe plan CONFIG.yaml --explain                     all of it: tables, every reason, what was not chosen
 
 Neither starts an actor or needs a cluster.
@@ -14,7 +15,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from raypipe.cli.clusters import Asked, compared
 from raypipe.cli.common import ConfigFile, Overrides, open_runfile, trainer_of
+from raypipe.errors import ConfigError
+from raypipe.ir.cost import cost_lines, cost_of
+from raypipe.runfile.cluster import read_cluster
 
 if TYPE_CHECKING:
     from raypipe.ir.plan import Plan
@@ -26,27 +31,41 @@ __all__ = ["plan", "profile"]
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
-    cluster: Annotated[Path | None, typer.Option(help="a YAML file of devices and links to plan for")] = None,
+    cluster: Annotated[
+        list[Path] | None,
+        typer.Option(help="a YAML file of devices and links to plan for; several are compared by cost"),
+    ] = None,
     profile: Annotated[Path | None, typer.Option(help="use this saved profile instead of measuring")] = None,
     json: Annotated[bool, typer.Option("--json", help="all of it, for programs")] = False,
     svg: Annotated[Path | None, typer.Option(help="write a picture: timeline and stage bars")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="tables, every reason, what was not chosen")] = False,
+    deadline: Annotated[
+        str | None, typer.Option(metavar="TIME", help='for the whole run, as "12 h" or "90 min"')
+    ] = None,
+    tokens_per_sample: Annotated[int, typer.Option(min=0, help="for the cost of a million tokens")] = 0,
 ) -> None:
     """Say what train would do, in four lines: stages, step time, memory, why. Starts nothing.
 
     With --cluster the plan is for the devices and links described there; speed 1.0 is the machine that timed the model.
+    Where they have a price_per_hour, it says what a step and a million samples cost.
     """
     run = open_runfile(config, overrides)
-    described = None
-    if cluster is not None:
-        from raypipe.runfile.cluster import read_cluster
-
-        described = read_cluster(cluster)
+    asked = Asked(run.values.get("num_steps") or 0, deadline, tokens_per_sample)
+    if not cluster and (deadline is not None or tokens_per_sample):
+        raise ConfigError("--deadline and --tokens-per-sample are about cost: give one or more --cluster with prices.")
     read = None if profile is None else _read(profile)
-    made = trainer_of(run, planning=True).plan(cluster=described, profiled=read, explain=explain)
+    trainer = trainer_of(run, planning=True)
+    if cluster and (len(cluster) > 1 or deadline is not None):
+        if svg is not None or explain:
+            raise ConfigError("--svg and --explain are about one plan: give one --cluster, and no --deadline.")
+        typer.echo(compared(cluster, lambda on: trainer.plan(cluster=on, profiled=read), asked, as_json=json))
+        return
+    described = read_cluster(cluster[0]) if cluster else None
+    made = trainer.plan(cluster=described, profiled=read, explain=explain)
     if svg is not None:
         _draw(made, svg)
-    typer.echo(made.to_json() if json else str(made))
+    cost = None if described is None else cost_of(made, described, asked.num_steps, tokens_per_sample)
+    typer.echo(made.to_json() if json else "\n".join([str(made), *([] if cost is None else cost_lines(cost))]))
     if svg is not None and not json:
         typer.echo(f"wrote {svg}")
 
@@ -69,7 +88,6 @@ def profile(
 
 
 def _read(path: Path) -> Profile:
-    from raypipe.errors import ConfigError
     from raypipe.ir.profile import Profile
 
     try:

@@ -34,18 +34,22 @@ class Device:
         speed: work per second, relative to the device that the model was profiled on.
         memory_bytes: what a stage may use, None for no limit.
         host: path of the machine that it is in.
+        price_per_hour: of renting it, in any currency; None where nobody said. A host costs what its devices do.
     """
 
     name: str = "device"
     speed: float = 1.0
     memory_bytes: int | None = None
     host: str = ""
+    price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speed) and self.speed > 0):
             raise PlanError(f"Device {self.name!r} has speed={self.speed}: give a number above 0.")
         if self.memory_bytes is not None and self.memory_bytes <= 0:
             raise PlanError(f"Device {self.name!r} has memory_bytes={self.memory_bytes}: give bytes above 0, or None.")
+        if self.price_per_hour is not None and not (math.isfinite(self.price_per_hour) and self.price_per_hour >= 0):
+            raise PlanError(f"Device {self.name!r} has price_per_hour={self.price_per_hour}: give a number from 0 up.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Cluster:
         """Equal hosts of equal devices: 16 GPUs on 4 hosts are ``hosts(4, 4, ...)``."""
         like = device or Device()
         devices = (
-            Device(f"host{h}/device{i}", like.speed, like.memory_bytes, f"host{h}")
+            Device(f"host{h}/device{i}", like.speed, like.memory_bytes, f"host{h}", like.price_per_hour)
             for h in range(num_hosts)
             for i in range(per_host)
         )

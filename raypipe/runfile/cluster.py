@@ -8,7 +8,8 @@
 
 speed says how many times as fast a device computes as the machine that timed the model, the one on which `raypipe plan`
 or `raypipe profile` ran: 2.0 needs half of its seconds, and 1.0 is where nothing is said. A bandwidth alone is a link
-without latency.
+without latency. ``price_per_hour`` is what a host costs, and in a list what that device does; in any currency, and
+all of it or nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,11 @@ UNITS: Mapping[str, Mapping[str, Fraction]] = {
         **{f"{prefix}bit/s": Fraction(1000**i, 8) for i, prefix in enumerate(("", "k", "M", "G", "T"))},
     },
     "latency": {unit: Fraction(1, 10**digits) for unit, digits in (("s", 0), ("ms", 3), ("us", 6), ("ns", 9))},
+    "deadline": {"s": Fraction(1), "min": Fraction(60), "h": Fraction(3600), "days": Fraction(86400)},
 }
 """What a quantity may be written in, by its kind; a plain number is in bytes, bytes per second or seconds."""
 
-EXAMPLES = {"memory": "24 GiB", "bandwidth": "25 Gbit/s", "latency": "20 us"}
+EXAMPLES = {"memory": "24 GiB", "bandwidth": "25 Gbit/s", "latency": "20 us", "deadline": "12 h"}
 _QUANTITY = re.compile(r"\s*([0-9.]+(?:[eE][-+]?\d+)?)\s*(\S*)\s*")
 
 
@@ -63,7 +66,7 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def _in_few_words(found: RunFile) -> Cluster:
-    refuse_unknown(found, (), found.values, ("hosts", "per_host", "device", "inside", "between", "devices", "links"))
+    refuse_unknown(found, (), found.values, _FEW)
     hosts, per_host = _count(found, "hosts"), _count(found, "per_host")
     device = found.values.get("device", {})
     _check_mapping(found, ("device",), device, ("memory", "speed"))
@@ -74,10 +77,13 @@ def _in_few_words(found: RunFile) -> Cluster:
         if needed and name not in found.values:
             raise ConfigError(f"{found.name}: {name}: missing; {_WHERE[name]}, as in {name}: {EXAMPLES['bandwidth']}.")
         ends[name] = _link(found, (name,), found.values[name]) if name in found.values else Link()
-    return Cluster.hosts(
-        hosts, per_host, inside=ends["inside"], between=ends["between"], device=_device(found, ("device",), device)
-    )
+    like = _device(found, ("device",), device)
+    price = _price(found, (), found.values)
+    like = replace(like, price_per_hour=None if price is None else price / per_host)
+    return Cluster.hosts(hosts, per_host, inside=ends["inside"], between=ends["between"], device=like)
 
+
+_FEW = ("hosts", "per_host", "device", "inside", "between", "price_per_hour", "devices", "links")
 
 _WHERE = {
     "inside": "say how fast the devices of one host are joined",
@@ -96,12 +102,26 @@ def _in_full(found: RunFile) -> Cluster:
     made = []
     for i, row in enumerate(devices):
         path = ("devices", str(i))
-        _check_mapping(found, path, row, ("name", "memory", "speed", "host"))
+        _check_mapping(found, path, row, ("name", "memory", "speed", "host", "price_per_hour"))
         device = _device(found, path, row)
         made.append(
-            Device(str(row.get("name", f"device{i}")), device.speed, device.memory_bytes, str(row.get("host", "")))
+            replace(
+                device,
+                name=str(row.get("name", f"device{i}")),
+                host=str(row.get("host", "")),
+                price_per_hour=_price(found, path, row),
+            )
         )
     return Cluster(tuple(made), tuple(_link(found, ("links", str(i)), row) for i, row in enumerate(links or ())))
+
+
+def _price(found: RunFile, path: KeyPath, row: Mapping[str, Any]) -> float | None:
+    price = row.get("price_per_hour")
+    if price is None:
+        return None
+    if type(price) not in (int, float) or not (math.isfinite(price) and price >= 0):
+        refuse(found, (*path, "price_per_hour"), f"{price!r} is not possible; give a number from 0 up, as in 3.06.")
+    return float(price)
 
 
 def _count(found: RunFile, name: str) -> int:
@@ -149,10 +169,10 @@ def _quantity(found: RunFile, path: KeyPath, value: Any, kind: str) -> float:
 
 
 def parse_quantity(value: Any, kind: str) -> float:
-    """A memory in bytes, a bandwidth in bytes per second or a latency in seconds, from "24 GiB" and the like.
+    """A memory in bytes, a bandwidth in bytes per second, a latency or deadline in seconds, from "24 GiB" and the like.
 
     Args:
-        kind: "memory", "bandwidth" or "latency".
+        kind: "memory", "bandwidth", "latency" or "deadline".
 
     Raises:
         ValueError: no number, an unknown unit, or out of range; says what is right.

@@ -194,3 +194,38 @@ def test_a_job_knows_its_workers_and_turns_nothing(partitioner: str) -> None:
         rows = job.schedule(count)
         assert (rows.num_workers, rows.wiring.placement) == (1, job.placement)
     assert controller_config(made._pipeline, job.planned) is None
+
+
+def test_what_it_costs_and_where_it_is_cheapest(folder: Path) -> None:
+    (folder / "priced.yaml").write_text(CLUSTER + "price_per_hour: 3.6\n")
+    (folder / "dear.yaml").write_text(CLUSTER + "price_per_hour: 36\n")
+    (folder / "small.yaml").write_text("hosts: 1\nper_host: 1\ndevice: {memory: 1 KiB}\nprice_per_hour: 0.1\n")
+    text = command("plan", "run.yaml", "--cluster", "priced.yaml")
+    assert " per million samples; 7.20 an hour for 2 hosts\nrun:     " in text
+    assert text.rstrip().endswith(" for 2 steps")
+    three = [word for name in ("dear", "priced", "small") for word in ("--cluster", f"{name}.yaml")]
+    table = command("plan", "run.yaml", *three, "--deadline", "1 h", "--tokens-per-sample", "8").splitlines()
+    assert " ".join(table[0].split()) == "cluster stages step a step million tokens an hour run takes"
+    assert table[3].startswith("small.yaml   No cut ")
+    assert table[4] == "The cheapest within 1 h is priced.yaml."
+    rows = json.loads(command("plan", "run.yaml", *three, "--json"))
+    assert [row["cheapest"] for row in rows] == [False, True, False]
+    assert rows[0]["step"] == pytest.approx(10 * rows[1]["step"])
+    assert Plan.from_json(json.dumps(rows[1]["plan"])).partition.num_stages == 2
+    late = command("plan", "run.yaml", *three, "--deadline", "0.000001 s")
+    assert late.rstrip().endswith("None of them ends within 0.000001 s.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--deadline", "1 h"), "give one or more --cluster with prices"),
+        (("--cluster", "cluster.yaml", "--deadline", "1 h"), "cluster.yaml names no prices"),
+        (("--cluster", "cluster.yaml", "--deadline", "soon"), "'soon' is no deadline; write it as in 12 h"),
+        (("--cluster", "cluster.yaml", "--deadline", "1 h", "--set", "num_epochs=1"), "add num_steps"),
+        (("--cluster", "cluster.yaml", "--deadline", "1 h", "--explain"), "are about one plan"),
+    ],
+)
+def test_mistakes_about_cost_are_named(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    with pytest.raises(RaypipeError, match=words):
+        command("plan", "run.yaml", *arguments)

@@ -44,6 +44,13 @@ def test_in_full_every_device_is_its_own(tmp_path: Path) -> None:
     assert found.links == (Link(300e9), Link(10e9 / 8))
 
 
+def test_prices_are_of_hosts_or_of_devices(tmp_path: Path) -> None:
+    found = read(tmp_path, COMPACT + "price_per_hour: 12\n")
+    assert {device.price_per_hour for device in found.devices} == {3.0}
+    full = read(tmp_path, FULL.replace("host: a}", "host: a, price_per_hour: 2.5}"))
+    assert [device.price_per_hour for device in full.devices] == [2.5, None]
+
+
 def test_one_host_needs_no_link_between_hosts(tmp_path: Path) -> None:
     assert len(read(tmp_path, "hosts: 1\nper_host: 8\ninside: 300 GB/s\n").devices) == 8
     assert read(tmp_path, "hosts: 8\nper_host: 1\nbetween: 1 GB/s\n").links[0] == Link()
@@ -66,6 +73,8 @@ def test_one_host_needs_no_link_between_hosts(tmp_path: Path) -> None:
         (FULL.replace("links", "link"), ["link: unknown; did you mean links?"]),
         ("devices: []\nlinks: [1 GB/s]\n", ["line 1: devices: [] is no list with at least one entry"]),
         ("devices: [{}]\n", ["links: None is no list"]),
+        (COMPACT + "price_per_hour: cheap\n", ["line 6: price_per_hour: 'cheap' is not possible", "as in 3.06"]),
+        (FULL.replace("host: b", "price_per_hour: -1"), ["devices.1.price_per_hour: -1 is not possible"]),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
