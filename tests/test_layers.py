@@ -113,7 +113,7 @@ PARTS = {
 }
 
 # One file may reach for one package more.
-EXTRA = {"engine/codec/arrays.py": ("cupy",)}
+EXTRA = {"engine/codec/arrays.py": ("cupy",), "api/notebook.py": ("IPython",)}
 
 
 def layer_of(module: str) -> str:

@@ -8,6 +8,7 @@
           |
           v
       RunHandle                            handle.py     news, stop, checkpoint, result; attach(name)
+                                           notebook.py   what cells show, and the view that is updated in place
                                            records.py    one record per step, however many
 
 Beside a run: ``beside.py`` (evaluate and predict), ``init_from.py`` (weights to begin with), ``export.py`` (a

@@ -3,6 +3,7 @@
 handle = trainer.start(num_steps=500)       handle = raypipe.attach("lm")
 print(handle.status())
 handle.plot()                               a picture in a notebook
+handle.watch()                              in place, until the run ends
 handle.stop()                               after the step that is running, with a checkpoint
 result = handle.wait()
 """
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from raypipe.api.notebook import LiveView, result_html, run_html
 from raypipe.api.records import Records, table_of_all
 from raypipe.engine.metrics import part_before
 from raypipe.engine.storage import Place
@@ -26,6 +28,7 @@ from raypipe.errors import CheckpointError, ConfigError, StageError
 from raypipe.ir.pictures.chart import Line, chart_svg
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline
+from raypipe.report.page import write_report
 from raypipe.runtime.run.journal import KEPT_RECORDS, News
 from raypipe.runtime.run.spec import Outcome
 from raypipe.runtime.run.status import RunStatus
@@ -59,6 +62,18 @@ class Result:
     def metrics_dataframe(self) -> Any:
         """A pandas DataFrame with one row per step."""
         return self.records.table.to_pandas()
+
+    def report(self, output: str = "") -> str:
+        """Write all of the run as one HTML file, as ``raypipe report`` does; returns where it is.
+
+        Args:
+            output: file of this machine; "" is report.html in the run's folder.
+        """
+        return write_report(Place.of(self.path), "stopped" if self.stopped else "finished", output)
+
+    def _repr_html_(self) -> str:
+        table = self.records.table
+        return result_html(self.metrics, _losses(table), self.path, self.stopped)
 
 
 class Picture:
@@ -132,10 +147,30 @@ class RunHandle:
 
     def plot(self) -> Picture:
         """Loss over steps as a picture."""
-        table, status = self._table(), self._fetch(0.0).status
-        steps, losses = table["step"].to_pylist(), table["loss"].to_pylist()
-        points = [(step + 1, loss) for step, loss in zip(steps, losses, strict=True)]
-        return Picture(chart_svg([Line("loss", points)], f"{status.name}: loss", "step", "loss"))
+        return Picture(chart_svg([Line("loss", _losses(self._table()))], f"{self.name}: loss", "step", "loss"))
+
+    def watch(self, every_s: float = 1.0) -> None:
+        """Show the run in place until it ends; interrupting the cell ends the view, and the run goes on.
+
+        Outside of a notebook it prints a line where something is new.
+
+        Args:
+            every_s: seconds between two looks.
+        """
+        view = LiveView()
+        try:
+            while True:
+                news = self._fetch(every_s)
+                view.show(self._repr_html_(), str(news.status))
+                if news.ended:
+                    return
+                time.sleep(every_s)
+        except KeyboardInterrupt:
+            return
+
+    def _repr_html_(self) -> str:
+        status = self._fetch(0.0).status
+        return run_html(status, [(record.step + 1.0, record.loss) for record in self._records])
 
     def checkpoint(self, timeout_s: float = 600.0) -> str:
         """Save a checkpoint after one of the next steps and wait until it is complete; its folder.
@@ -258,6 +293,11 @@ def attach(name: str) -> RunHandle:
     from raypipe.runtime.driver.client import find_run
 
     return RunHandle(name, find_run(name))
+
+
+def _losses(table: pa.Table) -> list[tuple[float, float]]:
+    """(step, loss) of every row; steps count from 1, as people do."""
+    return [(step + 1.0, loss) for step, loss in zip(table["step"].to_pylist(), table["loss"].to_pylist(), strict=True)]
 
 
 def _result(status: RunStatus, outcome: Outcome, records: Records) -> Result:

@@ -89,7 +89,13 @@ def trace(
     """Write a run's timeline, predicted above measured, for https://ui.perfetto.dev."""
     from raypipe.engine.storage import Place
 
-    _write(output, _trace_text(Place.of(_folder(run))))
+    text = _trace_text(Place.of(_folder(run)))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_bytes(text)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error}. Give another -o.") from error
+    typer.echo(f"wrote {output}")
 
 
 def report(
@@ -99,25 +105,10 @@ def report(
     """Write what a run did as one HTML file, for any browser; it loads nothing from anywhere."""
     from raypipe.api.listing import summary_of
     from raypipe.engine.storage import Place
-    from raypipe.report.page import report_html
-    from raypipe.report.read import read_run
+    from raypipe.report.page import write_report
 
     folder = Place.of(_folder(run))
-    page = report_html(read_run(folder), summary_of(folder).state).encode()
-    if output is not None:
-        _write(output, page)
-        return
-    folder.write_bytes("report.html", page)
-    typer.echo(f"wrote {folder / 'report.html'}")
-
-
-def _write(output: Path, text: bytes) -> None:
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_bytes(text)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error}. Give another -o.") from error
-    typer.echo(f"wrote {output}")
+    typer.echo(f"wrote {write_report(folder, summary_of(folder).state, str(output or ''))}")
 
 
 def _is_run_folder(path: Path) -> bool:

@@ -88,6 +88,11 @@ class Plan(PlanFacts):
         """Four lines, stages, step, memory and why, and the notes; all of ``explain`` where it was asked for."""
         return self.explain() if self.explained else summary(self)
 
+    def _repr_html_(self) -> str:
+        from raypipe.ir.pictures.plan import plan_html
+
+        return plan_html(self, str(self))
+
     def explain(self) -> str:
         """The four lines, then a table of the stages, the reason for every choice, and what was not chosen."""
         return f"{summary(self)}\n\n{table(self, peak_in_flight(self.schedule))}"

@@ -200,6 +200,13 @@ class Schedule:
         parts = (part for worker in range(self.num_workers) for part in self._parts(worker, repeats))
         return 1 + max((a.microbatch + shift for row, shift in parts for a in row if a.op is Op.F), default=-1)
 
+    def _repr_html_(self) -> str:
+        """In slots: F takes one, B two, I and W one each; of an asynchronous schedule, with its body twice."""
+        from raypipe.ir.pictures.schedule import schedule_svg
+
+        rows = self.rows(2 if self.prologue else 1)
+        return schedule_svg(rows, lambda action: dependencies(action, self.wiring), self.kind)
+
     def _parts(self, worker: int, repeats: int) -> Iterator[tuple[Row, int]]:
         """What one worker's row is put together from, each with how far its micro-batches are shifted."""
         if self.prologue:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raypipe.ir.schedule import COMPUTE, Action
+from raypipe.ir.action import COMPUTE, Action
 
 __all__ = ["Span", "Timeline", "chrome_trace_json"]
 
@@ -57,6 +57,11 @@ class Timeline:
         """Share of worker time that no compute action used: 0 is perfect, (S-1)/(M+S-1) is 1F1B's."""
         span = self.makespan_s * self.num_workers
         return 1.0 - sum(self.busy_s(w) for w in range(self.num_workers)) / span if span else 0.0
+
+    def _repr_html_(self) -> str:
+        from raypipe.ir.pictures.timeline import timeline_svg
+
+        return timeline_svg([self])
 
     def chrome_trace(self, process: int = 0) -> list[dict[str, object]]:
         """Events for Perfetto or chrome://tracing: one process per timeline, one thread per worker.

@@ -4,12 +4,38 @@ from __future__ import annotations
 
 from html import escape
 from importlib import resources
+from pathlib import Path
 
 from raypipe import __version__
-from raypipe.report.read import RunFacts
+from raypipe.engine.storage import Place
+from raypipe.errors import ConfigError
+from raypipe.report.read import RunFacts, read_run
 from raypipe.report.sections import SECTIONS, facts_of
 
-__all__ = ["report_html"]
+__all__ = ["report_html", "write_report"]
+
+
+def write_report(folder: Place, state: str, output: str = "") -> str:
+    """Write the report of a run; returns where it is.
+
+    Args:
+        folder: of the run.
+        state: as in ``report_html``.
+        output: file of this machine; "" is report.html in the folder.
+
+    Raises:
+        ConfigError: there is no run, or the file cannot be written.
+    """
+    page = report_html(read_run(folder), state).encode()
+    if not output:
+        folder.write_bytes("report.html", page)
+        return str(folder / "report.html")
+    try:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        Path(output).write_bytes(page)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error}. Give another file.") from error
+    return output
 
 
 def report_html(run: RunFacts, state: str) -> str:

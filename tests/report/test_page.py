@@ -8,7 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from raypipe.cli import app
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError
 from raypipe.report.memory import bytes_over_step
@@ -117,3 +119,15 @@ def test_memory_rises_with_every_forward_up_to_what_the_plan_counts(folder: Plac
             assert max(held) == pytest.approx(stage.memory_bytes)
             assert held[0] == pytest.approx(held[-1])
             assert [moment for moment, _ in points] == sorted(moment for moment, _ in points)
+
+
+def test_the_command_writes_it_into_the_folder_or_where_it_is_told(folder: Place, tmp_path: Path) -> None:
+    copy = tmp_path / "lm"
+    shutil.copytree(folder.path, copy)
+    told = CliRunner().invoke(app, ["report", str(copy)])
+    assert told.output == f"wrote {copy / 'report.html'}\n"
+    assert '<span class="state finished">' in (copy / "report.html").read_text()
+    CliRunner().invoke(app, ["report", str(copy), "-o", str(tmp_path / "new/x.html")])
+    assert (tmp_path / "new/x.html").read_text() == (copy / "report.html").read_text()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        CliRunner().invoke(app, ["report", str(copy), "-o", str(copy)], catch_exceptions=False)

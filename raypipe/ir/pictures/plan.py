@@ -5,13 +5,15 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from raypipe.ir.pictures.schedule import schedule_svg
 from raypipe.ir.pictures.theme import frame, text
 from raypipe.ir.pictures.timeline import Drawn, timeline_svg
 from raypipe.ir.plan_facts import PlanFacts
 from raypipe.ir.plan_table import human_bytes, human_s
 from raypipe.ir.prediction import Prediction
+from raypipe.ir.schedule import dependencies
 
-__all__ = ["plan_svg", "stage_bars_svg"]
+__all__ = ["plan_html", "plan_svg", "stage_bars_svg"]
 
 BYTES = (1, 3, 5, 6, 4, 7)
 """Colours of what bytes are for: those of ``LINES`` that are neither F's nor B's."""
@@ -36,6 +38,19 @@ def plan_svg(plan: PlanFacts, timeline: Drawn, width: int = 1200) -> str:
     # A picture may stand inside another one; only its place is added.
     placed = (part.replace("<svg ", f'<svg x="0" y="{sum(heights[:i]):.0f}" ', 1) for i, part in enumerate(parts))
     return frame(width, sum(heights), "The plan's predicted step, and its stages", "".join(placed))
+
+
+def plan_html(plan: PlanFacts, words: str) -> str:
+    """For notebooks: the plan in words, its schedule in slots, and the stages' bars where they are known.
+
+    Args:
+        words: of the plan.
+    """
+    wiring = plan.schedule.wiring
+    rows = plan.schedule.rows(2 if plan.schedule.prologue else 1)
+    schedule = schedule_svg(rows, lambda action: dependencies(action, wiring), plan.schedule.kind)
+    bars = "" if plan.prediction is None else stage_bars_svg(plan.prediction, 1200, wiring.placement)
+    return f'<pre style="white-space:pre-wrap">{html.escape(words)}</pre>{schedule}{bars}'
 
 
 def stage_bars_svg(found: Prediction, width: int = 1200, placement: Sequence[int] = ()) -> str:

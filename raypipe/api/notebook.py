@@ -1,0 +1,100 @@
+"""A run in a notebook: what a cell shows of it, and the view that stays up to date.
+
+handle               a table of where the run stands, and its loss        _repr_html_
+handle.watch()       the same, updated in place until the run ends        an interrupt ends the view, not the run
+result               the last step's numbers, and the loss of all steps
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from raypipe.ir.pictures.chart import Line, chart_svg
+from raypipe.runtime.run.status import RunStatus
+
+__all__ = ["LiveView", "result_html", "run_html"]
+
+Points = Sequence[tuple[float, float]]
+
+
+def run_html(status: RunStatus, losses: Points) -> str:
+    """Where a run stands.
+
+    Args:
+        losses: (step, loss) of the last steps.
+    """
+    share = status.step / status.num_steps if status.num_steps else 0.0
+    minutes, seconds = divmod(round(status.seconds_left), 60)
+    rows = {
+        "step": f"{status.step:,} of {status.num_steps:,}",
+        "samples per second": f"{status.samples_per_s:,.0f}",
+        "workers idle": f"{status.bubble_fraction:.0%}",
+        "left": f"{minutes}:{seconds:02d}" if status.state == "running" and status.step_s else "",
+        "schedule": f"{status.schedule}, retuned {status.retunes} times" if status.schedule else "",
+        "checkpoint": status.checkpoint,
+        "message": (status.message.splitlines() or [""])[0],
+    }
+    workers = ", ".join(f"{stage.get('host', '?')}:{stage.get('process', '?')}" for stage in status.stages)
+    return (
+        f"<p><b>{escape(status.name)}</b>: {escape(status.state)} "
+        f'<progress value="{share:.4f}" max="1" style="width:20em"></progress></p>'
+        f"{_table({**rows, 'workers': workers})}{_loss(losses, status)}"
+    )
+
+
+def result_html(metrics: Mapping[str, Any], losses: Points, path: str, stopped: str) -> str:
+    """How a run ended."""
+    numbers = {
+        name: f"{value:.6g}" if isinstance(value, float) else str(value)
+        for name, value in metrics.items()
+        if value not in ("", False, None)
+    }
+    rows = {**numbers, "stopped": stopped, "folder": path, "report": f"raypipe report {path}"}
+    chart = chart_svg([Line("loss", losses)], "Loss", "step", "loss")
+    return f"{_table(rows)}{chart}"
+
+
+def _loss(losses: Points, status: RunStatus) -> str:
+    whole = (1.0, float(max(status.num_steps, 2)))
+    return chart_svg([Line("loss", losses)], "Loss", "step", "loss", span=whole if status.step <= len(losses) else None)
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    cells = "".join(
+        f'<tr><td style="text-align:left">{escape(name)}</td><td style="text-align:left">{escape(value)}</td></tr>'
+        for name, value in rows.items()
+        if value
+    )
+    return f"<table>{cells}</table>"
+
+
+class LiveView:
+    """Shows HTML in place where a notebook is, and lines of text elsewhere."""
+
+    def __init__(self) -> None:
+        self._cell: Any = None
+        self._said = ""
+
+    def show(self, html: str, text: str) -> None:
+        """Replace what is shown."""
+        if not _in_notebook():
+            if text != self._said:
+                sys.stdout.write(f"{text}\n")
+                self._said = text
+            return
+        from IPython.display import HTML, display
+
+        if self._cell is None:
+            self._cell = display(HTML(html), display_id=True)
+        else:
+            self._cell.update(HTML(html))
+
+
+def _in_notebook() -> bool:
+    """Whether a kernel runs this process; IPython is not imported to find out."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and getattr(shell, "kernel", None) is not None
