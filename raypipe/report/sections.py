@@ -24,6 +24,7 @@ DASHED = (
     "schedule. The pointer on one of them says what it was.</p>"
 )
 MOST_STAGES = 8
+MOST_METRICS = 12
 MOST_EVENTS = 1000
 
 
@@ -57,10 +58,20 @@ def _loss(run: RunFacts) -> str:
     marks = _marks(run)
     loss = [(record.step + 1.0, record.loss) for record in run.records]
     norms = [(record.step + 1.0, record.grad_norm) for record in run.records]
-    return _row(
-        chart_svg([Line("loss", loss)], "Loss", "step", "loss", marks=marks),
+    evaluated: dict[str, list[tuple[float, float]]] = {}
+    for record in run.records:
+        for name, value in record.evaluation:
+            evaluated.setdefault(name, []).append((record.step + 1.0, value))
+    lines = [Line("loss", loss)]
+    if "eval_loss" in evaluated:
+        lines.append(Line("eval_loss", evaluated.pop("eval_loss")))
+    pictures = [
+        chart_svg(lines, "Loss", "step", "loss", marks=marks),
         chart_svg([Line("gradient norm", norms)], "Gradient norm, before clipping", "step", "norm", marks=marks),
-    ) + (DASHED if marks else "")
+    ]
+    for name, points in list(evaluated.items())[:MOST_METRICS]:
+        pictures.append(chart_svg([Line(name, points)], name, "step", name, marks=marks, span=_span(run)))
+    return _row(*pictures) + (DASHED if marks else "")
 
 
 def _speed(run: RunFacts) -> str:

@@ -51,7 +51,9 @@ def _record(step: int) -> StepRecord:
     loss = math.nan if step == 90 else 4.0 * math.exp(-step / 80) + 0.05 * math.sin(step)
     seconds = 0.03 if step < 100 or step > 120 else 0.055
     schedule = "1f1b" if step < 120 else "kfkb k=2"
-    return StepRecord(step, 32, loss, 1.0 + 0.2 * math.cos(step), seconds, 0.2, 4e6 / seconds, 3, schedule)
+    evaluation = (("eval_loss", 4.2 * math.exp(-step / 90)), ("eval_accuracy", step / 250)) if step % 50 == 49 else ()
+    norm = 1.0 + 0.2 * math.cos(step)
+    return StepRecord(step, 32, loss, norm, seconds, 0.2, 4e6 / seconds, 3, schedule, evaluation=evaluation)
 
 
 def _events(steps: int) -> list[tuple[int, dict[str, object]]]:

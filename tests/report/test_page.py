@@ -56,7 +56,7 @@ def test_every_section_is_there(text: str) -> None:
     words = Page(text).words
     for expected in (
         "200 of 200", "Group size k of kFkB", "predicted lm", "measured lm", "link 0→1", "op0 to op3",
-        "2 steps done again",
+        "2 steps done again", "eval_loss", "eval_accuracy",
         "3.0 MiB moved", "810 ms", "A message, as the controller measured it", "Memory over a step, measured times",
     ):  # fmt: skip
         assert expected in words, expected
