@@ -84,12 +84,16 @@ def reference(
             each step's ``schedule``.
 
     Raises:
-        ConfigError: the micro-batches depend on a profile, or on a number of stages that is not given; or
-            microbatches_by_step has not one number per step.
+        ConfigError: the precision is not fp32; the micro-batches depend on a profile, or on a number of stages that is
+            not given; or microbatches_by_step has not one number per step.
     """
     if microbatches_by_step and len(microbatches_by_step) != num_steps:
         raise ConfigError(f"microbatches_by_step has {len(microbatches_by_step)} numbers for num_steps={num_steps}.")
     config = pipeline or PipelineConfig()
+    if config.precision != "fp32":
+        raise ConfigError(
+            f"precision={config.precision!r}: the reference computes in fp32 only. Leave precision out of its pipeline."
+        )
     key_checkpoints()
     trained = copy_of(model if isinstance(model, torch.nn.Module) else model()).train()
     source = open_data(train_data, seed=config.seed)

@@ -70,7 +70,10 @@ class PipelineFields:
             received and no activations: "always" on all stages, "never"; "auto" where the plan would not fit into
             memory otherwise, or is quicker with it. A list has one word (or True and False) per stage, or the numbers
             of the stages that do. It changes no bit.
-        precision: of the computation.
+        precision: what forwards and backwards compute in; parameters, sums of gradients and the optimizer's state are
+            fp32 in all of them. "bf16" converts parameters, buffers and floating-point inputs of the model, as
+            model.to(torch.bfloat16) does, but not the target of a loss_fn; "bf16-autocast" runs forwards and the loss
+            under torch.autocast(cache_enabled=False).
         max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before
             every step; None leaves it. Where updates come more often than once per num_stages micro-batches, each
             stage clips its own to this times the root of its share of the parameters.

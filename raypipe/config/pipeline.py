@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from raypipe.config.checks import check_together
 from raypipe.config.fields import PipelineFields
 from raypipe.errors import ConfigError
+from raypipe.ir.precision import PRECISIONS
 from raypipe.ir.schedule_spec import KINDS
 
 __all__ = ["SUPPORTED", "PipelineConfig"]
@@ -32,7 +33,7 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8"),
     "codec_backward": ("none", "bf16", "fp16", "int8"),
-    "precision": ("fp32",),
+    "precision": ("fp32", "bf16", "bf16-autocast"),
 }
 """Values this release runs besides "auto"; a field that is not listed runs with every allowed value.
 
@@ -115,7 +116,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "recompute": _RECOMPUTE
     | _each(_RECOMPUTE | _FLAG, "a list of these or of True and False, one per stage")
     | _each(_integer(0), "a list of stages by number"),
-    "precision": _one_of("fp32", "bf16", "fp16"),
+    "precision": _one_of(*PRECISIONS),
     "max_grad_norm": _NONE | _number(0),
     "retune_interval_steps": _AUTO | _integer(0),
     "link_drift_threshold": _AUTO | _number(0),

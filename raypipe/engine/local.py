@@ -127,6 +127,7 @@ class LocalFleet:
         assert run.place is not None
         for work in self._works:
             load_stage(run.place / folder, work.program, work.state, run.persistent, fresh)
+            work.ring.fill()
 
     def stop(self) -> None:
         """Close the channels; safe to call twice."""

@@ -101,6 +101,7 @@ def profile_key(
         "torch": torch.__version__,
         "device": device_name(),
         "graph": captured.graph.to_json(),
+        "precision": captured.recipe.precision.name,
         "code": _code(program),
         "loss": _source(captured.loss_fn),
         "tensors": {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()},

@@ -15,6 +15,7 @@ import torch
 from raypipe.engine.capture import Capture
 from raypipe.engine.capture.explain import misfit_of_loss, misfit_of_model, not_as_captured
 from raypipe.engine.local import one_thread
+from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, DataError, RaypipeError
@@ -155,7 +156,8 @@ def _of_model(
     model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor], error: Exception
 ) -> RaypipeError:
     args, kwargs, names = _arguments(captured, rows)
-    _, found = misfit_of_model(model, args, kwargs, names)
+    with model_in(model, captured.recipe.precision):
+        _, found = misfit_of_model(model, args, kwargs, names)
     if isinstance(error, RaypipeError) and found is None:
         return error
     return found or not_as_captured("graph", error, type(model).__name__)
@@ -167,11 +169,12 @@ def _of_loss(
     if isinstance(error, RaypipeError):
         return error
     args, kwargs, names = _arguments(captured, rows)
-    output, found = misfit_of_model(model, args, kwargs, names)
-    if found is not None or captured.loss_fn is None:
-        return found or not_as_captured("loss", error, type(model).__name__)
-    column = list(rows)[-1]
-    return misfit_of_loss(captured.loss_fn, output, rows[column], column)
+    with model_in(model, captured.recipe.precision):
+        output, found = misfit_of_model(model, args, kwargs, names)
+        if found is not None or captured.loss_fn is None:
+            return found or not_as_captured("loss", error, type(model).__name__)
+        column = list(rows)[-1]
+        return misfit_of_loss(captured.loss_fn, output, rows[column], column)
 
 
 def _arguments(
@@ -179,6 +182,7 @@ def _arguments(
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor], list[Any]]:
     """As the model takes them: by position where the data has numbered columns, else by name."""
     names = list(rows)[:-1] if captured.loss_fn is not None else list(rows)
+    given = converted([rows[name].clone() for name in names], captured.recipe.precision)
     if all(isinstance(name, int) for name in names):
-        return tuple(rows[name].clone() for name in names), {}, names
-    return (), {name: rows[name].clone() for name in names}, names
+        return tuple(given), {}, names
+    return (), dict(zip(names, given, strict=True)), names

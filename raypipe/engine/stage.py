@@ -16,9 +16,11 @@ import torch
 
 import raypipe.engine.cumulative  # noqa: F401  (an operation that the source of a stage may call)
 from raypipe.engine.meter import Asked, Fields
+from raypipe.engine.precision import computing, converted
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.region import compiled
 from raypipe.errors import StageError
+from raypipe.ir.precision import FP32, Precision
 
 __all__ = ["GraphFunction", "Site", "StageFunction", "StageProgram"]
 
@@ -47,6 +49,7 @@ class StageFunction(Protocol):
         buffers: names of what ``buffers`` holds; updates happen in place.
         columns: names of the data columns that the stage reads itself.
         num_inputs, num_outputs: boundary tensors that come and go.
+        precision: what it computes in: it converts what it is given.
     """
 
     sites: tuple[Site, ...]
@@ -54,6 +57,7 @@ class StageFunction(Protocol):
     columns: tuple[str, ...]
     num_inputs: int
     num_outputs: int
+    precision: Precision
 
     @property
     def changing_buffers(self) -> tuple[str, ...]:
@@ -87,6 +91,7 @@ class StageProgram:
         targets: columns that the loss reads; empty before the last stage and where the model returns its loss.
         first_trainable: lowest stage with a trainable parameter.
         asked: by metrics of a model that returns its own loss, on the last stage.
+        precision: of its functions and its loss.
     """
 
     index: int
@@ -103,6 +108,7 @@ class StageProgram:
     targets: tuple[str, ...]
     first_trainable: int
     asked: Asked = Asked()  # noqa: RUF009  (immutable)
+    precision: Precision = FP32
 
     @property
     def modes(self) -> dict[str, StageFunction]:
@@ -179,6 +185,7 @@ class GraphFunction:
     title: str = "stage"
     column_shapes: tuple[tuple[int | None, ...], ...] = ()
     changing_buffers: tuple[str, ...] = ()
+    precision: Precision = FP32
     _function: Callable[..., tuple[torch.Tensor, ...]] | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -201,4 +208,6 @@ class GraphFunction:
         for name, column, shape in zip(self.columns, columns, self.column_shapes, strict=False):
             if len(shape) != column.dim() or any(want not in (None, got) for want, got in zip(shape, column.shape)):  # noqa: B905
                 raise _other_shape(name, column, shape)
-        return self._function(None, *parameters, *buffers, *self.constants, *inputs, *columns, key)
+        leaves, held, read = (converted(tensors, self.precision) for tensors in (parameters, buffers, columns))
+        with computing(self.precision):
+            return self._function(None, *leaves, *held, *self.constants, *inputs, *read, key)

@@ -29,11 +29,13 @@ from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.capture.hidden_state import refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.local import one_thread
+from raypipe.engine.precision import computing, converted, model_converted
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.remembered import read_memory
 from raypipe.engine.stage import GraphFunction, StageFunction, StageProgram
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, RaypipeError
+from raypipe.ir.precision import Precision
 
 __all__ = ["verify"]
 
@@ -82,7 +84,8 @@ def verify(
         start = _contents(model.named_buffers())
         before = read_memory(model, loss_fn)
         try:
-            expected = _expected(model, loss_fn, batches, seed)
+            with model_converted(model, programs[0].precision):
+                expected = _expected(model, loss_fn, batches, seed, programs[0].precision)
             before.restore()
             held: Tensors = start
             added: Mapping[str, torch.Tensor | None] = {}
@@ -90,12 +93,14 @@ def verify(
                 key = RandomKey(seed, 0, index)
                 run = functools.partial(_chained, programs, {**tensors, **held}, columns, key, before.restore)
                 _compare(name, index, wanted, _attempt(f"The stages of {name}", run), added)
-                held, added = wanted.buffers, wanted.gradients
+                held, added = wanted.buffers, {} if programs[0].precision.leaves else wanted.gradients
         finally:
             before.restore()
 
 
-def _expected(model: nn.Module, loss_fn: LossFn | None, batches: Sequence[Columns], seed: int) -> list[_Outcome]:
+def _expected(
+    model: nn.Module, loss_fn: LossFn | None, batches: Sequence[Columns], seed: int, precision: Precision
+) -> list[_Outcome]:
     """The module's own training, one micro-batch after the other; gradients add up as backward() adds them."""
     name = type(model).__name__
     start, before = _contents(model.named_buffers()), read_memory(model, loss_fn)
@@ -103,7 +108,7 @@ def _expected(model: nn.Module, loss_fn: LossFn | None, batches: Sequence[Column
     found: list[_Outcome] = []
     for index, columns in enumerate(batches):
         run = functools.partial(
-            _called, model, loss_fn, columns, RandomKey(seed, 0, index), last=index + 1 == len(batches)
+            _called, model, loss_fn, columns, RandomKey(seed, 0, index), precision, last=index + 1 == len(batches)
         )
         found.append(_attempt(name, run))
         once = read_memory(model, loss_fn) if index == 0 else before
@@ -122,25 +127,34 @@ def _expected(model: nn.Module, loss_fn: LossFn | None, batches: Sequence[Column
     return found
 
 
-def _called(model: nn.Module, loss_fn: LossFn | None, columns: Columns, key: RandomKey, *, last: bool) -> _Outcome:
+def _called(
+    model: nn.Module, loss_fn: LossFn | None, columns: Columns, key: RandomKey, precision: Precision, *, last: bool
+) -> _Outcome:
     """One micro-batch through the user's module, forward and backward.
 
     Args:
         last: nothing is added to the gradients after it, so that they need no copy.
     """
-    values = {name: column.clone() for name, column in columns.items()}
-    with KeyedRandomness(key):
-        if loss_fn is not None:
-            output = model(*list(values.values())[:-1])
-        elif all(isinstance(name, int) for name in values):
-            output = model(*values.values())
-        else:
-            output = model(**values)
-    loss = own_loss(model, output) if loss_fn is None else loss_fn(output, list(values.values())[-1])
+    *values, last_value = (column.clone() for column in columns.values())
+    with computing(precision):
+        with KeyedRandomness(key):
+            if loss_fn is not None:
+                output = model(*converted(values, precision))
+            elif all(isinstance(name, int) for name in columns):
+                output = model(*converted([*values, last_value], precision))
+            else:
+                output = model(**dict(zip(columns, converted([*values, last_value], precision), strict=True)))
+        loss = own_loss(model, output) if loss_fn is None else loss_fn(output, last_value)
     _check_scalar(loss)
     loss.backward()
-    gradients = {name: p.grad if p.grad is None or last else p.grad.clone() for name, p in model.named_parameters()}
-    return _Outcome(loss.detach(), gradients, _contents(model.named_buffers()))
+    named = model.named_parameters()
+    gradients = {name: p.grad if p.grad is None or last else p.grad.clone() for name, p in named}
+    buffers = _contents(model.named_buffers())
+    if precision.leaves:  # nothing but whole numbers changes in 16 bits, and sums of gradients are not made in them
+        buffers = {name: x for name, x in buffers.items() if not x.is_floating_point()}
+        for _, parameter in model.named_parameters():
+            parameter.grad = None
+    return _Outcome(loss.detach(), gradients, buffers)
 
 
 def _chained(
@@ -246,7 +260,7 @@ def _compare(
         shape = gradient if gradient is not None else other
         if shape is not None:
             mine = torch.zeros_like(shape) if gradient is None else gradient
-            theirs = torch.zeros_like(shape) if other is None else other
+            theirs = torch.zeros_like(shape) if other is None else other.to(mine.dtype)
             pairs[parameter] = mine, theirs if before is None else before + theirs
     differing = {parameter: pair for parameter, pair in pairs.items() if not _equal(*pair)}  # most have the same bits
     largest = max((_size(mine) for mine, _ in pairs.values()), default=0.0) if differing else 0.0

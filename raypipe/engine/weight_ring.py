@@ -7,6 +7,9 @@
 The newest version is the master, in place of a copy of its own; an update writes where it stands unless a micro-batch
 still needs that version, so a stage that runs nothing ahead has one slot. Slots are made when first needed, up to
 the capacity. Buffers (BatchNorm's statistics) are not versioned.
+
+Where a stage computes in 16 bits (``Precision.leaves``) no slot is the optimizer's: the parameters stay where they are,
+in fp32, and after a step the newest slot is filled from them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from raypipe.engine.precision import leaf_dtype
 from raypipe.engine.stage import StageProgram
 from raypipe.errors import StageError
 from raypipe.ir.weights import VersionRule
@@ -30,7 +34,7 @@ class _Slot:
     Attributes:
         version: counted in updates since the stage was made.
         tensors: of the trainable parameters, in their order.
-        leaves: one per use site, in the order of ``program.train.sites``; each shares its parameter's memory and is
+        leaves: one per use site, in the order of ``program.train.sites``; each shares the memory of its tensor and is
             a leaf of its own, so that autograd tells the sites apart.
         trained: those of them that require a gradient.
         users: micro-batches between their forward and their backward.
@@ -74,7 +78,10 @@ class WeightRing:
         self._sites = program.train.sites
         self._parameters = parameters
         self._names = [name for name in program.parameters if name in program.trainable]
-        self._newest = self._slot(0, [parameters[name].data for name in self._names])
+        self._dtype = leaf_dtype(program.precision)
+        # What no optimizer changes is converted once.
+        self._constant = {name: self._leaf(p) for name, p in parameters.items() if name not in program.trainable}
+        self._newest = self._slot(0, [self._leaf(parameters[name]) for name in self._names])
         self._slots = [self._newest]
         self._used: dict[int, _Slot] = {}
         self._first, self._base, self._interval = 0, 0, 1
@@ -160,16 +167,23 @@ class WeightRing:
                 assert len(self._slots) < self._capacity, "has_room() comes first"
                 slot = self._slot(self.newest, [torch.empty_like(tensor) for tensor in self._newest.tensors])
                 self._slots.append(slot)
-            if slot.tensors:
-                torch._foreach_copy_(slot.tensors, self._newest.tensors)
             slot.version = self.newest
+            if self._dtype is None:
+                if slot.tensors:
+                    torch._foreach_copy_(slot.tensors, self._newest.tensors)
+                for name, tensor in zip(self._names, slot.tensors, strict=True):
+                    self._parameters[name].data = tensor
             self._newest = slot
-            for name, tensor in zip(self._names, slot.tensors, strict=True):
-                self._parameters[name].data = tensor
         self._newest.version += 1
 
     def follow(self) -> None:
-        """After a step: some optimizers assign ``parameter.data`` instead of changing it in place; leaves go along."""
+        """After a step: some optimizers assign ``parameter.data`` instead of changing it in place; leaves go along.
+
+        Leaves with storage of their own are filled.
+        """
+        if self._dtype is not None:
+            self._fill_newest()
+            return
         slot, moved = self._newest, set()
         for position, name in enumerate(self._names):
             parameter = self._parameters[name]
@@ -180,6 +194,21 @@ class WeightRing:
             for leaf, site in zip(slot.leaves, self._sites, strict=True):
                 if site.parameter in moved:
                     leaf.data = self._parameters[site.parameter].data
+
+    def fill(self) -> None:
+        """Parameters were loaded, while nothing is under way: leaves with storage of their own follow."""
+        if self._dtype is not None:
+            self._fill_newest()
+            for name, tensor in self._constant.items():
+                tensor.copy_(self._parameters[name].detach())
+
+    def _fill_newest(self) -> None:
+        if self._names:
+            torch._foreach_copy_(self._newest.tensors, [self._parameters[name].detach() for name in self._names])
+
+    def _leaf(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Its memory, or a copy in the type of leaves."""
+        return parameter.data if self._dtype is None else parameter.data.to(self._dtype)
 
     def _late(self, microbatch: int) -> int:
         """The version after all updates by micro-batches before this one."""
@@ -196,12 +225,8 @@ class WeightRing:
         # .detach() of plain tensors, not of the parameter: leaves that shared the parameter's version counter would
         # make autograd refuse the backwards of old versions once the optimizer has stepped on another slot.
         own = dict(zip(self._names, tensors, strict=True))
-        leaves = [
-            (own[site.parameter] if site.parameter in own else self._parameters[site.parameter])
-            .detach()
-            .requires_grad_(site.parameter in own)
-            for site in self._sites
-        ]
+        held = {**self._constant, **own}
+        leaves = [held[site.parameter].detach().requires_grad_(site.parameter in own) for site in self._sites]
         if self._watch is not None:
             for position, leaf in enumerate(leaves):
                 self._watch(position, leaf)

@@ -2,6 +2,7 @@
 
     weights x versions | sums of gradients | optimizer state | module buffers     for the whole run
     copies of weights, optimizer state and buffers                                where a run survives failures
+    16-bit leaves x versions                                                      where forwards compute in 16 bits
     activations x micro-batches in flight | messages that came or go | workspace  most after the warm-up's last forward
 
 How many micro-batches a stage has in flight follows from its *depth*: the micro-batches that the workers from
@@ -14,6 +15,7 @@ each at most M. Of zb-h1 those beyond 1 + the sum of r over the hops after the s
 twice: for the operands of its products, which are among its activations, and for the gradients of what those made.
 A stage that runs its forwards again (``recompute``) holds the activations of one micro-batch at a time, while its
 backward runs, and of the others only what came, which is among the messages. What waits for W counts as ever.
+Leaves of their own are what has versions then; the weights are there once, in fp32.
 ``pipedream`` is the asynchronous 1F1B, which keeps ceil((d - 1) / u) + 1 versions of the weights that learn, u being
 the update interval; ``2bw`` keeps two.
 
@@ -80,6 +82,7 @@ class MemoryModel:
         version_limit: most copies that a stage has room for; None for no limit.
         gradient_factor: bytes of gradients per byte of trainable parameters.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
+        leaf_factor: bytes of the leaves that forwards use, per byte of parameters; 0 where the weights are the leaves.
         state_copies: of weights, optimizer and buffers: its own, and those of another stage, taken to be as large.
         reserve_bytes: kept free on every device, for temporaries and the runtime; of several stages on one device, the
             share of each.
@@ -96,6 +99,7 @@ class MemoryModel:
     version_limit: int | None = None
     gradient_factor: float = 1.0
     optimizer_factor: float = 2.0
+    leaf_factor: float = 0.0
     state_copies: int = 0
     reserve_bytes: int = 0
     resident: Resident | None = None
@@ -112,7 +116,10 @@ class MemoryModel:
         counts += [count for count in (self.weight_versions, self.version_limit) if count is not None]
         if (
             min(counts) < 1
-            or not min(self.gradient_factor, self.optimizer_factor, self.state_copies, self.reserve_bytes) >= 0
+            or not min(
+                self.gradient_factor, self.optimizer_factor, self.leaf_factor, self.state_copies, self.reserve_bytes
+            )
+            >= 0
         ):
             raise PlanError(f"{self}: counts must be at least 1, factors, copies and reserve_bytes at least 0.")
 
@@ -185,7 +192,12 @@ class MemoryModel:
         optimizer = np.ceil(found.trainable_bytes * self.optimizer_factor).astype(np.int64)
         once = once + self.state_copies * (found.param_bytes + optimizer + found.buffer_bytes)
         # Only what learns has versions.
-        return np.stack([found.trainable_bytes, once, found.activation_bytes * self.microbatch_size])
+        versioned = found.trainable_bytes
+        if self.leaf_factor:
+            frozen_bytes = found.param_bytes - found.trainable_bytes
+            once = once + found.trainable_bytes + np.ceil(frozen_bytes * self.leaf_factor).astype(np.int64)
+            versioned = np.ceil(found.trainable_bytes * self.leaf_factor).astype(np.int64)
+        return np.stack([versioned, once, found.activation_bytes * self.microbatch_size])
 
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
         """Bytes on a stage of this depth, from ``node_parts`` or sums of them."""
@@ -206,6 +218,7 @@ class StageMemory:
         activation_sets: how often activation_bytes holds those of one micro-batch.
         message_bytes: of the micro-batches in flight what came, and what waits at the stage.
         input_bytes: of them what came of one micro-batch.
+        leaf_bytes: of all versions of the leaves, where they are not the weights.
         recompute: backwards run the forward again.
     """
 
@@ -225,15 +238,24 @@ class StageMemory:
     copy_bytes: int = 0
     input_bytes: int = 0
     recompute: bool = False
+    leaf_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        resident = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.buffer_bytes + self.copy_bytes
+        resident = (
+            self.weight_bytes
+            + self.leaf_bytes
+            + self.gradient_bytes
+            + self.optimizer_bytes
+            + self.buffer_bytes
+            + self.copy_bytes
+        )
         return resident + self.activation_bytes + self.message_bytes + self.workspace_bytes + self.reserve_bytes
 
     def __str__(self) -> str:
         parts = {
-            f"weights x {self.versions}": self.weight_bytes,
+            f"weights x {1 if self.leaf_bytes else self.versions}": self.weight_bytes,
+            f"16-bit leaves x {self.versions}": self.leaf_bytes,
             "gradients": self.gradient_bytes,
             "optimizer": self.optimizer_bytes,
             "buffers": self.buffer_bytes,
@@ -281,7 +303,8 @@ def stage_memory(
         in_flight=in_flight,
         activation_sets=sets,
         versions=versions,
-        weight_bytes=(versions - 1) * resident.trainable_bytes + resident.param_bytes,
+        weight_bytes=(0 if model.leaf_factor else versions - 1) * resident.trainable_bytes + resident.param_bytes,
+        leaf_bytes=math.ceil(((versions - 1) * resident.trainable_bytes + resident.param_bytes) * model.leaf_factor),
         gradient_bytes=math.ceil(resident.trainable_bytes * model.gradient_factor),
         optimizer_bytes=optimizer_bytes,
         buffer_bytes=resident.buffer_bytes,

@@ -17,6 +17,7 @@ from raypipe.engine.remembered import Memory, read_memory
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
+from raypipe.ir.precision import PRECISIONS
 from raypipe.planner.tune import Request, microbatches
 from raypipe.prepare.arguments import Arguments
 from raypipe.prepare.metrics import asked_by, try_metrics
@@ -74,7 +75,8 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     columns, example = _read(sources["train"], loss_fn is not None, size)
     metrics = given.metrics if evaluates else None
     asked = asked_by(metrics, built, _by_name(columns, example)) if metrics and loss_fn is None else Asked()
-    captured = capture(built, example, columns, loss_fn, evaluates=evaluates, asked=asked)
+    precision = PRECISIONS[pipeline.precision]
+    captured = capture(built, example, columns, loss_fn, evaluates=evaluates, asked=asked, precision=precision)
     rehearse(built, captured, _by_name(columns, example))
     if evaluates:
         check_columns(columns, sources["eval"])
@@ -178,7 +180,8 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         update_interval=_given(pipeline.update_interval),
         vertical_sync=_given(pipeline.vertical_sync) or False,
         clips=pipeline.max_grad_norm is not None,
-        skips=pipeline.on_nonfinite == "skip",
+        skips=pipeline.on_nonfinite == "skip" or PRECISIONS[pipeline.precision].scaled,
+        leaf_factor=PRECISIONS[pipeline.precision].leaf_factor,
         recompute=asked_recompute(pipeline, num_stages),
     )
 

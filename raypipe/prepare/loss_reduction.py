@@ -31,6 +31,7 @@ from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.rehearsal import scalar
 from raypipe.engine.remembered import read_memory
 from raypipe.errors import CaptureError, ConfigError
+from raypipe.ir.precision import FP32
 
 __all__ = ["FoundReduction", "find_reduction"]
 
@@ -168,6 +169,8 @@ def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig)
     assert isinstance(captured.model, TracedModel)
     changes = captured.model.train.changing_buffers or captured.model.train.traced.num_draws
     if pipeline.num_microbatches == 1 or (captured.model.eval is None and changes):
+        return found
+    if captured.recipe.precision != FP32:  # sums of 16-bit numbers would not fit to what is counted
         return found
     trains, evals = captured.recipe.stages.functions((), ())
     (function,) = evals or trains

@@ -38,9 +38,11 @@ from raypipe.engine.capture.trace import trace
 from raypipe.engine.capture.traced import Traced
 from raypipe.engine.capture.view import model_graph
 from raypipe.engine.meter import Asked
+from raypipe.engine.precision import computing, converted, model_in, refuse_other_types
 from raypipe.engine.stage import StageProgram
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
+from raypipe.ir.precision import FP32, Precision
 
 __all__ = ["Capture", "SequentialModel", "TracedModel", "capture", "giving"]
 
@@ -55,10 +57,12 @@ class _UserLoss:
 
     loss_fn: LossFn
     out_spec: pytree.TreeSpec | None
+    precision: Precision
     fixed: tuple[tuple[int, Any], ...] = ()  # leaves that are no tensors: position, value
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.loss_fn(self.as_returned(outputs), *targets)
+        with computing(self.precision):
+            return self.loss_fn(self.as_returned(outputs), *targets)
 
     def as_returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """The last stage's outputs in the structure that the model returns."""
@@ -123,7 +127,8 @@ class Capture:
 
 
 def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str],
-            loss_fn: LossFn | None, *, evaluates: bool = True, asked: Asked = NOTHING_ASKED) -> Capture:  # fmt: skip
+            loss_fn: LossFn | None, *, evaluates: bool = True, asked: Asked = NOTHING_ASKED,
+            precision: Precision = FP32) -> Capture:  # fmt: skip
     """Turn a model into a graph that can be cut into stages. The model is not changed.
 
     Args:
@@ -133,24 +138,78 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
         loss_fn: (output, target) -> scalar, None where the model returns its own loss.
         evaluates: whether anything will be evaluated; without, evaluation's mode is not traced, half of the time.
         asked: what metrics read of a model that returns its own loss, to be kept in evaluation.
+        precision: that stages compute in; the model is captured in it.
 
     Raises:
         CaptureError: names the place that cannot be traced or trained, and what to do.
     """
     _refuse_hooks(model)
     _refuse_loss_fn(loss_fn, example)
-    taken = _Example.of(example, columns, loss_fn)
-    frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    if isinstance(model, nn.Sequential) and is_plain_sequential(model) and len(taken.args) == 1 and not taken.kwargs:
-        found = _children_captured(model, taken, frozen, loss_fn, evaluates=evaluates)
-    else:
-        found = _traced(model, taken, frozen, loss_fn, asked.outputs, evaluates=evaluates)
+    refuse_other_types(model, precision)
+    taken = _Example.of(example, columns, loss_fn, precision)
     named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    held = {name: tensor.nbytes for name, tensor in (*named.items(), *buffers.items())}
+    about = _About(
+        held,
+        frozenset(n for n, p in named.items() if not p.requires_grad),
+        loss_fn,
+        precision,
+        evaluates,
+        asked.outputs,
+    )
+    with model_in(model, precision):
+        if (
+            isinstance(model, nn.Sequential)
+            and is_plain_sequential(model)
+            and len(taken.args) == 1
+            and not taken.kwargs
+        ):
+            found = _children_captured(model, taken, about)
+        else:
+            found = _traced(model, taken, about)
+    _refuse_rounded(found, buffers, precision)
     numels = {name: parameter.numel() for name, parameter in named.items()}
-    trainable = frozenset(named) - frozen
-    recipe = ModelRecipe(found.graph, found.stages, numels, trainable, tuple(buffers), found.loss, taken.targets, asked)
+    trainable = frozenset(named) - about.frozen
+    recipe = ModelRecipe(
+        found.graph, found.stages, numels, trainable, tuple(buffers), found.loss, taken.targets, asked, precision
+    )
     persistent = frozenset(model.state_dict().keys()) & buffers.keys()
     return Capture(recipe, named, buffers, persistent, found.model, taken.shapes, found.terms)
+
+
+class _About(NamedTuple):
+    """What both ways to capture a model are told.
+
+    Attributes:
+        held: bytes of every parameter and buffer, by name.
+        frozen: names of the parameters that are not trained.
+        asked: outputs that metrics read, see ``trace``.
+    """
+
+    held: Mapping[str, int]
+    frozen: frozenset[str]
+    loss_fn: LossFn | None
+    precision: Precision
+    evaluates: bool
+    asked: Sequence[Any]
+
+
+def _refuse_rounded(found: _Found, buffers: Mapping[str, torch.Tensor], precision: Precision) -> None:
+    """Statistics in 16 bits would lose the small changes that they are made of."""
+    if not precision.leaves:
+        return
+    source = found.model
+    if isinstance(source, TracedModel):
+        changing = {source.train.traced.buffers[node] for node in source.train.changing_buffers}
+    else:
+        changing = {name for child in source.train for name in child.changes}
+    wrong = sorted(name for name in changing if buffers[name].is_floating_point())
+    if wrong:
+        raise CaptureError(
+            f"precision={precision.name!r} would keep {wrong[0]!r}, which every forward changes a little, in "
+            f"{precision.leaves}, too coarse for that. Take precision='bf16-autocast', or a norm without statistics "
+            "(GroupNorm, LayerNorm)."
+        )
 
 
 class _Example(NamedTuple):
@@ -169,16 +228,22 @@ class _Example(NamedTuple):
 
     @classmethod
     def of(
-        cls, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor], columns: Sequence[str], loss_fn: Any
+        cls,
+        example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
+        columns: Sequence[str],
+        loss_fn: Any,
+        precision: Precision,
     ) -> _Example:
         """The last column is the target of a loss_fn; a model that returns its own loss reads all of them."""
         tensors = tuple(example.values() if isinstance(example, Mapping) else example)
         shapes = {name: (tuple(t.shape), t.dtype) for name, t in zip(columns, tensors, strict=True)}
         if isinstance(example, Mapping):
-            return cls((), dict(example), tuple(columns), (), shapes)
+            read = dict(zip(example, converted(tensors, precision), strict=True))
+            return cls((), read, tuple(columns), (), shapes)
         if loss_fn is None:
-            return cls(tensors, {}, tuple(columns), (), shapes)
-        return cls(tensors[:-1], {}, tuple(columns[:-1]), tuple(columns[-1:]), shapes)
+            return cls(tuple(converted(tensors, precision)), {}, tuple(columns), (), shapes)
+        inputs = tuple(converted(tensors[:-1], precision))
+        return cls(inputs, {}, tuple(columns[:-1]), tuple(columns[-1:]), shapes)
 
     @property
     def samples(self) -> int:
@@ -195,9 +260,7 @@ class _Found(NamedTuple):
     terms: LossTerms | None = None
 
 
-def _children_captured(
-    model: nn.Sequential, taken: _Example, frozen: frozenset[str], loss_fn: LossFn | None, *, evaluates: bool
-) -> _Found:
+def _children_captured(model: nn.Sequential, taken: _Example, about: _About) -> _Found:
     """The children as they are."""
     try:
         train, evaluation = sequential_children(model, taken.args[0])
@@ -205,29 +268,27 @@ def _children_captured(
         raise
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
         raise untraceable(model, taken.args, taken.kwargs, taken.inputs, error) from None
-    sizes = {name: t.nbytes for name, t in (*model.named_parameters(), *model.named_buffers())}
-    children = SequentialModel(tuple(train), tuple(evaluation) if evaluates else None, taken.inputs[0])
-    loss: Loss = _own_loss if loss_fn is None else _UserLoss(loss_fn, None)
-    return _Found(sequential_graph(train, sizes, frozen), children, children, loss)
+    children = SequentialModel(tuple(train), tuple(evaluation) if about.evaluates else None, taken.inputs[0])
+    loss: Loss = _own_loss if about.loss_fn is None else _UserLoss(about.loss_fn, None, about.precision)
+    return _Found(sequential_graph(train, about.held, about.frozen), children, children, loss)
 
 
-def _traced(
-    model: nn.Module, taken: _Example, frozen: frozenset[str], loss_fn: LossFn | None, asked: Sequence[Any], *,
-    evaluates: bool,
-) -> _Found:  # fmt: skip
+def _traced(model: nn.Module, taken: _Example, about: _About) -> _Found:
     """The graphs of torch.export, in both modes where anything is evaluated."""
     if taken.samples < 2:
         raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
+    loss_fn = about.loss_fn
     run = partial(trace, model, taken.args, taken.kwargs, taken.inputs, returns_loss=loss_fn is None)
     training = run(training=True)
-    evaluating = run(training=False, one_length=training.one_length, kept=asked) if evaluates else None
+    evaluating = run(training=False, one_length=training.one_length, kept=about.asked) if about.evaluates else None
     terms = _weighable_terms(model, training, evaluating) if loss_fn is None else None
     source = TracedModel(analyse(training), None if evaluating is None else analyse(evaluating))
     loss: Loss = _own_loss
     if loss_fn is not None:
-        loss = _UserLoss(loss_fn, source.train.traced.out_spec, source.train.fixed)
-    graph = model_graph(source.train, taken.samples, frozen)
-    return _Found(graph, _recipe_of(source, taken.samples, type(model).__name__), source, loss, terms)
+        loss = _UserLoss(loss_fn, source.train.traced.out_spec, about.precision, source.train.fixed)
+    graph = model_graph(source.train, taken.samples, about.held, about.frozen)
+    stages = _recipe_of(source, taken.samples, about.held, type(model).__name__)
+    return _Found(graph, stages, source, loss, terms)
 
 
 def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> None:
@@ -240,12 +301,12 @@ def _refuse_loss_fn(loss_fn: LossFn | None, example: Sequence[torch.Tensor] | Ma
         raise CaptureError("loss_fn has parameters of its own; make it part of the model and let the model return it.")
 
 
-def _recipe_of(traced: TracedModel, samples: int, title: str) -> TracedRecipe:
+def _recipe_of(traced: TracedModel, samples: int, held: Mapping[str, int], title: str) -> TracedRecipe:
     """The lines of both modes."""
     train = lines_of(traced.train)
     if traced.eval is None:
         return TracedRecipe(train, None, (), (), title)
-    seen = model_graph(traced.eval, samples)
+    seen = model_graph(traced.eval, samples, held)
     return TracedRecipe(train, lines_of(traced.eval), seen.together, tuple(n.cut_bytes for n in seen.nodes), title)
 
 

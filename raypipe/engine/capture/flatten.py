@@ -196,7 +196,12 @@ def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool) 
         enabled, body, *inputs = args
         detached = not enabled
     elif "autocast" in str(node.target):
-        _device, _dtype, enabled, _cache, body, *inputs = args
+        device, _dtype, enabled, _cache, body, *inputs = args
+        if not enabled and torch.is_autocast_enabled(device):
+            raise CaptureError(
+                "The model switches autocast off inside forward, which precision='bf16-autocast' would not keep. Take "
+                "precision='bf16', or leave precision out."
+            )
         if enabled:
             raise CaptureError(
                 "The model switches autocast on inside forward; use PipelineConfig(precision=...) instead, so that "

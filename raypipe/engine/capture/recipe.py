@@ -28,6 +28,7 @@ from raypipe.engine.meter import Asked
 from raypipe.engine.stage import StageFunction, StageProgram
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph
+from raypipe.ir.precision import FP32, Precision
 
 __all__ = ["Loss", "ModelRecipe", "StagesOf", "TracedRecipe"]
 
@@ -99,6 +100,7 @@ class _Shared(NamedTuple):
     num_sites: dict[str, int]
     order: dict[str, int]
     first_trainable: int
+    precision: Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class ModelRecipe:
         loss: of the last stage's outputs and the targets.
         targets: columns that the loss reads.
         asked: what metrics read of a model that returns its own loss.
+        precision: of what the stages compute.
     """
 
     graph: ModelGraph
@@ -124,6 +127,7 @@ class ModelRecipe:
     loss: Loss
     targets: tuple[str, ...]
     asked: Asked = Asked()  # noqa: RUF009  (immutable)
+    precision: Precision = FP32
 
     def programs(self, cuts: Sequence[int], order: Sequence[int] = ()) -> tuple[StageProgram, ...]:
         """The stages when the graph's nodes are cut before each of these positions.
@@ -138,6 +142,8 @@ class ModelRecipe:
         if order:
             check_order(self.graph, cuts, order)
         trains, evals = self.stages.functions(cuts, order)
+        for function in (*trains, *(evals or ())):
+            function.precision = self.precision
         holders = self._holders(trains, evals or ())
         num_sites = Counter(site.parameter for function in trains for site in function.sites)
         shared = _Shared(
@@ -145,6 +151,7 @@ class ModelRecipe:
             num_sites=dict(num_sites),
             order={name: i for i, name in enumerate(self.sizes)},
             first_trainable=self._first_trainable(holders, num_sites),
+            precision=self.precision,
         )
         read = {name for function in (*trains, *(evals or ())) for name in function.buffers}
         unread = [name for name in self.buffers if name not in read]  # kept by stage 0

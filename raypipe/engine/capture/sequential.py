@@ -13,7 +13,7 @@ import copy
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,12 +24,14 @@ from torch import nn
 from raypipe.engine.capture.hidden_state import refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.copies import copy_of, portable, skeleton_of, unpacked
+from raypipe.engine.precision import computing, converted
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.recompute import untraced_checkpoints
 from raypipe.engine.remembered import read_memory
 from raypipe.engine.stage import Site, StageFunction
 from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
+from raypipe.ir.precision import FP32, Precision
 
 __all__ = ["Child", "SequentialModel", "is_plain_sequential", "sequential_children", "sequential_graph"]
 
@@ -83,6 +85,7 @@ class SequentialFunction:
     columns: tuple[str, ...]
     num_inputs: int
     num_outputs: int = 1
+    precision: Precision = FP32
     _modules: list[nn.Module] | None = field(default=None, repr=False, compare=False)
     _some_change_input: bool = field(default=True, repr=False, compare=False)
     _parameters: list[Slot] = field(default_factory=list, repr=False, compare=False)
@@ -101,11 +104,12 @@ class SequentialFunction:
         columns: Sequence[torch.Tensor],
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
-        bind = functools.partial(self.bind, parameters, buffers)
+        buffers = converted(buffers, self.precision)
+        bind = functools.partial(self.bind, converted(parameters, self.precision), buffers)
         bind()
-        (x,) = (*inputs, *columns)
+        (x,) = (*inputs, *converted(columns, self.precision))
         arrived = x.untyped_storage().data_ptr() if self._some_change_input else None
-        with untraced_checkpoints(bind):
+        with untraced_checkpoints(bind), computing(self.precision):
             for position, child in enumerate(self.children):
                 if child.changes_input and x.untyped_storage().data_ptr() == arrived:
                     x = x.clone()  # what came is a leaf or somebody's data: not ours to change, nor a view of it
@@ -154,7 +158,7 @@ class SequentialFunction:
         self._modules = None
 
 
-_SHIPPED = ("children", "sites", "buffers", "columns", "num_inputs", "num_outputs")
+_SHIPPED = ("children", "sites", "buffers", "columns", "num_inputs", "num_outputs", "precision")
 
 Slot = tuple[dict[str, Any], str]
 """Where a module keeps a tensor: its ``_parameters`` or ``_buffers``, and the key."""
@@ -259,7 +263,7 @@ def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> No
 
 
 def sequential_graph(
-    children: Sequence[Child], tensor_bytes: dict[str, int], frozen: frozenset[str] = frozenset()
+    children: Sequence[Child], tensor_bytes: Mapping[str, int], frozen: frozenset[str] = frozenset()
 ) -> ModelGraph:
     """The planner's view: a chain with one Node per child; a shared parameter counts where it is used first.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import fx
 
@@ -12,14 +14,22 @@ from raypipe.ir.graph import ModelGraph, Node, link_nodes
 __all__ = ["model_graph"]
 
 
-def model_graph(analysis: Analysis, samples: int, frozen: frozenset[str] = frozenset()) -> ModelGraph:
+def model_graph(
+    analysis: Analysis, samples: int, held: Mapping[str, int], frozen: frozenset[str] = frozenset()
+) -> ModelGraph:
     """One Node per operation, with the bytes of a cut after it for one sample.
 
     Args:
         samples: batch size of the example that was traced.
+        held: bytes of every parameter and buffer, by name; as a stage keeps them, whatever it computes in.
         frozen: names of the parameters that are not trained.
     """
     traced = analysis.traced
+    names = {**traced.parameters, **traced.buffers}
+
+    def bytes_of(placeholders: Iterable[fx.Node]) -> int:
+        return sum(held[names[p]] for p in placeholders)
+
     seen: set[fx.Node] = set()
     nodes = []
     made: dict[fx.Node, int] = {}
@@ -34,11 +44,11 @@ def model_graph(analysis: Analysis, samples: int, frozen: frozenset[str] = froze
                 name=node.name,
                 module=stack[-1][0] if stack else "",
                 param_names=tuple(traced.parameters[p] for p in own),
-                param_bytes=_bytes_of(own),
+                param_bytes=bytes_of(own),
                 cut_bytes=None,
                 output_bytes=-(-made[node] // samples),
-                frozen_bytes=_bytes_of([p for p in own if traced.parameters[p] in frozen]),
-                buffer_bytes=_bytes_of([p for p in fresh if p in traced.buffers]),
+                frozen_bytes=bytes_of(p for p in own if traced.parameters[p] in frozen),
+                buffer_bytes=bytes_of(p for p in fresh if p in traced.buffers),
             )
         )
     return link_nodes(nodes, *find_joins(analysis))
@@ -65,7 +75,3 @@ def _read(node: fx.Node, rebuildable: set[fx.Node]) -> list[fx.Node]:
             stack += (more := [n for n in used.all_input_nodes if n not in seen])
             seen.update(more)
     return list(found)
-
-
-def _bytes_of(placeholders: list[fx.Node]) -> int:
-    return sum(nbytes(p.meta["val"]) for p in placeholders)

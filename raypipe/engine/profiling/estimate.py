@@ -165,9 +165,11 @@ def bytes_unrun(captured: Capture, samples: int, loss: Loss) -> tuple[list[int],
         loss: of outputs and columns; one that does not run on the meta device is stood in for.
 
     Returns:
-        None where the model cannot be run on the meta device.
+        None where the model cannot be run on the meta device, or autocast, which that does not know, decides types.
     """
     if not isinstance(captured.model, TracedModel) or _picking(captured.model) is not None:
+        return None
+    if captured.recipe.precision.autocast:
         return None
     try:
         meta = _OnMeta.of(captured)

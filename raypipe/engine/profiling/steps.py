@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.analyse import SYM_SIZE, Analysis, column_with
 from raypipe.engine.capture.sequential import SequentialFunction
+from raypipe.engine.precision import computing, converted
 from raypipe.engine.randomness import RandomKey, dropout, keyed_call
 from raypipe.engine.recompute import untraced_checkpoints
 from raypipe.engine.stage import StageProgram
@@ -78,14 +79,14 @@ def steps_of(captured: Capture, program: StageProgram) -> Steps:
     ) -> tuple[torch.Tensor, ...]:
         # A fresh copy each time: a child may count its calls.
         own = dataclasses.replace(function, _modules=None)
-        bind = functools.partial(own.bind, leaves, buffers)
+        bind = functools.partial(own.bind, leaves, converted(buffers, own.precision))
         bind()
-        x = arrived = columns[column]
+        (x,) = (arrived,) = converted([columns[column]], own.precision)
         for position, child in enumerate(own.children):
             if child.changes_input and x.untyped_storage().data_ptr() == arrived.untyped_storage().data_ptr():
                 x = x.clone()
             call = _Child(own, position)
-            with untraced_checkpoints(bind):
+            with untraced_checkpoints(bind), computing(own.precision):
                 x = observe(position, call, (x,), {})
         return (x,)
 
@@ -148,9 +149,10 @@ def _traced_steps(analysis: Analysis, program: StageProgram, place: Mapping[Any,
         columns: Mapping[Any, torch.Tensor],
         observe: Observe,
     ) -> tuple[torch.Tensor, ...]:
-        return _Run(analysis, by_use, dying, leaves, dict(zip(program.train.buffers, buffers, strict=True)), columns)(
-            observe
-        )
+        held = dict(zip(program.train.buffers, converted(buffers, program.precision), strict=True))
+        read = dict(zip(columns, converted(list(columns.values()), program.precision), strict=True))
+        with computing(program.precision):
+            return _Run(analysis, by_use, dying, leaves, held, read)(observe)
 
     return Steps(sites, frozenset(weight_like), run)
 

@@ -92,6 +92,7 @@ def budgets_of(
             most_in_flight=free.most_in_flight if limit is None else None,
             limit_bytes=limit,
             fixed_bytes=m.weight_bytes
+            + m.leaf_bytes
             + m.gradient_bytes
             + m.optimizer_bytes
             + m.buffer_bytes

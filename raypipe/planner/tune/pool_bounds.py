@@ -125,7 +125,8 @@ def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints
     none = np.zeros((len(params), 1), dtype=np.int64)
     received, sent = np.hstack([none, costs.crossing_bytes]), np.hstack([costs.crossing_bytes, none])
     messages = received * (in_flight + slots) + sent * slots
-    total: Ints = params + state.astype(np.int64) + buffers + model.reserve_bytes
+    leaves = np.ceil(params * model.leaf_factor).astype(np.int64)
+    total: Ints = params + leaves + state.astype(np.int64) + buffers + model.reserve_bytes
     total += model.microbatch_size * (sets * activations + messages)
     return total
 

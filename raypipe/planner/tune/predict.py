@@ -87,7 +87,8 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
 
 def _parts(memory: StageMemory) -> tuple[tuple[str, int], ...]:
     return (
-        (f"weights x {memory.versions}", memory.weight_bytes),
+        (f"weights x {1 if memory.leaf_bytes else memory.versions}", memory.weight_bytes),
+        *(((f"16-bit leaves x {memory.versions}", memory.leaf_bytes),) if memory.leaf_bytes else ()),
         ("gradients", memory.gradient_bytes),
         ("optimizer", memory.optimizer_bytes),
         ("buffers", memory.buffer_bytes),

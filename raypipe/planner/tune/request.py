@@ -35,6 +35,7 @@ class Request:
         partitioner: "auto", "parameters", "prefix_sum", "antichain" or "hierarchical"; split_points win over it.
         memory_limit_bytes: per worker, on top of what its device offers; None for none.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters.
+        leaf_factor: bytes of the copies of the parameters that forwards use, per byte of parameters; 0 for none.
         state_copies: of each stage's state and, as large, of another one's that every worker keeps in memory.
         reserve_bytes: kept free on every worker.
         least_microbatch: samples that the model needs at once.
@@ -58,6 +59,7 @@ class Request:
     partitioner: str = "auto"
     memory_limit_bytes: int | None = None
     optimizer_factor: float = 2.0
+    leaf_factor: float = 0.0
     state_copies: int = 0
     reserve_bytes: int = 0
     least_microbatch: int = 1

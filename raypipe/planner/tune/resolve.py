@@ -68,6 +68,7 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         weight_versions=max(policy.capacities) if request.vertical_sync and policy.capacities else None,
         version_limit=request.weight_versions,
         optimizer_factor=request.optimizer_factor,
+        leaf_factor=request.leaf_factor,
         state_copies=request.state_copies,
         # Once per worker, whose stages share it.
         reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),

@@ -321,6 +321,7 @@ class _StageActor(LinkedActor, CopyingActor):
         self._ledger.clear()
         for work in self._works():
             load_stage(run.place / folder, work.program, work.state, run.persistent, fresh)
+            work.ring.fill()
 
     def _works(self) -> list[StageWork]:
         assert self._executor is not None, "configure() comes first"
