@@ -11,6 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "Callback": "raypipe.callbacks",
     "EarlyStopping": "raypipe.config.early_stopping",
     "PipelineConfig": "raypipe.config.pipeline",
     "PipelineTrainer": "raypipe.api.trainer",
@@ -21,6 +22,7 @@ _EXPORTS = {
 }
 
 __all__ = [
+    "Callback",
     "EarlyStopping",
     "PipelineConfig",
     "PipelineTrainer",

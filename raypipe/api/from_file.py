@@ -62,6 +62,7 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
         early_stopping=EarlyStopping(**values["early_stopping"]) if "early_stopping" in values else None,
         resume=None if planning else values.get("resume"),
         init_from=None if planning else values.get("init_from"),
+        callbacks=() if planning else [_bind(run, ("callbacks",), one, 0)() for one in values.get("callbacks", ())],
     )
     trainer.config_yaml = lambda name: to_yaml(as_begun(run, name))
     return trainer

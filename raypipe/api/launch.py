@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raypipe.api.callbacks import FromRayTrain
+from raypipe.api.init_from import InitialWeights
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import worker_range
@@ -18,12 +20,16 @@ from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.plan import Plan
 from raypipe.planner.segments import num_steps_of
+from raypipe.prepare.arguments import Arguments
 from raypipe.prepare.job import Job
+from raypipe.prepare.resume import kept_microbatches
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 from raypipe.runtime.run.evaluations import EvaluationPolicy
 
 __all__ = [
+    "continued",
     "copy_interval",
+    "described_parts",
     "evaluations_of",
     "failures_of",
     "generation_setup",
@@ -184,3 +190,22 @@ def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
             f"become more or fewer. Give num_workers={workers.most}, whose plan such a run grows to and whose bits it "
             "has, or leave out local=True."
         )
+
+
+def continued(pipeline: PipelineConfig, name: str | None, storage: Place, resume: bool | None) -> PipelineConfig:
+    """A run that goes on keeps its micro-batches, which a profile taken today might choose differently."""
+    if name is None or resume is False or pipeline.num_microbatches != "auto":
+        return pipeline
+    kept = kept_microbatches(storage / name, pipeline.minibatch_size)
+    return pipeline if kept is None else dataclasses.replace(pipeline, num_microbatches=kept)
+
+
+def described_parts(arguments: Arguments, weights: InitialWeights | None, callbacks: Sequence[Any]) -> dict[str, Any]:
+    """What config.yaml names, as it was given."""
+    # run_config says whether it survives, and has Ray's callbacks
+    given = {name: part for name, part in arguments._asdict().items() if name != "survives"}
+    if weights is not None:
+        given |= {"model": weights.model, "init_from": weights.source}
+    if own := [callback for callback in callbacks if not isinstance(callback, FromRayTrain)]:
+        given["callbacks"] = own
+    return given

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from raypipe.api import launch
 from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
+from raypipe.api.callbacks import callbacks_of
 from raypipe.api.handle import Result, RunHandle
 from raypipe.api.init_from import InitialWeights
 from raypipe.api.listing import DEFAULT_STORAGE
@@ -34,7 +35,7 @@ from raypipe.prepare.arguments import Arguments, check_arguments, check_travel, 
 from raypipe.prepare.identity import settings_of
 from raypipe.prepare.job import Job
 from raypipe.prepare.planning import prepare, profile
-from raypipe.prepare.resume import free_name, kept_microbatches
+from raypipe.prepare.resume import free_name
 from raypipe.progress import RunProgress
 from raypipe.runfile.write import describe
 from raypipe.runtime.run.blueprint import Blueprint, predicted_step
@@ -68,7 +69,8 @@ class PipelineTrainer:
         scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages, or a pair of the least
             and the most of a run that grows; resources_per_worker is what each takes of the cluster.
         run_config: ray.train.RunConfig; name and storage_path say where the run's folder is, ``~/ray_results`` and the
-            time where nothing is said, checkpoint_config what is kept. Any other field that says something is refused.
+            time where nothing is said, checkpoint_config what is kept, callbacks who is told. Any other field that says
+            something is refused.
         resume: what happens where that folder has a run: None goes on if it is the same run and refuses, naming every
             difference, if it is not; True goes on with what may change (options of the optimizer, scheduler, clipping,
             schedule); False begins anew in ``<name>-2``, ``<name>-3`` and so on.
@@ -77,6 +79,8 @@ class PipelineTrainer:
         early_stopping: see EarlyStopping.
         init_from: weights that a new run begins with: the name of another run, the path of a run or of one of its
             checkpoints, or of a .pt or .safetensors file with a state_dict. A run that goes on keeps its own.
+        callbacks: objects whose on_start, on_step and so on are called while a run trains, in the process that runs its
+            loop (see raypipe.callbacks); those of RunConfig(callbacks=...) are called behind them.
 
     Raises:
         ConfigError: an argument is missing, of the wrong kind, or a field of Ray's that would have no effect.
@@ -98,6 +102,7 @@ class PipelineTrainer:
         early_stopping: EarlyStopping | None = None,
         resume: bool | None = None,
         init_from: str | os.PathLike[str] | None = None,
+        callbacks: Sequence[Any] = (),
     ) -> None:
         check_arguments(model, loss_fn, optimizer, lr_scheduler, train_data, pipeline)
         self._pipeline = pipeline or PipelineConfig()
@@ -105,6 +110,7 @@ class PipelineTrainer:
             self._pipeline, metrics, early_stopping, evaluates=eval_data is not None
         )
         check_ray_settings(scaling_config, run_config, self._evaluations.names)
+        self._callbacks = callbacks_of(callbacks, run_config, scaling_config)
         self._scaling = scaling_config
         self._run = run_config
         self._resume = resume
@@ -279,6 +285,7 @@ class PipelineTrainer:
     def _check_travel(self) -> None:
         """Of all but the model, of which stages are sent what was captured."""
         given = self._arguments._asdict() | {"loss_reduction": self._pipeline.loss_reduction}
+        given["callbacks"] = self._callbacks
         check_travel({name: value for name, value in given.items() if name != "model"})
 
     def _prepared(self) -> Job:
@@ -290,12 +297,7 @@ class PipelineTrainer:
         return self._job
 
     def _continued(self) -> PipelineConfig:
-        """A run that goes on keeps its micro-batches, which a profile taken today might choose differently."""
-        name = getattr(self._run, "name", None)
-        if name is None or self._resume is False or self._pipeline.num_microbatches != "auto":
-            return self._pipeline
-        kept = kept_microbatches(self._storage() / name, self._pipeline.minibatch_size)
-        return self._pipeline if kept is None else dataclasses.replace(self._pipeline, num_microbatches=kept)
+        return launch.continued(self._pipeline, getattr(self._run, "name", None), self._storage(), self._resume)
 
     def _storage(self) -> Place:
         storage = getattr(self._run, "storage_path", None) or DEFAULT_STORAGE
@@ -387,13 +389,11 @@ class PipelineTrainer:
             num_workers=self._num_workers(),
             workers=worker_range(self._scaling),
             wanted_workers=job.num_workers,
+            callbacks=self._callbacks,
         )
 
     def _described(self, name: str, num_steps: int) -> str:
-        # run_config says whether it survives
-        given = {name: part for name, part in self._arguments._asdict().items() if name != "survives"}
-        if self._weights is not None:
-            given |= {"model": self._weights.model, "init_from": self._weights.source}
+        given = launch.described_parts(self._arguments, self._weights, self._callbacks)
         return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)
 
     def _resources(self) -> Mapping[str, float]:

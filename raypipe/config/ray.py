@@ -22,7 +22,7 @@ __all__ = ["READ", "WorkerRange", "check_ray_settings", "faults", "most_workers"
 
 READ: Mapping[str, tuple[str, ...]] = {
     "ScalingConfig": ("num_workers", "resources_per_worker", "elastic_resize_monitor_interval_s"),
-    "RunConfig": ("name", "storage_path", "storage_filesystem", "checkpoint_config", "failure_config"),
+    "RunConfig": ("name", "storage_path", "storage_filesystem", "checkpoint_config", "failure_config", "callbacks"),
     "CheckpointConfig": ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order"),
     "FailureConfig": ("max_failures",),
 }
@@ -41,7 +41,6 @@ _REASONS: Mapping[str, str] = {
     "trainer_resources": "the driver of a run computes nothing and asks for nothing",
     "placement_strategy": _PLACED,
     "label_selector": _PLACED,
-    "callbacks": "nothing calls them in this release; follow a run with trainer.start() and handle.status()",
     "worker_runtime_env": "workers have the environment of the cluster or job; set it with ray.init(runtime_env=...)",
     "logging_config": "what a run does stands in events.jsonl of its folder",
     "checkpoint_frequency": "PipelineConfig(checkpoint_interval_steps=...) says how often a run saves",
@@ -198,6 +197,15 @@ def _check_score(value: Any, given: Any) -> str:
     return ""
 
 
+def _check_callbacks(value: Any, given: Any) -> str:
+    if not isinstance(value, list | tuple) or not all(hasattr(one, "after_report") for one in value):
+        return (
+            "it takes a list of ray.train.UserCallback; give raypipe's own to the trainer, as in "
+            "PipelineTrainer(callbacks=[...])."
+        )
+    return ""
+
+
 def _check_order(value: Any, given: Any) -> str:
     if value not in ("max", "min"):
         return "give 'max' or 'min'."
@@ -207,6 +215,7 @@ def _check_order(value: Any, given: Any) -> str:
 
 
 _CHECKS = {
+    "callbacks": _check_callbacks,
     "num_workers": _check_workers,
     "elastic_resize_monitor_interval_s": _check_interval,
     "resources_per_worker": _check_resources,

@@ -12,6 +12,7 @@
     num_steps: 500                                            or num_epochs
     resume: true                                              or false; see PipelineTrainer
     init_from: pretrained                                     a run's name, or a path of weights
+    callbacks: [{target: "raypipe.callbacks:TensorBoard"}]   called while it trains
 
 Relative paths of data and storage_path count from the working directory, and are made absolute here, because
 Ray's workers may have another one. This file imports neither torch nor Ray; raypipe.api.from_file makes the trainer.
@@ -215,6 +216,13 @@ def _check_data(run: RunFile, path: KeyPath, value: Any) -> None:
         _check_target(run, path, value)
 
 
+def _check_callbacks(run: RunFile, path: KeyPath, value: Any) -> None:
+    if not isinstance(value, list):
+        refuse(run, path, f'{value!r} is no list; write [{{target: "raypipe.callbacks:TensorBoard"}}].')
+    for one in value:
+        _check_target(run, path, one)
+
+
 def _check_mapping(run: RunFile, path: KeyPath, value: Any) -> None:
     if not isinstance(value, dict):
         refuse(run, path, f"{value!r} is no mapping of names to values.")
@@ -286,6 +294,7 @@ _CHECKS: Mapping[str, Callable[[RunFile, KeyPath, Any], None]] = {
     "early_stopping": _check_early_stopping,
     "resume": _check_flag,
     "init_from": _check_text,
+    "callbacks": _check_callbacks,
 }
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ def describe(
 
     Args:
         scaling, run: ray.train's ScalingConfig and RunConfig, or None.
-        functions: model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, init_from, metrics and early_stopping
-            as they were given.
+        functions: model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, init_from, metrics, early_stopping
+            and callbacks as they were given.
         name: of the run.
     """
     found: dict[str, Any] = {part: _part(part, value) for part, value in functions.items() if value is not None}
@@ -61,6 +61,8 @@ def describe(
 
 
 def _part(part: str, value: Any) -> Any:
+    if part == "callbacks":
+        return _callbacks(value)
     if part == "init_from":
         return name_or_path(value)
     if part == "metrics":
@@ -76,6 +78,21 @@ def _part(part: str, value: Any) -> Any:
     if isinstance(value, torch.nn.Module):
         return _target(type(value)) if _is_made_by_default(value) else _made(value)
     return _target(value)
+
+
+def _callbacks(given: Sequence[Any]) -> Any:
+    """A target for each, with those of its fields that say something."""
+    found = []
+    for callback in given:
+        target = _target(type(callback))
+        if "target" not in target or not dataclasses.is_dataclass(callback):
+            return {"unnamed": f"a {type(callback).__name__} that the program made; give a dataclass of a module"}
+        fields = [(f.name, getattr(callback, f.name), f.default) for f in dataclasses.fields(callback) if f.init]
+        said = {name: value for name, value, default in fields if value != default}
+        if not all(map(_is_plain, said.values())):
+            return {"unnamed": f"a {type(callback).__name__} with arguments that YAML cannot say"}
+        found.append({**target, "args": _plain(said)} if said else target)
+    return found
 
 
 def _target(value: Any) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def told(made: PipelineTrainer) -> str:
     # The first word of "All 7 operations were measured", "Of 7 operations 5 were".
     profiled = [why.split()[0] for what, why in job.plan.reasons if what == "profile"]
     told_first = plan, kept, order, place, policy, survived, turned, made._evaluations
-    return repr((told_first, made._resources(), checks(job), profiled))
+    called = [type(callback).__name__ for callback in made._callbacks]
+    return repr((told_first, called, made._resources(), checks(job), profiled))
 
 
 def checks(job: Any) -> bool:
@@ -223,6 +224,7 @@ RAY_EFFECTS: dict[tuple[str, str], list[dict[str, Any]]] = {
         {"num_workers": 2}, {"num_workers": 2, "resources_per_worker": {"CPU": 0.1}},
     ],
     ("RunConfig", "name"): [{"name": "a"}, {"name": "b"}],
+    ("RunConfig", "callbacks"): [{"callbacks": []}, {"callbacks": [ray.train.UserCallback()]}],
     ("RunConfig", "storage_path"): [{"name": "a", "storage_path": "one"}, {"name": "a", "storage_path": "two"}],
     ("RunConfig", "storage_filesystem"): [
         {"name": "a", "storage_path": "one"},
@@ -255,7 +257,6 @@ SAID: dict[tuple[str, str], Any] = {
     ("ScalingConfig", "label_selector"): {"zone": "a"},
     ("ScalingConfig", "use_tpu"): True,
     ("ScalingConfig", "topology"): "4x4",
-    ("RunConfig", "callbacks"): [ray.train.UserCallback()],
     ("RunConfig", "worker_runtime_env"): {"env_vars": {"A": "1"}},
     ("RunConfig", "logging_config"): ray.train.LoggingConfig(log_level="DEBUG"),
     ("FailureConfig", "controller_failure_limit"): 3,

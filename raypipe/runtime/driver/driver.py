@@ -19,6 +19,7 @@ import gc
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -134,7 +135,7 @@ class _DriverActor:
             self._journal.begins("taking over the stages of a driver that is gone")
             spec, asked = continued(given, left), self._requests
             if spec is None:  # they save a checkpoint, from which it goes on
-                spec, asked = left.charter.spec, Requests()
+                spec, asked = replace(left.charter.spec, callbacks=()), Requests()
                 asked.stop("the run was submitted again with other settings")
             try:
                 outcome = self._go_on(spec, left, given, owner, lease, asked)

@@ -19,6 +19,7 @@ from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.rundir import RunFolder
 from raypipe.errors import LinkError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.report import StepRecord, StepReport
+from raypipe.runtime.run.calls import Calls
 from raypipe.runtime.run.checkpoints import Checkpoints
 from raypipe.runtime.run.control import Control
 from raypipe.runtime.run.controller_thread import ActiveSettings
@@ -47,11 +48,16 @@ class Parts:
     checkpoints: Checkpoints
     ordering: Ordering
     lease: Lease | None
+    calls: Calls
 
     def tell(self, decision: str, reason: str, **numbers: Any) -> None:
-        """Whoever reads events.jsonl, and whoever looks at the status."""
+        """Whoever reads events.jsonl, whoever looks at the status, and callbacks."""
         self.notes.event(decision, reason, **numbers)
         self.watcher.tell(checkpoint=self.checkpoints.latest)
+        if decision == "checkpoint":
+            self.calls.checkpoint(numbers["step"], self.checkpoints.latest)
+        else:
+            self.calls.event(decision, reason, numbers)
 
 
 class Changing:

@@ -7,7 +7,7 @@ from functools import partial
 
 from raypipe.engine.rundir import RunFolder
 from raypipe.ir.report import StepReport
-from raypipe.planner.control import ControllerConfig
+from raypipe.planner.control import ControllerConfig, ControllerDecision
 from raypipe.runtime.run.controller_thread import ActiveSettings, ControllerThread, step_done
 from raypipe.runtime.run.spec import Watcher
 
@@ -22,7 +22,8 @@ class Control:
     Args:
         make: called with its configuration and the state that an earlier submission left, "" for none.
         folder: where that state is kept.
-        watcher: told of decisions.
+        watcher: told of what links are found to be.
+        decided: told of decisions.
         try_to: makes a write that training does not need.
     """
 
@@ -31,11 +32,12 @@ class Control:
         make: Callable[[ControllerConfig, str], ControllerThread],
         folder: RunFolder,
         watcher: Watcher,
+        decided: Callable[[ControllerDecision], None],
         try_to: Callable[[Callable[[], None]], object],
     ) -> None:
         self._make = make
         self._folder = folder
-        self._watcher = watcher
+        self._watcher, self._decided = watcher, decided
         self._try_to = try_to
         self._config: ControllerConfig | None = None
         self._thread: ControllerThread | None = None
@@ -99,7 +101,7 @@ class Control:
             if found.choice is not None and self._config is not None:
                 numbers = {**numbers, "choice": self._config.name(found.choice)}
             self._try_to(partial(self._folder.event, found.verdict, found.reason, step=found.step, **numbers))
-            self._watcher.decided(found)
+            self._decided(found)
         if any(found.choice is not None for found in decisions):
             self._keep(thread)
         if complaint := thread.take_complaint():

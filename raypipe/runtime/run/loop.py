@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from raypipe.callbacks.base import RunEnd
 from raypipe.engine.checkpoint import Manifest, find_checkpoint, make_manifest
 from raypipe.engine.metrics import MetricsWriter
 from raypipe.engine.norms import norm_of
@@ -19,8 +20,9 @@ from raypipe.engine.rundir import RunFolder
 from raypipe.errors import RaypipeError, StageLostError
 from raypipe.ir.report import Numbers, StepRecord, StepReport, merge_reports
 from raypipe.ir.timeline import Timeline
-from raypipe.planner.control import ControllerConfig
+from raypipe.planner.control import ControllerConfig, ControllerDecision
 from raypipe.planner.segments import Position
+from raypipe.runtime.run.calls import Calls, start_of
 from raypipe.runtime.run.changing import Changing, Parts
 from raypipe.runtime.run.checkpoints import Checkpoints
 from raypipe.runtime.run.control import Control
@@ -67,18 +69,22 @@ def run_loop(
         LeaseError: another process has taken the run over; nothing more is written then.
     """
     loop = _Loop(fleet, spec, plan, watcher, requests, make_controller, lease, recovery)
+    how: RunEnd | None = None  # of a run that another process has taken over, that one tells
     try:
         outcome = loop.run(taken, lost)
+        how = RunEnd(outcome.step, outcome.checkpoint, outcome.stopped)
     except BaseException as error:
         reason, when = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", noticed(error)
         if lease is None or not lease.lost:
             loop.notes.event("fail", reason, step=loop.progress.at.step, **when)
             loop.notes.try_to(loop.metrics.write)
+            how = RunEnd(loop.progress.at.step, loop.checkpoints.latest, error=reason)
         raise
     finally:
         requests.end()
         loop.checkpoints.close()
         loop.control.end()
+        loop.calls.end(how)
     loop.metrics.write()
     return outcome
 
@@ -106,7 +112,8 @@ class _Loop:
         self.fleet, self.spec, self.watcher, self.requests = fleet, spec, watcher, requests
         self.folder = RunFolder(spec.place)
         self.notes = Notes(self.folder, watcher)
-        self.control = Control(make_controller, self.folder, watcher, self.notes.try_to)
+        self.calls = Calls(spec.callbacks, self._complain, lambda message: watcher.tell(message=message))
+        self.control = Control(make_controller, self.folder, watcher, self._decided, self.notes.try_to)
         names = spec.evaluations.names if "eval" in spec.num_samples else ()
         self.metrics = MetricsWriter(spec.place, evaluations=names)
         self.evaluations = Evaluations(
@@ -117,7 +124,7 @@ class _Loop:
         self._ordering = Ordering(spec, plan, self.checkpoints, self.control, requests, self._evaluates_after)
         self._parts = Parts(
             spec, self.folder, self.notes, watcher, requests, self.control, self.metrics, self.checkpoints,
-            self._ordering, lease,
+            self._ordering, lease, self.calls,
         )  # fmt: skip
         self._changing = Changing(self._parts, self.progress, recovery)
         self._evaluation: Numbers = ()  # the last one
@@ -144,6 +151,7 @@ class _Loop:
         self.folder.write_plan(self.plan.plan.to_json())
         self.folder.write_config(spec.config_yaml)
         self.folder.event("start", "fit was called", step=began_at, num_steps=spec.num_steps, **self._signature())
+        self.calls.start(start_of(spec, began_at))
         requests.serve(self.fleet, self._ordering.patience_s)
         if lost is not None:
             self._changing.survive(lost)
@@ -254,6 +262,7 @@ class _Loop:
                 progress.end_s = max(r.end_s for r in of_step)
                 self.metrics.append(record)
                 self.watcher.step(record, of_step)
+                self.calls.step(record)
                 self._count_skipped(record)
                 self.control.told(record.seconds, of_step, ordered.setting, counts=ordered.counts)
                 self._changing.heard(record, of_step, ordered.setting)
@@ -318,11 +327,21 @@ class _Loop:
         self.progress.end_s = None  # the next step is not measured from the end of the one before
         step = self.progress.at.step
         self.notes.event("evaluate", f"{step} steps", step=step, **dict(self._evaluation))
+        self.calls.evaluated(step, dict(self._evaluation))
         if record := self.metrics.evaluated(self.progress.at.step, self._evaluation):
             self.watcher.evaluated(record)
 
     def _tell(self, decision: str, reason: str, **numbers: Any) -> None:
         self._parts.tell(decision, reason, **numbers)
+
+    def _decided(self, found: ControllerDecision) -> None:
+        self.watcher.decided(found)
+        self.calls.decided(found)
+
+    def _complain(self, message: str) -> None:
+        """Of a callback, once."""
+        self.notes.event("warning", message, step=self.progress.at.step)
+        self.watcher.alert(message)
 
     def _signature(self) -> dict[str, Any]:
         return {} if self._lease is None else self._lease.signature()

@@ -90,6 +90,7 @@ class RunSpec:
         workers: that it may have, where their number may change while it trains; None where it is to stay.
         wanted_workers: by the plan for the most of them.
         copy_interval_steps: every stage keeps a copy of its state in memory after so many steps; None keeps none.
+        callbacks: called while it trains, see raypipe.callbacks.
     """
 
     name: str
@@ -111,6 +112,7 @@ class RunSpec:
     workers: WorkerRange | None = None
     wanted_workers: int = 0
     copy_interval_steps: int | None = None
+    callbacks: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

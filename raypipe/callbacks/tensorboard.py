@@ -1,0 +1,58 @@
+"""TensorBoard: curves of a run, in event files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raypipe.callbacks.base import Callback, Event, RunEnd, RunStart, absolute, needed, scalars
+from raypipe.ir.report import StepRecord
+
+__all__ = ["TensorBoard"]
+
+
+@dataclass
+class TensorBoard(Callback):
+    """Writes event files for ``tensorboard --logdir FOLDER``.
+
+    Attributes:
+        folder: where they go; None for ``tensorboard`` in the run's folder, where that is on a file system.
+        every_steps: of so many steps one is written.
+    """
+
+    folder: str | None = None
+    every_steps: int = 1
+    _writer: Any = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.folder = absolute(self.folder)
+
+    def check(self) -> None:
+        """Raises: ConfigError: what it writes with is not installed."""
+        needed("tensorboardX", "raypipe[tensorboard]", "TensorBoard()")
+
+    def on_start(self, run: RunStart) -> None:
+        made = needed("tensorboardX", "raypipe[tensorboard]", "TensorBoard()")
+        # What an earlier submission wrote of steps that are done again is not shown twice.
+        self._writer = made.SummaryWriter(
+            self.folder or f"{run.path}/tensorboard", purge_step=run.step, filename_suffix=f".{run.step}"
+        )
+        self._writer.add_text("config", f"```\n{run.config}\n```", run.step)
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step % self.every_steps == 0:
+            for name, value in scalars(record).items():
+                self._writer.add_scalar(f"step/{name}", value, record.step)
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"eval/{name.removeprefix('eval_')}", value, step)
+
+    def on_recovery(self, event: Event) -> None:
+        self._writer.add_text("events", f"{event.decision}: {event.reason}", event.step)
+
+    on_decision = on_recovery
+
+    def on_end(self, end: RunEnd) -> None:
+        self._writer.close()

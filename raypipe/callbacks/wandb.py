@@ -1,0 +1,77 @@
+"""Weights & Biases: a run's curves, its settings and how it ended."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raypipe.callbacks.base import Callback, Event, RunEnd, RunStart, absolute, needed, scalars
+from raypipe.ir.report import StepRecord
+
+__all__ = ["WandB"]
+
+
+@dataclass
+class WandB(Callback):
+    """Logs to Weights & Biases. A run that goes on goes on there, too, under the same id.
+
+    Attributes:
+        project, entity: where the run is shown; None for what WANDB_PROJECT and WANDB_ENTITY say.
+        mode: "online", "offline" (``wandb sync`` sends it later) or "disabled"; None for WANDB_MODE.
+        folder: of its files; None for the run's folder, where that is on a file system.
+        every_steps: of so many steps one is logged.
+    """
+
+    project: str | None = None
+    entity: str | None = None
+    mode: str | None = None
+    folder: str | None = None
+    every_steps: int = 1
+    _run: Any = field(default=None, init=False, repr=False)
+    _logged: int = field(default=-1, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.folder = absolute(self.folder)
+
+    def check(self) -> None:
+        """Raises: ConfigError: what it logs with is not installed."""
+        needed("wandb", "raypipe[wandb]", "WandB()")
+
+    def on_start(self, run: RunStart) -> None:
+        wandb = needed("wandb", "raypipe[wandb]", "WandB()")
+        self._run = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            mode=self.mode,
+            dir=self.folder or run.path,
+            name=run.name,
+            id=hashlib.sha256(run.path.encode()).hexdigest()[:16],
+            resume="allow" if run.step else None,
+            config=dict(run.settings),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def on_step(self, record: StepRecord) -> None:
+        if record.step % self.every_steps == 0:
+            self._log(scalars(record), record.step)
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        # Its steps only grow: numbers of a later one are kept until that is logged.
+        self._run.log({f"eval/{name.removeprefix('eval_')}": value for name, value in metrics.items()}, commit=False)
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        self._run.summary["checkpoint"] = path
+
+    def on_recovery(self, event: Event) -> None:
+        self._run.summary[f"{event.decision}/{event.step}"] = event.reason
+
+    def on_end(self, end: RunEnd) -> None:
+        self._run.finish(exit_code=1 if end.error else 0)
+
+    def _log(self, numbers: Mapping[str, float], step: int) -> None:
+        """A step that is done again after a recovery was logged before, with the same loss."""
+        if step > self._logged:
+            self._logged = step
+            self._run.log({f"step/{name}": value for name, value in numbers.items()}, step=step)

@@ -1,0 +1,118 @@
+"""Callbacks of a run on Ray: called in its driver, also in the next one, and told of failures; Ray Train's alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray.train
+
+from raypipe import Callback
+from tests.exactness import SHAPES, config_of
+from tests.prepare.test_resume import trainer, unhurried
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
+
+
+class Diary(Callback):
+    """Writes a line for everything, with the process that it is called in."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def write(self, what: str, step: int, more: Any = None) -> None:
+        with Path(self.path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps([what, step, more, os.getpid()]) + "\n")
+
+    def on_start(self, run: Any) -> None:
+        self.write("start", run.step, run.num_steps)
+
+    def on_step(self, record: Any) -> None:
+        self.write("step", record.step)
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        self.write("checkpoint", step, path)
+
+    def on_recovery(self, event: Any) -> None:
+        self.write("recovery", event.step, event.decision)
+
+    def on_end(self, end: Any) -> None:
+        self.write("end", end.step, end.error)
+
+
+class Reported(ray.train.UserCallback):
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None:
+        line = [run_context.get_run_config().name, metrics[0]["step"], checkpoint and checkpoint.path]
+        with Path(self.path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def after_exception(self, run_context: Any, worker_exceptions: Any) -> None:
+        with Path(self.path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(["failure", None, str(worker_exceptions[0])]) + "\n")
+
+
+def lines_of(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_the_driver_calls_them_and_the_next_driver_goes_on(cluster: None, tmp_path: Path) -> None:
+    """A stage is killed, then the driver: both are told of, and every step is, in one process at a time."""
+    diary, reports, steps = tmp_path / "diary", tmp_path / "reports", 300
+    run = ray.train.RunConfig(
+        name="run", storage_path=str(tmp_path), callbacks=[Reported(reports)],
+        failure_config=ray.train.FailureConfig(max_failures=3),
+    )  # fmt: skip
+    made = trainer(
+        "cnn", tmp_path, "run", 2, optimizer=unhurried, run_config=run, callbacks=[Diary(diary)],
+        pipeline=config_of(SHAPES["ragged-epoch"], 2, "slack", max_grad_norm=0.5, checkpoint_interval_steps=20),
+    )  # fmt: skip
+    handle = made.start(num_steps=steps)
+    try:
+        wait_until(lambda: handle.status().step > 30, 150.0)
+        os.kill(handle.status().stages[1]["process"], signal.SIGKILL)
+        wait_until(lambda: [line[2] for line in lines_of(diary) if line[2] == "recovery"] == ["recovery"], 150.0)
+        (first,) = {process for *_, process in lines_of(diary)}
+        assert first != os.getpid()
+        os.kill(first, signal.SIGKILL)
+        result = handle.wait(timeout_s=240)
+    finally:
+        handle.close()
+    found = lines_of(diary)
+    assert {step for what, step, *_ in found if what == "step"} >= set(range(steps - 1))
+    starts = [(step, process) for what, step, _, process in found if what == "start"]
+    assert [process for _, process in starts] == list(dict.fromkeys(process for *_, process in found))
+    assert len(starts) == 2
+    assert starts[0][0] == 0 < starts[1][0]
+    assert found[-1][:3] == ["end", steps, ""]
+    assert ["checkpoint", steps, result.checkpoint] in [line[:3] for line in found]
+    told = lines_of(reports)
+    assert any(name == "failure" and "stage 1" in why.lower() for name, _, why in told)
+    assert ["run", steps - 1, result.checkpoint] in told
+
+
+def test_a_detached_run_calls_them_without_whoever_started_it(cluster: None, tmp_path: Path) -> None:
+    """What the client's object was given later is not what the driver's copy has."""
+    diary = Diary(tmp_path / "diary")
+    handle = trainer("cnn", tmp_path, "alone", 2, callbacks=[diary]).start(num_steps=5, detached=True)
+    diary.path = str(tmp_path / "elsewhere")
+    handle.wait(timeout_s=120)
+    assert [line[:2] for line in lines_of(tmp_path / "diary") if line[0] == "step"] == [["step", n] for n in range(5)]
+    assert lines_of(tmp_path / "diary")[-1][0] == "end"
+    assert not (tmp_path / "elsewhere").exists()
+    ray.kill(ray.get_actor("raypipe/alone", namespace="raypipe"))  # it would answer for a minute
+
+
+def test_one_that_cannot_travel_is_refused_by_name(tmp_path: Path) -> None:
+    diary: Any = Diary(tmp_path / "diary")
+    diary.lock = __import__("threading").Lock()
+    with pytest.raises(Exception, match="callbacks"):
+        trainer("cnn", tmp_path, "run", 2, callbacks=[diary]).start(num_steps=2)

@@ -1,0 +1,37 @@
+"""What a callback is, as the parts without torch and Ray know it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from raypipe.callbacks.base import METHODS, absolute, needed, scalars
+from raypipe.errors import ConfigError
+from raypipe.ir.report import StepRecord
+
+
+def test_the_methods_are_those_of_the_design() -> None:
+    assert METHODS == (
+        "on_start", "on_step", "on_eval", "on_checkpoint", "on_recovery", "on_decision", "on_end",
+    )  # fmt: skip
+
+
+def test_only_finite_numbers_of_a_step_are_told() -> None:
+    found = scalars(StepRecord(3, 8, math.nan, 1.0, 0.25, 0.1, 64.0, 2, schedule="1f1b"))
+    assert "loss" not in found
+    assert "schedule" not in found
+    assert "step" not in found
+    assert (found["grad_norm"], found["samples_per_s"], found["peak_in_flight"]) == (1.0, 32.0, 2.0)
+
+
+def test_what_is_missing_is_named_with_the_line_to_type() -> None:
+    with pytest.raises(ConfigError, match=r"WandB\(\) needs no_such_logger .*: pip install 'raypipe\[wandb\]'\."):
+        needed("no_such_logger", "raypipe[wandb]", "WandB()")
+
+
+def test_a_folder_is_the_same_in_another_working_directory() -> None:
+    assert absolute("runs/tb") == str(Path("runs/tb").absolute())
+    assert absolute("s3://bucket/tb") == "s3://bucket/tb"
+    assert absolute(None) is None

@@ -1,0 +1,133 @@
+"""Callbacks are called in order beside the loop, and nothing that they do reaches it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from raypipe.callbacks import Callback, RunEnd, RunStart
+from raypipe.ir.report import StepRecord
+from raypipe.runtime.run import calls
+from raypipe.runtime.run.calls import Calls
+
+pytestmark = pytest.mark.engine
+
+START = RunStart("digits", "runs/digits", 0, 2, {}, "")
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(step, 8, 0.5, 1.0, 0.25, 0.1, 0.0, 2)
+
+
+class Listens(Callback):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_start(self, run: RunStart) -> None:
+        self.told.append(("start", run.name))
+
+    def on_step(self, record: StepRecord) -> None:
+        self.told.append(("step", record.step))
+
+    def on_eval(self, step: int, metrics: Any) -> None:
+        self.told.append(("eval", step, dict(metrics)))
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        self.told.append(("checkpoint", step, path))
+
+    def on_recovery(self, event: Any) -> None:
+        self.told.append(("recovery", event.step, event.decision))
+
+    def on_decision(self, event: Any) -> None:
+        self.told.append(("decision", event.step, event.decision))
+
+    def on_end(self, end: RunEnd) -> None:
+        self.told.append(("end", end.step, end.error))
+
+
+class Fails(Callback):
+    def on_step(self, record: StepRecord) -> None:
+        raise ValueError(f"step {record.step} is not liked")
+
+
+class Waits(Callback):
+    def __init__(self, until: threading.Event) -> None:
+        self.until = until
+
+    def on_step(self, record: StepRecord) -> None:
+        assert self.until.wait(60)
+
+
+def test_they_are_told_in_order_and_all_of_it_before_the_end_returns() -> None:
+    listens, complaints = Listens(), list[str]()
+    made = Calls([listens], complaints.append)
+    made.step(record(7))  # before the start: nobody is told
+    made.start(START)
+    made.step(record(0))
+    made.event("failure", "stage 1 died", {"step": 1})
+    made.event("recovery", "from copies", {"step": 1})
+    made.event("resize", "asked", {"step": 1})
+    made.evaluated(1, {"eval_loss": 0.5})
+    made.checkpoint(1, "step_0000001")
+    made.end(RunEnd(1, "step_0000001"))
+    assert listens.told == [
+        ("start", "digits"), ("step", 0), ("recovery", 1, "failure"), ("recovery", 1, "recovery"),
+        ("decision", 1, "resize"), ("eval", 1, {"eval_loss": 0.5}), ("checkpoint", 1, "step_0000001"), ("end", 1, ""),
+    ]  # fmt: skip
+    made.step(record(9))
+    assert listens.told[-1] == ("end", 1, "")
+    assert complaints == []
+
+
+def test_what_one_raises_is_told_once_with_its_name_and_the_others_are_called() -> None:
+    listens, complaints = Listens(), list[str]()
+    made = Calls([Fails(), listens], complaints.append)
+    made.start(START)
+    for step in range(3):
+        made.step(record(step))
+    made.end(RunEnd(3, ""))
+    assert [told for told in listens.told if told[0] == "step"] == [("step", 0), ("step", 1), ("step", 2)]
+    (complaint,) = complaints
+    assert complaint.startswith("The callback Fails failed in on_step at ")
+    assert 'raise ValueError(f"step {record.step} is not liked")' in complaint
+    assert "ValueError: step 0 is not liked." in complaint
+
+
+def test_one_that_hangs_costs_neither_the_loop_nor_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MOST_WAITING", 5)
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(calls, "END_S", 0.01)
+    until, complaints, messages = threading.Event(), list[str](), list[str]()
+    made = Calls([Waits(until)], complaints.append, messages.append)
+    made.start(START)
+    for step in range(100):
+        made.step(record(step))
+    assert len(made._queue) <= 5
+    made.end(RunEnd(100, ""))
+    assert complaints[0] == "Callbacks are 5 calls behind; they are not told of some steps."
+    assert complaints[1].startswith("Callbacks did not end within 0 s; ")
+    assert len(complaints) == 2
+    assert messages == ["waiting for callbacks, 0 s at most"]
+    until.set()
+    made._thread.join(60)
+    assert not made._thread.is_alive()
+
+
+def test_a_run_that_another_process_has_taken_over_is_not_ended_here() -> None:
+    listens = Listens()
+    made = Calls([listens], list[str]().append)
+    made.start(START)
+    made.end(None)
+    assert listens.told == [("start", "digits")]
+
+
+def test_without_callbacks_there_is_no_thread() -> None:
+    made = Calls([], list[str]().append)
+    made.start(START)
+    made.step(record(0))
+    made.end(RunEnd(1, ""))
+    assert made._thread.ident is None
