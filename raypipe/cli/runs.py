@@ -172,7 +172,7 @@ def _trace_text(folder: Place) -> bytes:
         raise ConfigError(
             f"{folder} has no timeline: a run writes it at its end. Give the folder of one that has ended."
         )
-    from raypipe.ir.timeline import chrome_trace_json
+    from raypipe.ir.trace import chrome_trace_json
     from raypipe.report.read import timelines_of
 
     return chrome_trace_json(timelines_of(folder)).encode()

@@ -14,7 +14,8 @@ import typer
 from raypipe.cli.common import Overrides, open_runfile, trainer_of
 from raypipe.ir.pictures.timeline import timeline_svg
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec, takes
-from raypipe.ir.timeline import Timeline, chrome_trace_json
+from raypipe.ir.timeline import Timeline
+from raypipe.ir.trace import chrome_trace_json
 
 if TYPE_CHECKING:
     from raypipe.ir.schedule import Schedule

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 
 from raypipe.engine.storage import Place
 from raypipe.ir.pictures.timeline import timeline_svg
-from raypipe.ir.timeline import Timeline, chrome_trace_json
+from raypipe.ir.timeline import Timeline
+from raypipe.ir.trace import chrome_trace_json
 
 __all__ = ["RunFolder"]
 

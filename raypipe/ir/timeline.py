@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from raypipe.ir.action import COMPUTE, Action
 
-__all__ = ["Span", "Timeline", "chrome_trace_json"]
+__all__ = ["Span", "Timeline"]
 
 
 class Span(NamedTuple):
@@ -62,40 +61,3 @@ class Timeline:
         from raypipe.ir.pictures.timeline import timeline_svg
 
         return timeline_svg([self])
-
-    def chrome_trace(self, process: int = 0) -> list[dict[str, object]]:
-        """Events for Perfetto or chrome://tracing: one process per timeline, one thread per worker.
-
-        Compute actions lie on the worker's own track, transfers and waits on the track below it.
-        """
-        zero = min((s.start_s for s in self.spans), default=0.0)
-        title = f"{self.source} {self.name}".strip()
-        events: list[dict[str, object]] = [
-            {"ph": "M", "pid": process, "name": "process_name", "args": {"name": title}},
-        ]
-        for worker in range(self.num_workers):
-            for track, label in ((2 * worker, f"worker {worker}"), (2 * worker + 1, f"worker {worker} links")):
-                thread = {"ph": "M", "pid": process, "tid": track}
-                events.append({**thread, "name": "thread_name", "args": {"name": label}})
-                events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": track}})
-        for span in sorted(self.spans, key=lambda s: (s.worker, s.start_s)):
-            compute = span.action.op in COMPUTE
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": process,
-                    "tid": 2 * span.worker + (0 if compute else 1),
-                    "name": str(span.action),
-                    "cat": span.action.op.value,
-                    "ts": round((span.start_s - zero) * 1e6, 3),
-                    "dur": round((span.end_s - span.start_s) * 1e6, 3),
-                    "args": {"stage": span.action.stage, "microbatch": span.action.microbatch},
-                }
-            )
-        return events
-
-
-def chrome_trace_json(timelines: Iterable[Timeline]) -> str:
-    """One file for several timelines, so that predicted and measured stand one above the other."""
-    events = [event for process, timeline in enumerate(timelines) for event in timeline.chrome_trace(process)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

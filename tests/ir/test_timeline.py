@@ -1,14 +1,12 @@
-"""Timelines: bubble, busy time, and the trace that Perfetto reads."""
+"""Timelines: bubble and busy time."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
 from raypipe.ir.report import StepReport, merge_reports
 from raypipe.ir.schedule import parse_action
-from raypipe.ir.timeline import Span, Timeline, chrome_trace_json
+from raypipe.ir.timeline import Span, Timeline
 
 
 def _span(worker: int, action: str, start_s: float, end_s: float) -> Span:
@@ -32,20 +30,6 @@ def test_bubble_counts_only_compute() -> None:
     assert TWO_STAGES.busy_s(1) == 3.0
     assert TWO_STAGES.bubble_fraction == pytest.approx(0.5)
     assert Timeline((), "simulated").bubble_fraction == 0.0
-
-
-def test_predicted_and_measured_lie_in_one_trace() -> None:
-    trace = json.loads(chrome_trace_json([Timeline(TWO_STAGES.spans, "simulated"), TWO_STAGES]))
-    titles = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    assert titles == {0: "simulated", 1: "measured"}
-    spans = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
-    assert {e["name"]: (e["tid"], e["ts"], e["dur"]) for e in spans} == {
-        "0F0": (0, 0.0, 1e6),
-        "0B0": (0, 4e6, 2e6),
-        "1RECV_F0": (3, 0.0, 1e6),
-        "1F0": (2, 1e6, 1e6),
-        "1B0": (2, 2e6, 2e6),
-    }
 
 
 def _report(stage: int, start_s: float, end_s: float, busy_s: float, loss: float | None) -> StepReport:

@@ -10,10 +10,11 @@ link 1→0              [B0-]
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from raypipe.ir.action import COMPUTE, Action, Op
+from raypipe.ir.messages import Box, Message, messages_of
 from raypipe.ir.pictures.axis import in_unit, ticks
 from raypipe.ir.pictures.theme import frame, text
 
@@ -37,20 +38,7 @@ WORDS = {
     Op.RECV_F: "wait for activations",
     Op.RECV_B: "wait for gradients",
 }
-RECEIVES = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
-
-
-class Box(Protocol):
-    """A span, as far as a picture needs it."""
-
-    @property
-    def worker(self) -> int: ...
-    @property
-    def action(self) -> Action: ...
-    @property
-    def start_s(self) -> float: ...
-    @property
-    def end_s(self) -> float: ...
+SENDS = (Op.SEND_F, Op.SEND_B)
 
 
 class Drawn(Protocol):
@@ -70,17 +58,6 @@ class Drawn(Protocol):
     def bubble_fraction(self) -> float: ...
 
 
-class Message(NamedTuple):
-    """From a worker to another one: handed over from ``start_s`` to ``sent_s``, taken at ``taken_s``."""
-
-    sender: int
-    receiver: int
-    action: Action
-    start_s: float
-    sent_s: float
-    taken_s: float
-
-
 def timeline_svg(timelines: Sequence[Drawn], width: int = 1200, slots: bool = False) -> str:
     """The picture of one or more timelines.
 
@@ -97,7 +74,8 @@ def timeline_svg(timelines: Sequence[Drawn], width: int = 1200, slots: bool = Fa
         drawn, top = _timeline(timeline, top, _Scale(scale, longest, unit_s, unit))
         parts += drawn
     seen = {span.action.op for timeline in timelines for span in timeline.spans}
-    parts += _legend(seen, top)
+    linked = not slots and any(_links(timeline.spans[:MOST_BOXES]) for timeline in timelines)
+    parts += _legend(seen, top, linked)
     names = " and ".join(_title(timeline) for timeline in timelines)
     span = f'data-plot="{LEFT:g} {width - RIGHT:g} {longest / unit_s:.9g} {unit}"'
     return frame(width, top + 40, f"Timeline, {names}", "".join(parts), "rp-timeline", span)
@@ -135,7 +113,7 @@ def _timeline(timeline: Drawn, top: float, scale: _Scale) -> tuple[list[str], fl
         parts.append(text(LEFT - 10, top + LANE / 2 + 5, f"worker {worker}", "ink", "end"))
         inside += boxes.lane(worker, top)
         top += LANE + GAP
-    for (sender, receiver), messages in _links(spans):
+    for (sender, receiver), messages in _links(spans) if scale.unit != "slots" else ():
         parts.append(text(LEFT - 10, top + LINK / 2 + 5, f"link {sender}→{receiver}", "mute", "end"))
         for message in messages:
             inside += boxes.message(message, top)
@@ -168,7 +146,7 @@ class _Boxes:
 
     def lane(self, worker: int, top: float) -> list[str]:
         """What a worker does; what it waits for lies behind."""
-        mine = [span for span in self._spans if span.worker == worker and span.action.op not in RECEIVES]
+        mine = [span for span in self._spans if span.worker == worker and span.action.op not in SENDS]
         waits = [span for span in mine if span.action.op in (Op.RECV_F, Op.RECV_B)]
         return [part for span in waits + [s for s in mine if s not in waits] for part in self._box(span, top)]
 
@@ -176,7 +154,7 @@ class _Boxes:
         """What a link carries."""
         label = self._label(found.action._replace(op=Op.F if found.action.op is Op.SEND_F else Op.B))
         kind = "F" if found.action.op is Op.SEND_F else "B"
-        lasts = f"{found.action} {WORDS[found.action.op]} to worker {found.receiver}: " + self._when(
+        lasts = f"{found.action} {WORDS[found.action.op]} to worker {found.target.worker}: " + self._when(
             found.start_s, found.taken_s
         )
         tail = self._rect(found.start_s, found.taken_s, top, LINK, kind, lasts, 'opacity="0.35"')
@@ -215,24 +193,16 @@ class _Boxes:
         )
 
 
-def _links(spans: Iterable[Box]) -> list[tuple[tuple[int, int], list[Message]]]:
-    """Messages by (sender, receiver); one that nobody has taken within the timeline ends where it was sent."""
-    taken = {span.action: span for span in spans if span.action.op in (Op.RECV_F, Op.RECV_B)}
-    home = {span.action.stage: span.worker for span in spans}
+def _links(spans: Sequence[Box]) -> list[tuple[tuple[int, int], list[Message]]]:
+    """Messages that took time, by (sender, receiver)."""
     found: dict[tuple[int, int], list[Message]] = {}
-    for span in spans:
-        stage, op, microbatch = span.action
-        if op in RECEIVES:
-            receives, onward = RECEIVES[op]
-            other = taken.get(Action(stage + onward, receives, microbatch))
-            receiver = other.worker if other else home.get(stage + onward, span.worker + onward)
-            end_s = max(span.end_s, other.end_s) if other else span.end_s
-            message = Message(span.worker, receiver, span.action, span.start_s, span.end_s, end_s)
-            found.setdefault((span.worker, receiver), []).append(message)
+    for message in messages_of(spans):
+        if message.taken_s > message.start_s:
+            found.setdefault((message.source.worker, message.target.worker), []).append(message)
     return sorted(found.items())
 
 
-def _legend(seen: set[Op], top: float) -> list[str]:
+def _legend(seen: set[Op], top: float, messages: bool) -> list[str]:
     """One row of what occurs."""
     entries = [(op.value, op.value) for op in (Op.F, Op.B, Op.I, Op.W) if op in seen]
     named = [(kind, f"{label} {WORDS[Op(label)]}") for kind, label in entries]
@@ -242,7 +212,7 @@ def _legend(seen: set[Op], top: float) -> list[str]:
         named.append(("REDUCE", "sum and norm of gradients"))
     if seen & {Op.RECV_F, Op.RECV_B}:
         named.append(("wait", "waits for a message"))
-    if seen & set(RECEIVES):
+    if messages:
         named.append(("F", "message, pale until it is taken"))
     parts, at = list[str](), LEFT
     for number, (kind, words) in enumerate(named):
