@@ -1,4 +1,8 @@
-"""One replica of torchft as its own example shows it: ``torchft_replica.py REPLICA LIGHTHOUSE MEGABYTES FOLDER``."""
+"""One replica of torchft as its own example shows it: ``torchft_replica.py REPLICA LIGHTHOUSE MEGABYTES FOLDER``.
+
+Gradients are summed by the manager after the backward: the hook of torchft's DistributedDataParallel (0.2.0) ends the
+survivor with an AssertionError when its peer dies.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # the repository's
 
 import torch
 from torch.distributed import TCPStore
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft import Manager, Optimizer, ProcessGroupGloo
 
 from jobs.bench.recovery.peer_net import data_of, model_of, say_step
 
@@ -45,13 +49,15 @@ def main() -> None:
         replica_id=f"replica{replica}",
         hostname="127.0.0.1",
     )
-    model, optimizer = DistributedDataParallel(manager, plain), Optimizer(manager, inner)
+    optimizer = Optimizer(manager, inner)
     while True:
         step = manager.current_step()
         x, y = data_of(width, step)
         optimizer.zero_grad()
-        loss = (model(x)[:, 0] - y).square().mean()
+        loss = (plain(x)[:, 0] - y).square().mean()
         loss.backward()
+        for work in [manager.allreduce(p.grad) for p in plain.parameters() if p.grad is not None]:
+            work.wait()
         optimizer.step()
         if manager.current_step() > step:  # not one that was given up
             say_step(folder / "steps", replica, manager.current_step())
