@@ -19,9 +19,9 @@ from raypipe.cli.clusters import Asked, compared
 from raypipe.cli.common import ConfigFile, Overrides, open_runfile, trainer_of
 from raypipe.errors import ConfigError
 from raypipe.ir.cost import cost_lines, cost_of
-from raypipe.runfile.cluster import read_cluster
 
 if TYPE_CHECKING:
+    from raypipe.ir.cluster import Cluster
     from raypipe.ir.plan import Plan
     from raypipe.ir.profile import Profile
 
@@ -60,7 +60,7 @@ def plan(
             raise ConfigError("--svg and --explain are about one plan: give one --cluster, and no --deadline.")
         typer.echo(compared(cluster, lambda on: trainer.plan(cluster=on, profiled=read), asked, as_json=json))
         return
-    described = read_cluster(cluster[0]) if cluster else None
+    described = _described(cluster[0]) if cluster else None
     made = trainer.plan(cluster=described, profiled=read, explain=explain)
     if svg is not None:
         _draw(made, svg)
@@ -85,6 +85,12 @@ def profile(
         output.write_text(found.to_json(), encoding="utf-8")
         if not json:
             typer.echo(f"wrote {output}")
+
+
+def _described(path: Path) -> Cluster:
+    from raypipe.runfile.cluster import read_cluster
+
+    return read_cluster(path)
 
 
 def _read(path: Path) -> Profile:
