@@ -72,6 +72,12 @@ def _number(title: str, unit: str, query: Query, meaning: str, needs: str = "") 
 
 
 _STEPS = (metric_query("step_seconds", "measured"), metric_query("predicted_step_seconds", "predicted"))
+_MILLION = Query(
+    f"max by (run) (ray_raypipe_cost_per_hour{CHOSEN}) / 0.0036"
+    f" / max by (run) (ray_raypipe_samples_per_second{CHOSEN})",
+    "{{run}}",
+)
+_PRICE = "PipelineConfig(worker_price_per_hour)"
 _SINCE = Query(f"min by (run) (time() - ray_raypipe_last_step_timestamp_seconds{CHOSEN})", "{{run}}")
 _SIZE = (metric_query("num_workers", "workers"), metric_query("num_stages", "stages"))
 _BUCKETS = f"sum by (run, le) (ray_raypipe_recovery_seconds_bucket{CHOSEN})"
@@ -98,6 +104,10 @@ OVERVIEW = Board(
         Panel("Samples per second", "short", (metric_query("samples_per_second"),), "Of the last step."),
         Panel("Computing per step", "s", (metric_query("stage_busy_seconds"),),
               "Stages that differ much are cut badly, or one worker has become slow."),
+        Panel("Cost", "short", (metric_query("cost"), metric_query("cost_per_hour", "an hour")),
+              "In the currency of worker_price_per_hour, with interruptions and earlier submissions.", needs=_PRICE),
+        Panel("Cost of a million samples", "short", (_MILLION,), "At the price and the speed of the moment.",
+              needs=_PRICE),
     ),
 )  # fmt: skip
 

@@ -92,6 +92,8 @@ METRICS: tuple[Metric, ...] = (
            "From a failure that was noticed until all stages are ready again.", boundaries=_SECONDS),
     _counter("lost_steps", "Optimizer steps that had to be done again after a failure."),
     _counter("skipped_steps", "Optimizer steps left out because loss or gradient norm was not finite."),
+    _gauge("cost", "1", RUN, "What the run has cost so far, in the currency of worker_price_per_hour."),
+    _gauge("cost_per_hour", "1", RUN, "What the workers that it holds cost, spares included."),
     _gauge("generation", "1", RUN, "Generation of the plan; it counts re-plans."),
 )  # fmt: skip
 """All of them, in the order of the documents."""

@@ -15,7 +15,7 @@ step_seconds samples_per_second loss grad_norm bubble_fraction steps_total sampl
 running stage_busy_seconds link_bytes_per_second link_wait_seconds link_message_seconds link_bandwidth_bytes_per_second
 codec_ratio group_size num_microbatches weight_versions resident_memory_bytes peak_memory_bytes predicted_memory_bytes
 predicted_step_seconds predicted_bubble_fraction num_stages num_workers retunes_total failures_total failures_allowed
-recovery_seconds lost_steps_total skipped_steps_total generation
+recovery_seconds lost_steps_total skipped_steps_total cost cost_per_hour generation
 """
 
 

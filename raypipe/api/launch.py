@@ -71,6 +71,7 @@ def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = N
         link_checksum=pipeline.link_checksum,
         link_ports=None if pipeline.link_ports == "auto" else pipeline.link_ports,
         driver_grace_s=float(pipeline.driver_grace_s),
+        worker_price_per_hour=pipeline.worker_price_per_hour,
     )
 
 

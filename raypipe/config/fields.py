@@ -97,6 +97,9 @@ class PipelineFields:
             stage twice a second; then it ends itself and gives its place back. Until then the next driver of that name
             can take it over where it stands, if the driver was killed. The driver gives up a stage that it
             cannot reach for as long. Time in which the one who waits is itself starved or stopped does not count.
+        worker_price_per_hour: of renting what one worker runs on, in any currency: the run counts what it costs while
+            it has workers, recoveries, waiting and spares included, in metrics, status, ``cost.json`` and
+            events.jsonl. None counts nothing, and neither do threads.
         verify: "first_step" runs two micro-batches through the model itself and through its stages before training
             begins, while the actors start, and refuses the run where loss, gradients or buffers differ. That needs
             about twice the memory of the model in this process. "off" trains what was captured, unseen.
@@ -137,4 +140,5 @@ class PipelineFields:
     seed: int = 0
     on_nonfinite: str = "stop"
     driver_grace_s: float = 60.0
+    worker_price_per_hour: float | None = None
     verify: str = "first_step"

@@ -127,6 +127,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "seed": _integer(0),
     "on_nonfinite": _one_of("stop", "skip"),
     "driver_grace_s": _seconds(5.0),
+    "worker_price_per_hour": _NONE | _number(0),
     "verify": _one_of("first_step", "off"),
 }
 

@@ -39,6 +39,7 @@ class RunSetup:
         link_checksum: "auto", "on" or "off", see PipelineConfig.
         open_timeout_s: deadline for opening all links.
         driver_grace_s: after which a worker ends itself that hears nothing of its driver.
+        worker_price_per_hour: for the driver, which counts what the run costs; None counts nothing.
         metrics: of evaluations, by name; the last stage computes them.
     """
 
@@ -55,6 +56,7 @@ class RunSetup:
     link_checksum: str = "auto"
     open_timeout_s: float = OPEN_TIMEOUT_S
     driver_grace_s: float = 60.0
+    worker_price_per_hour: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -114,6 +114,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "seed": ({}, [0, 1]),
     "on_nonfinite": ({}, ["stop", "skip"]),
     "driver_grace_s": ({}, [5, 60.0, 90]),
+    "worker_price_per_hour": ({}, [None, 0.5, 3]),
     "verify": ({}, ["first_step", "off"]),
 }
 

@@ -46,6 +46,7 @@ from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.meter import Meter
 from raypipe.runtime.run.planning import first_plan, plan_for
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.resuming import stopped_at
@@ -87,6 +88,7 @@ class _DriverActor:
         self._independent = threading.Event()  # of whoever started the run
         self._kept: list[Any] = []  # copies of parameters that this process owns, until the stages have them
         self._predicted: Timeline | None = None
+        self._meter: Meter | None = None
         self._again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         if self._again:
             threading.Thread(target=self._live, args=(None,), name="raypipe run", daemon=True).start()
@@ -237,10 +239,14 @@ class _DriverActor:
         roster: Sequence[Member] = (),
     ) -> Fleet:
         assert self._place is not None, "the run's folder is known before its stages"
-        return Fleet(
+        fleet = Fleet(
             count, resources, run.transport, run.link_ports, owner, roster,
             lease_s=run.driver_grace_s, tell=partial(self._tell, RunFolder(self._place)),
         )  # fmt: skip
+        if run.worker_price_per_hour is not None:
+            count_workers = lambda: len(fleet.roster)  # noqa: E731
+            self._meter = Meter(self._place, run.worker_price_per_hour, count_workers, held=bool(roster))
+        return fleet
 
     def _recovery(
         self, fleet: Fleet, charter: Charter, made: Assembled, tensors: StoredTensors, growth: Growth | None
@@ -269,7 +275,8 @@ class _DriverActor:
         publishing: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if requests is self._requests:
             publisher = Publisher(spec.name, plan.plan.schedule.wiring.homes)
-            watcher = Published(self._journal, publisher, plan, spec.max_failures, lambda: resident_bytes(fleet.roster))
+            resident = lambda: resident_bytes(fleet.roster)  # noqa: E731
+            watcher = Published(self._journal, publisher, plan, spec.max_failures, resident, self._meter)
             publishing = contextlib.closing(watcher)
             self._journal.begins()
         else:  # it only saves a checkpoint; the run that follows tells everybody of these steps

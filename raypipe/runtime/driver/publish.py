@@ -21,6 +21,7 @@ from raypipe.ir.schedule import Homes
 from raypipe.metrics import METRICS, Kind, Metric, link_name, metric
 from raypipe.planner.control import ControllerDecision
 from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.meter import Meter
 from raypipe.runtime.run.spec import PlanInForce
 from raypipe.runtime.workers.roster import Member
 
@@ -137,6 +138,7 @@ class Published:
         plan: in force, for what is known before its first step.
         max_failures: that the run may survive; -1 is no limit.
         resident_bytes: memory of each worker's process, by the worker's number.
+        meter: counts what the run costs; None where its workers have no price.
     """
 
     def __init__(
@@ -146,10 +148,12 @@ class Published:
         plan: PlanInForce,
         max_failures: int = 0,
         resident_bytes: Callable[[], Mapping[int, int]] = dict,
+        meter: Meter | None = None,
     ) -> None:
         self._journal = journal
         self._publisher = publisher
         self._resident_bytes, self._peaks = resident_bytes, dict[int, int]()
+        self._meter = meter
         self._closed = threading.Event()
         publisher.event("running")
         publisher.event("last_step_timestamp_seconds", time.time())  # a first step that never ends counts from here
@@ -166,10 +170,14 @@ class Published:
         self._closed.set()
         self._thread.join()
         self._publisher.event("running", 0.0)
+        if self._meter is not None:
+            self._spent()
+            self._meter.close()
 
     def _repeat(self) -> None:
         while not self._closed.wait(REPEAT_S):
             self._memory()
+            self._spent()
             self._publisher.repeat()
 
     def planned(self, plan: PlanInForce) -> None:
@@ -209,6 +217,13 @@ class Published:
             self._publisher.event("retunes")
             self._publisher.event("group_size", decision.choice.spec.group_size)
             self._publisher.event("num_microbatches", decision.choice.num_microbatches)
+
+    def _spent(self) -> None:
+        if self._meter is not None:
+            cost = self._meter.read().cost
+            self._publisher.event("cost", cost)
+            self._publisher.event("cost_per_hour", self._meter.per_hour)
+            self._journal.tell(cost=cost)
 
     def _memory(self) -> None:
         held = self._resident_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from raypipe.ir.cost import human_price
 from raypipe.ir.report import StepRecord
 
 __all__ = ["RunStatus", "State"]
@@ -26,6 +27,7 @@ class RunStatus:
         schedule: that the last step ran with, where the controller may turn it.
         retunes: times that it turned something in this submission.
         message: what it waits for while it starts, why it stopped or failed, or what it cannot write at the moment.
+        cost: so far, in the currency of PipelineConfig(worker_price_per_hour); None where that is not given.
         stages: host, process id and versions of each worker, which holds one stage or several.
     """
 
@@ -43,6 +45,7 @@ class RunStatus:
     schedule: str = ""
     retunes: int = 0
     message: str = ""
+    cost: float | None = None
     stages: tuple[dict[str, Any], ...] = ()
 
     @property
@@ -71,6 +74,8 @@ class RunStatus:
             parts.append(f"left {minutes}:{seconds:02d}")
         if self.schedule:
             parts.append(f"{self.schedule}, retuned {self.retunes} times")
+        if self.cost is not None:
+            parts.append(f"cost {human_price(self.cost)}")
         if self.checkpoint:
             parts.append(f"checkpoint {self.checkpoint}")
         if self.message:
