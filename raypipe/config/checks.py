@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from raypipe.config.fields import Auto, PipelineFields
 from raypipe.errors import ConfigError
+from raypipe.ir.precision import PRECISIONS
 from raypipe.ir.schedule_spec import KINDS, ScheduleKind, kinds_to_search, takes
 
 __all__ = ["check_together"]
@@ -32,6 +33,7 @@ def check_together(config: PipelineFields) -> None:
     _check_slack(config.slack, config.schedule, config.num_stages)
     _check_weights(config)
     _check_skipping(config)
+    _check_precision(config)
     _check_chunked(config)
     _check_codecs(config)
     _check_retuning(config)
@@ -154,6 +156,16 @@ def _check_skipping(config: PipelineFields) -> None:
             f"on_nonfinite='skip' is not possible with schedule={config.schedule!r}: its stages update without waiting "
             "for each other, so that some have taken a step before another one finds that it is not finite. Take a "
             "synchronous schedule, such as '1f1b', or leave on_nonfinite out for 'stop'."
+        )
+
+
+def _check_precision(config: PipelineFields) -> None:
+    """A scale of the loss that all stages move in the same step, or none."""
+    if PRECISIONS[config.precision].scaled and not _kind(config).synchronous:
+        raise ConfigError(
+            f"precision={config.precision!r} is not possible with schedule={config.schedule!r}: its stages update "
+            "without waiting for each other, so that some have taken a step before another one finds that gradients "
+            "overflowed. Take precision='bf16', or a synchronous schedule, such as '1f1b'."
         )
 
 

@@ -73,7 +73,9 @@ class PipelineFields:
         precision: what forwards and backwards compute in; parameters, sums of gradients and the optimizer's state are
             fp32 in all of them. "bf16" converts parameters, buffers and floating-point inputs of the model, as
             model.to(torch.bfloat16) does, but not the target of a loss_fn; "bf16-autocast" runs forwards and the loss
-            under torch.autocast(cache_enabled=False).
+            under torch.autocast(cache_enabled=False). "fp16" is as "bf16" in fp16, with a loss that is scaled as
+            torch.amp.GradScaler does by default: a step whose gradients overflow is left out on all stages, and the
+            scale halved. At a scale of 1 ``on_nonfinite`` decides.
         max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before
             every step; None leaves it. Where updates come more often than once per num_stages micro-batches, each
             stage clips its own to this times the root of its share of the parameters.

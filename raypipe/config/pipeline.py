@@ -33,7 +33,7 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8"),
     "codec_backward": ("none", "bf16", "fp16", "int8"),
-    "precision": ("fp32", "bf16", "bf16-autocast"),
+    "precision": tuple(PRECISIONS),
 }
 """Values this release runs besides "auto"; a field that is not listed runs with every allowed value.
 

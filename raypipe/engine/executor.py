@@ -144,6 +144,7 @@ class Executor:
         self._segment = segment
         synchronous = segment.update_interval is None
         whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
+        whole |= any(work.program.precision.scaled for work in self.works.values())
         assert not (alone and synchronous and whole), "clipping and skipping need the whole norm"
         self._alone = alone
         for work in self.works.values():

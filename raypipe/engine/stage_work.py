@@ -18,6 +18,7 @@ from raypipe.engine.codec.choice import message_bytes
 from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.in_flight import InFlight
+from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.meter import Meter
 from raypipe.engine.microbatch import Weights
 from raypipe.engine.randomness import RandomKey
@@ -306,7 +307,8 @@ class StageWork:
     def _seed(self, weight: float, dtype: torch.dtype) -> torch.Tensor:
         key = (weight, dtype)
         if key not in self._seed_tensors:
-            self._seed_tensors[key] = torch.tensor(weight, dtype=dtype)
+            scale = LossScale(self.state).value if self.program.precision.scaled else 1.0
+            self._seed_tensors[key] = torch.tensor(scale, dtype=dtype) * weight
         return self._seed_tensors[key]
 
     def loss(self, part: int | None = None) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ import math
 import torch
 
 from raypipe.engine.gradients import GradientSink
+from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.norms import total_norm
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
@@ -47,6 +48,7 @@ class Update:
         self._waits = False  # whether this one is put off
         self._skips = settings.on_nonfinite == "skip"
         self._skipped = 0  # steps since the last one that was taken
+        self._scale_of_loss = LossScale(state) if program.precision.scaled else None
         self.lr: float | None = None
         """Learning rate of the first group in the last step."""
 
@@ -57,7 +59,12 @@ class Update:
         return not self._waits
 
     def average(self) -> None:
-        """Every ``parameter.grad`` is a sum over this update and those put off before it: make it their mean."""
+        """Every ``parameter.grad`` is a sum over this update and those put off before it: make it their mean.
+
+        A scaled loss is none from here on.
+        """
+        if self._scale_of_loss is not None and self._state.optimizer is not None:
+            self._scale(1.0 / self._scale_of_loss.value)
         if self._put_off:
             self._scale(1.0 / (1 + self._put_off))
             self._put_off = 0
@@ -98,6 +105,9 @@ class Update:
         if total is None:
             self._advance_scheduler()
             return False
+        if self._overflowed(total):
+            self._sink.reset()
+            return True
         if not torch.isfinite(total) or not (loss is None or torch.isfinite(loss)):
             self._skipped += self._skips
             if not 0 < self._skipped < MOST_SKIPPED:
@@ -116,6 +126,15 @@ class Update:
         self._advance_scheduler()
         self._sink.reset()
         return False
+
+    def _overflowed(self, total: torch.Tensor) -> bool:
+        """Move the loss scale; whether it was too large for this step. At 1 it is to blame for nothing."""
+        if self._scale_of_loss is None:
+            return False
+        finite = bool(torch.isfinite(total))
+        to_blame = not finite and (self._state.optimizer is None or self._scale_of_loss.value > 1.0)
+        self._scale_of_loss.move(overflowed=not finite)
+        return to_blame
 
     def _advance_scheduler(self) -> None:
         """Put-off updates count too, so that the learning rate is the same on every stage."""

@@ -54,6 +54,7 @@ def emulate(
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     reduction: str = "mean",
     max_grad_norm: float | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Emulated:
     """Train a copy of the model.
 
@@ -64,10 +65,13 @@ def emulate(
         make_scheduler: its scheduler steps once per update.
         reduction: "mean" weighs a micro-batch by its share of the update's samples, "sum" by 1.
         max_grad_norm: None leaves gradients as they are.
+        dtype: forwards and backwards compute in it, with copies of the weights; None for that of the model.
     """
     model = copy.deepcopy(model).train()
     bounds = [0, *cuts, len(model)]
     stages = [model[a:b] for a, b in itertools.pairwise(bounds)]
+    used = model if dtype is None else copy.deepcopy(model).to(dtype)
+    using = [used[a:b] for a, b in itertools.pairwise(bounds)]
     trained = [[(name, p) for name, p in stage.named_parameters() if p.requires_grad] for stage in stages]
     optimizers = [make_optimizer(named) for named in trained if named]
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
@@ -81,12 +85,14 @@ def emulate(
                 group = fill.microbatches[first : first + every]
                 total = 0.0
                 for k, (inputs, targets) in enumerate(group, start=first):
-                    for index, stage in enumerate(stages):
+                    for index, stage in enumerate(using):
                         _load(stage, versions[index][0 if fill.synchronous else mode.version(index, k)])
-                    loss = loss_fn(model(inputs), targets)
+                    loss = loss_fn(used(_converted(inputs, dtype)), targets)
                     if reduction == "mean":
                         loss = loss * (len(inputs) / sum(len(x) for x, _ in group))
                     loss.backward()
+                    if used is not model:
+                        _add_gradients(used, model)
                     total += float(loss.detach())
                 for stage, history in zip(stages, versions, strict=True):
                     _load(stage, history[-1])
@@ -112,6 +118,19 @@ def _load(stage: nn.Module, weights: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for parameter, saved in zip(stage.parameters(), weights, strict=True):
             parameter.copy_(saved)
+
+
+def _converted(inputs: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return inputs if dtype is None or not inputs.is_floating_point() else inputs.to(dtype)
+
+
+def _add_gradients(used: nn.Module, model: nn.Module) -> None:
+    """To sums in the type of the model."""
+    for low, parameter in zip(used.parameters(), model.parameters(), strict=True):
+        if low.grad is not None:
+            found = low.grad.to(parameter.dtype)
+            parameter.grad = found if parameter.grad is None else parameter.grad + found
+            low.grad = None
 
 
 def _clip(stages: list[list[nn.Parameter]], limit: float | None, together: bool) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Plain(NamedTuple):
-    """What came of it; norms before clipping, gradients as the optimizer saw them."""
+    """What came of it; norms before clipping, gradients as the optimizer saw them, the scale after each step."""
 
     losses: list[float]
     norms: list[float]
@@ -63,7 +63,6 @@ def train_plain(
                 wide = grad.float()
                 p.grad = wide.clone() if p.grad is None else p.grad + wide
         scaler.unscale_(stepper)
-        found.scales.append(scaler.get_scale())
         parameters = [p for _, p in named]
         if max_grad_norm is None:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -77,5 +76,6 @@ def train_plain(
             found.gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
         scaler.step(stepper)
         scaler.update()
+        found.scales.append(scaler.get_scale())
     found.parameters.update({name: p.detach().clone() for name, p in named})
     return found

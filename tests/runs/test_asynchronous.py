@@ -89,6 +89,7 @@ class Setup:
     reduction: str = "mean"
     drain_every: int | None = None
     recompute: str = "auto"
+    precision: str = "fp32"
 
     @property
     def mode(self) -> Mode:
@@ -118,6 +119,7 @@ def trained(setup: Setup, folder: Path) -> Tensors:
             max_grad_norm=setup.max_grad_norm,
             checkpoint_interval_steps=setup.drain_every or "auto",
             recompute=setup.recompute,
+            precision=setup.precision,
             **POLICIES[setup.policy].fields,
         ),
         run_config=SimpleNamespace(name="run", storage_path=str(folder)),
@@ -147,6 +149,7 @@ def emulated(setup: Setup, mode: Mode | None = None) -> Emulated:
         make_scheduler=decay,
         reduction=setup.reduction,
         max_grad_norm=setup.max_grad_norm,
+        dtype=torch.bfloat16 if setup.precision == "bf16" else None,
     )
 
 
@@ -196,6 +199,18 @@ def test_clipping(tmp_path: Path, stages: int, policy: str, optimizer: str, apar
     unclipped = emulated(Setup("transformer", stages, policy, optimizer, "ragged epochs"))
     assert unequal(dict(unclipped.parameters), wanted), "the limit has no effect"
     assert unequal(trained(setup, tmp_path), wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("net", "policy", "recompute"),
+    [("mlp", "stashing", "auto"), ("transformer", "2bw", "auto"), ("transformer", "vertical sync", "always")],
+)
+def test_in_bf16(tmp_path: Path, net: str, policy: str, recompute: str) -> None:
+    """Versions of bf16 leaves, beside parameters in fp32."""
+    setup = Setup(net, 3, policy, "adamw", "ragged epochs", recompute=recompute)
+    low = replace(setup, precision="bf16")
+    assert unequal(trained(low, tmp_path), emulated(low)) == []
+    assert len(unequal(dict(emulated(setup).parameters), emulated(low))) > 3, "the precision does nothing"
 
 
 @pytest.mark.parametrize("policy", ["stashing", "two versions", "2bw"])

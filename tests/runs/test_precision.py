@@ -14,7 +14,12 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.engine import loss_scale
+from raypipe.engine.checkpoint import open_checkpoint
 from raypipe.engine.data import open_data
+from raypipe.engine.storage import Place
+from raypipe.errors import CaptureError, ConfigError
+from raypipe.testing import reference
 from tests.exactness import Recorder, same_bits
 from tests.runs.plain_precision import Plain, train_plain
 
@@ -103,8 +108,14 @@ def faults(model: nn.Module, folder: Path, plain: Plain, steps: int = STEPS, **f
     """Train it in threads; what differs from plain PyTorch."""
     recorder = Recorder(torch.optim.AdamW, lr=1e-2)
     result = trainer(model, folder, recorder, **fields).fit(num_steps=steps, local=True, progress=False)
-    found = [] if [r.loss for r in result.records] == plain.losses else ["losses"]
-    found += [] if [r.grad_norm for r in result.records] == plain.norms else ["norms"]
+    return differences(result, recorder, plain, folder)
+
+
+def differences(result: Any, recorder: Recorder, plain: Plain, folder: Path) -> list[str]:
+    records = result.records[-len(plain.losses) :]
+    found = [] if list(map(repr, plain.losses)) == [repr(r.loss) for r in records] else ["losses"]
+    found += [] if list(map(repr, plain.norms)) == [repr(r.grad_norm) for r in records] else ["norms"]
+    found += [] if plain.skipped == [r.step for r in records if r.skipped] else ["skipped steps"]
     if len(recorder.steps) != len(plain.gradients):
         found.append(f"{len(recorder.steps)} steps")
     for step, (one, other) in enumerate(zip(recorder.steps, plain.gradients, strict=False)):
@@ -138,3 +149,138 @@ def test_equal_to_plain_pytorch(precision: str, make: Any, fields: dict[str, Any
     assert faults(model, tmp_path, plain, precision=precision, **fields) == []
     other = plainly(model, "fp32")
     assert other.losses != plain.losses, "the precision does nothing"
+
+
+class _Burst(torch.autograd.Function):
+    """Numbers as they are; their gradient is infinite where one of them is large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.large = bool((x.abs() > 100.0).any())
+        return x.clamp(-100.0, 100.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * float("inf") if ctx.large else gradient
+
+
+class Burst(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Burst.apply(x)
+
+
+def planted() -> nn.Module:
+    """Only what learns before the burst, in the first stage, gets gradients that overflow."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(6, 16), Burst(), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.ReLU(),
+        nn.Linear(16, 3),
+    )  # fmt: skip
+
+
+def planted_data(steps: Sequence[int]) -> TensorDataset:
+    """One large sample in the mini-batch of each of these steps."""
+    data = data_of(nn.Sequential(), 80)
+    order = open_data(TensorDataset(torch.arange(len(data))), seed=0)
+    for step in steps:
+        (numbers,) = order.read(0, step * MINIBATCH + 5, 1, (0,))
+        data.tensors[0][int(numbers), 1] = 3000.0
+    return data
+
+
+def scales_in(folder: Path) -> set[tuple[float, int]]:
+    """Of all optimizers' groups in the newest checkpoint: the loss scale, and steps since it moved."""
+    newest = max((folder / "run" / "checkpoints").iterdir())
+    manifest = open_checkpoint(Place.of(str(newest))).manifest
+    groups = [group for entry in manifest.stages for group in entry.groups]
+    return {(float(group.options["loss_scale"]), int(group.options["loss_scale_steps"])) for group in groups}
+
+
+@pytest.mark.parametrize("fields", SCHEDULES[:4:3], ids=lambda f: "-".join(str(v) for v in f.values()))
+@pytest.mark.parametrize("make", [words, children])
+def test_fp16_equals_plain_pytorch_with_its_grad_scaler(make: Any, fields: dict[str, Any], tmp_path: Path) -> None:
+    model = make()
+    plain = plainly(model, "fp16")
+    assert len(plain.gradients) >= 2
+    assert faults(model, tmp_path, plain, precision="fp16", **fields) == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_all_stages_skip_where_gradients_of_one_overflow(
+    schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without clipping, so that nothing but the scale asks for the norm of all; the run is cut in two by a resume."""
+    monkeypatch.setattr(loss_scale, "PATIENCE", 2)
+    model, data = planted(), planted_data([2, 5])
+    fields = {"precision": "fp16", "schedule": schedule, "num_stages": 3, "max_grad_norm": None}
+    plain = train_plain(
+        model, of_classes, microbatches_of(data, 8), adamw, "fp16", init_scale=2.0**16, growth_interval=2
+    )
+    assert {2, 5} < set(plain.skipped)
+    recorder = Recorder(torch.optim.AdamW, lr=1e-2)
+    trainer(model, tmp_path, recorder, data, **fields).fit(num_steps=4, local=True, progress=False)
+    again = Recorder(torch.optim.AdamW, lr=1e-2)
+    result = trainer(model, tmp_path, again, data, **fields).fit(num_steps=8, local=True, progress=False)
+    recorder.steps += again.steps
+    assert differences(result, recorder, plain, tmp_path) == []
+    ((scale, _),) = scales_in(tmp_path)
+    assert scale == plain.scales[-1]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"precision='fp16'.*schedule='pipedream'.*precision='bf16'"):
+        PipelineConfig(precision="fp16", schedule="pipedream")
+    normed = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    with pytest.raises(CaptureError, match=r"'1.running_mean'.*precision='bf16-autocast'"):
+        trainer(normed, tmp_path, precision="bf16").plan()
+    with pytest.raises(CaptureError, match=r"'net.1.running_mean'.*precision='bf16-autocast'"):
+        trainer(Traced(normed), tmp_path, precision="fp16", data=data_of(children())).plan()
+    with pytest.raises(CaptureError, match=r"'0.weight' is of torch.float64.*model.float\(\)"):
+        trainer(children().double(), tmp_path, precision="bf16").plan()
+    frozen = children()
+    frozen[5:].requires_grad_(requires_grad=False)
+    with pytest.raises(CaptureError, match=r"the loss scale .* last stage.*precision='bf16'"):
+        trainer(frozen, tmp_path, precision="fp16", partitioner=["5"]).plan()
+
+
+def test_the_model_stays_as_it_was(tmp_path: Path) -> None:
+    """Capture and verify convert it, and give it back."""
+    model = words()
+    before = {name: (id(x), x.clone()) for name, x in model.state_dict(keep_vars=True).items()}
+    trainer(model, tmp_path, precision="bf16").fit(num_steps=1, local=True, progress=False)
+    after = model.state_dict(keep_vars=True)
+    assert [n for n, (held, x) in before.items() if held != id(after[n]) or not same_bits(x, after[n])] == []
+
+
+def test_the_reference_is_of_fp32() -> None:
+    with pytest.raises(ConfigError, match=r"precision='bf16'"):
+        reference(
+            children(), optimizer=adamw, train_data=data_of(children()), num_steps=1, loss_fn=of_classes,
+            pipeline=PipelineConfig(precision="bf16", num_microbatches=4),
+        )  # fmt: skip
+
+
+class Traced(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class Switching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            h = self.one(x)
+        return self.other(h)
+
+
+def test_autocast_that_a_model_switches_off_is_refused(tmp_path: Path) -> None:
+    made = trainer(Switching(), tmp_path, precision="bf16-autocast", data=data_of(children()))
+    with pytest.raises(CaptureError, match=r"switches autocast off inside forward.*precision='bf16'"):
+        made.plan()

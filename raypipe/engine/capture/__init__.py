@@ -30,6 +30,7 @@ from raypipe.engine.capture.loss_terms import LossTerms, loss_terms, return_part
 from raypipe.engine.capture.recipe import Loss, ModelRecipe, TracedRecipe
 from raypipe.engine.capture.sequential import (
     SequentialModel,
+    changed_buffers,
     is_plain_sequential,
     sequential_children,
     sequential_graph,
@@ -167,7 +168,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
             found = _children_captured(model, taken, about)
         else:
             found = _traced(model, taken, about)
-    _refuse_rounded(found, buffers, precision)
+    _refuse_rounded(model, found, example, precision)
     numels = {name: parameter.numel() for name, parameter in named.items()}
     trainable = frozenset(named) - about.frozen
     recipe = ModelRecipe(
@@ -194,7 +195,7 @@ class _About(NamedTuple):
     asked: Sequence[Any]
 
 
-def _refuse_rounded(found: _Found, buffers: Mapping[str, torch.Tensor], precision: Precision) -> None:
+def _refuse_rounded(model: nn.Module, found: _Found, example: Any, precision: Precision) -> None:
     """Statistics in 16 bits would lose the small changes that they are made of."""
     if not precision.leaves:
         return
@@ -202,8 +203,8 @@ def _refuse_rounded(found: _Found, buffers: Mapping[str, torch.Tensor], precisio
     if isinstance(source, TracedModel):
         changing = {source.train.traced.buffers[node] for node in source.train.changing_buffers}
     else:
-        changing = {name for child in source.train for name in child.changes}
-    wrong = sorted(name for name in changing if buffers[name].is_floating_point())
+        changing = changed_buffers(model, example[0])
+    wrong = sorted(name for name, x in model.named_buffers() if name in changing and x.is_floating_point())
     if wrong:
         raise CaptureError(
             f"precision={precision.name!r} would keep {wrong[0]!r}, which every forward changes a little, in "

@@ -155,12 +155,18 @@ class ModelRecipe:
         )
         read = {name for function in (*trains, *(evals or ())) for name in function.buffers}
         unread = [name for name in self.buffers if name not in read]  # kept by stage 0
-        return tuple(
+        programs = tuple(
             self._program(
                 shared, index, train, None if evals is None else evals[index], holders, () if index else unread
             )
             for index, train in enumerate(trains)
         )
+        if self.precision.scaled and not programs[-1].trainable:
+            raise CaptureError(
+                f"precision={self.precision.name!r} keeps the loss scale with the optimizer of the last stage, which "
+                "has nothing to train here. Move the last cut before a layer that learns, or take precision='bf16'."
+            )
+        return programs
 
     def _first_trainable(self, holders: Mapping[str, Sequence[int]], used: Container[str]) -> int:
         """The lowest stage with a parameter that learns."""

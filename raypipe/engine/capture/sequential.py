@@ -33,7 +33,14 @@ from raypipe.errors import CaptureError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from raypipe.ir.precision import FP32, Precision
 
-__all__ = ["Child", "SequentialModel", "is_plain_sequential", "sequential_children", "sequential_graph"]
+__all__ = [
+    "Child",
+    "SequentialModel",
+    "changed_buffers",
+    "is_plain_sequential",
+    "sequential_children",
+    "sequential_graph",
+]
 
 
 def is_plain_sequential(model: nn.Module) -> bool:
@@ -190,6 +197,17 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
         CaptureError: a child returns something other than one tensor.
     """
     return _children(model, example.clone(), training=True), _children(model, example.clone(), training=False)
+
+
+def changed_buffers(model: nn.Module, example: torch.Tensor) -> set[str]:
+    """Names of the buffers that are others after a forward in training; by value, which says more than torch counts."""
+    if not any(buffer.is_floating_point() for buffer in model.buffers()):
+        return set()
+    trial = copy_of(model).train()
+    before = {name: buffer.clone() for name, buffer in trial.named_buffers()}
+    with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)):
+        contextvars.copy_context().run(trial, example.clone())
+    return {name for name, buffer in trial.named_buffers() if not torch.equal(buffer, before[name])}
 
 
 def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) -> list[Child]:

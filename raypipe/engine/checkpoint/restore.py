@@ -18,6 +18,7 @@ from raypipe.engine.checkpoint.manifest import OptionGroup
 from raypipe.engine.checkpoint.source import Kept, StateSource, opened
 from raypipe.engine.checkpoint.tensor_table import TensorInfo
 from raypipe.engine.checkpoint.values import decode
+from raypipe.engine.loss_scale import OPTIONS as OF_LOSS_SCALE
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
 from raypipe.engine.storage import Place
@@ -218,7 +219,9 @@ def _kept_options(group: OptionGroup, fresh: FreshOptions, defaults: Collection[
     """The saved group without the options that were changed since."""
     if not (fresh.names or fresh.scheduled or fresh.every):
         return group
-    kept = {name: value for name, value in group.options.items() if not fresh.takes(name, defaults)}
+    kept = {
+        name: value for name, value in group.options.items() if name in OF_LOSS_SCALE or not fresh.takes(name, defaults)
+    }
     return OptionGroup(group.optimizer, kept, group.parameters)
 
 
