@@ -73,6 +73,7 @@ def reference(
     lr_scheduler: MakeScheduler | None = None,
     pipeline: PipelineConfig | None = None,
     microbatches_by_step: Sequence[int] = (),
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Reference:
     """Train a deep copy of the model eagerly; the arguments are those of PipelineTrainer.
 
@@ -96,7 +97,7 @@ def reference(
         )
     key_checkpoints()
     trained = copy_of(model if isinstance(model, torch.nn.Module) else model()).train()
-    source = open_data(train_data, seed=config.seed)
+    source = open_data(train_data, seed=config.seed, collate=collate_fn)
     minibatch_size, microbatch_size = _sizes(config, source.num_samples)
     reduction = _reduction(trained, source, loss_fn, config)
     named = [(name, p) for name, p in trained.named_parameters() if p.requires_grad]

@@ -74,6 +74,7 @@ ROOMS = (
     "doctor",
     "dashboards",
     "report",
+    "data",
     "api",
     "cli",
 )
@@ -114,7 +115,11 @@ PARTS = {
 }
 
 # One file may reach for one package more.
-EXTRA = {"engine/codec/arrays.py": ("cupy",), "api/notebook.py": ("IPython",)}
+EXTRA = {
+    "engine/codec/arrays.py": ("cupy",),
+    "api/notebook.py": ("IPython",),
+    "data/images.py": ("PIL",),
+}
 
 
 def layer_of(module: str) -> str:

@@ -142,7 +142,7 @@ def evaluating(job: Job, data: Any) -> Job:
     Raises:
         DataError: the data lacks a column of train_data.
     """
-    source = open_data(data, seed=job.settings.seed, shuffle=False)
+    source = open_data(data, seed=job.settings.seed, shuffle=False, collate=job.collate)
     check_columns(tuple(job.example), source, "data")
     return dataclasses.replace(job, sources={**job.sources, "eval": source})
 
@@ -160,7 +160,7 @@ def predicting(job: Job, data: Any) -> Job:
             "compute nothing else. Give the trainer a loss_fn and a model that returns its output, or load the "
             "checkpoint into the model: model.load_state_dict(raypipe.load_state_dict(checkpoint))."
         )
-    source = open_data(data, seed=job.settings.seed, shuffle=False)
+    source = open_data(data, seed=job.settings.seed, shuffle=False, collate=job.collate)
     wanted: list[Any] = [column for program in job.programs if program.eval for column in program.eval.columns]
     count = 1 + max(wanted, default=-1)  # with a loss_fn columns are numbers
     if len(source.columns) < count:

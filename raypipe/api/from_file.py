@@ -59,6 +59,7 @@ def make_trainer(run: RunFile, *, planning: bool = False) -> Any:
         scaling_config=_places(run) if planning else _ray_config(run, ("scaling_config",), "ScalingConfig"),
         run_config=None if planning else _ray_config(run, ("run_config",), "RunConfig"),
         metrics=_metrics(run),
+        collate_fn=_judge(run, ("collate_fn",), values["collate_fn"], 1) if "collate_fn" in values else None,
         early_stopping=EarlyStopping(**values["early_stopping"]) if "early_stopping" in values else None,
         resume=None if planning else values.get("resume"),
         init_from=None if planning else values.get("init_from"),
@@ -95,10 +96,13 @@ def _metrics(run: RunFile) -> dict[str, Any] | None:
     return given and {name: _judge(run, ("metrics", name), setting) for name, setting in given.items()}
 
 
-def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Any:
-    """A function of output and target; a class, such as torch.nn:CrossEntropyLoss, is meant to be made first."""
+def _judge(run: RunFile, path: KeyPath, setting: dict[str, Any], taking: int = 2) -> Any:
+    """A function of so many arguments, by default output and target.
+
+    A class, such as torch.nn:CrossEntropyLoss, is meant to be made first.
+    """
     target = _imported(run, path, setting)
-    bound = _bind(run, path, setting, taking=0 if isinstance(target, type) else 2)
+    bound = _bind(run, path, setting, taking=0 if isinstance(target, type) else taking)
     return bound() if isinstance(target, type) else bound
 
 

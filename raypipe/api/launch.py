@@ -13,6 +13,7 @@ from raypipe.api.init_from import InitialWeights
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import worker_range
+from raypipe.engine.loader import batch_size_of
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.meter import check_metrics
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -34,10 +35,12 @@ __all__ = [
     "failures_of",
     "generation_setup",
     "local_fleet",
+    "places_of",
     "policy_of",
     "refuse_in_threads",
     "refuse_replicas",
     "run_setup",
+    "sized_by",
     "steps_of",
 ]
 
@@ -141,6 +144,25 @@ def evaluations_of(
                 "eval_interval_steps=...) and, for what is not the loss, metrics={...}."
             )
     return EvaluationPolicy(pipeline.eval_interval_steps, names, early_stopping)
+
+
+def places_of(job: Job, num_workers: int | None, run: Any) -> int:
+    """Workers that a cluster of our own must have room for: those of the plan, and spares.
+
+    Args:
+        num_workers: that scaling_config offers.
+    """
+    return max(job.num_workers, (num_workers if failures_of(run) else None) or 0)
+
+
+def sized_by(train_data: Any, pipeline: PipelineConfig) -> PipelineConfig:
+    """With the mini-batches of a DataLoader, where train_data is one.
+
+    Raises:
+        ConfigError: it says another size than the pipeline.
+    """
+    size = batch_size_of(train_data, pipeline.minibatch_size)
+    return pipeline if size == pipeline.minibatch_size else dataclasses.replace(pipeline, minibatch_size=size)
 
 
 def steps_of(job: Job, num_steps: int | None, num_epochs: int | None) -> int:

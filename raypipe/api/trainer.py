@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from raypipe.api.signals import stopping_on_signals
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import check_ray_settings, most_workers, worker_range
+from raypipe.engine.loader import notes_on
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
@@ -61,10 +62,10 @@ class PipelineTrainer:
         loss_fn: (output, target) -> scalar; None where the model returns its own loss.
         optimizer: ([(name, parameter), ...]) -> torch optimizer; every stage makes one for its own parameters.
         lr_scheduler: (optimizer) -> scheduler; it steps once per optimizer step.
-        train_data, eval_data: Parquet or Arrow path, pyarrow.dataset, or a torch map-style Dataset. A sample is a
-            tuple (input, ..., target) with a loss_fn, otherwise columns that become the model's arguments. A Dataset
-            may draw random numbers: torch's, numpy's and Python's global generators are seeded by (seed, epoch, row)
-            around each item, under one lock of the process. Items that still come differently each time are refused.
+        train_data, eval_data: path of Parquet or Arrow, pyarrow.dataset, map-style Dataset or DataLoader of torch. A
+            sample is a tuple (input, ..., target) with a loss_fn, otherwise columns that become the model's arguments.
+            Items may draw random numbers: torch's, numpy's and Python's global generators are seeded by (seed, epoch,
+            row) around each item, under one lock of the process. Items that come differently each time are refused.
         pipeline: see PipelineConfig.
         scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages, or a pair of the least
             and the most of a run that grows; resources_per_worker is what each takes of the cluster.
@@ -74,6 +75,7 @@ class PipelineTrainer:
         resume: what happens where that folder has a run: None goes on if it is the same run and refuses, naming every
             difference, if it is not; True goes on with what may change (options of the optimizer, scheduler, clipping,
             schedule); False begins anew in ``<name>-2``, ``<name>-3`` and so on.
+        collate_fn: makes a batch of a list of items of a Dataset; it is called with those of a mini-batch.
         metrics: by name, (output, target) -> a number, or (total, count), or an object of torchmetrics; evaluations
             tell them as eval_<name>. Without a loss_fn they are given what the model returns, and the batch.
         early_stopping: see EarlyStopping.
@@ -98,6 +100,7 @@ class PipelineTrainer:
         pipeline: PipelineConfig | None = None,
         scaling_config: Any = None,
         run_config: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
         early_stopping: EarlyStopping | None = None,
         resume: bool | None = None,
@@ -105,7 +108,7 @@ class PipelineTrainer:
         callbacks: Sequence[Any] = (),
     ) -> None:
         check_arguments(model, loss_fn, optimizer, lr_scheduler, train_data, pipeline)
-        self._pipeline = pipeline or PipelineConfig()
+        self._pipeline = launch.sized_by(train_data, pipeline or PipelineConfig())
         self._evaluations = launch.evaluations_of(
             self._pipeline, metrics, early_stopping, evaluates=eval_data is not None
         )
@@ -118,7 +121,7 @@ class PipelineTrainer:
         survives = launch.failures_of(run_config) != 0
         self._arguments = Arguments(
             self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, survives, metrics,
-            early_stopping,
+            early_stopping, collate_fn,
         )  # fmt: skip
         if resume not in (None, True, False) or (resume and getattr(run_config, "name", None) is None):
             raise ConfigError(
@@ -293,7 +296,7 @@ class PipelineTrainer:
             job = prepare(self._arguments, self._continued(), self._num_workers())
             if self._weights is not None:
                 job = job.noting(self._weights.note(getattr(self._run, "name", None), self._resume))
-            self._job = job
+            self._job = functools.reduce(Job.noting, notes_on(self._arguments.train_data), job)
         return self._job
 
     def _continued(self) -> PipelineConfig:
@@ -334,17 +337,14 @@ class PipelineTrainer:
 
         self._check_travel()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(connected(self._places(job), self._resources(), detached=detached))
+            stack.enter_context(
+                connected(launch.places_of(job, self._num_workers(), self._run), self._resources(), detached=detached)
+            )
             connected_to_ray()  # which takes signals for itself
-            check = partial(self._check, job)
+            check = functools.partial(self._check, job)
             line = start_run(blueprint, job.tensors, self._resources(), check, detached=detached)
             return RunHandle(blueprint.spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
-
-    def _places(self, job: Job) -> int:
-        """Workers that a cluster of our own must have room for: those of the plan, and spares."""
-        offered = self._num_workers() if launch.failures_of(self._run) else None
-        return max(job.num_workers, offered or 0)
 
     def _check(self, job: Job) -> None:
         """The model against its stages, once for every plan."""

@@ -2,6 +2,7 @@
 
     cli/train.py     train                    from a YAML file
     cli/plan.py      plan, profile            from a YAML file, for here or for a described cluster
+    cli/data.py      data                     the first batch of a YAML file
     cli/simulate.py  simulate                 a YAML file, or a schedule on paper
     cli/runs.py      list                     the runs of a folder
                      status, stop, resize, trace, report   of a run, by its name or folder
@@ -23,6 +24,7 @@ import typer
 
 from raypipe import __version__
 from raypipe.cli.dashboards import app as dashboards
+from raypipe.cli.data import data
 from raypipe.cli.doctor import doctor
 from raypipe.cli.export import export
 from raypipe.cli.plan import plan, profile
@@ -47,7 +49,7 @@ def root() -> None:
     """Pipelines of Ray actors that adapt and survive."""
 
 
-for _verb in (train, plan, profile, simulate, status, stop, resize, trace, report, export, doctor, probe):
+for _verb in (train, plan, profile, data, simulate, status, stop, resize, trace, report, export, doctor, probe):
     app.command()(_verb)
 app.command("list")(list_runs)
 app.add_typer(dashboards, name="dashboards")

@@ -20,6 +20,8 @@ import pyarrow.fs
 import torch
 
 from raypipe.engine.arrow_source import ArrowSource, survey
+from raypipe.engine.collate import Collate
+from raypipe.engine.loader import taken_over
 from raypipe.engine.map_source import MapSource
 from raypipe.errors import DataError
 
@@ -62,31 +64,49 @@ class Source(Protocol):
         """
 
 
-def open_data(source: Any, *, seed: int, shuffle: bool = True, rows_per_window: int | None = None) -> Source:
+def open_data(
+    source: Any,
+    *,
+    seed: int,
+    shuffle: bool = True,
+    rows_per_window: int | None = None,
+    collate: Collate | None = None,
+) -> Source:
     """Open training data without reading more of it than row counts and column types.
 
     Args:
         source: path of a Parquet or Arrow file or of a folder of them (local, s3://, gs://), a
-            pyarrow.dataset.Dataset, or a torch map-style dataset.
+            pyarrow.dataset.Dataset, a torch map-style dataset, or a DataLoader of one.
         seed: of the order, at least 0.
         shuffle: False keeps the order of the files.
         rows_per_window: rows of a file that are shuffled among each other; more mixes better and
             keeps more row groups in memory. Default: 65,536 or what 128 MiB hold. Map-style datasets
             are always shuffled as a whole.
+        collate: makes columns of the items of a map-style dataset.
 
     Raises:
         DataError: nothing there, not data, or empty; names the path and says what to do.
     """
     if rows_per_window is not None and rows_per_window < 1:
         raise DataError(f"rows_per_window={rows_per_window} is not possible: give at least 1, or shuffle=False.")
+    if (taken := taken_over(source)) is not None:
+        source, shuffle = taken.dataset, shuffle and taken.shuffles
+        collate = collate or taken.collate
+    mapped = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    if collate is not None and (not mapped or isinstance(source, str | pa.Table | pa.RecordBatch)):
+        what = f"{source!r}" if isinstance(source, str | os.PathLike) else f"a {type(source).__name__}"
+        raise DataError(
+            f"collate_fn makes batches of the items of a dataset, and {what} has rows of columns. Leave collate_fn "
+            "out, or give a dataset with __len__ and __getitem__, such as datasets.load_dataset makes of such files."
+        )
     if isinstance(source, str | os.PathLike):
         filesystem, paths = _find(os.fspath(source))
     elif _is_dataset(source):
         filesystem, paths = _fragments(source)
     elif isinstance(source, pa.Table | pa.RecordBatch):
         raise DataError(_IN_MEMORY.format("A pyarrow table"))
-    elif hasattr(source, "__len__") and hasattr(source, "__getitem__"):
-        return MapSource(source, seed=seed, shuffle=shuffle)
+    elif mapped:
+        return MapSource(source, seed=seed, shuffle=shuffle, collate=collate)
     else:
         raise DataError(
             f"{type(source).__name__} is not a data source of this release: it runs Parquet and Arrow paths, "

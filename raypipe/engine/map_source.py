@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
+from raypipe.engine.collate import Collate, collated
 from raypipe.engine.epoch_order import EpochOrder
 from raypipe.engine.item_randomness import generator_states, own_generators, seed_generators
 from raypipe.engine.remembered import first_change, read_memory_of
@@ -35,12 +36,14 @@ class MapSource:
         dataset: map-style; items are tuples or dicts of tensors, numbers or numpy arrays, or one of these.
         seed: of the order.
         shuffle: False keeps the dataset's order.
+        collate: makes columns of items; None stacks them.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, dataset: Any, *, seed: int, shuffle: bool, collate: Collate | None = None) -> None:
         self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
+        self._collate = collate
         self._order: tuple[int, EpochOrder] | None = None
         self._draws = False  # whether an item has been seen to draw random numbers
         self._name = type(dataset).__name__
@@ -50,9 +53,9 @@ class MapSource:
         with own_generators():
             seed_generators(seed, 0, 0)
             (read,) = self._read(lambda rows: [dataset[row] for row in rows], [0])
-            item = _parts(read)
+            item = _parts(read) if collate is None else collated(collate, [read], [0], seed, 0)
         self.columns: tuple[Any, ...] = tuple(item)
-        for column, value in item.items():
+        for column, value in item.items() if collate is None else ():
             self._stack(column, [value], [0])
         self._check_repeats()
 
@@ -96,7 +99,7 @@ class MapSource:
         Raises:
             DataError: names an item and a column.
         """
-        if isinstance(self._dataset, TensorDataset):
+        if isinstance(self._dataset, TensorDataset) and self._collate is None:
             return
         rows = list(range(min(NUM_READ_TWICE, self.num_samples)))
         once, kept = self._items(0, rows, list(self.columns)), read_memory_of(self._dataset, self._name)
@@ -120,13 +123,16 @@ class MapSource:
             )
 
     def _items(self, epoch: int, rows: list[int], keys: list[Any]) -> dict[Any, torch.Tensor]:
-        if isinstance(self._dataset, TensorDataset):
+        if isinstance(self._dataset, TensorDataset) and self._collate is None:
             index = torch.tensor(rows, dtype=torch.int64)
             return {key: self._dataset.tensors[key][index] for key in keys}
         if not rows:
             first = self._items(epoch, [0], keys)
             return {key: value[:0] for key, value in first.items()}
-        items = [_parts(item) for item in self._fetch(epoch, rows)]
+        fetched = self._fetch(epoch, rows)
+        if self._collate is not None:
+            return self._collated(fetched, epoch, rows, keys)
+        items = [_parts(item) for item in fetched]
         for row, item in zip(rows, items, strict=True):
             if tuple(item) != self.columns:
                 raise DataError(
@@ -134,6 +140,17 @@ class MapSource:
                     "Make every item alike."
                 )
         return {key: self._stack(key, [item[key] for item in items], rows) for key in keys}
+
+    def _collated(self, items: list[Any], epoch: int, rows: list[int], keys: list[Any]) -> dict[Any, torch.Tensor]:
+        assert self._collate is not None
+        batch = collated(self._collate, items, rows, self._seed, epoch)
+        missing = [key for key in keys if key not in batch]
+        if missing:
+            raise DataError(
+                f"collate_fn made the columns {list(batch)} of items {rows[0]} and others, but of item 0 it made "
+                f"{list(self.columns)}. Let it make the same ones of any items."
+            )
+        return {key: batch[key] for key in keys}
 
     def _fetch(self, epoch: int, rows: list[int]) -> list[Any]:
         """The dataset's items, each with random numbers of its own.
@@ -188,19 +205,23 @@ class MapSource:
         if odd is not None:
             raise DataError(
                 f"Item {rows[odd]} of {self._name} has {kinds[odd]} in column {column!r}, but item {rows[0]} has "
-                f"{kinds[0]}, and a batch needs equal ones. Pad, cut or convert the items to one shape and kind."
+                f"{kinds[0]}, and a batch needs equal ones. Pad, cut or convert the items to one shape and kind, as "
+                "collate_fn=raypipe.data.Pad(length) does with lists."
             )
         kind = values[0]
         if isinstance(kind, torch.Tensor):
             tensors = [torch.as_tensor(value) for value in values]
         elif isinstance(kind, bool | int | float):
             return torch.tensor(values)
+        elif isinstance(kind, list) and _numbers(kind):
+            tensors = [torch.tensor(value) for value in values]
         elif isinstance(kind, np.ndarray | np.generic) and kind.dtype.kind in "biuf":
             tensors = [torch.from_numpy(np.array(value)) for value in values]
         else:
             raise DataError(
                 f"Column {column!r} of {self._name} holds a {type(kind).__name__}, which cannot become a tensor. "
-                "Return tensors, numbers or numpy arrays of numbers from __getitem__."
+                "Return tensors, numbers or numpy arrays of numbers from __getitem__, or give a collate_fn that makes "
+                "tensors of items."
             )
         return torch.stack(tensors)
 
@@ -216,4 +237,14 @@ def _kind(value: Any) -> str:
     """What must be equal for values to stack, in words: numbers of any type do."""
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return f"shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, list) and _numbers(value):
+        return f"a list of shape {np.asarray(value).shape}"
     return "a number" if isinstance(value, bool | int | float) else f"a {type(value).__name__}"
+
+
+def _numbers(value: list[Any]) -> bool:
+    """Whether it is a list of numbers, or lists of them of equal lengths, as datasets of Hugging Face give them."""
+    try:
+        return np.asarray(value).dtype.kind in "biuf"
+    except ValueError:  # ragged within
+        return False

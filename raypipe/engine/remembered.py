@@ -35,8 +35,10 @@ _MOST_ITEMS = 256
 _MOST_BYTES = 1 << 28
 """Of all tensors and arrays whose content is looked at; of further ones only the number of changes in place is."""
 _DEEPEST = 8
-_LIBRARIES = ("torch", "numpy", "transformers", "raypipe", "builtins", "collections", "functools", "typing", "logging")
-
+_LIBRARIES = (
+    "torch", "numpy", "transformers", "datasets", "pyarrow", "pandas", "raypipe", "builtins", "collections",
+    "functools", "typing", "logging",
+)  # fmt: skip
 _IN_WORDS = (torch.dtype, torch.device, torch.Size, torch.SymInt, torch.SymFloat, torch.SymBool, range, slice)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -150,7 +152,7 @@ class _Walk:
         """Anything that is found on the way."""
         if isinstance(value, _PLAIN):
             self.memory.values[path] = value
-        elif isinstance(value, nn.Parameter):
+        elif isinstance(value, nn.Parameter | random.SystemRandom):  # the latter has no state to remember
             return
         elif isinstance(value, torch.Tensor):
             self._tensor(value, path)

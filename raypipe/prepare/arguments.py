@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.collate import Collate
 from raypipe.engine.optimizer_trial import PLATEAU
 from raypipe.engine.shipping import unshippable
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
@@ -33,6 +34,7 @@ class Arguments(NamedTuple):
         survives: workers keep copies of the state in memory, so that the run can go on after a failure.
         metrics: of evaluations, by name.
         early_stopping: raypipe.EarlyStopping.
+        collate_fn: makes a batch of a list of items.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -44,6 +46,7 @@ class Arguments(NamedTuple):
     survives: bool = False
     metrics: Mapping[str, Any] | None = None
     early_stopping: Any = None
+    collate_fn: Collate | None = None
 
 
 def check_arguments(

@@ -62,9 +62,9 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     refuse_lazy(built)
     refuse_sparse(built)
     memory = read_memory(built, loss_fn)
-    sources = {"train": open_data(given.train_data, seed=pipeline.seed)}
+    sources = {"train": open_data(given.train_data, seed=pipeline.seed, collate=given.collate_fn)}
     if evaluates:
-        sources["eval"] = open_data(given.eval_data, seed=pipeline.seed, shuffle=False)
+        sources["eval"] = open_data(given.eval_data, seed=pipeline.seed, shuffle=False, collate=given.collate_fn)
     request = _request(pipeline, num_workers, sources["train"].num_samples)
     if given.survives:
         request = replace(request, state_copies=KEPT_COPIES)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from raypipe.engine.codec import Codecs
+from raypipe.engine.collate import Collate
 from raypipe.engine.data import Source
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
@@ -41,6 +42,7 @@ class Job:
         check: compares the user's own module with the stages (engine/verify.py); does nothing where verify="off".
         model_labels: what the model is, for settings.json.
         metrics: of evaluations, by name.
+        collate: of the items of datasets.
     """
 
     basis: PlanBasis
@@ -58,6 +60,7 @@ class Job:
     check: Callable[[], None]
     model_labels: Mapping[str, Any]
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    collate: Collate | None = None
 
     @property
     def plan(self) -> Plan:

@@ -141,6 +141,7 @@ def _job(
         check=partial(_check, found, programs, plan.microbatch_size, pipeline),
         model_labels=model_labels(found.model, captured),
         metrics=given.metrics or {},
+        collate=given.collate_fn,
     )
 
 

@@ -3,6 +3,7 @@
     model: {target: "text_lm:GPT", args: {width: 128}}        called with args
     loss_fn: {target: "text_lm:loss_fn"}                      used as it is, or with args bound
     optimizer: {target: "torch.optim:AdamW", args: {lr: 3e-4}}
+    collate_fn: {target: "raypipe.data:Pad", args: {lengths: 128}}    a class is made, a function used
     train_data: data/stdlib/train.parquet                     a path, or a target
     metrics: {accuracy: {target: "text_lm:accuracy"}}         of evaluations, each as loss_fn
     early_stopping: {metric: eval_loss, patience: 3}          the fields of raypipe.EarlyStopping
@@ -283,6 +284,7 @@ _CHECKS: Mapping[str, Callable[[RunFile, KeyPath, Any], None]] = {
     "loss_fn": _check_target,
     "optimizer": _check_target,
     "lr_scheduler": _check_target,
+    "collate_fn": _check_target,
     "train_data": _check_data,
     "eval_data": _check_data,
     "pipeline": _check_pipeline,

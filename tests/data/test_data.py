@@ -1,0 +1,88 @@
+"""Padding, packing and image folders: what a batch is, checked against what a person would write by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raypipe.data import Images, Packed, Pad
+from raypipe.engine.data import open_data
+from raypipe.errors import ConfigError, DataError
+
+RAGGED = [{"input_ids": list(range(1, n + 2)), "text": "x" * n, "n": n} for n in range(7)]
+DOCUMENTS = [[5, 7, 9], [4, 8, 2, 6], [], [3, 1]]
+
+
+def test_pad_fills_to_the_smallest_length_that_holds_all() -> None:
+    found = Pad((4, 8), labels="input_ids")(RAGGED[1:3])
+    assert found["input_ids"].tolist() == [[1, 2, 0, 0], [1, 2, 3, 0]]
+    assert found["labels"].tolist() == [[1, 2, -100, -100], [1, 2, 3, -100]]
+    assert found["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
+    assert found["n"].tolist() == [1, 2]
+    assert "text" not in found
+    assert Pad((4, 8))(RAGGED)["input_ids"].shape == (7, 8)
+
+
+def test_pad_follows_a_tokenizer() -> None:
+    tokenizer = SimpleNamespace(pad_token_id=9, padding_side="left")
+    assert Pad(4, tokenizer)(RAGGED[1:2])["input_ids"].tolist() == [[9, 9, 1, 2]]
+    with pytest.raises(ConfigError, match="has no pad token"):
+        Pad(4, SimpleNamespace(pad_token_id=None))
+
+
+def test_pad_cuts_off_only_where_it_is_told_to() -> None:
+    with pytest.raises(DataError, match="An item has 7 values, more than the length 4"):
+        Pad(4)(RAGGED)
+    assert Pad(4, truncate=True)(RAGGED)["input_ids"][6].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("lengths", [0, (), (4, -1), "128"])
+def test_lengths_that_are_none(lengths: Any) -> None:
+    with pytest.raises(ConfigError, match="Pad"):
+        Pad(lengths)
+
+
+@pytest.mark.parametrize("as_dicts", [False, True])
+@pytest.mark.parametrize("separator", [None, 0])
+def test_packed_blocks_are_the_stream_cut_into_pieces(separator: int | None, as_dicts: bool) -> None:
+    stream = [t for d in DOCUMENTS for t in [*d, *([] if separator is None else [separator])]]
+    documents: Any = [{"input_ids": d} for d in DOCUMENTS] if as_dicts else DOCUMENTS
+    packed = Packed(documents, 4, separator=separator)
+    blocks = [packed[i]["input_ids"].tolist() for i in range(len(packed))]
+    assert blocks == [stream[i : i + 4] for i in range(0, len(stream) - 3, 4)]
+    following = Packed(documents, 3, separator=separator, labels="next")
+    pairs = [following[i] for i in range(len(following))]
+    assert [x.tolist() for x, _ in pairs] == [stream[i : i + 3] for i in range(0, len(stream) - 3, 3)]
+    assert all(y.tolist() == stream[3 * i + 1 : 3 * i + 4] for i, (_, y) in enumerate(pairs))
+
+
+def test_packed_refuses_what_fills_no_block() -> None:
+    with pytest.raises(DataError, match="4 documents have 9 tokens, too few for one block of 10"):
+        Packed(DOCUMENTS, 10)
+    with pytest.raises(DataError, match="has no column 'input_ids', but text"):
+        Packed([{"text": "a"}], 2)
+    with pytest.raises(IndexError):
+        Packed(DOCUMENTS, 4)[2]
+
+
+def test_images_of_folders_of_classes(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    for name in ("dog/b", "cat/a", "cat/c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        image.fromarray(pixels + len(name)).save(tmp_path / f"{name}.png")
+    (tmp_path / "cat" / "notes.txt").write_text("no image")
+    found = Images(tmp_path)
+    assert (len(found), found.classes, [found[i][1] for i in range(3)]) == (3, ("cat", "dog"), [0, 0, 1])
+    expected = torch.from_numpy((pixels + 5).transpose(2, 0, 1).astype(np.float32) / 255)
+    assert torch.equal(found[0][0], expected)
+    assert Images(tmp_path, (2, 3), mode="L", transform=lambda x: x + 1)[0][0].shape == (1, 2, 3)
+    images, labels = open_data(Images(tmp_path, 8), seed=0).read(0, 0, 3, (0, 1))
+    assert (images.shape, sorted(labels.tolist())) == ((3, 3, 8, 8), [0, 0, 1])
+    with pytest.raises(DataError, match="has no images in folders of classes"):
+        Images(tmp_path / "cat")
