@@ -113,6 +113,13 @@ def test_metrics_are_those_of_plain_pytorch(tmp_path: Path) -> None:
     assert METRICS["largest"].value == -math.inf, "the user's own object is not touched"
 
 
+def test_objects_of_torchmetrics_see_every_micro_batch(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    own = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+    result = evaluated(tmp_path, 2, metrics={"theirs": own, "counted": counted})
+    assert result.metrics["eval_theirs"] == pytest.approx(result.metrics["eval_counted"], rel=1e-6)
+
+
 def test_evaluate_beside_fit_gives_the_same_numbers(tmp_path: Path) -> None:
     made = trainer(tmp_path, config={"eval_interval_steps": 4}, eval_data=TensorDataset(EX, EY), metrics=METRICS)
     result = made.fit(num_steps=4, local=True, progress=False)
