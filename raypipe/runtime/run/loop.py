@@ -216,13 +216,22 @@ class _Loop:
         progress.marks.forget_after(progress.at.step)
         self.metrics.go_back(progress.at.step)
         progress.skipped = found.skipped(self.metrics.recent)
-        progress.saved = progress.completed = self.checkpoints.find()
+        self._find_saved()
         self.watcher.resumed(self.metrics.recent, progress.at.step, self.checkpoints.latest)
         for done in taken:
             self._ordering.remember(done.order.memo.ordered)
         self._follow(iter([list(map(list, done.reports)) for done in taken]))
         self._write_metrics()
         self.folder.event("take over", "the stages go on where they stand", step=progress.at.step)
+
+    def _find_saved(self) -> None:
+        """What an earlier driver saved; where that is nothing, a checkpoint is taken soon.
+
+        Until then there may be no way back but copies in memory: what the run began with was in that driver's memory.
+        """
+        self.progress.saved = self.progress.completed = self.checkpoints.find()
+        if not self.progress.saved:
+            self._ordering.save_soon()
 
     def _stand_at_copies(self) -> None:
         """Stages were lost together with their driver: a recovery follows, and goes back to where it can from here."""
@@ -235,7 +244,7 @@ class _Loop:
         if newest > progress.at.step:
             progress.at, progress.skipped = progress.marks[newest]
         self.metrics.go_back(progress.at.step)
-        progress.saved = progress.completed = self.checkpoints.find()
+        self._find_saved()
         self.watcher.resumed(self.metrics.recent, progress.at.step, self.checkpoints.latest)
         self.folder.event("take over", "stages were lost together with their driver", step=progress.at.step)
 

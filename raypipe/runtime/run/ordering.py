@@ -120,6 +120,10 @@ class Ordering:
         """The segment that begins with this step; it has been carried out."""
         return self._ordered.pop(step)
 
+    def save_soon(self) -> None:
+        """A checkpoint is due, unless the pipeline would have to run empty for it: that changes an asynchronous run."""
+        self._asked = self._asked or self.plan.flow is None
+
     def forget(self, step: int, skipped: int) -> None:
         """What was ordered will not be carried out; the run goes back to this step, so many before it were skipped."""
         self._ordered.clear()
