@@ -17,7 +17,7 @@ from tests.exactness import SHAPES, config_of
 from tests.prepare.test_resume import trainer, unhurried
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("shared_captures")]
 
 
 class Diary(Callback):
@@ -77,9 +77,9 @@ def test_the_driver_calls_them_and_the_next_driver_goes_on(cluster: None, tmp_pa
     )  # fmt: skip
     handle = made.start(num_steps=steps)
     try:
-        wait_until(lambda: handle.status().step > 30, 150.0)
+        wait_until(lambda: handle.status().step > 30, 270.0)
         os.kill(handle.status().stages[1]["process"], signal.SIGKILL)
-        wait_until(lambda: [line[2] for line in lines_of(diary) if line[2] == "recovery"] == ["recovery"], 150.0)
+        wait_until(lambda: [line[2] for line in lines_of(diary) if line[2] == "recovery"] == ["recovery"], 270.0)
         (first,) = {process for *_, process in lines_of(diary)}
         assert first != os.getpid()
         os.kill(first, signal.SIGKILL)

@@ -1,0 +1,86 @@
+"""Texts as rows of tokens, all of one length, in a Parquet file.
+
+    causal      input_ids, labels                    labels are the tokens, padding -100; the model shifts them
+    classify    input_ids, attention_mask, labels    one label per row
+    seq2seq     input_ids, attention_mask, labels    labels are the target's tokens, padding -100
+
+Of a causal model padding stands behind the text, where no token of the text looks, so it needs no mask.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+__all__ = ["TASKS", "read_lines", "write_rows"]
+
+TASKS = ("causal", "classify", "seq2seq")
+IGNORED = -100
+_NEEDS = {"causal": ("text",), "classify": ("text", "label"), "seq2seq": ("text", "target")}
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl, .parquet or .txt file, those of an empty text left out.
+
+    Raises:
+        ValueError: it has none, or is no such file.
+    """
+    if file.suffix == ".parquet":
+        rows = pq.read_table(file).to_pylist()
+    elif file.suffix in (".jsonl", ".json"):
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    elif file.suffix == ".txt":
+        rows = [{"text": line} for line in file.read_text(encoding="utf-8").splitlines()]
+    else:
+        raise ValueError(f"{file}: give a file that ends with .jsonl, .parquet or .txt.")
+    found = [row for row in rows if isinstance(row, dict) and row.get("text")]
+    if not found:
+        raise ValueError(f'{file} has no row with a "text".')
+    return found
+
+
+def write_rows(task: str, lines: Sequence[dict[str, Any]], tokenizer: Any, length: int, file: Path) -> Path:
+    """Tokenise and write, replacing an older file as a whole; every node must be able to read it.
+
+    Args:
+        length: tokens per row.
+
+    Raises:
+        ValueError: a row lacks what the task needs.
+    """
+    for number, line in enumerate(lines):
+        missing = [name for name in _NEEDS[task] if line.get(name) is None]
+        if missing:
+            raise ValueError(f"Row {number} has no {missing[0]!r}, which task {task!r} needs.")
+    tokenizer.padding_side = "right"
+    ids, mask = _tokens(tokenizer, [line["text"] for line in lines], length)
+    columns: dict[str, Any] = {"input_ids": _fixed(ids)}
+    if task == "causal":
+        columns["labels"] = _fixed(np.where(mask == 1, ids, IGNORED))
+    else:
+        columns["attention_mask"] = _fixed(mask)
+        if task == "classify":
+            columns["labels"] = pa.array([int(line["label"]) for line in lines], pa.int64())
+        else:
+            target, present = _tokens(tokenizer, [line["target"] for line in lines], length)
+            columns["labels"] = _fixed(np.where(present == 1, target, IGNORED))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(".tmp")
+    pq.write_table(pa.table(columns), aside)
+    aside.replace(file)
+    return file
+
+
+def _tokens(tokenizer: Any, texts: list[str], length: int) -> tuple[np.ndarray, np.ndarray]:
+    found = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="np")
+    return found["input_ids"].astype(np.int64), found["attention_mask"].astype(np.int64)
+
+
+def _fixed(values: np.ndarray) -> pa.Array:
+    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])

@@ -1,0 +1,108 @@
+"""jobs/train/finetune_hf.py, in threads, on folders that are made here: what is saved loads with equal logits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+WORDS = ["the", "a", "cat", "dog", "runs", "sleeps", "eats", "fish", "and", "but", "never", "often"]
+FLAGS = ("--local", "--steps", "2", "--length", "12", "--minibatch-size", "4", "--microbatches", "2")
+
+
+def model_folder(folder: Path, kind: str) -> None:
+    """A small model with random weights, and a tokenizer of a few words."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    words = Tokenizer(models.WordLevel({word: n for n, word in enumerate([*special, *WORDS])}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(1)
+    known: dict[str, Any] = {"vocab_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "gpt2":
+        config: Any = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=16, **known)
+        made: Any = transformers.GPT2LMHeadModel(config)
+    elif kind == "bert":
+        config = transformers.BertConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+            max_position_embeddings=16, **known,
+        )  # fmt: skip
+        made = transformers.BertForMaskedLM(config)
+    else:
+        config = transformers.T5Config(
+            d_model=16, d_kv=8, d_ff=24, num_layers=1, num_decoder_layers=1, num_heads=2, decoder_start_token_id=0,
+            **known,
+        )  # fmt: skip
+        made = transformers.T5ForConditionalGeneration(config)
+    made.save_pretrained(folder)
+
+
+def texts(file: Path, *, label: bool, target: bool) -> None:
+    """Sixteen rows."""
+    rows: list[dict[str, Any]] = []
+    for number in range(16):
+        row: dict[str, Any] = {"text": " ".join(WORDS[(number * 5 + n) % 12] for n in range(3 + number % 7))}
+        if label:
+            row["label"] = number % 3
+        if target:
+            row["target"] = " ".join(reversed(row["text"].split()))
+        rows.append(row)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def tuned(folder: Path, kind: str, *more: str, label: bool = False, target: bool = False) -> str:
+    model_folder(folder / kind, kind)
+    texts(folder / "texts.jsonl", label=label, target=target)
+    command = [
+        sys.executable, "jobs/train/finetune_hf.py", *FLAGS, "--name", "run", "--storage", str(folder),
+        "--model", str(folder / kind), "--data", str(folder / "texts.jsonl"), "--output", str(folder / "out"), *more,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_causal_model_is_trained_whole_and_loads_with_its_tokenizer(tmp_path: Path) -> None:
+    import transformers
+
+    assert "it gives the same logits" in tuned(tmp_path, "gpt2", "--eval-data", str(tmp_path / "texts.jsonl"))
+    before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2").state_dict()
+    after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("the cat")["input_ids"] == [4, 6]
+
+
+def test_lora_leaves_an_adapter_for_the_model_that_it_began_with(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    assert "it gives the same logits" in tuned(tmp_path, "gpt2", "--lora-rank", "2")
+    assert (tmp_path / "out/adapter_model.safetensors").is_file()
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def test_what_the_folder_lacks_of_a_classifier_is_saved_with_the_adapter(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    assert "it gives the same logits" in tuned(tmp_path, "bert", "--lora-rank", "2", label=True)
+
+
+def test_labels_make_a_classifier(tmp_path: Path) -> None:
+    assert "it gives the same logits" in tuned(tmp_path, "bert", label=True)
+    assert len(json.loads((tmp_path / "out/config.json").read_text())["id2label"]) == 3
+
+
+def test_a_sequence_to_sequence_model_learns_targets(tmp_path: Path) -> None:
+    assert "it gives the same logits" in tuned(tmp_path, "t5", target=True)
