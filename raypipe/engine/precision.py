@@ -22,10 +22,16 @@ from raypipe.ir.precision import FP32, Precision
 __all__ = ["computing", "converted", "leaf_dtype", "model_converted", "model_in", "refuse_other_types"]
 
 
-def computing(precision: Precision, device_type: str = "cpu") -> AbstractContextManager[object]:
-    """Around a forward: torch.autocast where the precision asks for it."""
+def computing(precision: Precision, tensors: Sequence[torch.Tensor | None] = ()) -> AbstractContextManager[object]:
+    """Around a forward: torch.autocast where the precision asks for it.
+
+    Args:
+        tensors: that it reads, which are all on one device; a CPU where there are none.
+    """
     if not precision.autocast:
         return nullcontext()
+    found = {x.device.type for x in tensors if x is not None} - {"meta"}
+    device_type = min(found, default="cpu", key=lambda kind: kind == "cpu")
     return torch.autocast(device_type, dtype=getattr(torch, precision.autocast), cache_enabled=False)
 
 

@@ -209,5 +209,5 @@ class GraphFunction:
             if len(shape) != column.dim() or any(want not in (None, got) for want, got in zip(shape, column.shape)):  # noqa: B905
                 raise _other_shape(name, column, shape)
         leaves, held, read = (converted(tensors, self.precision) for tensors in (parameters, buffers, columns))
-        with computing(self.precision):
+        with computing(self.precision, (*leaves, *inputs, *read)):
             return self._function(None, *leaves, *held, *self.constants, *inputs, *read, key)

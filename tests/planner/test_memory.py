@@ -66,6 +66,18 @@ def test_a_stage_that_computes_again_holds_one_set_of_activations() -> None:
     assert "activations of 1 micro-batch, computed again 7 B" in str(found)
 
 
+def test_leaves_in_16_bits_have_the_versions_and_the_weights_are_there_once() -> None:
+    node = Node("op", "", ("w", "f"), 100, 0, 1.0, frozen_bytes=20, activation_bytes=7)
+    model = MemoryModel(ScheduleSpec("2bw", num_microbatches=8), optimizer_factor=2.0, leaf_factor=0.5)
+    found = stage_memory(model, held(node), 0, 2)
+    assert (found.weight_bytes, found.leaf_bytes, found.gradient_bytes, found.optimizer_bytes) == (100, 90, 80, 160)
+    assert "weights x 1 100 B, 16-bit leaves x 2 90 B, gradients 80 B" in str(found)
+    (resident,) = model.node_bytes(ModelGraph((node,)), 2)
+    assert resident == found.total_bytes - found.message_bytes
+    plain = stage_memory(dataclasses.replace(model, leaf_factor=0.0), held(node), 0, 2)
+    assert (plain.weight_bytes, plain.leaf_bytes) == (180, 0)
+
+
 def test_copies_of_the_state_are_a_line_of_their_own() -> None:
     """Two of a stage's own and two of another one: weights, optimizer and buffers, and no gradients."""
     graph = ModelGraph((Node("a", "", ("w",), 100, None, frozen_bytes=20, buffer_bytes=7),))

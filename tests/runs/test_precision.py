@@ -227,6 +227,15 @@ def test_all_stages_skip_where_gradients_of_one_overflow(
     assert scale == plain.scales[-1]
 
 
+@pytest.mark.parametrize(("make", "begins"), [(words, "norm"), (children, "4")])
+def test_messages_are_counted_in_the_type_that_forwards_compute_in(make: Any, begins: str, tmp_path: Path) -> None:
+    found = {}
+    for precision in ("fp32", "bf16"):
+        plan = trainer(make(), tmp_path, precision=precision, partitioner=[begins]).plan()
+        found[precision] = [stage.input_bytes for stage in plan.partition.stages[1:]]
+    assert found["bf16"] == [count // 2 for count in found["fp32"]]
+
+
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"precision='fp16'.*schedule='pipedream'.*precision='bf16'"):
         PipelineConfig(precision="fp16", schedule="pipedream")

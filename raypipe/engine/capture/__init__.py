@@ -62,7 +62,7 @@ class _UserLoss:
     fixed: tuple[tuple[int, Any], ...] = ()  # leaves that are no tensors: position, value
 
     def __call__(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        with computing(self.precision):
+        with computing(self.precision, outputs):
             return self.loss_fn(self.as_returned(outputs), *targets)
 
     def as_returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:

@@ -116,7 +116,7 @@ class SequentialFunction:
         bind()
         (x,) = (*inputs, *converted(columns, self.precision))
         arrived = x.untyped_storage().data_ptr() if self._some_change_input else None
-        with untraced_checkpoints(bind), computing(self.precision):
+        with untraced_checkpoints(bind), computing(self.precision, (x,)):
             for position, child in enumerate(self.children):
                 if child.changes_input and x.untyped_storage().data_ptr() == arrived:
                     x = x.clone()  # what came is a leaf or somebody's data: not ours to change, nor a view of it
