@@ -148,22 +148,24 @@ def _links(run: RunFacts) -> str:
     sent = [(record.step + 1.0, record.link_bytes_per_s) for record in run.records]
     pictures = [chart_svg([Line("sent", sent)], "Sent over all links", "step", "bytes per second", "B/s", _marks(run))]
     seen = [event for event in run.told(*CONTROL) if event.get("link_s")]
-    hops = max((len(event["link_s"]) for event in seen), default=0)
-    if hops:
-        lines = [
-            Line(
-                f"link {hop}", [(float(e["step"] + 1), e["link_s"][hop]) for e in seen if hop < len(e["link_s"])], True
-            )
-            for hop in range(min(hops, MOST_STAGES))
-        ]
-        pictures.append(chart_svg(lines, "A message, as the controller measured it", "step", "time", "s", _marks(run)))
+    ways = max((len(event["link_s"]) for event in seen), default=0)
+    if ways:
+        lines = [Line(_way(way), _of_way(run, seen, way), True) for way in range(min(ways, MOST_STAGES))]
+        title = "A message, as the controller measured it"
+        pictures.append(chart_svg(lines, title, "step", "time", "s", _marks(run), _span(run)))
     pictures += _turned(run)
     return _row(*pictures)
 
 
-def _of_link(run: RunFacts, seen: Sequence[dict[str, Any]], hop: int) -> list[tuple[float, float]]:
-    """(step, seconds of a message) of one link; what was heard last stays to the end."""
-    points = [(event["step"] + 1.0, float(event["link_s"][hop])) for event in seen if hop < len(event["link_s"])]
+def _way(place: int) -> str:
+    """Name of a place in ``link_s``, which has hop 0 forward, hop 0 backward, hop 1 forward, ..."""
+    hop, back = divmod(place, 2)
+    return f"{hop + 1}→{hop}" if back else f"{hop}→{hop + 1}"
+
+
+def _of_way(run: RunFacts, seen: Sequence[dict[str, Any]], way: int) -> list[tuple[float, float]]:
+    """(step, seconds of a message) of one way of a link; what was heard last stays to the end."""
+    points = [(event["step"] + 1.0, float(event["link_s"][way])) for event in seen if way < len(event["link_s"])]
     return [*points, (max(_span(run)[1], points[-1][0]), points[-1][1])]
 
 

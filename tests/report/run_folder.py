@@ -57,14 +57,15 @@ def _record(step: int) -> StepRecord:
 
 
 def _events(steps: int) -> list[tuple[int, dict[str, object]]]:
-    link_s = [0.002, 0.0004]
+    link_s = [0.002, 0.001, 0.0004, 0.0003]
+    slow_s = [0.02, *link_s[1:]]
     return [
         (0, {"decision": "start", "reason": "fit was called", "num_steps": steps}),
         (60, {"decision": "failure", "reason": f"stage 1 was killed {HOSTILE}", "seconds": 0.2, "failures": 1}),
         (58, {"decision": "recovery", "reason": "from copies in memory", "seconds": 0.81, "redone_steps": 2,
               "restore_s": 0.3, "configure_s": 0.5, "moved_bytes": 3 * MIB, "replaced": ["worker 1"]}),
         (100, {"decision": "keep", "reason": "1f1b stays.", "link_s": link_s}),
-        (120, {"decision": "switch", "reason": "Link 0 changed: kfkb k=2 would take 31 ms.", "link_s": [0.02, 0.0004]}),
+        (120, {"decision": "switch", "reason": "Link 0 changed: kfkb k=2 would take 31 ms.", "link_s": slow_s}),
         (steps, {"decision": "checkpoint", "reason": f"{steps} steps", "seconds": 0.01}),
         (steps, {"decision": "finish", "reason": "all steps done", "checkpoint": "checkpoints/step_0000200"}),
     ]  # fmt: skip

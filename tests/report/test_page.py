@@ -54,6 +54,8 @@ def test_every_section_is_there(text: str) -> None:
         "Events and settings",
     ]  # fmt: skip
     words = Page(text).words
+    links = text[text.index("A message, as the controller measured it") :]
+    assert [f">{way}</text>" in links for way in ("0→1", "1→0", "1→2", "2→1")] == [True] * 4
     for expected in (
         "200 of 200", "Group size k of kFkB", "predicted lm", "measured lm", "link 0→1", "op0 to op3",
         "2 steps done again", "eval_loss", "eval_accuracy",

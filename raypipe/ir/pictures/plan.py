@@ -15,8 +15,8 @@ from raypipe.ir.schedule import dependencies
 
 __all__ = ["plan_html", "plan_svg", "stage_bars_svg"]
 
-BYTES = (1, 3, 5, 6, 4, 7)
-"""Colours of what bytes are for: those of ``LINES`` that are neither F's nor B's."""
+BYTES = (1, 3, 5, 6, 4, 7, 0, 2)
+"""Colours of what bytes are for: first those of ``LINES`` that are neither F's nor B's."""
 
 LEFT, RIGHT, BAR, ROW, HEAD, FOOT = 104.0, 190.0, 16.0, 52.0, 40.0, 56.0
 
