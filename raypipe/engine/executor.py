@@ -17,6 +17,8 @@ import torch
 
 from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.norms import norms_told
 from raypipe.engine.out_of_memory import held_bytes, ran_out
@@ -44,6 +46,7 @@ class Executor:
         worker: this one.
         states: of this worker's stages, in their order.
         channels: to every worker of ``placement.neighbours(programs)``.
+        device: that computes; the states lie there.
     """
 
     def __init__(
@@ -53,19 +56,21 @@ class Executor:
         worker: int,
         states: Sequence[StageState],
         channels: Mapping[int, Channel],
+        device: Device = CPU,
     ) -> None:
         programs, settings = setup.programs, run.settings
         placement = self.placement = setup.placement(worker)
         self._codecs = setup.codecs
         self.channels = channels
         self.settings = settings
+        self._device, self._crossing = device, Crossing(device)
         joined = _joined(programs, placement, channels)
         self.works = {
-            stage: StageWork(run, setup, stage, worker, state, joined[stage])
+            stage: StageWork(run, setup, stage, worker, state, joined[stage], self._crossing)
             for stage, state in zip(placement.stages, states, strict=True)
         }
         self._updates = {
-            stage: Update(work.program, work.state, work.sink, work.ring, settings, setup.weights)
+            stage: Update(work.program, work.state, work.sink, work.ring, settings, setup.weights, self._crossing)
             for stage, work in self.works.items()
         }
         sinks = {stage: work.sink for stage, work in self.works.items()}
@@ -139,8 +144,6 @@ class Executor:
             StageError: the user's code raised, or the loss is not a finite scalar; names stage and action.
             LinkError: a message did not come; names the link, the action and the micro-batch.
         """
-        # The number of intra-op threads belongs to the calling thread, and sums over several round differently.
-        torch.set_num_threads(1)
         self._segment = segment
         synchronous = segment.update_interval is None
         whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
@@ -152,7 +155,7 @@ class Executor:
         per_minibatch = len(segment.microbatch_samples)
         reports: list[list[StepReport]] = [[] for _ in self.works]
         try:
-            with torch.set_grad_enabled(training):
+            with self._device.prepare_thread(), torch.set_grad_enabled(training):
                 parts = _split(row, per_minibatch, len(self.works))
                 for minibatch, part in enumerate(_as_many(parts, segment.num_minibatches if training else 1)):
                     found = self._run_minibatch(part, minibatch, keep_spans=keep_spans, measure=measure)
@@ -189,18 +192,19 @@ class Executor:
             work.begin_minibatch(minibatch, measure=measure)
         self._totals = self._norms = None
         self._skipped = False
-        clock = time.monotonic
-        times = [start_s := clock()]
+        mark = self._device.mark
+        marks = [mark()]
         done = []
         for local in row:
             action = self._action = local.shifted(first)
             self._do(action)
-            now = clock()
-            if local.op in COMPUTE:
-                works[action.stage].worked(now - times[-1])
             done.append(action)
-            times.append(now)
+            marks.append(mark())
         self._action = None
+        times = self._device.seconds(marks)
+        for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
+            if action.op in COMPUTE:
+                works[action.stage].worked(end_s - begin_s)
         spans: list[Span] = []
         if keep_spans or measure:
             me = self.placement.worker
@@ -210,12 +214,15 @@ class Executor:
             norm, loss = self._totals if self._totals is not None else (None, work.loss())
             own = spans if len(works) == 1 else [span for span in spans if span.action.stage == stage]
             report = work.report(
-                step, start_s, times[-1], loss, norm, own,
+                step, times[0], times[-1], loss, norm, own,
                 alone=self._alone, keep_spans=keep_spans, measure=measure,
             )  # fmt: skip
             # Asynchronous stages' norms are of different weights: nobody makes one of them.
             if self._norms is not None and segment.update_interval is None:
-                report = replace(report, norms=norms_told(*self._norms))
+                places, norms = self._crossing.to_host(self._norms, Crosses.NORMS)
+                assert places is not None
+                assert norms is not None
+                report = replace(report, norms=norms_told(places, norms))
             found.append(replace(report, skipped=self._skipped, lr=self._updates[stage].lr))
         return found
 
@@ -245,17 +252,18 @@ class Executor:
     def _send(self, worker: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         nbytes = sum(x.nbytes for x in tensors if x is not None)
         self.works[action.stage].sent(nbytes, nbytes, ahead=worker > self.placement.worker)
-        self.channels[worker].send(action, tensors, 0)
+        self.channels[worker].send(action, self._crossing.to_host(tensors, Crosses.REDUCED), 0)
 
     def _recv(self, worker: int, action: Action) -> Message:
         assert self._action is not None
         begin_s = time.monotonic()
         try:
-            return self.channels[worker].recv(action, self.settings.timeout_s)
+            message = self.channels[worker].recv(action, self.settings.timeout_s)
         except LinkError as error:
             raise type(error)(f"Stage {self._action.stage} in {self._action}: {error}") from error
         finally:
             self.works[self._action.stage].waited(time.monotonic() - begin_s)
+        return self._crossing.message(message, Crosses.REDUCED)
 
 
 def _joined(

@@ -51,7 +51,7 @@ def densified(tensor: torch.Tensor) -> torch.Tensor:
         if strides[dim]:
             packed[dim] = step
             step *= distinct[dim]
-    copy = torch.empty_strided(distinct, packed, dtype=plain.dtype)
+    copy = torch.empty_strided(distinct, packed, dtype=plain.dtype, device=plain.device)
     copy.copy_(plain.as_strided(distinct, strides))
     return copy.as_strided(shape, packed)
 

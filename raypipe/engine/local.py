@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from raypipe.engine.checkpoint import FreshOptions, GivenTensors, load_stage, read_all, take_snapshot
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -40,9 +42,16 @@ class LocalFleet:
 
     Args:
         tensors: initial parameters and buffers by canonical name; they are copied.
+        device_of: worker -> what it computes on.
     """
 
-    def __init__(self, run: RunSetup, setup: GenerationSetup, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        run: RunSetup,
+        setup: GenerationSetup,
+        tensors: Mapping[str, torch.Tensor],
+        device_of: Callable[[int], Device] = lambda _: CPU,
+    ) -> None:
         programs, place, persistent = setup.programs, run.place, run.persistent
         self._setup = run
         self._halted = False
@@ -57,14 +66,18 @@ class LocalFleet:
                     a, b = InMemoryChannel.pair(name, 0, capacity)
                     channels[one][other], channels[other][one] = a, b
         self.executors = []
+        crossings: dict[int, Crossing] = {}
         for worker, placement in enumerate(placements):
+            crossing = Crossing(device_of(worker))
             states = []
             for program in (programs[stage] for stage in placement.stages):
                 own = read_all([GivenTensors(tensors)], (*program.parameters, *program.buffers))
+                crossings[program.index] = crossing
+                own = crossing.named(own, Crosses.PARAMETERS)
                 states.append(StageState(program, own, run.make_optimizer, run.make_scheduler))
-            self.executors.append(Executor(run, setup, worker, states, channels[worker]))
+            self.executors.append(Executor(run, setup, worker, states, channels[worker], crossing.device))
         self._writers = [
-            ShardWriter(place, partial(take_snapshot, work.program, work.state, persistent))
+            ShardWriter(place, partial(take_snapshot, work.program, work.state, persistent, crossings[work.stage]))
             for work in self._works
             if place is not None
         ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["held_bytes", "ran_out"]
+__all__ = ["held_bytes", "process_bytes", "ran_out"]
 
 _STATM = Path("/proc/self/statm")
 
@@ -27,6 +27,11 @@ def held_bytes(error: BaseException) -> int:
     """By the device, where it was the device's memory, else by this process; 0 where the system does not tell."""
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         return torch.cuda.memory_allocated()
+    return process_bytes()
+
+
+def process_bytes() -> int:
+    """Memory of this process; 0 where the system does not tell."""
     with contextlib.suppress(OSError, ValueError):
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

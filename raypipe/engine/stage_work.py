@@ -15,6 +15,8 @@ import torch
 from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import NONE, Codec, Codecs
 from raypipe.engine.codec.choice import message_bytes
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import Crosses, Mark
 from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.in_flight import InFlight
@@ -47,6 +49,7 @@ class StageWork:
         programs: of all stages; this one is ``programs[stage]``.
         worker: that holds it.
         channels: by stage, to the ones beside it.
+        crossing: to the device that computes and back.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class StageWork:
         worker: int,
         state: StageState,
         channels: Mapping[int, Channel],
+        crossing: Crossing,
     ) -> None:
         programs, settings, weights = setup.programs, run.settings, setup.weights
         self.program = programs[stage]
@@ -65,6 +69,7 @@ class StageWork:
         self.state = state
         self.settings = settings
         self._channels = channels
+        self._crossing, self._mark = crossing, crossing.device.mark
         # Those that the same worker holds: no link is crossed, and rows have no messages to them.
         self._co_located = setup.placement(worker).co_located(stage)
         self._codecs = setup.codecs
@@ -127,7 +132,7 @@ class StageWork:
         count = len(segment.microbatch_samples)
         step, middle = segment.first_step + minibatch, segment.first_microbatch + minibatch * count + count // 2
         splits = measure and (step < SPLIT_FIRST or step % SPLIT_EVERY == 0)
-        self._split_microbatch, self._split_backward_s = middle if splits else None, None
+        self._split_microbatch, self._split_marks = middle if splits else None, None
         self._wait_s = self._busy_s = 0.0
         self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._in_flight)
         self._damaged = 0
@@ -167,15 +172,16 @@ class StageWork:
             spans: of this stage.
             alone: the norm is that of this stage.
         """
+        loss_value, norm_value = self._crossing.read((loss, norm), Crosses.LOSS)
         return StepReport(
             stage=self.stage,
             step=step,
             samples=self._segment.minibatch_samples,
             averages=self._averages() if self.last and not self._training else (),
             metrics=self._results(),
-            loss=None if loss is None else float(loss),
-            grad_norm=None if norm is None or alone else float(norm),
-            stage_grad_norm=float(norm) if norm is not None and alone else None,
+            loss=loss_value,
+            grad_norm=None if alone else norm_value,
+            stage_grad_norm=norm_value if alone else None,
             start_s=start_s,
             end_s=end_s,
             busy_s=self._busy_s,
@@ -185,7 +191,9 @@ class StageWork:
             peak_in_flight=self._peak,
             weight_versions=self.ring.held,
             spans=tuple(spans) if keep_spans else (),
-            sample=stage_sample(self.stage, step, spans, self._split_backward_s) if measure else None,
+            sample=stage_sample(self.stage, step, spans, self._crossing.two_parts_s(self._split_marks))
+            if measure
+            else None,
             messages=tuple(times for times in self._times.values() if times.wire_bytes),
             worker=self.worker,
             damaged=self._damaged,
@@ -194,7 +202,7 @@ class StageWork:
     _segment: Segment
     _times: dict[Op, MessageTimes]
     _split_microbatch: int | None = None
-    _split_backward_s: tuple[float, float] | None = None
+    _split_marks: tuple[Mark, Mark, Mark] | None = None
 
     def do(self, action: Action) -> None:
         """Any action but the end of an update."""
@@ -231,6 +239,7 @@ class StageWork:
         function = self._modes[mode]
         inputs = self._arrived.pop(microbatch, _NOTHING)
         data = self.feed.microbatch(segment, microbatch, training=training)
+        columns = self._crossing.named(data.columns, Crosses.COLUMNS)
         leaves: Sequence[torch.Tensor]
         if not training:
             leaves = [self.state.parameters[site.parameter] for site in function.sites]
@@ -254,7 +263,7 @@ class StageWork:
                 self._meter.add(*self.program.metric_arguments(outputs, given.columns), samples)
             return parts
 
-        given, again = Given(inputs, data.columns, self._buffers[mode]), None
+        given, again = Given(inputs, columns, self._buffers[mode]), None
         if training and self._second_forward is not None:
             outputs, again = self._second_forward.first(run, given)
         else:
@@ -270,11 +279,11 @@ class StageWork:
             self._in_flight.backward_input(microbatch)
         elif microbatch == self._split_microbatch:
             # To the same bits, and it tells what a schedule that splits backwards would be worth.
-            begin_s = time.monotonic()
+            begin = self._mark()
             self._in_flight.backward_input(microbatch)
-            between_s = time.monotonic()
+            between = self._mark()
             self._in_flight.backward_weight(microbatch)
-            self._split_backward_s = between_s - begin_s, time.monotonic() - between_s
+            self._split_marks = begin, between, self._mark()
         else:
             self._in_flight.backward(microbatch)
 
@@ -308,7 +317,7 @@ class StageWork:
         key = (weight, dtype)
         if key not in self._seed_tensors:
             scale = LossScale(self.state).value if self.program.precision.scaled else 1.0
-            self._seed_tensors[key] = torch.tensor(scale, dtype=dtype) * weight
+            self._seed_tensors[key] = torch.tensor(scale, dtype=dtype, device=self._crossing.device.place) * weight
         return self._seed_tensors[key]
 
     def loss(self, part: int | None = None) -> torch.Tensor | None:
@@ -326,8 +335,9 @@ class StageWork:
 
     def _averages(self) -> tuple[tuple[float, float], ...]:
         """(loss, items) of each part of an evaluation's loss."""
-        found = ((self.loss(part), items) for part, items in enumerate(self.feed.items))
-        return tuple((math.nan if loss is None else float(loss), items) for loss, items in found)
+        losses = self._crossing.read([self.loss(part) for part in range(len(self.feed.items))], Crosses.LOSS)
+        found = zip(losses, self.feed.items, strict=True)
+        return tuple((math.nan if loss is None else loss, items) for loss, items in found)
 
     def _results(self) -> tuple[tuple[str, float], ...]:
         """The metrics, once the last sample of an evaluation has been seen."""
@@ -348,7 +358,8 @@ class StageWork:
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         if peer not in self._co_located:
             self.sent(*message_bytes(action.op, tensors, self._codecs), ahead=peer > self.stage)
-        self._channels[peer].send(action, tensors, weight_version)
+        what = Crosses.OUTPUTS if action.op is Op.SEND_F else Crosses.INPUT_GRADS
+        self._channels[peer].send(action, self._crossing.to_host(tensors, what), weight_version)
 
     def _hear_seeds(self, microbatch: int) -> None:
         above = self.stage + 1
@@ -369,7 +380,7 @@ class StageWork:
             sent_at_s, arrived_at_s, wire_bytes, _ = message.stamp
             raw_bytes = sum(x.nbytes for x in message if x is not None)
             self._times[op].add(wire_bytes, raw_bytes, sent_at_s, arrived_at_s)
-        return message
+        return self._crossing.message(message, Crosses.INPUTS if action.op is Op.SEND_F else Crosses.OUTPUT_GRADS)
 
 
 _NOTHING = Message()

@@ -7,9 +7,12 @@ for another one, nothing is done and the gradients join those of the next update
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import Crosses
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.norms import total_norm
@@ -31,16 +34,18 @@ class Update:
     Args:
         settings: the norm to clip to, and whether a step that is not finite is left out.
         weights: whose norm that is.
+        crossing: to the device that computes and back.
     """
 
     def __init__(
         self, program: StageProgram, state: StageState, sink: GradientSink, ring: WeightRing, settings: Settings,
-        weights: WeightPolicy,
+        weights: WeightPolicy, crossing: Crossing,
     ) -> None:  # fmt: skip
         self._program = program
         self._state = state
         self._sink = sink
         self._ring = ring
+        self._crossing = crossing
         self._limit = settings.max_grad_norm
         shares = weights.shares
         self._share = shares[program.index] if shares else 1.0
@@ -84,7 +89,9 @@ class Update:
             if owner == index and parameter.grad is not None:
                 positions.append(self._program.order[name])
                 norms.append(torch.linalg.vector_norm(parameter.grad))
-        return torch.tensor(positions, dtype=torch.int64), torch.stack(norms) if norms else torch.empty(0)
+        place = self._crossing.device.place
+        where = torch.tensor(positions, dtype=torch.int64, device=place)
+        return where, torch.stack(norms) if norms else torch.empty(0, device=place)
 
     def step(self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool) -> bool:
         """Clip and step, skip or refuse. Where all stages see the same norm, none steps when one does not.
@@ -105,13 +112,15 @@ class Update:
         if total is None:
             self._advance_scheduler()
             return False
-        if self._overflowed(total):
+        known = self._crossing.read((total, loss), Crosses.NORMS)
+        finite = [value is None or math.isfinite(value) for value in known]
+        if self._overflowed(finite=finite[0]):
             self._sink.reset()
             return True
-        if not torch.isfinite(total) or not (loss is None or torch.isfinite(loss)):
+        if not all(finite):
             self._skipped += self._skips
             if not 0 < self._skipped < MOST_SKIPPED:
-                raise StageError(_not_finite(step, self._program.index, total, loss, alone, self._skipped))
+                raise StageError(_not_finite(step, self._program.index, known, alone, self._skipped))
             self._sink.reset()
             return True
         self._skipped = 0
@@ -127,11 +136,10 @@ class Update:
         self._sink.reset()
         return False
 
-    def _overflowed(self, total: torch.Tensor) -> bool:
+    def _overflowed(self, *, finite: bool) -> bool:
         """Move the loss scale; whether it was too large for this step. At 1 it is to blame for nothing."""
         if self._scale_of_loss is None:
             return False
-        finite = bool(torch.isfinite(total))
         to_blame = not finite and (self._state.optimizer is None or self._scale_of_loss.value > 1.0)
         self._scale_of_loss.move(overflowed=not finite)
         return to_blame
@@ -148,25 +156,25 @@ class Update:
                 parameter.grad.mul_(factor)
 
 
-def _not_finite(
-    step: int, stage: int, total: torch.Tensor, loss: torch.Tensor | None, alone: bool, skipped: int
-) -> str:
+def _not_finite(step: int, stage: int, known: Sequence[float | None], alone: bool, skipped: int) -> str:
     advice = "Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch."
+    total, loss = known
+    assert total is not None
     if not alone:
         assert loss is not None
         if skipped:
             return (
-                f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}. It is the "
+                f"Step {step}: the loss is {loss:g} and the gradient norm {total:g}. It is the "
                 f"{skipped}th step in a row that is not finite, and on_nonfinite='skip' leaves out no more than that: "
                 f"the parameters are those before step {step - skipped + 1}. {advice}"
             )
         return (
-            f"Step {step}: the loss is {float(loss):g} and the gradient norm {float(total):g}, so no stage took "
+            f"Step {step}: the loss is {loss:g} and the gradient norm {total:g}, so no stage took "
             f"this step and the parameters are those after {step} steps. {advice} on_nonfinite='skip' leaves such "
             "steps out."
         )
-    known = "" if loss is None else f"the loss is {float(loss):g} and "
+    heard = "" if loss is None else f"the loss is {loss:g} and "
     return (
-        f"Step {step}: {known}the gradient norm of stage {stage} is {float(total):g}, so it refused the update. Other "
+        f"Step {step}: {heard}the gradient norm of stage {stage} is {total:g}, so it refused the update. Other "
         f"stages may have gone on, for this schedule waits for no norm; the newest checkpoint is whole. {advice}"
     )

@@ -27,6 +27,8 @@ from raypipe.engine.checkpoint.manifest import (
 from raypipe.engine.checkpoint.tensor_file import write_tensors
 from raypipe.engine.checkpoint.tensor_table import check_storable
 from raypipe.engine.checkpoint.values import encode
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import CPU, Crosses
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState, owned_tensors
 from raypipe.engine.storage import Place
@@ -85,22 +87,26 @@ def step_folders(run: Place) -> list[tuple[int, str]]:
     return sorted((int(match[1]), f"{FOLDER}/{entry.name}") for match, entry in matches if match and entry.is_folder)
 
 
-def take_snapshot(program: StageProgram, state: StageState, persistent: frozenset[str]) -> StageSnapshot:
+def take_snapshot(
+    program: StageProgram, state: StageState, persistent: frozenset[str], crossing: Crossing | None = None
+) -> StageSnapshot:
     """Copy what this stage owns, between two steps.
 
     Args:
         persistent: names of parameters and buffers that belong to a checkpoint.
+        crossing: from the device that computes; None for the CPU.
 
     Raises:
         CheckpointError: something of the optimizer's can be neither a tensor nor JSON; names its key.
     """
     owned = owned_tensors(program, state, persistent)
-    tensors = {name: _copy(name, tensor) for name, tensor in owned.items()}
+    crossing = crossing or Crossing(CPU)
+    tensors = _copies(owned, crossing)
     if state.optimizer is None:
         return StageSnapshot(program.index, tensors, None, (), {})
     names = {id(parameter): name for name, parameter in state.parameters.items()}
     found = optimizer_parts(state.optimizer, names, owned)
-    kept = {name: _copy(name, tensor) for name, tensor in found.tensors.items()}
+    kept = _copies(found.tensors, crossing)
     return StageSnapshot(program.index, tensors, kept, found.groups, found.scalars)
 
 
@@ -156,9 +162,10 @@ def _jsonable(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
 
 
-def _copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    check_storable(name, tensor)
-    return tensor.detach().to("cpu", copy=True)
+def _copies(tensors: Mapping[str, torch.Tensor], crossing: Crossing) -> dict[str, torch.Tensor]:
+    for name, tensor in tensors.items():
+        check_storable(name, tensor)
+    return crossing.copied(tensors, Crosses.SNAPSHOT)
 
 
 class OptimizerParts(NamedTuple):

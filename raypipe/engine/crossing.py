@@ -1,0 +1,139 @@
+"""Tensors between the memory of the host, where frames, files and data are, and that of a device.
+
+    to_device   host tensor -> staging -> (copy_in) -> device tensor -> compute waits
+    to_host     device tensor -> copy_out waits -> (copy_out) -> staging -> the host waits
+
+Shapes, strides and ``requires_grad`` stay as they are, because kernels, and so bits, depend on them. Where the
+device is immediate, tensors are handed through as they are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raypipe.engine import layout
+from raypipe.engine.channel import Message
+from raypipe.engine.device import Crosses, Device, Mark, Stream
+
+__all__ = ["KEPT", "Crossing"]
+
+KEPT = 2
+"""Staging buffers of a size: one is filled while another is copied from."""
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Crossing:
+    """Of one thread that computes on one device."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._staging: dict[int, deque[tuple[torch.Tensor, Mark]]] = {}
+
+    def message(self, message: Message, what: Crosses) -> Message:
+        """What a channel brought, where it is computed with."""
+        if self.device.immediate:
+            return message
+        return Message.of(self.to_device(message, what), message.weight_version, message.stamp)
+
+    def to_device(self, tensors: Tensors, what: Crosses) -> tuple[torch.Tensor | None, ...]:
+        """Copies on the device, for the stream that computes; the host may change its own at once."""
+        device = self.device
+        if device.immediate:
+            return tuple(tensors)
+        copies: list[torch.Tensor] = []
+        shown: list[torch.Tensor | None] = []
+        with device.stream(Stream.COPY_IN):
+            for tensor in tensors:
+                if tensor is None:
+                    shown.append(None)
+                    continue
+                flat, plain = _flat(tensor)
+                nbytes = flat.nbytes
+                buffer = self._take(nbytes, what)
+                staged = buffer[:nbytes].view(flat.dtype)
+                staged.copy_(flat)
+                copies.append(device.empty(flat.numel(), flat.dtype).copy_(staged, non_blocking=True))
+                self._staging[buffer.numel()].append((buffer, device.mark()))
+                view = copies[-1].as_strided(plain.shape, plain.stride()).detach()
+                shown.append(view.requires_grad_(tensor.requires_grad))
+            there = device.mark()
+        device.wait(there, f"{what}: computed with once they are on the device")
+        for copy in copies:
+            device.record_stream(copy)
+        return tuple(shown)
+
+    def named(self, tensors: Mapping[Any, torch.Tensor], what: Crosses) -> dict[Any, torch.Tensor]:
+        """``to_device`` by name, from any thread that does nothing else on the device meanwhile."""
+        if self.device.immediate:
+            return dict(tensors)
+        with self.device.prepare_thread():
+            return _by_name(tensors, self.to_device(list(tensors.values()), what))
+
+    def copied(self, tensors: Mapping[str, torch.Tensor], what: Crosses) -> dict[str, torch.Tensor]:
+        """Copies in host memory by name, on every device; from such a thread too."""
+        bare = {name: tensor.detach() for name, tensor in tensors.items()}
+        if self.device.immediate:
+            return {name: tensor.to("cpu", copy=True) for name, tensor in bare.items()}
+        with self.device.prepare_thread():
+            return _by_name(bare, self.to_host(list(bare.values()), what))
+
+    def to_host(self, tensors: Tensors, what: Crosses) -> tuple[torch.Tensor | None, ...]:
+        """Copies in host memory, which the caller may read at once and keep."""
+        device = self.device
+        if device.immediate:
+            return tuple(tensors)
+        known = [None if tensor is None else (*_flat(tensor), tensor.requires_grad) for tensor in tensors]
+        computed = device.mark()
+        shown: list[torch.Tensor | None] = []
+        with device.stream(Stream.COPY_OUT):
+            device.wait(computed, f"{what}: copied once they are computed")
+            for one in known:
+                if one is None:
+                    shown.append(None)
+                    continue
+                flat, plain, requires_grad = one
+                device.record_stream(flat)
+                copy = device.staging(flat.nbytes).view(flat.dtype)
+                copy.copy_(flat, non_blocking=True)
+                shown.append(copy.as_strided(plain.shape, plain.stride()).detach().requires_grad_(requires_grad))
+            there = device.mark()
+        device.finish(there, f"{what}: read once they are in host memory")
+        return tuple(shown)
+
+    def read(self, scalars: Tensors, what: Crosses) -> list[float | None]:
+        """Values of scalar tensors, of which a device is asked together."""
+        return [None if tensor is None else float(tensor) for tensor in self.to_host(scalars, what)]
+
+    def two_parts_s(self, marks: tuple[Mark, Mark, Mark] | None) -> tuple[float, float] | None:
+        """Seconds from the first mark to the second, and on to the third; None where nothing was marked."""
+        if marks is None:
+            return None
+        begin_s, between_s, end_s = self.device.seconds(marks)
+        return between_s - begin_s, end_s - between_s
+
+    def _take(self, nbytes: int, what: Crosses) -> torch.Tensor:
+        """Staging memory of at least so many bytes that no copy reads any more."""
+        size = 1 << max(nbytes - 1, 63).bit_length()
+        kept = self._staging.setdefault(size, deque())
+        if len(kept) < KEPT:
+            return self.device.staging(size)
+        buffer, copied = kept.popleft()
+        self.device.finish(copied, f"{what}: staged once the copy before has been made")
+        return buffer
+
+
+def _by_name(names: Iterable[Any], tensors: Tensors) -> dict[Any, torch.Tensor]:
+    return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
+
+
+def _flat(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct elements in the order of memory, and the dense or expanded tensor that they are of."""
+    plain = layout.densified(tensor)
+    elements = layout.distinct_elements(tuple(plain.shape), plain.stride())
+    assert elements is not None, "it was packed"
+    return plain.as_strided((elements,), (1,)), plain
