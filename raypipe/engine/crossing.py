@@ -43,7 +43,7 @@ class Crossing:
     def to_device(self, tensors: Tensors, what: Crosses) -> tuple[torch.Tensor | None, ...]:
         """Copies on the device, for the stream that computes; the host may change its own at once."""
         device = self.device
-        if device.immediate:
+        if device.immediate or not any(tensor is not None for tensor in tensors):
             return tuple(tensors)
         copies: list[torch.Tensor] = []
         shown: list[torch.Tensor | None] = []
@@ -85,7 +85,7 @@ class Crossing:
     def to_host(self, tensors: Tensors, what: Crosses) -> tuple[torch.Tensor | None, ...]:
         """Copies in host memory, which the caller may read at once and keep."""
         device = self.device
-        if device.immediate:
+        if device.immediate or not any(tensor is not None for tensor in tensors):
             return tuple(tensors)
         known = [None if tensor is None else (*_flat(tensor), tensor.requires_grad) for tensor in tensors]
         computed = device.mark()

@@ -1,0 +1,210 @@
+"""A device whose kernels and copies run late, on a machine without one: what was not waited for is NaN.
+
+    call        memory for the result, filled with NaN (integers: 0); the work joins the queue of the current stream
+    finish      the work that the mark depends on is done, and before it, by ``eager``, as much of the other streams
+                as waits allow, or none of it
+
+Tensors are in host memory, and every operation on one that the device made is a kernel of it. So an operation that
+reads too early, or memory that is written too early, changes bits; memory of another stream that was not recorded there
+is taken to be given away. A wait can be left out by name. What reads a value on the host without the seam fails.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from raypipe.engine.device import Stream
+
+__all__ = ["FakeDevice"]
+
+COMPUTE = "compute"
+
+
+class Reached(NamedTuple):
+    """A mark: so many pieces of work of a stream."""
+
+    stream: str
+    count: int
+
+
+class FakeDevice:
+    """One worker's device; see the Device protocol.
+
+    Args:
+        eager: run other streams as far as waits allow, before the one that is waited for; else only what must be.
+        without: name of the wait that is left out.
+    """
+
+    place = torch.device("cpu")
+    immediate = False
+
+    def __init__(self, *, eager: bool, without: str = "") -> None:
+        self.eager, self.without = eager, without
+        self.waits: set[str] = set()
+        """Names of all waits that were asked for."""
+        names = (COMPUTE, *Stream)
+        self._queues: dict[str, deque[Callable[[], None] | Reached]] = {name: deque() for name in names}
+        self._done = dict.fromkeys(names, 0)
+        self._current = COMPUTE
+        self._owner: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+
+    @contextmanager
+    def prepare_thread(self) -> Iterator[None]:
+        torch.set_num_threads(1)
+        with _Late(self):
+            yield
+
+    @contextmanager
+    def stream(self, name: Stream) -> Iterator[None]:
+        before, self._current = self._current, name
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def mark(self) -> Reached:
+        return Reached(self._current, self._done[self._current] + len(self._queues[self._current]))
+
+    def wait(self, mark: Reached, why: str) -> None:
+        self.waits.add(why)
+        if why != self.without:
+            self._queues[self._current].append(mark)
+
+    def finish(self, mark: Reached, why: str) -> None:
+        self.waits.add(why)
+        if why != self.without:
+            if self.eager:
+                self._run_others(mark.stream)
+            self._run(mark)
+
+    def seconds(self, marks: Sequence[Reached]) -> list[float]:
+        return [time.monotonic()] * len(marks)
+
+    def empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        with _disable_current_modes():
+            return self._made(torch.empty(elements, dtype=dtype))
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        with _disable_current_modes():
+            return torch.full((nbytes,), 0xFF, dtype=torch.uint8)  # as floats: NaN
+
+    def record_stream(self, tensor: torch.Tensor) -> None:
+        if self.without != "record_stream" and self.holds(tensor):
+            self._owner[id(tensor.untyped_storage())][1].add(self._current)
+
+    def peak_bytes(self) -> int:
+        return sum(held().nbytes() for held, _ in list(self._owner.values()) if held() is not None)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether this memory is the device's."""
+        return id(tensor.untyped_storage()) in self._owner
+
+    def queue(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Carry out an operation later; what it returns is there at once, with nothing in it."""
+        with _disable_current_modes(), _below_autograd():
+            changed = _changed(func, args, kwargs)
+            copies = {id(x): x.clone() for x in changed}
+            outputs = func(*pytree.tree_map(lambda x: copies.get(id(x), x), args),
+                           **pytree.tree_map(lambda x: copies.get(id(x), x), kwargs))  # fmt: skip
+            given = {id(x.untyped_storage()) for x in _tensors((args, kwargs))}
+            originals = {id(copy): x for x in changed for copy in (copies[id(x)],)}
+            outputs = pytree.tree_map(lambda x: originals.get(id(x), x), outputs)
+            fresh = [x for x in _tensors(outputs) if id(x.untyped_storage()) not in given]
+            if not fresh and not changed:
+                return outputs  # a view
+            for x in fresh:
+                self._made(x)
+        generator = kwargs.get("generator")
+        if generator is not None:
+            kwargs = {**kwargs, "generator": generator.clone_state()}
+        stream, used = self._current, list(_tensors((args, kwargs)))
+
+        def work() -> None:
+            with torch.no_grad(), _disable_current_modes(), _below_autograd():
+                found = func(*args, **kwargs)
+                written = [x for x in _tensors(found) if all(x is not y for y in changed)] if fresh else []
+                for into, what in zip(fresh, [x for x in written if id(x.untyped_storage()) not in given], strict=True):
+                    into.copy_(what)
+                if not all(self._may_use(x, stream) for x in used):
+                    for x in (*fresh, *changed):
+                        _poison(x)
+
+        self._queues[stream].append(work)
+        return outputs
+
+    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+        _poison(tensor)
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        self._owner[key] = weakref.ref(storage, lambda _: self._owner.pop(key, None)), {self._current}
+        return tensor
+
+    def _may_use(self, tensor: torch.Tensor, stream: str) -> bool:
+        owner = self._owner.get(id(tensor.untyped_storage()))
+        return owner is None or stream in owner[1]
+
+    def _run(self, mark: Reached) -> None:
+        while self._done[mark.stream] < mark.count:
+            first = self._queues[mark.stream].popleft()
+            if isinstance(first, Reached):
+                self._run(first)
+            else:
+                first()
+            self._done[mark.stream] += 1
+
+    def _run_others(self, stream: str) -> None:
+        """As far as nothing of this stream is needed."""
+        for other, queue in self._queues.items():
+            while other != stream and queue:
+                if isinstance(queue[0], Reached) and self._done[queue[0].stream] < queue[0].count:
+                    break
+                self._run(Reached(other, self._done[other] + 1))
+
+
+class _Late(TorchDispatchMode):
+    """Inside, operations on what the device made are queued."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(self._device.holds(x) for x in _tensors((args, kwargs))):
+            return func(*args, **kwargs)
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value of the device was read without the seam"
+        return self._device.queue(func, args, kwargs)
+
+
+@contextmanager
+def _below_autograd() -> Iterator[None]:
+    """As kernels run: they are neither recorded nor counted as changes a second time."""
+    hidden = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(hidden):
+        yield
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor))
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Arguments that the operation writes to."""
+    named = zip(func._schema.arguments, args, strict=False)
+    by_name = {argument.name: argument for argument in func._schema.arguments}
+    pairs = [*named, *((by_name[name], value) for name, value in kwargs.items())]
+    return [x for a, value in pairs if a.alias_info is not None and a.alias_info.is_write for x in _tensors(value)]
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
