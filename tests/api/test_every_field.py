@@ -337,7 +337,7 @@ def test_settings_that_say_nothing_are_taken() -> None:
         (
             {"run_config": ray.train.ScalingConfig(num_workers=2)},
             "RunConfig(num_workers=2): it would have no effect: raypipe does not read it. Leave it out; of RunConfig "
-            "raypipe reads name, storage_path, storage_filesystem, checkpoint_config, failure_config.",
+            "raypipe reads name, storage_path, storage_filesystem, checkpoint_config, failure_config, callbacks.",
         ),
         (
             {"run_config": SimpleNamespace(checkpoint_config=SimpleNamespace(checkpoint_score_attribute="loss"))},
