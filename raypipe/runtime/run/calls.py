@@ -54,6 +54,11 @@ class Calls:
         self._begun = self._closed = False
         self._thread = threading.Thread(target=self._work, name="raypipe callbacks", daemon=True)
 
+    @property
+    def waiting(self) -> int:
+        """Calls that have not begun."""
+        return len(self._queue)
+
     def start(self, run: RunStart) -> None:
         """The run begins; what happened before is not told."""
         if self._callbacks:
