@@ -54,7 +54,7 @@ class Crosses(StrEnum):
 
 
 class Device(Protocol):
-    """Where one worker's stages compute. Every implementation passes tests/contract/device.py.
+    """Where one worker's stages compute. CpuDevice is one, tests/fake_device.py another.
 
     Attributes:
         place: of the tensors.
