@@ -61,6 +61,13 @@ class OrderGate:
             self._halted.discard(run)
             self._changed.notify_all()
 
+    def abort(self, run: int) -> None:
+        """Begin nothing more of the run, whatever has begun elsewhere: it has failed."""
+        with self._changed:
+            self._limits[run] = self._begun[run]
+            self._halted.discard(run)
+            self._changed.notify_all()
+
     def limit(self, run: int) -> int | None:
         """Orders after which the run was told to end; None where it was not."""
         with self._changed:

@@ -284,11 +284,12 @@ class _StageActor(LinkedActor, CopyingActor):
 
     @ray.method(concurrency_group="control")
     def abort(self, term: int, links: int, reason: str) -> None:
-        """End every wait of the running segment, unless this worker has other links by now."""
+        """End every wait of the running segment, and for another one, unless this worker has other links by now."""
         self._fence.check(term)
         if self._executor is not None and links == self._links:
             self._copies.give_up()
             self._executor.abort(reason)
+            self._inflow.abort(self._run)
 
     @ray.method(concurrency_group="control")
     def spans(self) -> tuple[Span, ...]:
