@@ -329,7 +329,8 @@ class StageWork:
         total: torch.Tensor | None = None
         for at, loss, share in self._losses:
             if part in (None, at):
-                weighed = loss.detach() * share
+                # Sums of 16 bits would stop growing after a few hundred micro-batches.
+                weighed = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share
                 total = weighed if total is None else total + weighed
         return total
 

@@ -16,7 +16,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Plain(NamedTuple):
-    """What came of it; norms before clipping, gradients as the optimizer saw them, the scale after each step."""
+    """What came of it: losses added up in fp32, norms before clipping, gradients as the optimizer saw them,
+    the scale after each step."""
 
     losses: list[float]
     norms: list[float]
@@ -57,7 +58,7 @@ def train_plain(
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
                 loss = loss_fn(low(x), y)
             weighed = loss * (len(x) / samples)
-            losses.append(weighed.detach())
+            losses.append(loss.detach().float() * (len(x) / samples))
             grads = torch.autograd.grad(scaler.scale(weighed), list(low.parameters()))
             for (_, p), grad in zip(named, grads, strict=True):
                 wide = grad.float()

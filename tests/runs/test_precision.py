@@ -93,12 +93,15 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
 
-def trainer(model: nn.Module, folder: Path, optimizer: Any = adamw, data: Any = None, **fields: Any) -> PipelineTrainer:
+def trainer(
+    model: nn.Module, folder: Path, optimizer: Any = adamw, data: Any = None, eval_data: Any = None, **fields: Any
+) -> PipelineTrainer:
     return PipelineTrainer(
         model,
         loss_fn=of_classes if isinstance(model, nn.Sequential) else of_words,
         optimizer=optimizer,
         train_data=data if data is not None else data_of(model),
+        eval_data=eval_data,
         pipeline=PipelineConfig(**{"num_stages": 2, "partitioner": "parameters", **FIELDS, **fields}),
         run_config=SimpleNamespace(name="run", storage_path=str(folder)),
     )  # type: ignore[arg-type]
@@ -149,6 +152,23 @@ def test_equal_to_plain_pytorch(precision: str, make: Any, fields: dict[str, Any
     assert faults(model, tmp_path, plain, precision=precision, **fields) == []
     other = plainly(model, "fp32")
     assert other.losses != plain.losses, "the precision does nothing"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_losses_of_many_microbatches_are_added_up_in_fp32(precision: str, tmp_path: Path) -> None:
+    """512 losses of 16 bits: a sum of as many bits would stop growing."""
+    count, model = 512, children()
+    data = data_of(model, count)
+    fields = {"minibatch_size": count, "num_microbatches": count, "loss_reduction": "mean"}
+    made = trainer(model, tmp_path, data=data, eval_data=data, precision=precision, **fields)
+    result = made.fit(num_steps=1, local=True, progress=False)
+    plain = train_plain(model, of_classes, [list(zip(*(x.split(1) for x in data.tensors), strict=True))], adamw, "fp32")
+    assert result.records[0].loss == pytest.approx(plain.losses[0], rel=2e-3)
+    with torch.no_grad():
+        trained = model
+        trained.load_state_dict(load_state_dict(str(tmp_path / "run")))
+        expected = float(of_classes(trained(data.tensors[0]), data.tensors[1]))
+    assert result.metrics["eval_loss"] == pytest.approx(expected, rel=2e-3)
 
 
 class _Burst(torch.autograd.Function):
