@@ -74,8 +74,9 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
         size = max(size, min(minibatch, CURVE_SAMPLES))
     columns, example = _read(sources["train"], loss_fn is not None, size)
     metrics = given.metrics if evaluates else None
-    asked = asked_by(metrics, built, _by_name(columns, example)) if metrics and loss_fn is None else Asked()
-    precision = PRECISIONS[pipeline.precision]
+    precision, asked = PRECISIONS[pipeline.precision], Asked()
+    if metrics and loss_fn is None:
+        asked = asked_by(metrics, built, _by_name(columns, example), precision)
     captured = capture(built, example, columns, loss_fn, evaluates=evaluates, asked=asked, precision=precision)
     rehearse(built, captured, _by_name(columns, example))
     if evaluates:

@@ -15,18 +15,23 @@ from raypipe.engine.capture import Capture
 from raypipe.engine.item_randomness import own_generators, seed_generators
 from raypipe.engine.local import one_thread
 from raypipe.engine.meter import Asked, Fields, Meter, part_of, parts_by_key
+from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.rehearsal import NUM_ROWS
 from raypipe.errors import ConfigError, StageError
+from raypipe.ir.precision import Precision
 
 __all__ = ["asked_by", "try_metrics"]
 
 
-def asked_by(metrics: Mapping[str, Any], model: torch.nn.Module, example: Mapping[Any, torch.Tensor]) -> Asked:
+def asked_by(
+    metrics: Mapping[str, Any], model: torch.nn.Module, example: Mapping[Any, torch.Tensor], precision: Precision
+) -> Asked:
     """What metrics read of a model that returns its own loss, and of the batch.
 
     Args:
         example: a micro-batch by column, of which the first rows are taken.
+        precision: of the run: a metric may read other parts of what is of another type.
 
     Raises:
         ConfigError: the model returns nothing but the loss, a metric fails, or reads what is no tensor.
@@ -37,7 +42,7 @@ def asked_by(metrics: Mapping[str, Any], model: torch.nn.Module, example: Mappin
             "metrics of a model that returns its own loss are called once on what it returns, but its parameters are "
             "on the meta device, which hold no numbers. Build it with numbers, or give a loss_fn."
         )
-    output = _returned(model, rows)
+    output = _returned(model, rows, precision)
     parts = parts_by_key(output)
     if not parts:
         raise ConfigError(
@@ -71,16 +76,17 @@ def try_metrics(metrics: Mapping[str, Any], captured: Capture, rows: Mapping[Any
     _called(metrics, output, behind, len(next(iter(columns.values()))))
 
 
-def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor]) -> Any:
+def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor], precision: Precision) -> Any:
     """What the model returns in evaluation mode; its modes, buffers and everybody's generators stay as they are."""
     modes = {name: module.training for name, module in model.named_modules()}
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     numbered = all(isinstance(name, int) for name in rows)
     try:
-        with own_generators(), torch.no_grad(), one_thread():
+        with own_generators(), torch.no_grad(), one_thread(), model_in(model, precision):
             seed_generators(0, 0, 0)
             model.eval()
-            return model(*rows.values()) if numbered else model(**rows)
+            given = converted([*rows.values()], precision)
+            return model(*given) if numbered else model(**dict(zip(rows, given, strict=True)))
     except Exception as error:
         raise ConfigError(f"The model fails in evaluation mode: {type(error).__name__}: {error}") from error
     finally:

@@ -236,6 +236,27 @@ def test_a_model_that_returns_its_own_loss_keeps_what_metrics_read(tmp_path: Pat
     assert job.programs[0].eval.num_outputs == 1, "hidden crosses for the loss alone, nothing for the metric"  # type: ignore[union-attr]
 
 
+class Wide(OwnLoss):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        return found | {"wide": found["logits"].float().softmax(-1)}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast", "fp16"])
+def test_what_a_metric_reads_is_found_out_in_the_precision_of_the_run(precision: str, tmp_path: Path) -> None:
+    """It reads another part where logits are of 16 bits."""
+    kinds = set()
+
+    def largest(output: Any, batch: Any) -> float:
+        kinds.add(output["logits"].dtype)
+        return float((output["logits"] if output["logits"].dtype is torch.float32 else output["wide"]).max())
+
+    more = {"model": Wide(), "loss_fn": None, "train_data": Named(X, Y), "eval_data": Named(EX, EY)}
+    result = fit(tmp_path, 2, config={"precision": precision}, metrics={"largest": largest}, **more)
+    assert math.isfinite(result.metrics["eval_largest"])
+    assert len(kinds) == 1
+
+
 def test_the_learning_rate_of_every_step_is_told(tmp_path: Path) -> None:
     result = fit(tmp_path, 4, lr_scheduler=halving)
     assert [record.lr for record in result.records] == [0.1 * 0.5**step for step in range(4)]
