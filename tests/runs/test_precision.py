@@ -216,7 +216,15 @@ def scales_in(folder: Path) -> set[tuple[float, int]]:
     return {(float(group.options["loss_scale"]), int(group.options["loss_scale_steps"])) for group in groups}
 
 
-@pytest.mark.parametrize("fields", SCHEDULES[:4:3], ids=lambda f: "-".join(str(v) for v in f.values()))
+SCALED: Sequence[dict[str, Any]] = (
+    *SCHEDULES,
+    {"schedule": "gpipe", "recompute": "always"},
+    {"schedule": "interleaved", "num_stages": 4},
+    {"schedule": "interleaved", "num_stages": 4, "recompute": "always"},
+)
+
+
+@pytest.mark.parametrize("fields", SCALED, ids=lambda f: "-".join(str(v) for v in f.values()))
 @pytest.mark.parametrize("make", [words, children])
 def test_fp16_equals_plain_pytorch_with_its_grad_scaler(make: Any, fields: dict[str, Any], tmp_path: Path) -> None:
     model = make()
