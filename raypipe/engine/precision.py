@@ -58,7 +58,7 @@ def model_in(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
 
 @contextmanager
 def model_converted(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
-    """The user's module with the leaves of this precision, but for autocast.
+    """The user's module with parameters converted to this precision; autocast is not switched on.
 
     Its tensors are put back afterwards, not converted back, so that they lose nothing.
     """

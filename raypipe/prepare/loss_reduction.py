@@ -170,7 +170,7 @@ def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig)
     changes = captured.model.train.changing_buffers or captured.model.train.traced.num_draws
     if pipeline.num_microbatches == 1 or (captured.model.eval is None and changes):
         return found
-    if captured.recipe.precision != FP32:  # sums of 16-bit numbers would not fit to what is counted
+    if captured.recipe.precision != FP32:  # sums of 16-bit numbers would not match the counts closely enough
         return found
     trains, evals = captured.recipe.stages.functions((), ())
     (function,) = evals or trains
