@@ -143,6 +143,7 @@ class MetricsWriter:
         self._run = run
         self._names = tuple(evaluations)
         self._evaluated: dict[int, Numbers] | None = None  # all of the run, by step, once somebody asked
+        self._kept: dict[int, Numbers] = {}  # evaluations of steps that are told once more
         self._clock = clock
         self._tried_s = clock()
         self._new = 0  # records since the last try to write
@@ -156,11 +157,14 @@ class MetricsWriter:
         """Whether to write now."""
         return self._new >= WRITE_STEPS or (self._new > 0 and self._clock() - self._tried_s >= WRITE_S)
 
-    def append(self, record: StepRecord) -> None:
-        """The next step."""
+    def append(self, record: StepRecord) -> StepRecord:
+        """The next step; its record, with the evaluation that ``take_over`` kept of it."""
+        if kept := self._kept.pop(record.step, ()):
+            record = replace(record, evaluation=kept)
         self.recent.append(record)
         self._new += 1
         self._changed = True
+        return record
 
     def evaluated(self, step: int, numbers: Numbers) -> StepRecord | None:
         """An evaluation followed so many steps; the record that has it now, None where there is none of that step."""
@@ -207,7 +211,7 @@ class MetricsWriter:
             CheckpointError: the place cannot be reached, or the part that goes on is damaged.
         """
         self.recent = [record for record in self.recent if record.step < step]
-        self._new, self._changed, self._evaluated = 0, True, None
+        self._new, self._changed, self._evaluated, self._kept = 0, True, None, {}
         self._take_over_old_file()
         name = _name(_first_of(max(0, step - 1)))
         if not self.recent and self._run.exists(name):
@@ -215,6 +219,18 @@ class MetricsWriter:
         for part in reversed(parts_of(self._run)):  # the newest first, so that there is never a gap
             if part.first >= step:
                 self._run.delete(part.name)
+
+    def take_over(self, step: int) -> None:
+        """As ``go_back``, but later steps are told once more by stages that remember no evaluation: those stay.
+
+        Raises:
+            CheckpointError: the place cannot be reached, or a part with later steps is damaged.
+        """
+        self._take_over_old_file()
+        later = [part for part in parts_of(self._run) if part.first >= _first_of(step)]
+        records = [record for part in later for record in self._read(part.name)]
+        self.go_back(step)
+        self._kept = {record.step: record.evaluation for record in records if record.step >= step}
 
     def _write_part(self, records: Sequence[StepRecord]) -> None:
         sink = pa.BufferOutputStream()

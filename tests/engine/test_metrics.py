@@ -221,3 +221,20 @@ def test_a_damaged_part_says_what_to_do(tmp_path: Path) -> None:
     MetricsWriter(place).go_back(6)
     shutil.rmtree(tmp_path / "metrics.parquet")
     assert steps_written(place) == 0
+
+
+def test_evaluations_of_steps_that_are_told_once_more_stay(place: Place) -> None:
+    writer = MetricsWriter(place)
+    for step in range(11):
+        writer.append(StepRecord(step, 8, 1.0, 1.0, 1.0, 0.0, 0.0, 1))
+        if step % 2:
+            writer.evaluated(step + 1, (("eval_loss", float(step)),))
+    writer.write()
+    again = MetricsWriter(place)
+    again.take_over(2)
+    for step in range(2, 12):
+        again.append(StepRecord(step, 8, 1.0, 1.0, 1.0, 0.0, 0.0, 1))
+    again.write()
+    read = [record for part in parts_of(place) for record in records_of(table_read(place.read_bytes(part.name), ""))]
+    found = {record.step: dict(record.evaluation) for record in read}
+    assert found == {step: {"eval_loss": float(step)} if step % 2 and step < 11 else {} for step in range(12)}

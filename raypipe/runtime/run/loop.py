@@ -214,7 +214,7 @@ class _Loop:
         progress.at, self._ordering.known = found.position, found.known
         progress.marks.read()  # of copies that the stages still have
         progress.marks.forget_after(progress.at.step)
-        self.metrics.go_back(progress.at.step)
+        self.metrics.take_over(progress.at.step)
         progress.skipped = found.skipped(self.metrics.recent)
         self._find_saved()
         self.watcher.resumed(self.metrics.recent, progress.at.step, self.checkpoints.latest)
@@ -269,7 +269,7 @@ class _Loop:
                 if ordered.setting.choice is not None:
                     record = replace(record, schedule=ordered.setting.name)
                 progress.end_s = max(r.end_s for r in of_step)
-                self.metrics.append(record)
+                record = self.metrics.append(record)
                 self.watcher.step(record, of_step)
                 self.calls.step(record)
                 self._count_skipped(record)
@@ -339,6 +339,7 @@ class _Loop:
         self.calls.evaluated(step, dict(self._evaluation))
         if record := self.metrics.evaluated(self.progress.at.step, self._evaluation):
             self.watcher.evaluated(record)
+        self._write_metrics()  # stages remember no evaluation for a driver that takes over
 
     def _tell(self, decision: str, reason: str, **numbers: Any) -> None:
         self._parts.tell(decision, reason, **numbers)

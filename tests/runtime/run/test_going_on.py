@@ -8,8 +8,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import TensorDataset
 
-from raypipe import load_state_dict
+from raypipe import EarlyStopping, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.ir.work_order import Order
@@ -17,8 +18,10 @@ from raypipe.runtime.run.blueprint import assemble
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.spec import Outcome
 from raypipe.runtime.run.takeover import Done
 from tests.exactness import same_bits
+from tests.runs import test_evaluation
 from tests.runtime.run.test_planning import trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
@@ -63,6 +66,21 @@ class Remembering:
             yield reports
 
 
+def taken_over(made: PipelineTrainer, steps: int) -> tuple[Remembering, Journal, Outcome]:
+    """A run whose first driver is killed, and whose second one finds the stages where they stand."""
+    job = made._prepared()
+    blueprint = made._blueprint(job, steps, local=True)
+    spec, (run, setup, plan) = blueprint.spec, assemble(blueprint, job.planned)
+    fleet = Remembering(LocalFleet(run, setup, job.tensors))
+    try:
+        with pytest.raises(Killed):
+            run_loop(fleet, spec, plan, Dies("run", ""), Requests())
+        told = Journal("run", "")
+        return fleet, told, run_loop(fleet, spec, plan, told, Requests(), taken=fleet.done[-UNWRITTEN:])
+    finally:
+        fleet.stop()
+
+
 @pytest.mark.parametrize(
     ("name", "pipeline"),
     [
@@ -72,18 +90,7 @@ class Remembering:
     ],
 )
 def test_a_loop_goes_on_where_stages_stand(name: str, pipeline: dict[str, Any], tmp_path: Path) -> None:
-    made = trainer(tmp_path, "run", name, **pipeline)
-    job = made._prepared()
-    blueprint = made._blueprint(job, STEPS, local=True)
-    spec, (run, setup, plan) = blueprint.spec, assemble(blueprint, job.planned)
-    fleet = Remembering(LocalFleet(run, setup, job.tensors))
-    try:
-        with pytest.raises(Killed):
-            run_loop(fleet, spec, plan, Dies("run", ""), Requests())
-        told = Journal("run", "")
-        found = run_loop(fleet, spec, plan, told, Requests(), taken=fleet.done[-UNWRITTEN:])
-    finally:
-        fleet.stop()
+    fleet, told, found = taken_over(trainer(tmp_path, "run", name, **pipeline), STEPS)
     assert found.step == STEPS
     alone = trainer(tmp_path, "alone", name, **pipeline).fit(STEPS, local=True, progress=False)
     rows = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
@@ -93,3 +100,17 @@ def test_a_loop_goes_on_where_stages_stand(name: str, pipeline: dict[str, Any], 
     assert first == sorted(set(first)), "no step was ordered twice"
     state, wanted = load_state_dict(tmp_path / "run"), load_state_dict(alone.checkpoint)
     assert [key for key in wanted if not same_bits(state[key], wanted[key])] == []
+
+
+def test_a_take_over_loses_no_evaluation_and_ends_the_run_where_it_would_have_ended(tmp_path: Path) -> None:
+    made = test_evaluation.trainer(
+        tmp_path, "run", {"eval_interval_steps": 2},
+        eval_data=TensorDataset(test_evaluation.EX, test_evaluation.EY), metrics={"same": lambda output, target: 1.0},
+        early_stopping=EarlyStopping("eval_same", patience=4, mode="max"),
+    )  # fmt: skip
+    _, told, found = taken_over(made, 20)
+    assert (found.step, found.stopped) == (10, "eval_same has not got better than 1 for 4 evaluations")
+    rows = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
+    assert [row["step"] for row in rows if row["eval_same"] == 1.0] == [1, 3, 5, 7, 9]
+    heard = {record.step: record.evaluation for record in told.news(0, 0.0).records}
+    assert [step for step, numbers in heard.items() if numbers] == [1, 3, 5, 7, 9]
