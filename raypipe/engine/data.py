@@ -91,6 +91,12 @@ def open_data(
         raise DataError(f"rows_per_window={rows_per_window} is not possible: give at least 1, or shuffle=False.")
     if (taken := taken_over(source)) is not None:
         source, shuffle = taken.dataset, shuffle and taken.shuffles
+        if collate is not None and taken.collate not in (None, collate):
+            raise DataError(
+                "The DataLoader has a collate_fn of its own, and another collate_fn was given beside it, of which only "
+                "one can make the batches. Give one of them: leave the other collate_fn out, or give the DataLoader's "
+                "dataset."
+            )
         collate = collate or taken.collate
     mapped = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if collate is not None and (not mapped or isinstance(source, str | pa.Table | pa.RecordBatch)):

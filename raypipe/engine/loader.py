@@ -85,15 +85,24 @@ def notes_on(data: Any) -> Iterator[str]:
 
 def _faults(data: DataLoader[Any]) -> Iterator[tuple[str, str, str]]:
     """(argument, what was given, what to do) of all that would be dropped."""
-    sampler = data.sampler
+    sampler: Any = data.sampler
     if isinstance(data.dataset, IterableDataset):
         yield "dataset", type(data.dataset).__name__, (
             "samples of an IterableDataset have no numbers, by which stages read them and a run goes on. Give a "
             "dataset with __len__ and __getitem__, or Parquet files."
         )  # fmt: skip
+    elif type(data).__iter__ is not DataLoader.__iter__:
+        yield "__iter__", f"{type(data).__name__}.__iter__", (
+            "stages read the dataset's items by their numbers and never iterate over the loader. Do in __getitem__ or "
+            "in collate_fn what it does, and give a plain DataLoader."
+        )  # fmt: skip
     elif type(data.batch_sampler) is not BatchSampler:
         yield "batch_sampler", type(data.batch_sampler).__name__, (
             "mini-batches are cut from an epoch's order by minibatch_size. Give batch_size and shuffle instead."
+        )  # fmt: skip
+    elif data.batch_size is None:
+        yield "batch_sampler", type(data.batch_sampler).__name__, (
+            "its batch size, order and drop_last would be left out. Give batch_size and shuffle instead."
         )  # fmt: skip
     elif type(sampler) not in (RandomSampler, SequentialSampler):
         yield "sampler", type(sampler).__name__, (
@@ -105,6 +114,11 @@ def _faults(data: DataLoader[Any]) -> Iterator[tuple[str, str, str]]:
     ):
         yield "sampler", "RandomSampler with replacement or num_samples", (
             "an epoch has every item once. Give shuffle=True."
+        )  # fmt: skip
+    elif sampler.data_source is not data.dataset:
+        yield "sampler", f"{type(sampler).__name__}({type(sampler.data_source).__name__})", (
+            "it numbers the items of something else than the DataLoader's dataset. Give shuffle=True or False, or "
+            "of a part of a dataset torch.utils.data.Subset(dataset, numbers)."
         )  # fmt: skip
     elif data.drop_last:
         yield "drop_last", "True", (

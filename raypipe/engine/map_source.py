@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 from raypipe.engine.collate import Collate, collated
 from raypipe.engine.epoch_order import EpochOrder
 from raypipe.engine.item_randomness import generator_states, own_generators, seed_generators
-from raypipe.engine.remembered import first_change, read_memory_of
+from raypipe.engine.remembered import Memory, first_change, read_memory_of
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import DataError
 
@@ -99,12 +99,12 @@ class MapSource:
         Raises:
             DataError: names an item and a column.
         """
-        if isinstance(self._dataset, TensorDataset) and self._collate is None:
+        if type(self._dataset) is TensorDataset and self._collate is None:
             return
         rows = list(range(min(NUM_READ_TWICE, self.num_samples)))
-        once, kept = self._items(0, rows, list(self.columns)), read_memory_of(self._dataset, self._name)
+        once, kept = self._items(0, rows, list(self.columns)), self._memories()
         again = self._items(0, rows, list(self.columns))
-        change = first_change(kept, read_memory_of(self._dataset, self._name))
+        changes = [first_change(*pair) for pair in zip(kept, self._memories(), strict=True)]
         for column in self.columns:
             for row, one, other in zip(rows, once[column], again[column], strict=True):
                 if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)):
@@ -115,15 +115,19 @@ class MapSource:
                         "epoch, row) around each item, or make the item a function of its index; a generator of the "
                         "dataset's own, the clock and counters cannot be repeated."
                     )
-        if change:
+        if change := next(filter(None, changes), ""):
             raise DataError(
                 f"Reading items of {self._name} changes {change}. Every stage reads for itself and would keep another "
                 "account of it. Make an item a function of its index and of draws from torch's, numpy's or Python's "
                 "global generators, which raypipe seeds by (seed, epoch, row) around each item."
             )
 
+    def _memories(self) -> tuple[Memory, Memory]:
+        """What the dataset and the collate function remember now."""
+        return read_memory_of(self._dataset, self._name), read_memory_of(self._collate, "collate_fn")
+
     def _items(self, epoch: int, rows: list[int], keys: list[Any]) -> dict[Any, torch.Tensor]:
-        if isinstance(self._dataset, TensorDataset) and self._collate is None:
+        if type(self._dataset) is TensorDataset and self._collate is None:
             index = torch.tensor(rows, dtype=torch.int64)
             return {key: self._dataset.tensors[key][index] for key in keys}
         if not rows:

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from raypipe.data import Pad
 from raypipe.engine.data import open_data
@@ -57,6 +65,25 @@ def test_a_loaders_collate_function_is_called() -> None:
     assert torch.equal(y, Y)
 
 
+def test_two_collate_functions_are_refused_and_the_same_one_twice_is_not() -> None:
+    loader = DataLoader(DATA, batch_size=4, collate_fn=doubled)
+    with pytest.raises(DataError, match="has a collate_fn of its own"):
+        open_data(loader, seed=3, collate=noisy)
+    assert torch.equal(everything(open_data(loader, seed=3, collate=doubled))[0], X * 2)
+    assert torch.equal(everything(open_data(DataLoader(DATA, batch_size=4), seed=3, collate=doubled))[0], X * 2)
+
+
+def test_a_collate_function_that_remembers_is_refused() -> None:
+    seen: list[int] = []
+
+    def remembering(items: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(len(items))
+        return doubled(items)
+
+    with pytest.raises(DataError, match=r"changes the number of items in .*seen"):
+        open_data(DATA, seed=3, collate=remembering)
+
+
 def test_random_collating_is_keyed_by_the_samples() -> None:
     one, other = (open_data(DATA, seed=3, collate=noisy) for _ in range(2))
     first = one.read(1, 4, 3, (0,))
@@ -87,6 +114,11 @@ class Endless(IterableDataset[Any]):
         return iter(DATA)
 
 
+class Doubling(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return ((x * 2, y) for x, y in super().__iter__())
+
+
 @pytest.mark.parametrize(
     ("loader", "said"),
     [
@@ -95,7 +127,13 @@ class Endless(IterableDataset[Any]):
         (DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]), "batch_sampler=list"),
         (DataLoader(DATA, batch_size=4, drop_last=True), "drop_last=True"),
         (DataLoader(DATA, batch_size=4, worker_init_fn=print), "worker_init_fn=print"),
-        (DataLoader(DATA, sampler=torch.utils.data.RandomSampler(DATA, replacement=True)), "with replacement"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), "with replacement"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, num_samples=4)), "or num_samples"),
+        (DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, True)), "batch_sampler=BatchSampler"),
+        (DataLoader(DATA, batch_size=None), "batch_sampler=NoneType"),
+        (DataLoader(DATA, sampler=SequentialSampler(range(4))), r"sampler=SequentialSampler\(range\)"),
+        (DataLoader(DATA, sampler=RandomSampler(range(4))), r"sampler=RandomSampler\(range\)"),
+        (Doubling(DATA, batch_size=4), r"__iter__=Doubling\.__iter__"),
     ],
 )
 def test_what_a_pipeline_would_not_follow_is_refused_by_name(loader: Any, said: str) -> None:

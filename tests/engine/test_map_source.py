@@ -48,6 +48,16 @@ def test_torch_datasets(dataset: object, column: int | str) -> None:
     assert numbers(open_data(dataset, seed=5, shuffle=False), 0, 11) == list(range(11))
 
 
+class Scaled(torch.utils.data.TensorDataset):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor * 10 for tensor in super().__getitem__(index))
+
+
+def test_a_subclass_of_tensor_dataset_is_read_by_its_own_getitem() -> None:
+    source = open_data(Scaled(torch.arange(5)), seed=0, shuffle=False)
+    assert source.read(0, 0, 5, (0,))[0].tolist() == [0, 10, 20, 30, 40]
+
+
 def test_parts_of_items() -> None:
     source = open_data(Dicts(), seed=0)
     assert source.columns == ("x", "n", "t")
