@@ -153,7 +153,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         {"train_data": Items},
         ["train_data=" + target_of("Items")],
         "Step 0: Item 19 of Items has shape (4,) and type float32 in column 0, but item 0 has shape (6,) and type "
-        "float32, and a batch needs equal ones. Pad, cut or convert the items to one shape and kind.",
+        "float32, and a batch needs equal ones. Pad, cut or convert the items to one shape and kind, as "
+        "collate_fn=raypipe.data.Pad(length) does with lists.",
     ),
     "wrong path": (
         {"train_data": lambda: "data/trian"},

@@ -16,9 +16,9 @@ class Once:
     def __init__(self) -> None:
         self.made: Capture | None = None
 
-    def __call__(self, model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, *, evaluates: bool) -> Capture:
+    def __call__(self, model: torch.nn.Module, example: Any, columns: Any, loss_fn: Any, **how: Any) -> Capture:
         if self.made is None:
-            self.made = capture(model, example, columns, loss_fn, evaluates=True)
+            self.made = capture(model, example, columns, loss_fn, **{**how, "evaluates": True})
         return self.made
 
 
