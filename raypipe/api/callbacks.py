@@ -1,4 +1,4 @@
-"""The callbacks that a trainer was given: its own, and Ray Train's ``UserCallback`` in the same words."""
+"""The callbacks that a trainer was given: its own, and Ray Train's ``UserCallback`` with the same calls."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from raypipe.errors import ConfigError
 from raypipe.ir.report import StepRecord
 
-__all__ = ["METHODS", "Callback", "Event", "RunEnd", "RunStart", "absolute", "needed", "scalars"]
+__all__ = ["METHODS", "Callback", "Event", "Newest", "RunEnd", "RunStart", "absolute", "needed", "scalars"]
 
 
 class RunStart(NamedTuple):
@@ -85,7 +85,7 @@ class Callback:
         """Before the first step of this submission; again where a new driver takes the run over."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is over. After a recovery, steps that are done again are told again, with the same loss."""
+        """A step is over. After a recovery, steps that are repeated are reported again, with the same loss."""
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """``eval_data`` was evaluated after ``step`` steps."""
@@ -104,6 +104,19 @@ class Callback:
 
 
 METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class Newest:
+    """The newest step that a logger has logged: those that a recovery repeats are not logged again."""
+
+    def __init__(self) -> None:
+        self.step = -1
+
+    def passed_by(self, step: int) -> bool:
+        """Whether this step is newer; it is the newest then."""
+        newer = step > self.step
+        self.step = max(step, self.step)
+        return newer
 
 
 def scalars(record: StepRecord) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypipe.callbacks.base import Callback, Event, RunEnd, RunStart, needed, scalars
+from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, needed, scalars
 from raypipe.ir.report import StepRecord
 
 __all__ = ["MLflow"]
@@ -16,6 +16,8 @@ __all__ = ["MLflow"]
 BATCH_S = 2.0
 MOST_METRICS, MOST_PARAMS = 1000, 100
 """Of one request, as MLflow limits them."""
+MOST_WAITING = 100_000
+"""Metrics that are kept for a server that does not answer; the oldest go first."""
 TAG = "raypipe.run"
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
@@ -37,6 +39,8 @@ class MLflow(Callback):
     every_steps: int = 1
     _client: Any = field(default=None, init=False, repr=False)
     _run_id: str = field(default="", init=False, repr=False)
+    _steps: Newest = field(default_factory=Newest, init=False, repr=False)
+    _evaluations: Newest = field(default_factory=Newest, init=False, repr=False)
     _waiting: list[Any] = field(default_factory=list, init=False, repr=False)
     _sent_s: float = field(default=0.0, init=False, repr=False)
 
@@ -45,6 +49,8 @@ class MLflow(Callback):
         needed("mlflow", "raypipe[mlflow]", "MLflow()")
 
     def on_start(self, run: RunStart) -> None:
+        self._steps, self._evaluations = Newest(), Newest()  # a second fit may use the same object
+        self._waiting, self._sent_s = [], 0.0
         mlflow = needed("mlflow", "raypipe[mlflow]", "MLflow()")
         self._client = mlflow.MlflowClient(self.tracking_uri)
         found = self._client.get_experiment_by_name(self.experiment)
@@ -64,11 +70,12 @@ class MLflow(Callback):
             self._client.log_batch(self._run_id, params=params[first : first + MOST_PARAMS])
 
     def on_step(self, record: StepRecord) -> None:
-        if record.step % self.every_steps == 0:
+        if record.step % self.every_steps == 0 and self._steps.passed_by(record.step):
             self._wait(scalars(record), record.step)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._wait(metrics, step)
+        if self._evaluations.passed_by(step):
+            self._wait(metrics, max(0, step - 1))  # of the last step before it
 
     def on_checkpoint(self, step: int, path: str) -> None:
         self._client.set_tag(self._run_id, "raypipe.checkpoint", path)
@@ -77,21 +84,23 @@ class MLflow(Callback):
         self._client.set_tag(self._run_id, f"raypipe.{event.decision}.{event.step}".replace(" ", "_"), event.reason)
 
     def on_end(self, end: RunEnd) -> None:
-        self._send()
         state = "FAILED" if end.error else "KILLED" if end.stopped else "FINISHED"
-        self._client.set_terminated(self._run_id, state)
+        try:
+            self._send()
+        finally:
+            self._client.set_terminated(self._run_id, state)
 
     def _wait(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep numbers until a request is worth it."""
         now_s = time.time()
         self._waiting += [(name, value, int(now_s * 1000), step) for name, value in metrics.items()]
-        if now_s - self._sent_s >= BATCH_S or len(self._waiting) >= MOST_METRICS:
+        del self._waiting[:-MOST_WAITING]
+        if now_s - self._sent_s >= BATCH_S:
             self._send()
 
     def _send(self) -> None:
         metric = needed("mlflow.entities", "raypipe[mlflow]", "MLflow()").Metric
-        waiting, self._waiting, self._sent_s = self._waiting, [], time.time()
-        for first in range(0, len(waiting), MOST_METRICS):
-            self._client.log_batch(
-                self._run_id, metrics=[metric(*found) for found in waiting[first : first + MOST_METRICS]]
-            )
+        self._sent_s = time.time()
+        while self._waiting:
+            self._client.log_batch(self._run_id, metrics=[metric(*found) for found in self._waiting[:MOST_METRICS]])
+            del self._waiting[:MOST_METRICS]  # only now: a request that failed is made again

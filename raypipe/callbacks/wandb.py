@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypipe.callbacks.base import Callback, Event, RunEnd, RunStart, absolute, needed, scalars
+from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, absolute, needed, scalars
 from raypipe.ir.report import StepRecord
 
 __all__ = ["WandB"]
@@ -30,7 +30,8 @@ class WandB(Callback):
     folder: str | None = None
     every_steps: int = 1
     _run: Any = field(default=None, init=False, repr=False)
-    _logged: int = field(default=-1, init=False, repr=False)
+    _steps: Newest = field(default_factory=Newest, init=False, repr=False)
+    _evaluations: Newest = field(default_factory=Newest, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.folder = absolute(self.folder)
@@ -40,6 +41,7 @@ class WandB(Callback):
         needed("wandb", "raypipe[wandb]", "WandB()")
 
     def on_start(self, run: RunStart) -> None:
+        self._steps, self._evaluations = Newest(), Newest()  # a second fit may use the same object
         wandb = needed("wandb", "raypipe[wandb]", "WandB()")
         self._run = wandb.init(
             project=self.project,
@@ -54,12 +56,14 @@ class WandB(Callback):
         )
 
     def on_step(self, record: StepRecord) -> None:
-        if record.step % self.every_steps == 0:
-            self._log(scalars(record), record.step)
+        if record.step % self.every_steps == 0 and self._steps.passed_by(record.step):
+            self._run.log({f"step/{name}": value for name, value in scalars(record).items()}, step=record.step)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Its steps only grow: numbers of a later one are kept until that is logged.
-        self._run.log({f"eval/{name.removeprefix('eval_')}": value for name, value in metrics.items()}, commit=False)
+        # Of the last step before it, which may be logged already: W&B takes no numbers of an earlier step.
+        if self._evaluations.passed_by(step):
+            found = {f"eval/{name.removeprefix('eval_')}": value for name, value in metrics.items()}
+            self._run.log(found, step=max(0, step - 1))
 
     def on_checkpoint(self, step: int, path: str) -> None:
         self._run.summary["checkpoint"] = path
@@ -69,9 +73,3 @@ class WandB(Callback):
 
     def on_end(self, end: RunEnd) -> None:
         self._run.finish(exit_code=1 if end.error else 0)
-
-    def _log(self, numbers: Mapping[str, float], step: int) -> None:
-        """A step that is done again after a recovery was logged before, with the same loss."""
-        if step > self._logged:
-            self._logged = step
-            self._run.log({f"step/{name}": value for name, value in numbers.items()}, step=step)

@@ -30,7 +30,11 @@ def _of_python(filename: str) -> bool:
 
 def short(error: BaseException) -> str:
     """The kind of an error and the first line of what it says, as a sentence."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001  (its own __str__ is wrong)
+        said = ""
+    text = next((line.strip() for line in said.splitlines() if line.strip()), "")
     text = text if len(text) <= MOST else f"{text[: MOST - 3].rstrip()}..."
     kind = type(error).__name__
     return f"{kind}: {text}{'' if text.endswith(('.', '!', '?')) else '.'}" if text else f"{kind}."

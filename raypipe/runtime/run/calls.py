@@ -11,6 +11,7 @@ import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from raypipe.callbacks.base import Event, RunEnd, RunStart
@@ -130,15 +131,15 @@ class Calls:
                     return
                 method, arguments = self._queue.popleft()
             for number, callback in enumerate(self._callbacks):
-                called = getattr(callback, method, None)
-                if called is not None:
-                    self._call(number, callback, method, called, arguments)
+                # What the complaint raises ends this thread no more than what the callback raises.
+                with suppress(BaseException):
+                    self._call(number, callback, method, arguments)
 
-    def _call(
-        self, number: int, callback: Any, method: str, called: Callable[..., Any], arguments: tuple[Any, ...]
-    ) -> None:
+    def _call(self, number: int, callback: Any, method: str, arguments: tuple[Any, ...]) -> None:
         try:
-            called(*arguments)
+            called = getattr(callback, method, None)
+            if called is not None:
+                called(*arguments)
         except BaseException as error:  # noqa: BLE001  (somebody else's code)
             self._raised[number] += 1
             if self._raised[number] == 1:
@@ -151,7 +152,10 @@ class Calls:
 
 def name_of(callback: Any) -> str:
     """What a person calls a callback."""
-    return str(getattr(callback, "name", "") or type(callback).__qualname__)
+    try:
+        return str(getattr(callback, "name", "") or type(callback).__qualname__)
+    except Exception:  # noqa: BLE001  (its name is a property, say, that raises)
+        return type(callback).__qualname__
 
 
 def start_of(spec: RunSpec, step: int) -> RunStart:

@@ -97,6 +97,40 @@ def test_what_one_raises_is_told_once_with_its_name_and_the_others_are_called() 
     assert "ValueError: step 0 is not liked." in complaint
 
 
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class FailsWithoutWords(Callback):
+    def on_step(self, record: StepRecord) -> None:
+        raise UnspeakableError
+
+
+def test_an_error_that_cannot_be_said_ends_no_other_callback() -> None:
+    listens, complaints = Listens(), list[str]()
+    made = Calls([FailsWithoutWords(), listens], complaints.append)
+    made.start(START)
+    made.step(record(0))
+    made.end(RunEnd(1, ""))
+    assert listens.told == [("start", "digits"), ("step", 0), ("end", 1, "")]
+    assert len(complaints) == 1
+    assert complaints[0].startswith("The callback FailsWithoutWords failed in on_step")
+    assert "UnspeakableError." in complaints[0]
+
+
+def test_a_complaint_that_raises_ends_no_other_callback() -> None:
+    def complain(message: str) -> None:
+        raise OSError(message)
+
+    listens = Listens()
+    made = Calls([Fails(), listens], complain)
+    made.start(START)
+    made.step(record(0))
+    made.end(RunEnd(1, ""))
+    assert listens.told == [("start", "digits"), ("step", 0), ("end", 1, "")]
+
+
 def test_one_that_hangs_costs_neither_the_loop_nor_memory_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MOST_WAITING", 5)
     monkeypatch.setattr(calls, "PATIENCE_S", 0.01)
