@@ -115,10 +115,12 @@ def _batches(files: Sequence[Path], labels: int, classes: int) -> Split:
 def _folder(folder: Path, size: int) -> Images:
     train = folder / "train" if (folder / "train").is_dir() else folder
     held = next((folder / name for name in ("val", "valid", "test") if (folder / name).is_dir()), None)
-    classes = sorted(path.name for path in train.iterdir() if path.is_dir())
+    classes = sorted(path.name for path in train.iterdir() if path.is_dir() and path.name[0] != ".")
     if len(classes) < 2:
         raise ValueError(f"{train} has {len(classes)} folders of images; give one for each class.")
     known = _labelled(train, classes, size)
+    if empty := sorted(set(range(len(classes))) - set(known.labels.tolist())):
+        raise ValueError(f"{train / classes[empty[0]]} has no images, so its class has none. Remove it, or add some.")
     if train is folder or held is None:
         return Images(_parted(*known), 3, size, classes)
     return Images({"train": known, "heldout": _labelled(held, classes, size)}, 3, size, classes)
@@ -132,6 +134,8 @@ def _labelled(folder: Path, classes: Sequence[str], size: int) -> Split:
         for file in sorted((folder / name).glob("*")):
             if file.suffix.lower() in SUFFIXES:
                 with Image.open(file) as image:
+                    if image.mode.startswith(("I", "F")):
+                        raise ValueError(f"{file} has more than 8 bits per pixel (mode {image.mode}). Save it with 8.")
                     pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=np.uint8)
                 rows.append(pixels.transpose(2, 0, 1).reshape(-1))
                 labels.append(label)

@@ -53,7 +53,7 @@ class Images(Dataset[Any]):
         root = Path(folder).expanduser().absolute()
         if not root.is_dir():
             raise DataError(f"There is no folder {root}. Give the folder that holds one folder for each class.")
-        self.classes = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir()))
+        self.classes = tuple(sorted(entry.name for entry in root.iterdir() if entry.is_dir() and entry.name[0] != "."))
         self._files = [
             (str(path), label)
             for label, name in enumerate(self.classes)
@@ -64,6 +64,12 @@ class Images(Dataset[Any]):
             raise DataError(
                 f"{root} has no images in folders of classes ({', '.join(self.classes) or 'it has no folder at all'}). "
                 f"Files that end in {', '.join(SUFFIXES)} are read, as in {root.name}/cat/1.png."
+            )
+        empty = sorted(set(range(len(self.classes))) - {label for _, label in self._files})
+        if empty:
+            raise DataError(
+                f"The folder {root / self.classes[empty[0]]} has no images, so its class has none. Remove it, or "
+                "add some."
             )
         self._size = (size, size) if isinstance(size, int) else size
         self._mode, self._transform = mode, transform
@@ -76,6 +82,11 @@ class Images(Dataset[Any]):
 
         path, label = self._files[index]
         with Image.open(path) as opened:
+            if opened.mode.startswith(("I", "F")):
+                raise DataError(
+                    f"{path} has more than 8 bits per pixel (mode {opened.mode}), which {self._mode} would cut "
+                    "to black and white. Scale its values to 0 to 255 and save it with 8 bits."
+                )
             image = opened.convert(self._mode)
             if self._size is not None:
                 image = image.resize((self._size[1], self._size[0]), Image.Resampling.BILINEAR)

@@ -98,6 +98,11 @@ class Packed(Dataset[Any]):
                     f"Document {number} has no column {self._column!r}, but {', '.join(document)}. Tokenize the "
                     "texts first, or name the column: Packed(column=...)."
                 )
+            if "labels" in document and self._column != "labels":
+                raise DataError(
+                    f"Document {number} has a column 'labels', which Packed would replace by its tokens. Remove the "
+                    "column if these are the same, or use raypipe.data.Pad, which keeps labels."
+                )
             document = document[self._column]
         tokens = np.asarray(document)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):

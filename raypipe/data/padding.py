@@ -89,11 +89,28 @@ class Pad:
             ones = [np.ones(len(value), dtype=np.int64) for value in lists["input_ids"]]
             found["attention_mask"] = self._padded("attention_mask", ones, length)
         if self.labels is not None:
-            found["labels"] = self._padded("labels", lists[self.labels], length)
+            found["labels"] = self._padded("labels", self._labels(items, lists), length)
         return found
 
+    def _labels(self, items: Sequence[Mapping[str, Any]], lists: Mapping[str, list[Any]]) -> list[Any]:
+        """Values of the column that becomes labels, filled where a tokenizer has padded already."""
+        assert self.labels is not None
+        if self.labels != "labels" and any("labels" in item for item in items):
+            raise DataError(
+                f"Items have a column 'labels', which Pad(labels={self.labels!r}) would replace. Leave labels= out."
+            )
+        values = lists[self.labels]
+        masks = [np.asarray(item.get("attention_mask", 1)) for item in items]
+        fill = self.fill["labels"]
+        return [
+            np.where(mask != 0, value, fill) if mask.ndim == 0 or mask.shape == value.shape else value
+            for value, mask in zip(values, masks, strict=True)
+        ]
+
     def _padded(self, name: str, values: list[Any], length: int) -> torch.Tensor:
-        whole = np.full((len(values), length, *values[0].shape[1:]), self.fill.get(name, 0), dtype=values[0].dtype)
+        kind = np.result_type(*([value for value in values if value.size] or [np.empty(0, dtype=np.int64)]))
+        kind = np.dtype(np.int64) if kind.kind in "iu" else kind
+        whole = np.full((len(values), length, *values[0].shape[1:]), self.fill.get(name, 0), dtype=kind)
         for row, value in zip(whole, values, strict=True):
             cut = value[:length]
             row[length - len(cut) if self.left else 0 :][: len(cut)] = cut

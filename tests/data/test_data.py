@@ -41,6 +41,21 @@ def test_pad_cuts_off_only_where_it_is_told_to() -> None:
     assert Pad(4, truncate=True)(RAGGED)["input_ids"][6].tolist() == [1, 2, 3, 4]
 
 
+def test_pad_keeps_values_that_the_first_item_has_no_type_for() -> None:
+    items = [{"x": [], "n": np.array([1], dtype=np.int8)}, {"x": [0.5], "n": np.array([300], dtype=np.int16)}]
+    found = Pad(1)([{"x": [1], "n": np.array([1], dtype=np.int8)}, items[1]])
+    assert found["x"].tolist() == [[1.0], [0.5]]
+    assert (found["n"].tolist(), found["n"].dtype) == ([[1], [300]], torch.int64)
+    assert Pad(1)(items)["x"].tolist() == [[0.0], [0.5]]
+
+
+def test_labels_of_padding_that_a_tokenizer_put_in_are_left_out() -> None:
+    item = {"input_ids": [5, 7, 0], "attention_mask": [1, 1, 0]}
+    assert Pad(4, labels="input_ids")([item])["labels"].tolist() == [[5, 7, -100, -100]]
+    with pytest.raises(DataError, match="have a column 'labels'"):
+        Pad(4, labels="input_ids")([{**item, "labels": [1, 2, 3]}])
+
+
 @pytest.mark.parametrize("lengths", [0, (), (4, -1), "128"])
 def test_lengths_that_are_none(lengths: Any) -> None:
     with pytest.raises(ConfigError, match="Pad"):
@@ -66,6 +81,8 @@ def test_packed_refuses_what_fills_no_block() -> None:
         Packed(DOCUMENTS, 10)
     with pytest.raises(DataError, match="has no column 'input_ids', but text"):
         Packed([{"text": "a"}], 2)
+    with pytest.raises(DataError, match="has a column 'labels'"):
+        Packed([{"input_ids": [1, 2], "labels": [-100, 2]}], 2)
     with pytest.raises(IndexError):
         Packed(DOCUMENTS, 4)[2]
 
@@ -86,3 +103,17 @@ def test_images_of_folders_of_classes(tmp_path: Path) -> None:
     assert (images.shape, sorted(labels.tolist())) == ((3, 3, 8, 8), [0, 0, 1])
     with pytest.raises(DataError, match="has no images in folders of classes"):
         Images(tmp_path / "cat")
+
+
+def test_folders_and_images_that_are_none(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name in ("cat", ".cache"):
+        (tmp_path / name).mkdir()
+        image.fromarray(np.full((2, 2), 9, dtype=np.uint8)).save(tmp_path / name / "a.png")
+    assert Images(tmp_path).classes == ("cat",)
+    (tmp_path / "dog").mkdir()
+    with pytest.raises(DataError, match="dog has no images"):
+        Images(tmp_path)
+    image.fromarray(np.full((2, 2), 900, dtype=np.uint16)).save(tmp_path / "dog" / "deep.png")
+    with pytest.raises(DataError, match="more than 8 bits per pixel"):
+        Images(tmp_path)[1]
