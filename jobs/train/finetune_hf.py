@@ -24,8 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
-from jobs.train.options import add_common, arguments_of, exit_status, train
-from jobs.train.text_rows import TASKS, read_lines, write_rows
+from jobs.train.options import add_common, arguments_of, data_folder, exit_status, train
+from jobs.train.text_rows import TASKS, Rows, count_classes, read_lines, write_rows
 from raypipe import load_state_dict
 
 AUTO_CLASSES = {
@@ -39,55 +39,75 @@ PEFT_TASKS = {"causal": "CAUSAL_LM", "classify": "SEQ_CLS", "seq2seq": "SEQ_2_SE
 def main() -> int:
     """Tokenise, train, save, and look whether what was saved is what was trained."""
     asked = parse()
-    import transformers
 
     if not (asked.model / "config.json").is_file():
         raise ValueError(f"{asked.model} has no config.json. Give the folder of a model.")
     lines = read_lines(asked.data)
-    task = asked.task or _task_of(asked.model, lines[0])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(asked.model, local_files_only=True)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    folder = Path(asked.storage).resolve() / f"{asked.name}-data"
-    more: dict[str, Any] = {
-        "train_data": str(write_rows(task, lines, tokenizer, asked.length, folder / "train.parquet"))
-    }
-    if asked.eval_data is not None:
-        held = write_rows(task, read_lines(asked.eval_data), tokenizer, asked.length, folder / "eval.parquet")
-        more["eval_data"] = str(held)
-    model = _model(asked, task, lines, tokenizer.pad_token_id)
+    held = None if asked.eval_data is None else read_lines(asked.eval_data)
+    task = asked.task or task_of(asked.model, lines)
+    classes = count_classes(lines, held or {}) if task == "classify" else 0
+    tokenizer, folder = _tokenizer(asked.model), data_folder(asked)
+    more = {"train_data": write_rows(task, lines, tokenizer, asked.length, f"{folder}/train.parquet")}
+    if held is not None:
+        more["eval_data"] = write_rows(task, held, tokenizer, asked.length, f"{folder}/eval.parquet")
+    model = _model(asked, task, classes, tokenizer.pad_token_id)
+    cached = getattr(model.config, "use_cache", True)
+    model.config.use_cache = False  # while it trains; not in what is saved
     _, result = train(asked, model, **more)
     if result.stopped:
         return 0
     model.load_state_dict(load_state_dict(result.checkpoint))
+    model.config.use_cache = cached
     model.save_pretrained(asked.output)
-    tokenizer.save_pretrained(asked.output)
+    _tokenizer(asked.model).save_pretrained(asked.output)  # the other one pads and truncates as training does
     again = _loaded(asked, task, model)
-    row = tokenizer(lines[0]["text"], truncation=True, max_length=asked.length, return_tensors="pt")
+    row = tokenizer(next(iter(lines.values()))["text"], truncation=True, max_length=asked.length, return_tensors="pt")
     if not torch.equal(_logits(task, model, row), _logits(task, again, row)):
         raise ValueError(f"{asked.output} was saved, but loaded again it gives other logits.")
     print(f"saved        {asked.output}   (loaded again, it gives the same logits)")
     return 0
 
 
-def _task_of(folder: Path, line: dict[str, Any]) -> str:
-    """What the model's own configuration says, unless the data has labels."""
-    if "label" in line:
+def task_of(folder: Path, rows: Rows) -> str:
+    """What the model's own configuration says, unless the data has labels.
+
+    Raises:
+        ValueError: it is not clear; a causal model that sees the future, as an encoder does, learns nothing.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if any(row.get("label") is not None for row in rows.values()):
         return "classify"
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return "seq2seq" if config.get("is_encoder_decoder") else "causal"
+    if config.get("is_encoder_decoder"):
+        return "seq2seq"
+    names = config.get("architectures") or []
+    if not set(names) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        raise ValueError(
+            f"{folder} holds {', '.join(names) or 'a model of no known class'}, which is not a causal model, and the "
+            "data has no labels. Give the rows a label each, or say --task causal if the model looks at no later token."
+        )
+    return "causal"
 
 
-def _model(asked: argparse.Namespace, task: str, lines: list[dict[str, Any]], pad: int) -> Any:
+def _tokenizer(folder: Path) -> Any:
+    import transformers
+
+    found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if found.pad_token is None:
+        found.pad_token = found.eos_token
+    return found
+
+
+def _model(asked: argparse.Namespace, task: str, classes: int, pad: int) -> Any:
     """In training mode, with adapters where they are asked for; new weights are drawn from --seed."""
     import transformers
 
     torch.manual_seed(asked.seed)
-    config: dict[str, Any] = {"num_labels": 1 + max(int(line["label"]) for line in lines)} if task == "classify" else {}
+    config: dict[str, Any] = {"num_labels": classes} if classes else {}
     model, found = getattr(transformers, AUTO_CLASSES[task]).from_pretrained(
         asked.model, local_files_only=True, dtype=torch.float32, output_loading_info=True, **config
     )
-    model.config.use_cache = False
     if task == "classify":
         model.config.pad_token_id = pad
     if asked.lora_rank:

@@ -19,6 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raypipe.engine.storage import Place
+
 __all__ = ["Images", "Split", "read_images", "write_split"]
 
 HELD_OUT = 10
@@ -69,15 +71,14 @@ def read_images(folder: Path | None, size: int) -> Images:
     return _folder(folder, size)
 
 
-def write_split(split: Split, file: Path) -> Path:
+def write_split(split: Split, file: str) -> str:
     """One Parquet file with columns pixels and labels, replaced as a whole; every node must be able to read it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     width = split.pixels.shape[1]
     pixels = pa.FixedSizeListArray.from_arrays(pa.array(split.pixels.reshape(-1)), width)
-    aside = file.with_suffix(".tmp")
     table = pa.table({"pixels": pixels, "labels": pa.array(split.labels)})
-    pq.write_table(table, aside, row_group_size=_ROWS_PER_GROUP)
-    aside.replace(file)
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content, row_group_size=_ROWS_PER_GROUP)
+    Place.of(file).write_bytes("", content.getvalue())
     return file
 
 
@@ -122,7 +123,16 @@ def _folder(folder: Path, size: int) -> Images:
     if empty := sorted(set(range(len(classes))) - set(known.labels.tolist())):
         raise ValueError(f"{train / classes[empty[0]]} has no images, so its class has none. Remove it, or add some.")
     if train is folder or held is None:
+        if len(known.labels) < HELD_OUT:
+            raise ValueError(
+                f"{train} has {len(known.labels)} images, of which none would be held out: give {HELD_OUT} or more, or "
+                "the folders train and val."
+            )
         return Images(_parted(*known), 3, size, classes)
+    unknown = sorted(path.name for path in held.iterdir() if path.is_dir() and not path.name.startswith("."))
+    unknown = [name for name in unknown if name not in classes]
+    if unknown:
+        raise ValueError(f"{held} has images of {', '.join(unknown)}, which {train} has not: no model can learn them.")
     return Images({"train": known, "heldout": _labelled(held, classes, size)}, 3, size, classes)
 
 

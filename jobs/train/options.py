@@ -22,10 +22,11 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 
 from raypipe import PipelineConfig, PipelineTrainer, Result
 from raypipe.callbacks import MLflow, TensorBoard, WandB
+from raypipe.callbacks.base import absolute
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.runfile.yaml_text import parse
 
-__all__ = ["add_common", "arguments_of", "exit_status", "train"]
+__all__ = ["add_common", "arguments_of", "data_folder", "exit_status", "train"]
 
 LOGGERS: dict[str, Callable[[], Any]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
 
@@ -49,7 +50,7 @@ def add_common(parser: argparse.ArgumentParser, *, name: str, minibatch_size: in
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-interval-steps", type=int)
     parser.add_argument("--max-failures", type=int, default=0, help="lost stages to survive; -1 is any number")
-    parser.add_argument("--logger", nargs="+", choices=LOGGERS, default=[], help="who is told of steps")
+    parser.add_argument("--logger", nargs="+", choices=LOGGERS, default=[], help="where steps are logged")
     parser.add_argument("--storage", default="runs", help="where run folders go")
     parser.add_argument(
         "--name", default=time.strftime(f"{name}-%Y%m%d-%H%M%S"), help="of the run; a name again goes on where it was"
@@ -63,9 +64,12 @@ def arguments_of(parser: argparse.ArgumentParser, given: Sequence[str] | None = 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
     file = first.parse_known_args(words)[0].config
+    parser.allow_abbrev = False  # --conf would be taken for --config, and its file not be read
     found = parser.parse_args([*([] if file is None else _flags(parser, file)), *words])
     if found.steps is None and found.epochs is None:
         found.epochs = 1
+    if found.checkpoint_interval_steps is not None and found.checkpoint_interval_steps < 1:
+        parser.error("--checkpoint-interval-steps is 1 or more; without it raypipe finds an interval")
     return found
 
 
@@ -86,9 +90,14 @@ def _flags(parser: argparse.ArgumentParser, file: Path) -> list[str]:
             if not isinstance(value, bool):
                 parser.error(f"--config {file}: {key} is true or false, not {value!r}")
             words += [flag] * value
-        elif value is not None:
+        elif value is not None and value != []:
             words += [flag, *map(str, value if isinstance(value, list) else [value])]
     return words
+
+
+def data_folder(asked: argparse.Namespace) -> str:
+    """Beside the run's folder, a URI where ``--storage`` is one; every node must be able to read it."""
+    return f"{absolute(asked.storage)}/{asked.name}-data"
 
 
 def train(asked: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineTrainer, Result]:
@@ -119,7 +128,7 @@ def train(asked: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineT
         scaling_config=ScalingConfig(num_workers=asked.stages),
         run_config=RunConfig(
             name=asked.name,
-            storage_path=str(Path(asked.storage).resolve()),
+            storage_path=absolute(asked.storage),
             failure_config=FailureConfig(max_failures=asked.max_failures),
         ),
         callbacks=[LOGGERS[name]() for name in asked.logger],

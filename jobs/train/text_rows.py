@@ -10,7 +10,7 @@ Of a causal model padding stands behind the text, where no token of the text loo
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["TASKS", "read_lines", "write_rows"]
+from raypipe.engine.storage import Place
+
+__all__ = ["TASKS", "Rows", "count_classes", "read_lines", "write_rows"]
 
 TASKS = ("causal", "classify", "seq2seq")
 IGNORED = -100
+Rows = Mapping[int, Mapping[str, Any]]
+"""By the line of their file, from 1."""
 _NEEDS = {"causal": ("text",), "classify": ("text", "label"), "seq2seq": ("text", "target")}
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
+def read_lines(file: Path) -> Rows:
     """The rows of a .jsonl, .parquet or .txt file, those of an empty text left out.
 
     Raises:
@@ -34,18 +38,37 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     if file.suffix == ".parquet":
         rows = pq.read_table(file).to_pylist()
     elif file.suffix in (".jsonl", ".json"):
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        rows = [json.loads(line) if line.strip() else None for line in _lines(file)]
     elif file.suffix == ".txt":
-        rows = [{"text": line} for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [{"text": line} for line in _lines(file)]
     else:
         raise ValueError(f"{file}: give a file that ends with .jsonl, .parquet or .txt.")
-    found = [row for row in rows if isinstance(row, dict) and row.get("text")]
+    found = {n: row for n, row in enumerate(rows, 1) if isinstance(row, dict) and row.get("text")}
     if not found:
         raise ValueError(f'{file} has no row with a "text".')
     return found
 
 
-def write_rows(task: str, lines: Sequence[dict[str, Any]], tokenizer: Any, length: int, file: Path) -> Path:
+def count_classes(*files: Rows) -> int:
+    """One more than the greatest label.
+
+    Raises:
+        ValueError: a label is missing or is not 0, 1, 2 and so on, or there are not two of them.
+    """
+    found = set()
+    for rows in files:
+        _require("classify", rows)
+        for number, row in rows.items():
+            label = row["label"]
+            if not isinstance(label, int | float) or label < 0 or label % 1 != 0:
+                raise ValueError(f"Line {number} has the label {label!r}. Labels are whole numbers from 0.")
+            found.add(int(label))
+    if len(found) < 2:
+        raise ValueError(f"Every row has the label {min(found)}; a classifier needs two classes at least.")
+    return 1 + max(found)
+
+
+def write_rows(task: str, rows: Rows, tokenizer: Any, length: int, file: str) -> str:
     """Tokenise and write, replacing an older file as a whole; every node must be able to read it.
 
     Args:
@@ -54,10 +77,8 @@ def write_rows(task: str, lines: Sequence[dict[str, Any]], tokenizer: Any, lengt
     Raises:
         ValueError: a row lacks what the task needs.
     """
-    for number, line in enumerate(lines):
-        missing = [name for name in _NEEDS[task] if line.get(name) is None]
-        if missing:
-            raise ValueError(f"Row {number} has no {missing[0]!r}, which task {task!r} needs.")
+    _require(task, rows)
+    lines = list(rows.values())
     tokenizer.padding_side = "right"
     ids, mask = _tokens(tokenizer, [line["text"] for line in lines], length)
     columns: dict[str, Any] = {"input_ids": _fixed(ids)}
@@ -70,11 +91,21 @@ def write_rows(task: str, lines: Sequence[dict[str, Any]], tokenizer: Any, lengt
         else:
             target, present = _tokens(tokenizer, [line["target"] for line in lines], length)
             columns["labels"] = _fixed(np.where(present == 1, target, IGNORED))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_suffix(".tmp")
-    pq.write_table(pa.table(columns), aside)
-    aside.replace(file)
+    content = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), content)
+    Place.of(file).write_bytes("", content.getvalue())
     return file
+
+
+def _require(task: str, rows: Rows) -> None:
+    for number, row in rows.items():
+        missing = [name for name in _NEEDS[task] if row.get(name) is None]
+        if missing:
+            raise ValueError(f"Line {number} has no {missing[0]!r}, which task {task!r} needs.")
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
 
 
 def _tokens(tokenizer: Any, texts: list[str], length: int) -> tuple[np.ndarray, np.ndarray]:
