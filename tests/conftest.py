@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests import processes, tiers
+from tests.importers import Watch
 from tests.shared_engine import captures_of_a_test, shared_captures, steady_engine  # noqa: F401
 from tests.shared_ray import cluster, fleet, head, local_ray  # noqa: F401
 
@@ -24,6 +25,17 @@ settings.load_profile("raypipe")
 
 _KNOWN: set[int] = set()
 _OF_WORKERS: list[str] = []
+_FORBIDDEN = Watch(())
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _FORBIDDEN
+    _FORBIDDEN = Watch([name for name in config.getoption("--forbid").split(",") if name])
+    sys.meta_path.insert(0, _FORBIDDEN)
+
+
+def pytest_unconfigure() -> None:
+    sys.meta_path.remove(_FORBIDDEN)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,9 +106,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for pid, command in left.items():
         complaints.append(f"process {pid} was left behind and ended: {command[:200]}")
     processes.end(left)
-    for module in filter(None, session.config.getoption("--forbid").split(",")):
-        if module in sys.modules:
-            complaints.append(f"{module} was imported in a session that forbids it")
+    for module, by in _FORBIDDEN.found.items():
+        complaints.append(f"{module} was imported in a session that forbids it: {by}")
     if not complaints:
         return
     if hasattr(session.config, "workeroutput"):

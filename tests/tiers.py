@@ -28,6 +28,7 @@ PARALLEL = ("-n", "auto")
 """One worker of pytest-xdist per core, for tests that compute and bound no time. The engine's go group by group, as
 conftest.py says, because tests share what they captured."""
 FOLDERS = {
+    "data": "engine",
     "engine": "engine",
     "runs": "engine",
     "zoo": "engine",
