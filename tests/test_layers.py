@@ -1,6 +1,6 @@
 """The layers of the house, as one table: who may import what, at any place in a file.
 
-       use        api/  cli/  runfile/  doctor/  report/  dashboards/  testing.py
+       use        api/  cli/  runfile/  starter/  doctor/  report/  dashboards/  testing.py
         |
        run        prepare/  runtime/  progress.py
      +--+---+
@@ -75,6 +75,7 @@ ROOMS = (
     "dashboards",
     "report",
     "data",
+    "starter",
     "api",
     "cli",
 )

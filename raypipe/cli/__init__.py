@@ -1,5 +1,6 @@
 """The command line: one thin function per verb, one file per group of verbs.
 
+    cli/init.py      init                     a YAML file that trains as it stands
     cli/train.py     train                    from a YAML file
     cli/plan.py      plan, profile            from a YAML file, for here or for a described cluster
     cli/data.py      data                     the first batch of a YAML file
@@ -27,6 +28,7 @@ from raypipe.cli.dashboards import app as dashboards
 from raypipe.cli.data import data
 from raypipe.cli.doctor import doctor
 from raypipe.cli.export import export
+from raypipe.cli.init import init
 from raypipe.cli.plan import plan, profile
 from raypipe.cli.probe import probe
 from raypipe.cli.runs import list_runs, report, resize, status, stop, trace
@@ -49,7 +51,7 @@ def root() -> None:
     """Pipelines of Ray actors that adapt and survive."""
 
 
-for _verb in (train, plan, profile, data, simulate, status, stop, resize, trace, report, export, doctor, probe):
+for _verb in (init, train, plan, profile, data, simulate, status, stop, resize, trace, report, export, doctor, probe):
     app.command()(_verb)
 app.command("list")(list_runs)
 app.add_typer(dashboards, name="dashboards")

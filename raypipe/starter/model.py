@@ -1,0 +1,37 @@
+"""What run.yaml names: a model, its data and a metric. Replace them by your own.
+
+The data are points in the plane on the arms of three spirals, with some noise; the model says which arm a point is on.
+A linear model gets about half of them right, this one more than 9 in 10.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+ARMS = 3
+
+
+def make_model(width: int = 64, depth: int = 4) -> nn.Module:
+    """Any nn.Module: raypipe cuts it into stages as it is. (batch, 2) coordinates -> (batch, ARMS) logits."""
+    layers: list[nn.Module] = [nn.Linear(2, width), nn.ReLU()]
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, ARMS))
+
+
+def make_data(samples: int, seed: int) -> TensorDataset:
+    """Pairs of (coordinates, arm); raypipe shuffles them and cuts them into mini-batches and micro-batches."""
+    drawn = torch.Generator().manual_seed(seed)
+    arm = torch.randint(ARMS, (samples,), generator=drawn)
+    radius = torch.rand(samples, generator=drawn)
+    angle = 4 * radius + arm * (2 * math.pi / ARMS) + 0.15 * torch.randn(samples, generator=drawn)
+    return TensorDataset(radius[:, None] * torch.stack([angle.cos(), angle.sin()], 1), arm)
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(total, count), which evaluations add up over all of eval_data."""
+    return (output.argmax(1) == target).sum(), len(target)
