@@ -117,7 +117,7 @@ PARTS = {
 
 # One file may reach for one package more.
 EXTRA = {
-    "engine/codec/arrays.py": ("cupy",),
+    "engine/codec/cuda.py": ("cupy",),
     "api/notebook.py": ("IPython",),
     "data/images.py": ("PIL",),
 }
@@ -245,7 +245,7 @@ def test_a_breach_is_found(path: str, source: str) -> None:
     [
         ("planner/simulate/serial.py", "from raypipe.ir.schedule import Action\nimport heapq, numpy"),
         ("planner/schedule/lower.py", "from .sync import k_f_k_b"),
-        ("engine/codec/arrays.py", "def f():\n    import cupy"),
+        ("engine/codec/cuda.py", "def f():\n    import cupy"),
         ("runtime/workers/worker.py", "from raypipe.engine.stage import Stage\nimport ray"),
         ("api/trainer.py", "from raypipe.runtime.workers import fleet\nfrom raypipe import config"),
     ],

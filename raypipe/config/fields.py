@@ -62,8 +62,9 @@ class PipelineFields:
             found: "auto" on links that leave the host, "on" on all of them, "off". A damaged message is asked for again
             once; a second time, and with "collective" the first time, the link fails by name.
         codec_forward, codec_backward: what boundary tensors and their gradients travel as; anything but "none"
-            is lossy, see raypipe.engine.codec for how much. "auto" lets the controller compress a link, "bf16" or
-            "int8" forward and "bf16" back, while that makes steps shorter by more than min_gain.
+            is lossy, from "bf16", half as large, to "int4"; see raypipe.engine.codec for how much. "auto" lets the
+            controller compress a link, "bf16" or "int8" forward and "bf16" back, while that makes steps shorter by more
+            than min_gain.
         memory_limit_bytes: per worker, of everything that a stage holds; a plan that needs more is
             refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: a stage's backward runs its forward again, so that a micro-batch in flight holds what the stage

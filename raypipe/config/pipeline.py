@@ -31,8 +31,8 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "num_replicas": (1,),
     "schedule": tuple(KINDS),
     "transport": ("tcp", "object_store", "collective"),
-    "codec_forward": ("none", "bf16", "fp16", "int8"),
-    "codec_backward": ("none", "bf16", "fp16", "int8"),
+    "codec_forward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
+    "codec_backward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "precision": tuple(PRECISIONS),
 }
 """Values this release runs besides "auto"; a field that is not listed runs with every allowed value.

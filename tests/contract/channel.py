@@ -54,6 +54,8 @@ CODECS = {
     "fp16": (Codec("fp16"), 2.0**-11),
     "int8": (Codec("int8"), 1 / 253),
     "int8_at_random": (Codec("int8", rounding_seed=3), 1 / 126),
+    "fp8": (Codec("fp8"), 1 / 15.9),
+    "int4": (Codec("int4"), 1 / 13.9),
 }
 """Each codec, and its largest error as a share of the largest value."""
 

@@ -134,8 +134,12 @@ def test_round_trip_in_a_codec(message: list[torch.Tensor | None], codec: Codec)
         if record.codec == "none":
             assert torch.equal(theirs, mine)
         else:
-            step = mine.detach().abs().max().item() / (254 if codec.rounding_seed is None else 127)
-            close = {"bf16": (2.0**-8, 0.0), "fp16": (2.0**-11, 2.0**-25), "int8": (2.0**-8, step * (1 + 2.0**-13))}
+            largest = mine.detach().abs().max().item() * (1 + 2.0**-13)
+            close = {
+                "bf16": (2.0**-8, 0.0), "fp16": (2.0**-11, 2.0**-25), "fp8": (2.0**-3.8, largest * 2.0**-18),
+                "int8": (2.0**-8, largest / (254 if codec.rounding_seed is None else 127)),
+                "int4": (2.0**-8, largest / 14),
+            }  # fmt: skip
             relative, absolute = close[record.codec]
             assert torch.allclose(theirs, mine, rtol=relative, atol=absolute)
 

@@ -14,14 +14,17 @@ rounding, and the backward of a codec is the identity (the straight-through esti
 | fp16  | 2                | 2^-11 |x| + 2^-25                        | stays so, NaN NaN | 65520 up: inf     |
 | int8  | 1 + 4/128        | a/254, or a/127 where rounded at random; | its block is NaN  | fits              |
 |       |                  | a: largest |x| of 128, 0 if below 2^-119 |                   |                   |
+| fp8   | 1 + 4/128        | 2^-4 |x| + 2^-18 a; 0 if a below 2^-117  | its block is NaN  | fits              |
+| int4  | 1/2 + 4/128      | a/14, or a/7 where rounded at random;    | its block is NaN  | fits              |
+|       |                  | 0 if a below 2^-123                      |                   |                   |
 
 So whatever is not a number still is none at the other end, and a check of the loss or of the norm finds it.
 
-What a codec is used for is decided in ``choice``: 32-bit floats (int8: 16-bit ones too) of SEND_F that require a
+What a codec is used for is decided in ``choice``: 32-bit floats (by blocks: 16-bit ones too) of SEND_F that require a
 gradient, and of SEND_B. Integers, masks, 64-bit floats, losses and whatever reduces gradients stay exact, and so do
 evaluations, in which nothing requires a gradient. ``arrays`` defines what each codec does, for numpy and CuPy alike;
-``host`` does the same to torch tensors in host memory. Left out: entropy coding, error feedback (algorithms that keep
-state per sample), fp8 and int4.
+``host`` does the same to torch tensors in host memory, ``cuda`` to those of an NVIDIA device, with the kernels of
+kernels.cu. Left out: entropy coding, error feedback (algorithms that keep state per sample).
 """
 
 from __future__ import annotations

@@ -16,11 +16,16 @@ __all__ = [
     "CODECS", "NONE", "Codec", "Codecs", "applies", "message_bytes", "rounding_key", "travels_coded", "wire_bytes",
 ]  # fmt: skip
 
-CODECS = ("none", "bf16", "fp16", "int8")
+CODECS = ("none", "bf16", "fp16", "int8", "fp8", "int4")
 """The position is the code on the wire: append only."""
 
+_AT_RANDOM = ("int8", "int4")
+
 _HALVES = (torch.float16, torch.bfloat16)
-_TAKES = {"none": (), "bf16": (torch.float32,), "fp16": (torch.float32,), "int8": (torch.float32, *_HALVES)}
+_FLOATS = (torch.float32, *_HALVES)
+_TAKES: dict[str, tuple[torch.dtype, ...]] = {
+    "none": (), "bf16": (torch.float32,), "fp16": (torch.float32,), "int8": _FLOATS, "fp8": _FLOATS, "int4": _FLOATS,
+}  # fmt: skip
 _MASK64 = (1 << 64) - 1
 
 
@@ -30,8 +35,9 @@ class Codec:
 
     Attributes:
         name: one of CODECS.
-        rounding_seed: for int8; rounds at random, up or down with the chances that make the mean exact. Every message
-            has its own draws, a function of this seed, its action and the position in it. None rounds to the nearest.
+        rounding_seed: for int8 and int4; rounds at random, up or down with the chances that make the mean exact. Every
+            message has its own draws, a function of this seed, its action and the position in it. None rounds to the
+            nearest.
 
     Raises:
         ConfigError: no such codec, or a seed for one that does not round at random.
@@ -43,10 +49,10 @@ class Codec:
     def __post_init__(self) -> None:
         if self.name not in CODECS:
             raise ConfigError(f"codec {self.name!r} is not one of {', '.join(map(repr, CODECS))}.")
-        if self.rounding_seed is not None and self.name != "int8":
+        if self.rounding_seed is not None and self.name not in _AT_RANDOM:
             raise ConfigError(
                 f"codec {self.name!r} does not round at random: leave rounding_seed={self.rounding_seed} out, "
-                "or take 'int8'."
+                "or take 'int8' or 'int4'."
             )
 
 
@@ -90,14 +96,16 @@ def wire_bytes(name: str, dtype: torch.dtype, elements: int) -> int:
     match name:
         case "none":
             return elements * dtype.itemsize
-        case "int8":
+        case "int8" | "fp8":
             return elements + 4 * -(-elements // BLOCK)
+        case "int4":
+            return (elements + 1) // 2 + 4 * -(-elements // BLOCK)
         case _:
             return 2 * elements
 
 
 def applies(name: str, dtype: torch.dtype, elements: int) -> bool:
-    """Whether a codec takes this type and makes it smaller: int8 would make a lone 32-bit number larger."""
+    """Whether a codec takes this type and makes it smaller: by blocks a lone 32-bit number would grow."""
     return dtype in _TAKES[name] and wire_bytes(name, dtype, elements) < elements * dtype.itemsize
 
 

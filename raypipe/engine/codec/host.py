@@ -1,8 +1,8 @@
 """Codecs on torch tensors in host memory: straight from a tensor into the bytes of a message, and back.
 
 They do what ``arrays`` defines, to the bit but for the payload of a NaN; on a CPU torch does it in fewer passes than
-numpy, and one core per link's thread does it (docs/design/0014-codecs.md has the measurements). int8 goes through a
-tensor in parts whose copies stay in a core's cache.
+numpy, and one core per link's thread does it (docs/design/0014-codecs.md has the measurements). Codecs by blocks go
+through a tensor in parts whose copies stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from raypipe.engine.codec import arrays
-from raypipe.engine.codec.arrays import BLOCK
+from raypipe.engine.codec.arrays import BLOCK, FP8, INT4, INT8
 
 __all__ = ["PART", "decode", "encode", "one_core"]
 
@@ -23,6 +23,7 @@ PART = 1024 * BLOCK
 
 _local = threading.local()
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LEVELS = {"int8": INT8, "fp8": FP8, "int4": INT4}
 
 
 def one_core() -> None:
@@ -39,19 +40,19 @@ def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = 
         name: of a codec that applies to the tensor, not "none".
         flat: (elements,), contiguous, without a gradient.
         wire: (wire bytes,) of uint8, at a multiple of 4 bytes.
-        key: of random rounding, for int8.
+        key: of random rounding, for int8 and int4.
     """
     if name in _HALVES:
         wire.view(_HALVES[name]).copy_(flat)
         return
     flat = flat.to(torch.float32)
-    scales, code = _int8_parts(wire, flat.numel())
+    scales, code = _scales_and_code(wire, flat.numel())
     largest, scratch = torch.empty_like(scales), _scratch()
     for start, stop, width in _parts(flat.numel()):
         steps = scratch[: stop - start].view(-1, width)
         torch.abs(flat[start:stop].view(-1, width), out=steps)
         torch.amax(steps, 1, out=largest[start // BLOCK : -(-stop // BLOCK)])
-    found, inverse = arrays.scales_of(largest.numpy(), np)
+    found, inverse = arrays.scales_of(largest.numpy(), np, _LEVELS[name])
     scales.numpy()[:] = found
     columns = torch.from_numpy(inverse).view(-1, 1)
     for start, stop, width in _parts(flat.numel()):
@@ -60,7 +61,13 @@ def encode(name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = 
         if key is not None:
             drawn = torch.from_numpy(arrays.draws(key, start, stop - start, np))
             steps.add_(drawn.view(-1, width), alpha=arrays.DRAW)
-        code[start:stop].view(-1, width).copy_(steps.round_())
+        match name:
+            case "fp8":
+                code[start:stop].view(torch.float8_e4m3fn).view(-1, width).copy_(steps)
+            case "int4":
+                _pack(steps.round_().view(-1), code[start // 2 : (stop + 1) // 2])
+            case _:
+                code[start:stop].view(torch.int8).view(-1, width).copy_(steps.round_())
 
 
 def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
@@ -68,17 +75,37 @@ def decode(name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
     if name in _HALVES:
         flat.copy_(wire.view(_HALVES[name]))
         return
-    scales, code = _int8_parts(wire, flat.numel())
+    scales, code = _scales_and_code(wire, flat.numel())
     columns = scales.view(-1, 1)
     for start, stop, width in _parts(flat.numel()):
         values = flat[start:stop].view(-1, width)
-        torch.mul(code[start:stop].view(-1, width), columns[start // BLOCK : -(-stop // BLOCK)], out=values)
+        match name:
+            case "fp8":
+                steps = _scratch()[: stop - start].copy_(code[start:stop].view(torch.float8_e4m3fn))
+            case "int4":
+                steps = _unpacked(code[start // 2 : (stop + 1) // 2])[: stop - start]
+            case _:
+                steps = code[start:stop].view(torch.int8)
+        torch.mul(steps.view(-1, width), columns[start // BLOCK : -(-stop // BLOCK)], out=values)
 
 
-def _int8_parts(wire: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and bytes, as views."""
-    split = wire.numel() - elements
-    return wire[:split].view(torch.float32), wire[split:].view(torch.int8)
+def _pack(whole: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Whole numbers from -7 to 7 as float32 to two in a byte; an empty half is 0."""
+    nibbles = whole.to(torch.int8).view(torch.uint8) & 0x0F
+    pairs.copy_(nibbles[0::2])
+    pairs[: whole.numel() // 2] |= nibbles[1::2] << 4
+
+
+def _unpacked(pairs: torch.Tensor) -> torch.Tensor:
+    """int8, two for each byte."""
+    signed = pairs.view(torch.int8)
+    return torch.stack(((signed << 4) >> 4, signed >> 4), dim=1).view(-1)  # shifts to the right extend the sign
+
+
+def _scales_and_code(wire: torch.Tensor, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales as float32 and what follows as uint8, as views."""
+    split = 4 * -(-elements // BLOCK)
+    return wire[:split].view(torch.float32), wire[split:]
 
 
 def _scratch() -> torch.Tensor:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from raypipe.engine.codec import arrays, host
 from raypipe.engine.codec.choice import rounding_key, wire_bytes
 
-LOSSY = ("bf16", "fp16", "int8")
+LOSSY = ("bf16", "fp16", "int8", "fp8", "int4")
+LEVELS = {"int8": arrays.INT8, "fp8": arrays.FP8, "int4": arrays.INT4}
 BLOCK = arrays.BLOCK
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -19,7 +20,7 @@ HALVES = (torch.float16, torch.bfloat16)
 any_bits = st.integers(0, (1 << 32) - 1)
 finite_bits = any_bits.filter(lambda bits: bits & 0x7F800000 != 0x7F800000)
 MOST = float(np.finfo(np.float32).max)
-SPECIAL = (0.0, -0.0, 1e-45, -1e-45, 2.0**-126, MOST, -MOST, 65519.0, 65520.0, arrays.LEAST, 1.0)
+SPECIAL = (0.0, -0.0, 1e-45, -1e-45, 2.0**-126, MOST, -MOST, 65519.0, 65520.0, arrays.INT8.least, 1.0)
 
 
 def of_bits(bits: list[int]) -> torch.Tensor:
@@ -55,15 +56,18 @@ def blockwise_largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def bound(name: str, x: torch.Tensor, *, at_random: bool = False) -> torch.Tensor:
-    """The largest error that engine/codec states, with the last bit of float32 for the arithmetic of int8."""
+    """The largest error that engine/codec states, with the last bits of float32 for its arithmetic."""
     size = x.double().abs()
     if name == "bf16":
         return size * 2.0**-8 + 2.0**-126
     if name == "fp16":
         return size * 2.0**-11 + 2.0**-25
-    largest = blockwise_largest(x)
-    step = largest / (127 if at_random else 254) * (1 + 2.0**-13)
-    return torch.where(largest < arrays.LEAST, largest, step)
+    largest, (most, least) = blockwise_largest(x), LEVELS[name]
+    if name == "fp8":
+        found = size * 2.0**-4 + largest * 2.0**-18
+    else:
+        found = largest / (most if at_random else 2 * most)
+    return torch.where(largest < least, largest, found * (1 + 2.0**-13))
 
 
 @pytest.mark.slow
@@ -71,18 +75,19 @@ def bound(name: str, x: torch.Tensor, *, at_random: bool = False) -> torch.Tenso
 @given(values())
 def test_the_error_is_bounded(name: str, x: torch.Tensor) -> None:
     got = sent(name, x)
-    fits = x.double().abs() < {"bf16": 3.39617e38, "fp16": 65520.0, "int8": 1e39}[name]
+    fits = x.double().abs() < {"bf16": 3.39617e38, "fp16": 65520.0}.get(name, 1e39)
     assert torch.equal(got.isfinite(), fits), "what is too large becomes infinite, and nothing else"
     assert bool(((got.double() - x.double()).abs() <= bound(name, x))[fits].all())
     assert bool((got.sign() * x.sign() >= 0).all())
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "int4"])
 @given(values(), st.integers(0, (1 << 64) - 1))
-def test_the_error_of_rounding_at_random_is_bounded_by_a_step(x: torch.Tensor, key: int) -> None:
-    got = sent("int8", x, key)
-    assert bool(((got.double() - x.double()).abs() <= bound("int8", x, at_random=True)).all())
-    assert torch.equal(got, sent("int8", x, key)), "the same key, the same bits"
+def test_the_error_of_rounding_at_random_is_bounded_by_a_step(name: str, x: torch.Tensor, key: int) -> None:
+    got = sent(name, x, key)
+    assert bool(((got.double() - x.double()).abs() <= bound(name, x, at_random=True)).all())
+    assert torch.equal(got, sent(name, x, key)), "the same key, the same bits"
 
 
 @pytest.mark.slow
@@ -93,7 +98,7 @@ def test_what_is_not_finite_stays_so(name: str, x: torch.Tensor, bad: float | No
         x[data.draw(st.integers(0, x.numel() - 1))] = bad
     got = sent(name, x)
     assert bool((~got.isfinite())[~x.isfinite()].all())
-    if name == "int8":
+    if name in LEVELS:
         lost = blockwise_largest(torch.where(x.isfinite(), 0.0, 1.0)) > 0
         assert torch.equal(got.isnan(), lost), "a block is NaN, all of it and no other"
     else:
@@ -109,8 +114,10 @@ def test_host_memory_gets_what_the_arrays_define(x: torch.Tensor, key: int | Non
     bf16 = arrays.decode_bf16(arrays.encode_bf16(array, np), np)
     fp16 = arrays.decode_fp16(arrays.encode_fp16(array, np), np)
     int8 = arrays.decode_int8(*arrays.encode_int8(array, np, key), np)
-    for name, expected in (("bf16", bf16), ("fp16", fp16), ("int8", int8)):
-        got = sent(name, x, key).numpy()
+    int4 = arrays.decode_int4(*arrays.encode_int4(array, np, key), array.size, np)
+    fp8 = arrays.decode_fp8(*arrays.encode_fp8(array, np), np)
+    for name, expected in (("bf16", bf16), ("fp16", fp16), ("int8", int8), ("fp8", fp8), ("int4", int4)):
+        got = sent(name, x, None if name == "fp8" else key).numpy()
         assert np.array_equal(got.view(np.uint32)[~np.isnan(got)], expected.view(np.uint32)[~np.isnan(expected)]), name
         assert np.array_equal(np.isnan(got), np.isnan(expected)), name
 
@@ -120,27 +127,46 @@ def test_a_part_is_encoded_as_in_the_whole(parts: int, rest: int) -> None:
     """``host`` works in parts; the draws of random rounding belong to positions."""
     size = parts * host.PART + rest
     x = torch.randn(size, generator=torch.Generator().manual_seed(5)).numpy()
-    for key in (None, 77):
-        whole = arrays.encode_int8(x, np, key)
-        wire = torch.empty(wire_bytes("int8", torch.float32, size), dtype=torch.uint8)
-        host.encode("int8", torch.from_numpy(x), wire, key)
-        assert wire.numpy().tobytes() == whole[0].tobytes() + whole[1].tobytes()
+    for name, encode in (("int8", arrays.encode_int8), ("int4", arrays.encode_int4)):
+        for key in (None, 77):
+            whole = encode(x, np, key)
+            wire = torch.empty(wire_bytes(name, torch.float32, size), dtype=torch.uint8)
+            host.encode(name, torch.from_numpy(x), wire, key)
+            assert wire.numpy().tobytes() == whole[0].tobytes() + whole[1].tobytes()
 
 
+@pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_int8_of_16_bit_floats(dtype: torch.dtype) -> None:
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype)
-    got = sent("int8", x)
+def test_codecs_by_blocks_take_16_bit_floats(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(1001, generator=torch.Generator().manual_seed(2)).to(dtype)
+    got = sent(name, x)
     assert got.dtype == dtype
-    half_ulp = x.double().abs() * 2.0**-8
-    assert bool(((got.double() - x.double()).abs() <= bound("int8", x) + half_ulp).all())
+    half_ulp = got.double().abs() * 2.0**-8
+    assert bool(((got.double() - x.double()).abs() <= bound(name, x) + half_ulp).all())
 
 
-def test_whole_steps_and_zeros_are_exact() -> None:
-    steps = torch.arange(-127, 128, dtype=torch.float32)
+def test_fp8_is_e4m3_as_torch_has_it() -> None:
+    """All 256 codes by a scale of 1, and numbers around every code and half way between two."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).float()
+    ones = np.ones(2, np.float32)
+    assert np.array_equal(arrays.decode_fp8(ones, codes.numpy(), np), values.numpy(), equal_nan=True)
+    between = (values[:127] + values[1:128])[:-1] / 2
+    tried = torch.cat([torch.tensor([448.0]), *(torch.nextafter(between, between + s) for s in (-1.0, 0.0, 1.0))])
+    for start in range(0, tried.numel(), BLOCK - 1):
+        x = torch.cat([torch.tensor([-448.0]), tried[start : start + BLOCK - 1]])  # so that the scale is 1
+        scales, got = arrays.encode_fp8(x.numpy(), np)
+        assert scales.tolist() == [1.0]
+        assert np.array_equal(got, x.to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_whole_steps_and_zeros_are_exact(name: str) -> None:
+    most = LEVELS[name].most
+    steps = torch.arange(-most, most + 1, dtype=torch.float32).repeat(BLOCK // most)
     x = torch.cat([steps[:BLOCK], steps[-BLOCK:], torch.zeros(BLOCK), steps[:3] * 2.0**-40])
     for key in (None, 1, 2, 3):
-        assert torch.equal(sent("int8", x, key), x)
+        assert torch.equal(sent(name, x, key), x)
 
 
 def test_an_outlier_costs_its_own_block_only() -> None:

@@ -1,0 +1,280 @@
+// The codecs of arrays.py on a GPU: one pass over memory to encode a tensor, one to decode it.
+//
+//   thread        four neighbouring elements, read and written at once where memory is aligned for that
+//   warp          one block of 128 elements; its largest magnitude is found by shuffles
+//   wire          bf16, fp16: 2 bytes an element; int8, fp8, int4: | scale of each block ... | codes ... |
+//
+// The bits are those of numpy, but for the payload of a NaN and the codes of blocks that are not finite, which are 0
+// here. So conversions are done on integers, and products, sums and quotients by functions that a compiler may not
+// fuse or approximate. Nothing is included: NVRTC needs no headers, and tests compile the same text for a CPU.
+//
+// Threads of a block: a multiple of 32. wire begins at a multiple of 4 bytes, x at a multiple of its type's size.
+
+typedef long long Count;
+typedef unsigned int Bits;
+
+__device__ __forceinline__ Bits maximum(Bits a, Bits b) { return a > b ? a : b; }
+
+// --- What tensors are made of: float32 <-> memory, rounded to nearest even.
+
+struct F32 {
+    typedef float Memory;
+    static __device__ __forceinline__ Memory to(float x) { return x; }
+    static __device__ __forceinline__ float from(Memory x) { return x; }
+};
+
+struct Bf16 {
+    typedef unsigned short Memory;
+    static __device__ __forceinline__ Memory to(float x) {
+        Bits bits = __float_as_uint(x), upper = bits >> 16;
+        if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (Memory)(upper | 0x0040u);
+        return (Memory)((bits + ((upper & 1u) + 0x7FFFu)) >> 16);
+    }
+    static __device__ __forceinline__ float from(Memory code) { return __uint_as_float((Bits)code << 16); }
+};
+
+struct Fp16 {
+    typedef unsigned short Memory;
+    static __device__ __forceinline__ Memory to(float x) {
+        Bits bits = __float_as_uint(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7FFFFFFFu, code;
+        if (magnitude > 0x7F800000u) {
+            code = 0x7E00u | (magnitude >> 13 & 0x3FFu);
+        } else if (magnitude >= 0x477FF000u) {  // 65520
+            code = 0x7C00u;
+        } else if (magnitude >= 0x38800000u) {  // 2^-14, the least normal number
+            code = (magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
+        } else {
+            code = (Bits)__float2int_rn(__fmul_rn(__uint_as_float(magnitude), 16777216.0f));  // in steps of 2^-24
+        }
+        return (Memory)(sign | code);
+    }
+    static __device__ __forceinline__ float from(Memory code) {
+        Bits sign = ((Bits)code & 0x8000u) << 16, exponent = code >> 10 & 0x1Fu, rest = ((Bits)code & 0x7FFFu) << 13;
+        if (exponent == 0) rest = __float_as_uint(__fmul_rn((float)(code & 0x3FFu), 5.9604644775390625e-8f));
+        else rest += (exponent == 31 ? 224u : 112u) << 23;
+        return __uint_as_float(sign | rest);
+    }
+};
+
+// --- What blocks are scaled to: an element in steps of its block's scale <-> its code.
+
+struct Int8 {
+    enum { WIDTH = 8, AT_RANDOM = 1 };
+    static __device__ __forceinline__ float most() { return 127.0f; }
+    static __device__ __forceinline__ float least() { return __uint_as_float(0x04000000u); }       // 2^-119
+    static __device__ __forceinline__ float most_scale() { return __uint_as_float(0x7C010203u); }  // see arrays.Levels
+    static __device__ __forceinline__ Bits code(float steps) { return (Bits)__float2int_rn(steps) & 0xFFu; }
+    static __device__ __forceinline__ float steps(Bits code) { return (float)(signed char)code; }
+};
+
+struct Int4 {
+    enum { WIDTH = 4, AT_RANDOM = 1 };
+    static __device__ __forceinline__ float most() { return 7.0f; }
+    static __device__ __forceinline__ float least() { return __uint_as_float(0x02000000u); }  // 2^-123
+    static __device__ __forceinline__ float most_scale() { return __uint_as_float(0x7E124923u); }
+    static __device__ __forceinline__ Bits code(float steps) { return (Bits)__float2int_rn(steps) & 0xFu; }
+    static __device__ __forceinline__ float steps(Bits code) { return (float)((int)(code << 28) >> 28); }
+};
+
+struct Fp8 {  // E4M3
+    enum { WIDTH = 8, AT_RANDOM = 0 };
+    static __device__ __forceinline__ float most() { return 448.0f; }
+    static __device__ __forceinline__ float least() { return __uint_as_float(0x05000000u); }  // 2^-117
+    static __device__ __forceinline__ float most_scale() { return __uint_as_float(0x7B124923u); }
+    static __device__ __forceinline__ Bits code(float steps) {
+        Bits bits = __float_as_uint(steps), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7FFFFFFFu;
+        if (magnitude >= 0x3C800000u)  // 2^-6, the least normal number
+            return sign | ((magnitude + (0x7FFFFu + (magnitude >> 20 & 1u))) >> 20) - (120u << 3);
+        return sign | (Bits)__float2int_rn(__fmul_rn(__uint_as_float(magnitude), 512.0f));
+    }
+    static __device__ __forceinline__ float steps(Bits code) {
+        Bits sign = (code & 0x80u) << 24, magnitude = code & 0x7Fu, bits;
+        if (magnitude == 0x7Fu) bits = 0x7FC00000u;
+        else if (magnitude < 8) bits = __float_as_uint(__fmul_rn((float)magnitude, 0.001953125f));
+        else bits = (magnitude << 20) + (120u << 23);
+        return __uint_as_float(sign | bits);
+    }
+};
+
+// --- Four neighbours in memory. Of the last ones some may be missing: they are read as 0 and not written.
+
+__device__ __forceinline__ bool aligned(const void* memory, Count bytes) { return (Count)memory % bytes == 0; }
+
+__device__ __forceinline__ void read4(const float* x, Count i, Count n, float* found) {
+    if (i + 4 <= n && aligned(x, 16)) {
+        float4 four = *(const float4*)(x + i);
+        found[0] = four.x, found[1] = four.y, found[2] = four.z, found[3] = four.w;
+        return;
+    }
+    for (int k = 0; k < 4; ++k) found[k] = i + k < n ? x[i + k] : 0.0f;
+}
+
+__device__ __forceinline__ void read4(const unsigned short* x, Count i, Count n, unsigned short* found) {
+    if (i + 4 <= n && aligned(x, 8)) {
+        ushort4 four = *(const ushort4*)(x + i);
+        found[0] = four.x, found[1] = four.y, found[2] = four.z, found[3] = four.w;
+        return;
+    }
+    for (int k = 0; k < 4; ++k) found[k] = i + k < n ? x[i + k] : (unsigned short)0;
+}
+
+__device__ __forceinline__ void write4(float* x, Count i, Count n, const float* given) {
+    if (i + 4 <= n && aligned(x, 16)) {
+        *(float4*)(x + i) = make_float4(given[0], given[1], given[2], given[3]);
+        return;
+    }
+    for (int k = 0; k < 4 && i + k < n; ++k) x[i + k] = given[k];
+}
+
+__device__ __forceinline__ void write4(unsigned short* x, Count i, Count n, const unsigned short* given) {
+    if (i + 4 <= n && aligned(x, 8)) {
+        *(ushort4*)(x + i) = make_ushort4(given[0], given[1], given[2], given[3]);
+        return;
+    }
+    for (int k = 0; k < 4 && i + k < n; ++k) x[i + k] = given[k];
+}
+
+// Four codes of 8 or 4 bits are one word of 32 or 16, the first of them in the lowest bits.
+
+template <class Code> __device__ __forceinline__ void write_codes(unsigned char* codes, Count i, Count n, Bits word) {
+    Count begin = i * Code::WIDTH / 8;
+    if (i + 4 <= n) {
+        if (Code::WIDTH == 8) *(Bits*)(codes + begin) = word;
+        else *(unsigned short*)(codes + begin) = (unsigned short)word;
+        return;
+    }
+    for (Count at = begin; at < (n * Code::WIDTH + 7) / 8; ++at, word >>= 8) codes[at] = (unsigned char)word;
+}
+
+template <class Code> __device__ __forceinline__ Bits read_codes(const unsigned char* codes, Count i, Count n) {
+    Count begin = i * Code::WIDTH / 8;
+    if (i + 4 <= n) return Code::WIDTH == 8 ? *(const Bits*)(codes + begin) : *(const unsigned short*)(codes + begin);
+    Bits word = 0;
+    for (Count at = begin; at < (n * Code::WIDTH + 7) / 8; ++at) word |= (Bits)codes[at] << 8 * (at - begin);
+    return word;
+}
+
+__device__ __forceinline__ Count first_of_thread() {
+    return 4 * ((Count)blockIdx.x * blockDim.x + threadIdx.x);
+}
+
+// The two int16 of arrays.draws for positions 2 * pair and 2 * pair + 1, in steps.
+__device__ __forceinline__ void draw2(Bits pair, Bits key_low, Bits key_high, float* found) {
+    Bits bits = pair * 0x9E3779B1u + key_low;
+    bits ^= bits >> 16;
+    bits *= 0x7FEB352Du;
+    bits ^= key_high;
+    bits ^= bits >> 15;
+    bits *= 0x846CA68Bu;
+    bits ^= bits >> 16;
+    bits |= 0x00010001u;
+    found[0] = __fmul_rn((float)(short)(bits & 0xFFFFu), 1.52587890625e-5f);
+    found[1] = __fmul_rn((float)(short)(bits >> 16), 1.52587890625e-5f);
+}
+
+// --- bf16 and fp16, of float32.
+
+template <class Half> __device__ __forceinline__ void encode_half(const float* x, unsigned short* wire, Count n) {
+    Count i = first_of_thread();
+    if (i >= n) return;
+    float four[4];
+    unsigned short codes[4];
+    read4(x, i, n, four);
+    for (int k = 0; k < 4; ++k) codes[k] = Half::to(four[k]);
+    write4(wire, i, n, codes);
+}
+
+template <class Half> __device__ __forceinline__ void decode_half(const unsigned short* wire, float* x, Count n) {
+    Count i = first_of_thread();
+    if (i >= n) return;
+    unsigned short codes[4];
+    float four[4];
+    read4(wire, i, n, codes);
+    for (int k = 0; k < 4; ++k) four[k] = Half::from(codes[k]);
+    write4(x, i, n, four);
+}
+
+// --- int8, fp8 and int4, of float32, fp16 and bf16.
+
+template <class Type, class Code>
+__device__ __forceinline__ void encode_blocks(
+    const typename Type::Memory* x, unsigned char* wire, Count n, Bits key_low, Bits key_high, int at_random) {
+    Count i = first_of_thread();
+    typename Type::Memory memory[4];
+    read4(x, i, n, memory);
+    float four[4];
+    Bits magnitude = 0;  // of a float as of its bits; NaN is above infinity
+    for (int k = 0; k < 4; ++k) {
+        four[k] = Type::from(memory[k]);
+        magnitude = maximum(magnitude, __float_as_uint(four[k]) & 0x7FFFFFFFu);
+    }
+    for (int distance = 16; distance; distance >>= 1)
+        magnitude = maximum(magnitude, __shfl_xor_sync(0xFFFFFFFFu, magnitude, distance));
+    if (i >= n) return;
+    bool finite = magnitude < 0x7F800000u;
+    float largest = __uint_as_float(magnitude), scale = __uint_as_float(0x7FC00000u);
+    if (finite) {
+        scale = __fdiv_rn(largest, Code::most());
+        if (scale > Code::most_scale()) scale = Code::most_scale();
+        if (largest < Code::least()) scale = 0.0f;
+    }
+    if (threadIdx.x % 32 == 0) ((float*)wire)[i / 128] = scale;
+    Bits word = 0;
+    if (finite) {
+        float inverse = __fdiv_rn(Code::most(), largest < Code::least() ? Code::least() : largest), drawn[4];
+        if (Code::AT_RANDOM && at_random) {
+            draw2((Bits)(i / 2), key_low, key_high, drawn);
+            draw2((Bits)(i / 2 + 1), key_low, key_high, drawn + 2);
+        }
+        for (int k = 0; k < 4; ++k) {
+            float steps = __fmul_rn(four[k], inverse);
+            if (Code::AT_RANDOM && at_random) steps = __fadd_rn(steps, i + k < n ? drawn[k] : 0.0f);
+            word |= Code::code(steps) << Code::WIDTH * k;
+        }
+    }
+    write_codes<Code>(wire + (n + 127) / 128 * 4, i, n, word);
+}
+
+template <class Type, class Code>
+__device__ __forceinline__ void decode_blocks(const unsigned char* wire, typename Type::Memory* x, Count n) {
+    Count i = first_of_thread();
+    if (i >= n) return;
+    float scale = ((const float*)wire)[i / 128];
+    Bits word = read_codes<Code>(wire + (n + 127) / 128 * 4, i, n), mask = (1u << Code::WIDTH) - 1u;
+    typename Type::Memory memory[4];
+    for (int k = 0; k < 4; ++k)
+        memory[k] = Type::to(__fmul_rn(Code::steps(word >> Code::WIDTH * k & mask), scale));
+    write4(x, i, n, memory);
+}
+
+// --- The kernels, named after codec and type. Those that have no use for a key take it all the same.
+
+#define HALF(name, Half)                                                                                    \
+    extern "C" __global__ void encode_##name##_f32(                                                         \
+        const float* x, unsigned short* wire, Count n, Bits key_low, Bits key_high, int at_random) {        \
+        encode_half<Half>(x, wire, n);                                                                      \
+    }                                                                                                       \
+    extern "C" __global__ void decode_##name##_f32(const unsigned short* wire, float* x, Count n) {         \
+        decode_half<Half>(wire, x, n);                                                                      \
+    }
+
+#define BLOCKS(name, Code, type, Type)                                                                      \
+    extern "C" __global__ void encode_##name##_##type(                                                      \
+        const Type::Memory* x, unsigned char* wire, Count n, Bits key_low, Bits key_high, int at_random) {  \
+        encode_blocks<Type, Code>(x, wire, n, key_low, key_high, at_random);                                \
+    }                                                                                                       \
+    extern "C" __global__ void decode_##name##_##type(                                                      \
+        const unsigned char* wire, Type::Memory* x, Count n) {                                              \
+        decode_blocks<Type, Code>(wire, x, n);                                                              \
+    }
+
+#define BLOCKS_OF_ALL(name, Code)  \
+    BLOCKS(name, Code, f32, F32)   \
+    BLOCKS(name, Code, f16, Fp16)  \
+    BLOCKS(name, Code, bf16, Bf16)
+
+HALF(bf16, Bf16)
+HALF(fp16, Fp16)
+BLOCKS_OF_ALL(int8, Int8)
+BLOCKS_OF_ALL(fp8, Fp8)
+BLOCKS_OF_ALL(int4, Int4)

@@ -1,0 +1,165 @@
+"""The kernels of the codecs without a GPU: they compile for two, and on this processor they do what numpy does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from raypipe.engine.codec import arrays, cuda, host
+from raypipe.engine.codec.arrays import BLOCK
+from raypipe.engine.codec.choice import wire_bytes
+from tests.emulators.cuda import Compiler, Emulated, emulated
+
+KEY = 0x8000_0001_FFFF_FFFE
+SIZES = (0, 1, 2, 3, 4, 5, 6, 7, 31, 126, 127, 128, 129, 130, 131, 255, 256, 384, 1021, 1152, 4 * cuda.THREADS + 1)
+CASES = [(name, dtype) for name, dtypes in cuda.KERNELS.items() for dtype in dtypes]
+GUARD = 64
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return emulated(cuda.SOURCE, tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_they_compile(architecture: str) -> None:
+    code = Compiler()(cuda.SOURCE.read_text(), architecture)
+    assert code[:4] == b"\x7fELF"
+    for name, dtype in CASES:
+        for way in ("encode", "decode"):
+            assert cuda.kernel_name(way, name, dtype).encode() in code
+
+
+def test_what_does_not_compile_is_refused() -> None:
+    with pytest.raises(ValueError, match="__fmul_rx"):
+        Compiler()(cuda.SOURCE.read_text().replace("__fmul_rn", "__fmul_rx"), "sm_80")
+
+
+def hostile(size: int, seed: int) -> torch.Tensor:
+    """float32: noise of another scale in every block, with numbers of any bits, special ones or denormals in most."""
+    rng = np.random.default_rng(seed)
+    scales = np.repeat(np.exp2(rng.integers(-149, 126, -(-size // BLOCK) + 1)), BLOCK)[:size]
+    x = (rng.standard_normal(size) * scales).astype(np.float32)
+    bits = rng.integers(0, 1 << 32, size, dtype=np.uint32)
+    kind = np.repeat(rng.integers(0, 4, -(-size // BLOCK) + 1), BLOCK)[:size]
+    anything = (kind == 1) & (rng.random(size) < 0.02)
+    x.view(np.uint32)[anything] = bits[anything]
+    special = np.array(
+        [0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 2.0**-14, 65519.0, 65520.0, -3.39e38, arrays.INT8.least, 1.0, -1.0],
+        np.float32,
+    )
+    places = (kind == 2) & (rng.random(size) < 0.1)
+    x[places] = rng.choice(special, size)[places]
+    x.view(np.uint32)[(kind == 3) & (rng.random(size) < 0.3)] &= 0x807FFFFF  # denormal
+    return torch.from_numpy(x)
+
+
+def expected_wire(name: str, x: torch.Tensor, key: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes on the wire by numpy, which of them are defined: no codes of blocks that are not finite)."""
+    array = x.to(torch.float32).numpy()
+    if name in ("bf16", "fp16"):
+        code = (arrays.encode_bf16 if name == "bf16" else arrays.encode_fp16)(array, np)
+        # What a NaN says numpy may drop from an fp16; that it stays one is seen where it is decoded.
+        defined = np.ones(array.size, bool) if name == "bf16" else ~np.isnan(array)
+        return code.view(np.uint8), np.repeat(defined, 2)
+    encode = {"int8": arrays.encode_int8, "int4": arrays.encode_int4}.get(name)
+    scales, code = arrays.encode_fp8(array, np) if encode is None else encode(array, np, key)
+    finite = np.repeat(np.isfinite(scales), BLOCK)[: array.size]
+    if name == "int4":
+        finite = finite[0::2]
+    wire = np.concatenate([scales.view(np.uint8), code.view(np.uint8)])
+    return wire, np.concatenate([np.ones(scales.nbytes, bool), finite])
+
+
+def guarded(nbytes: int, offset: int = 0) -> Iterator[np.ndarray]:
+    """Memory, ``offset`` bytes after a multiple of 64; checks at the end that nothing around it was written."""
+    memory = np.full(nbytes + 3 * GUARD, 0xA5, np.uint8)
+    start = -memory.ctypes.data % GUARD + GUARD + offset
+    yield memory[start : start + nbytes]
+    around = np.concatenate([memory[:start], memory[start + nbytes :]])
+    assert bool((around == 0xA5).all()), "written beside its memory"
+
+
+def grid_of(elements: int) -> int:
+    return max(cuda.grid_of(elements), 1)
+
+
+def check_both_ways(
+    launch: Emulated, name: str, x: torch.Tensor, key: int | None, *, backwards: bool, offset: int = 0
+) -> None:
+    """Kernels against numpy on one tensor; ``offset`` of the tensors' memory from an aligned address, in elements."""
+    size, dtype = x.numel(), x.dtype
+    nbytes, at = wire_bytes(name, dtype, size), offset * dtype.itemsize
+    for source in guarded(x.nbytes, at):
+        source[:] = x.view(torch.uint8).numpy() if size else 0
+        for wire in guarded(nbytes, 4 * offset):
+            launch(cuda.kernel_name("encode", name, dtype), grid_of(size), cuda.THREADS, source, wire, size, key,
+                   backwards=backwards)  # fmt: skip
+            if not size:
+                return
+            expected, defined = expected_wire(name, x, key)
+            assert np.array_equal(wire[defined], expected[defined])
+            for back in guarded(x.nbytes, at):
+                launch(cuda.kernel_name("decode", name, dtype), grid_of(size), cuda.THREADS, wire, back, size,
+                       backwards=backwards)  # fmt: skip
+                got = torch.from_numpy(back.copy()).view(dtype)
+            same_numbers(got, decoded(name, dtype, wire, size))
+
+
+def decoded(name: str, dtype: torch.dtype, wire: np.ndarray, size: int) -> torch.Tensor:
+    """What the host makes of bytes."""
+    found = torch.empty(size, dtype=dtype)
+    host.decode(name, torch.from_numpy(wire.copy()), found)
+    return found
+
+
+def same_numbers(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Equal to the bit, but for what a NaN says."""
+    assert torch.equal(a.isnan(), b.isnan())
+    known, whole = ~a.isnan(), {4: torch.int32, 2: torch.int16}[a.dtype.itemsize]
+    assert torch.equal(a.view(whole)[known], b.view(whole)[known])
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).rpartition(".")[2])
+def test_they_do_what_numpy_does(
+    launch: Emulated, name: str, dtype: torch.dtype, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = (None, KEY) if name in ("int8", "int4") else (None,)
+    for place, size in enumerate(SIZES):
+        x = hostile(size, seed=place).to(dtype)
+        for key in keys:
+            check_both_ways(launch, name, x, key, backwards=place % 2 == 1)
+        check_both_ways(launch, name, x, keys[-1], backwards=False, offset=1)
+    assert capfd.readouterr().err == "", "undefined in C++"
+
+
+@pytest.mark.parametrize("name", cuda.KERNELS)
+def test_they_do_what_numpy_does_with_many_elements(launch: Emulated, name: str) -> None:
+    key = KEY if name in ("int8", "int4") else None
+    check_both_ways(launch, name, hostile(100_003, seed=1), key, backwards=True)
+
+
+@pytest.mark.parametrize("name", cuda.KERNELS)
+def test_every_16_bit_number_is_converted(launch: Emulated, name: str) -> None:
+    """As codes of bf16 and fp16; of the others as what is encoded and decoded."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    for dtype in cuda.KERNELS[name]:
+        if dtype is not torch.float32:
+            check_both_ways(launch, name, numbers.view(dtype), None, backwards=False)
+            continue
+        wire = numbers.numpy().view(np.uint8)
+        size = wire.size // 2 if name in ("bf16", "fp16") else BLOCK
+        if size == BLOCK:  # every code, by a scale of 1
+            codes = np.arange(256, dtype=np.uint8)[: BLOCK // (2 if name == "int4" else 1)]
+            wire = np.concatenate([np.ones(1, np.float32).view(np.uint8), codes])
+        back = np.empty(4 * size, np.uint8)
+        launch(cuda.kernel_name("decode", name, dtype), grid_of(size), cuda.THREADS, wire, back, size)
+        same_numbers(torch.from_numpy(back).view(dtype), decoded(name, dtype, wire, size))
+
+
+def test_the_source_includes_nothing() -> None:
+    assert cuda.SOURCE.is_file()
+    assert "#include" not in cuda.SOURCE.read_text(), "NVRTC would need headers"
