@@ -1,0 +1,180 @@
+"""What every device does behind the seam of engine/device.py; the CPU, the fake device and CUDA pass these tests.
+
+A class of tests inherits them and has a fixture ``device``. On a device that computes later, ``busy`` keeps it so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from raypipe.engine.crossing import KEPT, Crossing
+from raypipe.engine.device import Crosses, Device, Stream
+
+__all__ = ["DeviceContract"]
+
+WHAT = Crosses.INPUTS
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3),
+    "gaps": lambda x: x[:, :, ::2],
+    "expanded": lambda x: x[:, :1].contiguous().expand(-1, 5, -1, -1),
+    "scalar": lambda x: x[0, 0, 0, 0],
+    "empty": lambda x: x[:0],
+}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+
+
+def sample(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
+    """Reproducible values of any type, in host memory."""
+    raw = torch.randn(*(shape or (2, 3, 4, 6)), generator=torch.Generator().manual_seed(7)) * 50
+    return raw > 0 if dtype is torch.bool else raw.to(dtype)
+
+
+class DeviceContract:
+    """Inherited by the tests of each device."""
+
+    @pytest.fixture(autouse=True)
+    def _prepared(self, device: Device) -> Iterator[None]:
+        with device.prepare_thread():
+            yield
+
+    @pytest.fixture
+    def crossing(self, device: Device) -> Crossing:
+        return Crossing(device)
+
+    def busy(self, device: Device) -> None:
+        """Give the computing stream work that takes a while, where there is anything to be busy with."""
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_tensors_come_back_as_they_were(self, crossing: Crossing, layout: str) -> None:
+        for dtype in DTYPES:
+            x = LAYOUTS[layout](sample(dtype))
+            if dtype.is_floating_point:
+                x = x.detach().requires_grad_()
+            there = crossing.to_device((x, None), WHAT)
+            assert there[0] is not None
+            assert there[0].device == crossing.device.place
+            back, nothing = crossing.to_host(there, WHAT)
+            assert nothing is None
+            assert back is not None
+            assert back.device.type == "cpu"
+            assert (back.dtype, back.shape, back.requires_grad) == (x.dtype, x.shape, x.requires_grad)
+            if layout != "gaps":  # what has gaps is packed
+                assert back.stride() == x.stride()
+            assert torch.equal(back, x)
+
+    def test_what_is_computed_is_seen_on_the_host(self, device: Device, crossing: Crossing) -> None:
+        x = sample()
+        (there,) = crossing.to_device((x,), WHAT)
+        assert there is not None
+        self.busy(device)
+        (back,) = crossing.to_host((there * 2 + 1,), WHAT)
+        assert torch.equal(back, x * 2 + 1)  # type: ignore[arg-type]
+
+    def test_the_host_may_change_what_it_gave(self, device: Device, crossing: Crossing) -> None:
+        if device.immediate:
+            pytest.skip("tensors are handed through")
+        x = sample()
+        kept = x.clone()
+        self.busy(device)
+        there = crossing.to_device((x,), WHAT)
+        x.zero_()
+        (back,) = crossing.to_host(there, WHAT)
+        assert torch.equal(back, kept)  # type: ignore[arg-type]
+
+    def test_staging_memory_comes_round_again(self, device: Device, crossing: Crossing) -> None:
+        given = [sample(torch.float32, 1000) + i for i in range(3 * KEPT)]
+        self.busy(device)
+        there = [crossing.to_device((x,), WHAT)[0] for x in given]
+        for x, back in zip(given, crossing.to_host(there, WHAT), strict=True):
+            assert torch.equal(back, x)  # type: ignore[arg-type]
+
+    def test_memory_is_not_given_away_while_another_stream_uses_it(self, device: Device, crossing: Crossing) -> None:
+        total = torch.zeros(4096)
+        (there,) = crossing.to_device((total,), WHAT)
+        for i in range(20):
+            (x,) = crossing.to_device((torch.full((4096,), float(i)),), WHAT)
+            self.busy(device)
+            there = there + x  # type: ignore[operator]
+            del x  # while the addition may not have begun
+        (back,) = crossing.to_host((there,), WHAT)
+        assert torch.equal(back, torch.full((4096,), float(sum(range(20)))))  # type: ignore[arg-type]
+
+    def test_copies_belong_to_whoever_asked(self, device: Device, crossing: Crossing) -> None:
+        there = crossing.named({"a": sample(), "b": sample(torch.int64)}, WHAT)
+        copies = crossing.copied(there, Crosses.SNAPSHOT)
+        there["a"].add_(1)
+        assert torch.equal(copies["a"], sample())
+        assert torch.equal(copies["b"], sample(torch.int64))
+        assert all(copy.device.type == "cpu" and not copy.requires_grad for copy in copies.values())
+
+    def test_another_thread_may_copy(self, device: Device, crossing: Crossing) -> None:
+        found: list[dict[str, torch.Tensor]] = []
+
+        def copy() -> None:
+            other = Crossing(device)
+            found.append(other.copied(other.named({"a": sample()}, WHAT), Crosses.SNAPSHOT))
+
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join(60)
+        assert torch.equal(found[0]["a"], sample())
+
+    def test_scalars_are_read(self, crossing: Crossing) -> None:
+        there = crossing.to_device((torch.tensor(2.5), None, torch.tensor(float("nan"))), WHAT)
+        values = crossing.read(there, Crosses.LOSS)
+        assert values[:2] == [2.5, None]
+        assert values[2] is not None
+        assert values[2] != values[2]
+
+    def test_marks_are_reached_in_order_on_the_clock_of_the_host(self, device: Device, crossing: Crossing) -> None:
+        for _ in range(3):  # a device's clock is placed anew every time
+            begin_s = time.monotonic()
+            marks = []
+            for _ in range(4):
+                marks.append(device.mark())
+                self.busy(device)
+            marks.append(device.mark())
+            found = device.seconds(marks)
+            end_s = time.monotonic()
+            assert found == sorted(found)
+            assert begin_s - 1e-4 <= found[0] <= found[-1] <= end_s + 1e-4  # an event counts half microseconds
+
+    def test_parts_of_a_backward_are_timed(self, device: Device, crossing: Crossing) -> None:
+        assert crossing.two_parts_s(None) is None
+        marks = device.mark(), device.mark(), device.mark()
+        parts = crossing.two_parts_s(marks)
+        assert parts is not None
+        assert min(parts) >= 0
+
+    def test_a_stream_may_be_waited_for(self, device: Device) -> None:
+        with device.stream(Stream.COPY_IN):
+            x = device.empty(1000, torch.float32).fill_(3.0)
+            filled = device.mark()
+        device.wait(filled, "test: added once it is filled")
+        device.record_stream(x)
+        total = (x + 1).sum()
+        summed = device.mark()
+        with device.stream(Stream.COPY_OUT):
+            device.wait(summed, "test: copied once it is summed")
+            device.record_stream(total)
+            host = device.staging(4).view(torch.float32)
+            host.copy_(total.view(1), non_blocking=True)
+            copied = device.mark()
+        device.finish(copied, "test: read once it is copied")
+        assert host.tolist() == [4000.0]
+
+    def test_the_peak_counts_what_is_held(self, device: Device) -> None:
+        held = device.empty(1 << 20, torch.float32)
+        held.fill_(1.0)
+        assert device.peak_bytes() >= held.nbytes
+
+    def test_a_thread_that_computes_has_one_intra_op_thread(self, device: Device) -> None:
+        assert torch.get_num_threads() == 1
