@@ -138,8 +138,6 @@ def test_every_value_of_every_field_makes_another_run(name: str) -> None:
 # Values that a release to come runs, and every other one that a name stands for.
 LATER = {
     "num_replicas": [2, [1, 2]],
-    "codec_forward": ["fp8", "int4"],
-    "codec_backward": ["fp8", "int4"],
     "schedule": ["rows.csv"],
 }
 

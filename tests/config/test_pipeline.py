@@ -83,8 +83,6 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
         ("schedule", "rows.csv"),
         ("num_replicas", 2),
         ("num_replicas", [1, 2]),
-        ("codec_forward", "fp8"),
-        ("codec_backward", "int4"),
     ],
 )
 def test_values_of_later_releases_are_refused_by_name(name: str, value: object) -> None:
