@@ -95,9 +95,8 @@ class RunProgress:
         if self._line is None:
             self._line = ProgressLine(news.status.num_steps, self._stream)
             if news.status.first_step:
-                self._stream.write(
-                    f"{news.status.name} goes on after step {news.status.first_step}, from {news.status.checkpoint}\n"
-                )
+                found = news.status  # its newest checkpoint may be a later one by now
+                self._stream.write(f"{found.name} goes on after step {found.first_step}, {found.source}\n")
         for record in news.records:
             if record.step >= news.status.first_step:
                 self._line.update(record)

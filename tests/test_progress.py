@@ -99,3 +99,17 @@ def test_what_happens_is_heard_at_once_and_taken_back_by_the_next_step() -> None
     journal.alert("Stage 1 is slow")
     journal.step(record(1), ())
     assert journal.news(0, 0.0).status.message == ""
+
+
+def test_where_a_run_goes_on_is_what_it_went_on_from_and_not_what_it_has_saved_since() -> None:
+    journal, stream = Journal("digits", "runs/digits"), io.StringIO()
+    watch = RunProgress([], stream)
+    journal.resumed([record(0), record(1)], 2, "step_0000002", "from step_0000002")
+    journal.begins(num_steps=6)
+    for step in (2, 3):
+        journal.step(record(step), ())
+    journal.tell(checkpoint="step_0000004")
+    watch(journal.news(0, 0.0))
+    lines = stream.getvalue().splitlines()
+    assert lines[1] == "digits goes on after step 2, from step_0000002"
+    assert lines[2].startswith("step 3/6 ")

@@ -57,8 +57,10 @@ def build_corpus(folder: str | Path, *, context: int = 128, max_bytes: int = 16_
         max_bytes: of text, nine tenths of it for training; files beyond that are left out.
 
     Raises:
-        ValueError: so little text was found or allowed that a split has no row.
+        ValueError: so little text was found or allowed that a split has no row, or the folder is a URI.
     """
+    if "://" in str(folder):
+        raise ValueError(f"{folder} is a URI, and the corpus is written to a folder: give one that all nodes can read.")
     splits: dict[bool, list[bytes]] = {True: [], False: []}
     # Each split has its share, so that a small corpus has held-out text too.
     left = {True: max_bytes // 10, False: max_bytes - max_bytes // 10}

@@ -16,6 +16,7 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import raypipe
+from raypipe.callbacks.base import absolute
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
@@ -98,7 +100,7 @@ def main() -> None:
             max_grad_norm=1.0,
         ),
         scaling_config=ScalingConfig(num_workers=arguments.stages),
-        run_config=RunConfig(name=arguments.name, storage_path=str(Path(arguments.storage).resolve())),
+        run_config=run_config(arguments),
     )
     print(trainer.plan())
     predicted = trainer.simulate()
@@ -121,6 +123,11 @@ def main() -> None:
     print(f"timeline     {result.path}/timeline/trace.json   (open in https://ui.perfetto.dev)")
 
 
+def run_config(arguments: argparse.Namespace) -> RunConfig:
+    """Where the run's folder is: a URI (s3://, gs://) as it is, a path as seen from here."""
+    return RunConfig(name=arguments.name, storage_path=absolute(arguments.storage))
+
+
 def warmup_then_cosine(step: int, steps: int) -> float:
     """Factor on the learning rate: 5 % warm-up, then down to a tenth."""
     warmup = max(1, steps // 20)
@@ -129,7 +136,7 @@ def warmup_then_cosine(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def parse() -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """Command line; the defaults take under three minutes on two cores."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=2)
@@ -142,12 +149,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--data", default="data/stdlib", help="where the Parquet files go")
+    parser.add_argument("--data", default="data/stdlib", help="folder that every node can read, for Parquet files")
     parser.add_argument("--corpus-bytes", type=int, default=4_000_000)
-    parser.add_argument("--storage", default="runs", help="where run folders go")
+    parser.add_argument("--storage", default="runs", help="where run folders go, a URI perhaps")
     parser.add_argument("--name", default=time.strftime("train_lm-%Y%m%d-%H%M%S"), help="a name goes on where it was")
     parser.add_argument("--local", action="store_true", help="threads of this process instead of Ray actors")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from raypipe.callbacks.base import METHODS, Callback, Event, RunEnd, RunStart, scalars
+from raypipe.config.ray import USER_CALLBACK
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.report import StepRecord
 
 __all__ = ["FromRayTrain", "callbacks_of"]
-
-RAYS = ("after_report", "after_exception")
 
 
 def callbacks_of(given: Any, run: Any, scaling: Any) -> tuple[Any, ...]:
@@ -41,7 +40,7 @@ def _check(callback: Any) -> None:
             f"{callback.__name__}()."
         )
     name = type(callback).__qualname__
-    if any(hasattr(callback, method) for method in RAYS):
+    if any(hasattr(callback, method) for method in USER_CALLBACK):
         raise ConfigError(f"callbacks has {name}, which is Ray Train's: give it as RunConfig(callbacks=[...]).")
     methods = [method for method in dir(callback) if method.startswith("on_") and callable(getattr(callback, method))]
     if not methods:

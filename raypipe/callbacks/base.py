@@ -85,7 +85,10 @@ class Callback:
         """Before the first step of this submission; again where a new driver takes the run over."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is over. After a recovery, steps that are repeated are reported again, with the same loss."""
+        """A step is over. After a recovery, steps that are repeated are reported again, with the same loss.
+
+        A new driver reports those again that the one before had not written to the run's folder.
+        """
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """``eval_data`` was evaluated after ``step`` steps."""

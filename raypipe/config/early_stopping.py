@@ -16,8 +16,9 @@ __all__ = ["EarlyStopping"]
 class EarlyStopping:
     """End a run whose evaluations get no better.
 
-    What decides is the whole row of evaluations, those of earlier submissions included: a run that was stopped and goes
-    on ends where it would have ended.
+    What decides is the whole row of evaluations that eval_interval_steps asks for, those of earlier submissions
+    included: a run that was stopped and goes on ends where it would have ended. Evaluations at the end of a submission
+    and with checkpoints do not count.
 
     Attributes:
         metric: "eval_loss", or "eval_<name>" of one of the trainer's metrics.

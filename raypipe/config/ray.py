@@ -198,11 +198,22 @@ def _check_score(value: Any, given: Any) -> str:
 
 
 def _check_callbacks(value: Any, given: Any) -> str:
-    if not isinstance(value, list | tuple) or not all(hasattr(one, "after_report") for one in value):
-        return (
-            "it takes a list of ray.train.UserCallback; give raypipe's own to the trainer, as in "
-            "PipelineTrainer(callbacks=[...])."
-        )
+    if not isinstance(value, list | tuple):
+        return f"it takes a list of ray.train.UserCallback. {_OWN_CALLBACKS}"
+    for one in value:
+        if isinstance(one, type):
+            return f"it has the class {one.__name__}, not one of its objects. Add the brackets: {one.__name__}()."
+        name = type(one).__qualname__
+        for method in USER_CALLBACK:
+            if not callable(getattr(one, method, None)):
+                return f"{name} is no ray.train.UserCallback: it has no method {method}. {_OWN_CALLBACKS}"
+        others = [method for method in dir(one) if method.startswith(_HOOKS) and method not in USER_CALLBACK]
+        if others:
+            return (
+                f"{name} has the method {others[0]}, which nobody would call: of a callback of Ray Train a pipeline "
+                f"calls {' and '.join(USER_CALLBACK)}. Leave it out, or give it another name if you call it yourself. "
+                f"{_OWN_CALLBACKS}"
+            )
     return ""
 
 
@@ -213,6 +224,11 @@ def _check_order(value: Any, given: Any) -> str:
         return "it orders by checkpoint_score_attribute, which is not given. Give 'loss' or 'eval_loss' there."
     return ""
 
+
+USER_CALLBACK = ("after_report", "after_exception")
+"""The methods of ray.train.UserCallback."""
+_HOOKS = ("after_", "before_", "on_")
+_OWN_CALLBACKS = "Give raypipe's own callbacks to the trainer, as in PipelineTrainer(callbacks=[...])."
 
 _CHECKS = {
     "callbacks": _check_callbacks,

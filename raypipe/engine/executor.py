@@ -166,7 +166,7 @@ class Executor:
         except Exception as error:
             stage, where = self.placement.stages[0], ""
             if self._action is not None:
-                stage, where = self._action.stage, f" in {self._action}"
+                stage, where = self._action.stage, f" in {self._action.label}"
             raise self._failure(error, f"Stage {stage}", where) from error
         return reports
 
@@ -260,7 +260,7 @@ class Executor:
         try:
             message = self.channels[worker].recv(action, self.settings.timeout_s)
         except LinkError as error:
-            raise type(error)(f"Stage {self._action.stage} in {self._action}: {error}") from error
+            raise type(error)(f"Stage {self._action.stage} in {self._action.label}: {error}") from error
         finally:
             self.works[self._action.stage].waited(time.monotonic() - begin_s)
         return self._crossing.message(message, Crosses.REDUCED)

@@ -101,7 +101,7 @@ def header_bytes(max_tensors: int) -> int:
 def check_count(action: Action, tensors: Sequence[torch.Tensor | None], max_tensors: int) -> None:
     """Refuse a message with more tensors than its channel's header has room for; names the action."""
     if len(tensors) > max_tensors:
-        raise LinkError(f"{action} has {len(tensors)} tensors, its channel was opened for at most {max_tensors}.")
+        raise LinkError(f"{action.words} has {len(tensors)} tensors, its channel was opened for at most {max_tensors}.")
 
 
 def encode(
@@ -149,7 +149,7 @@ def encode(
             buffers.append(layout.raw_bytes(tensor, extent_bytes))
             end_bytes += padding_bytes + extent_bytes
     if end_bytes > PAYLOAD_LIMIT_BYTES:
-        raise LinkError(f"{action} has {end_bytes} bytes, more than the limit of {PAYLOAD_LIMIT_BYTES} per message.")
+        raise LinkError(f"{action.words} has {end_bytes} bytes; {PAYLOAD_LIMIT_BYTES} is the limit of a message.")
     prelude = _PRELUDE.pack(
         MAGIC,
         VERSION,
@@ -218,7 +218,7 @@ def decode(head: Head, payload: torch.Tensor, allocate: Allocate | None = None) 
         LinkError: the payload has another size.
     """
     if payload.numel() != head.payload_bytes:
-        raise LinkError(f"{head.action} announced {head.payload_bytes} bytes, {payload.numel()} came.")
+        raise LinkError(f"{head.action.words} announced {head.payload_bytes} bytes, {payload.numel()} came.")
     tensors: list[torch.Tensor | None] = []
     for record in head.records:
         if record is None:

@@ -52,7 +52,7 @@ class Inbox:
                 self._messages[action] = message
                 self._wake(action)
         if twice:
-            self.fail(LinkError(f"{self.name}: {action} came twice."))
+            self.fail(LinkError(f"{self.name}: {action.words} came twice."))
 
     def take(self, action: Action, timeout_s: float) -> Message:
         """Wait for the message of ``action`` and remove it.
@@ -68,12 +68,12 @@ class Inbox:
                 if action in self._messages:
                     return self._messages.pop(action)
                 if self._error is not None:
-                    message = f"{self._error} (waiting for {action}, micro-batch {action.microbatch})"
+                    message = f"{self._error} (waiting for {action.words})"
                     raise type(self._error)(message) from self._error
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise LinkError(
-                        f"{self.name}: {action} (micro-batch {action.microbatch}) did not come within {timeout_s:g} s. "
+                        f"{self.name}: {action.words} did not come within {timeout_s:g} s. "
                         "The peer is slower than the deadline, hangs, or its network is cut."
                     )
                 self._waiting.append((action, woken))

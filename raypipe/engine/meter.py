@@ -14,7 +14,7 @@ calling it once before the run is planned, and only that is kept in the stages o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,38 +22,9 @@ import torch
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, StageError
 
-__all__ = ["Asked", "Fields", "Meter", "check_metrics", "part_of", "parts_by_key"]
+__all__ = ["Asked", "Meter", "check_metrics", "names_of", "part_of", "parts_by_key"]
 
 Numbers = tuple[tuple[str, float], ...]
-
-
-class Fields(Mapping[Any, Any]):
-    """What a model returned, or a batch, by name and by number, as attributes too.
-
-    Args:
-        values: by key.
-        read: where each key that is read is noted; None notes nothing.
-    """
-
-    def __init__(self, values: Mapping[Any, Any], read: dict[Any, None] | None = None) -> None:
-        self._values, self._read = dict(values), read
-
-    def __getitem__(self, key: Any) -> Any:
-        found = self._values[key]
-        if self._read is not None:
-            self._read[key] = None
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._values:
-            raise AttributeError(f"there is no {name!r}; there are {', '.join(map(str, self._values))}")
-        return self[name]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class Asked(NamedTuple):
@@ -62,10 +33,13 @@ class Asked(NamedTuple):
     Attributes:
         outputs: keys of what it returns; the last stage's function gives them behind the loss in evaluation.
         columns: of the data.
+        output_names, column_names: all that there are, read or not, as ``names_of`` has them.
     """
 
     outputs: tuple[Any, ...] = ()
     columns: tuple[Any, ...] = ()
+    output_names: tuple[Any, ...] = ()
+    column_names: tuple[Any, ...] = ()
 
 
 def parts_by_key(output: Any) -> dict[Any, Any]:
@@ -78,8 +52,19 @@ def parts_by_key(output: Any) -> dict[Any, Any]:
     elif isinstance(output, torch.Tensor):
         return {}
     else:
-        named = {name: value for name, value in vars(output).items() if not name.startswith("_")}
+        named = _attributes(output)
     return {**dict(enumerate(named.values())), **named}
+
+
+def _attributes(output: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(output).items() if not name.startswith("_")}
+
+
+def names_of(output: Any) -> tuple[Any, ...]:
+    """What the parts are called: 0, 1, ... of a tuple or list, else their names."""
+    if isinstance(output, tuple | list):
+        return tuple(range(len(output)))
+    return tuple(output if isinstance(output, Mapping) else _attributes(output))
 
 
 def part_of(output: Any, key: Any) -> torch.Tensor:

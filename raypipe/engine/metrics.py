@@ -177,8 +177,8 @@ class MetricsWriter:
             self._evaluated[record.step] = numbers
         return record
 
-    def evaluations(self) -> list[Numbers]:
-        """All of the run, in their order.
+    def evaluations(self) -> list[tuple[int, Numbers]]:
+        """(optimizer steps done then, numbers) of all of the run, in their order.
 
         Raises:
             CheckpointError: a part of the metrics is damaged or cannot be reached.
@@ -187,7 +187,7 @@ class MetricsWriter:
             older = [part for part in parts_of(self._run) if not self.recent or part.first < self.recent[0].step]
             records = [record for part in older for record in self._read(part.name)] + self.recent
             self._evaluated = {record.step: record.evaluation for record in records if record.evaluation}
-        return [self._evaluated[step] for step in sorted(self._evaluated)]
+        return [(step + 1, self._evaluated[step]) for step in sorted(self._evaluated)]
 
     def write(self) -> None:
         """Replace the last part, and write those that became full.

@@ -109,10 +109,10 @@ def prepare(action: Action, tensor: torch.Tensor, codec: str) -> tuple[torch.Ten
     """
     if tensor.dtype not in _DTYPE_CODES or tensor.layout is not torch.strided or not tensor.is_cpu:
         kind = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
-        raise LinkError(f"{action}: a {kind} tensor cannot be sent; send a strided tensor in host memory.")
+        raise LinkError(f"{action.words}: a {kind} tensor cannot be sent; send a strided tensor in host memory.")
     if not _within_limits(tensor.dtype, tensor.shape, PAYLOAD_LIMIT_BYTES):
         raise LinkError(
-            f"{action}: a tensor of shape {tuple(tensor.shape)} cannot be sent; "
+            f"{action.words}: a tensor of shape {tuple(tensor.shape)} cannot be sent; "
             f"at most {MAX_DIMS} dimensions and {PAYLOAD_LIMIT_BYTES} bytes are allowed."
         )
     copy = layout.densified(tensor)

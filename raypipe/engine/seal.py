@@ -63,4 +63,4 @@ def guessed_name(number: int, header: bytes | bytearray | memoryview, *, generat
         action = frame.parse(header, generation=generation, max_tensors=max_tensors).action
     except LinkError as error:
         return f"message {number} with a damaged header ({str(error).rstrip('.')})"
-    return f"message {number}, by its damaged header {action} (micro-batch {action.microbatch}),"
+    return f"message {number}, by its damaged header {action.words},"

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 import raypipe.engine.cumulative  # noqa: F401  (an operation that the source of a stage may call)
-from raypipe.engine.meter import Asked, Fields
+from raypipe.engine.meter import Asked
+from raypipe.engine.metric_fields import fields_of
 from raypipe.engine.precision import computing, converted
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.region import compiled
@@ -127,8 +128,8 @@ class StageProgram:
         if as_returned is not None:
             return as_returned(outputs), [columns[name] for name in self.targets]
         kept = outputs[len(outputs) - len(self.asked.outputs) :]
-        batch = Fields({name: columns[name] for name in self.asked.columns})
-        return Fields(dict(zip(self.asked.outputs, kept, strict=True))), [batch]
+        batch = fields_of({name: columns[name] for name in self.asked.columns}, self.asked.column_names)
+        return fields_of(dict(zip(self.asked.outputs, kept, strict=True)), self.asked.output_names), [batch]
 
     def whole_loss(self, outputs: tuple[torch.Tensor, ...], targets: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of the last stage's outputs, its parts added up."""

@@ -26,9 +26,11 @@ from raypipe.engine.microbatch import Weights
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.second_forward import Given, SecondForward
 from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.engine.stage_buffers import StageBuffers
 from raypipe.engine.state import StageState
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError, StageError
+from raypipe.ir.action import microbatch_words
 from raypipe.ir.links import MessageTimes, stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Action, Op
@@ -86,9 +88,7 @@ class StageWork:
             weighs=self.last,
             reduction=settings.loss_reduction,
         )
-        self._buffers = {
-            mode: {name: state.buffers[name] for name in function.buffers} for mode, function in self._modes.items()
-        }
+        self._buffers = StageBuffers(self._modes, state.buffers)
         recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable
         self._second_forward = SecondForward(stage, self.program.train.changing_buffers) if recomputes else None
         self._meter = Meter(run.metrics) if self.last and run.metrics and "eval" in run.sources else None
@@ -110,6 +110,7 @@ class StageWork:
     def begin_segment(self, segment: Segment, *, training: bool) -> None:
         """What comes belongs to this segment."""
         self._segment, self._training = segment, training
+        self._buffers.begin(training=training, anew=segment.offset == 0)
         if self._meter is not None and not training and segment.offset == 0:
             self._meter.begin()
         if training and segment.phase.begins_empty:
@@ -263,7 +264,7 @@ class StageWork:
                 self._meter.add(*self.program.metric_arguments(outputs, given.columns), samples)
             return parts
 
-        given, again = Given(inputs, columns, self._buffers[mode]), None
+        given, again = Given(inputs, columns, self._buffers.of(training=training)), None
         if training and self._second_forward is not None:
             outputs, again = self._second_forward.first(run, given)
         else:
@@ -300,8 +301,8 @@ class StageWork:
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
                 what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
                 raise StageError(
-                    f"The loss of micro-batch {microbatch} is not a scalar tensor but has {what}. Let loss_fn reduce "
-                    "over the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
+                    f"The loss of {microbatch_words(microbatch)} is not a scalar tensor but has {what}. Let loss_fn "
+                    "reduce over the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
                 )
         return tuple(parts[at] for at in _counting(weights))
 
@@ -373,7 +374,7 @@ class StageWork:
             message = self._channels[peer].recv(action, self.settings.timeout_s)
         except LinkError as error:
             at = Action(self.stage, op, action.microbatch)
-            raise type(error)(f"Stage {self.stage} in {at}: {error}") from error
+            raise type(error)(f"Stage {self.stage} in {at.label}: {error}") from error
         finally:
             self._wait_s += time.monotonic() - begin_s
         self._damaged += message.stamp.damaged

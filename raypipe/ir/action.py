@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 from raypipe.errors import ScheduleError
 
-__all__ = ["COMPUTE", "Action", "Op", "parse_action"]
+__all__ = ["COMPUTE", "EVALUATION", "Action", "Op", "microbatch_words", "parse_action"]
+
+EVALUATION = 1 << 40
+"""Micro-batch numbers of evaluations start here, so that their messages never meet those of training."""
 
 
 class Op(StrEnum):
@@ -44,9 +47,29 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.op.value}{self.microbatch}"
 
+    @property
+    def label(self) -> str:
+        """For a message: "2F0", or "2F0 of the evaluations"."""
+        return f"{self.stage}{self.op.value}{_number(self.microbatch)}"
+
+    @property
+    def words(self) -> str:
+        """For a message: "2F0 (micro-batch 0)", or "2F0 (micro-batch 0 of the evaluations)"."""
+        number = self.microbatch - EVALUATION if self.microbatch >= EVALUATION else self.microbatch
+        return f"{self.stage}{self.op.value}{number} ({microbatch_words(self.microbatch)})"
+
     def shifted(self, microbatches: int) -> Action:
         """The same action, ``microbatches`` later."""
         return Action(self.stage, self.op, self.microbatch + microbatches)
+
+
+def microbatch_words(microbatch: int) -> str:
+    """For a message: "micro-batch 3", or "micro-batch 3 of the evaluations", which are numbered through the run."""
+    return f"micro-batch {_number(microbatch)}"
+
+
+def _number(microbatch: int) -> str:
+    return f"{microbatch - EVALUATION} of the evaluations" if microbatch >= EVALUATION else str(microbatch)
 
 
 _ACTION = re.compile(r"(\d+)(REDUCE_GRAD|REDUCE_NORM|STEP|SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d+)")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from raypipe.ir.action import EVALUATION
 from raypipe.ir.segment import Phase, Segment
 
 __all__ = [
@@ -22,9 +23,6 @@ __all__ = [
     "num_steps_of",
     "train_segments",
 ]
-
-EVALUATION = 1 << 40
-"""Micro-batch numbers of evaluations start here, so that their messages never meet those of training."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ import torch
 from raypipe.engine.capture import Capture
 from raypipe.engine.item_randomness import own_generators, seed_generators
 from raypipe.engine.local import one_thread
-from raypipe.engine.meter import Asked, Fields, Meter, part_of, parts_by_key
+from raypipe.engine.meter import Asked, Meter, names_of, part_of, parts_by_key
+from raypipe.engine.metric_fields import fields_of
 from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.rehearsal import NUM_ROWS
@@ -51,10 +52,12 @@ def asked_by(
         )
     outputs: dict[Any, None] = {}
     columns: dict[Any, None] = {}
-    _called(metrics, Fields(parts, outputs), [Fields(rows, columns)], len(next(iter(rows.values()))))
+    names = names_of(output)
+    batch = fields_of(rows, tuple(rows), columns)
+    _called(metrics, fields_of(parts, names, outputs), [batch], len(next(iter(rows.values()))))
     for key in outputs:
         part_of(output, key)
-    return Asked(tuple(outputs), tuple(columns))
+    return Asked(tuple(outputs), tuple(columns), names, tuple(rows))
 
 
 def try_metrics(metrics: Mapping[str, Any], captured: Capture, rows: Mapping[Any, torch.Tensor]) -> None:

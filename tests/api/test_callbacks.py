@@ -59,10 +59,29 @@ def test_what_nobody_would_call_is_refused(given: Any, message: str, tmp_path: P
     assert message in str(caught.value)
 
 
-def test_a_run_config_takes_rays_callbacks_alone(tmp_path: Path) -> None:
-    run = SimpleNamespace(name="run", storage_path=str(tmp_path), callbacks=[Listens()])
-    with pytest.raises(ConfigError, match=r"RunConfig\(callbacks=.*give raypipe's own to the trainer"):
+class OfRaysGroups(OfRay):
+    def before_worker_group_shutdown(self, worker_group: Any) -> None: ...
+
+
+class HalfOfRays:
+    def after_report(self, run_context: Any, metrics: Any, checkpoint: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([Listens()], "Listens is no ray.train.UserCallback: it has no method after_report. Give raypipe's own "),
+        ([HalfOfRays()], "HalfOfRays is no ray.train.UserCallback: it has no method after_exception."),
+        ([OfRay], "it has the class OfRay, not one of its objects. Add the brackets: OfRay()."),
+        ([OfRaysGroups()], "OfRaysGroups has the method before_worker_group_shutdown, which nobody would call"),
+        (OfRay(), "it takes a list of ray.train.UserCallback. Give raypipe's own callbacks to the trainer"),
+    ],
+)
+def test_a_run_config_takes_rays_callbacks_alone(given: Any, message: str, tmp_path: Path) -> None:
+    run = SimpleNamespace(name="run", storage_path=str(tmp_path), callbacks=given)
+    with pytest.raises(ConfigError, match=r"RunConfig\(callbacks=") as caught:
         trainer("cnn", tmp_path, "run", 2, run_config=run)
+    assert message in str(caught.value)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from jobs.train import corpus, lm
 from jobs.train.finetune_hf import task_of
 from jobs.train.images import read_images
 from jobs.train.options import add_common, arguments_of, data_folder
@@ -85,3 +86,14 @@ def test_classes_that_only_the_held_out_images_have_are_refused(tmp_path: Path) 
         read_images(tmp_path, 4)
     with pytest.raises(ValueError, match="2 images, of which none would be held out"):
         read_images(tmp_path / "train", 4)
+
+
+def test_the_language_model_takes_storage_as_a_uri_or_as_a_folder() -> None:
+    for uri in ("s3://bucket/runs", "gs://bucket/runs", "file:///shared/runs"):
+        assert lm.run_config(lm.parse(["--storage", uri])).storage_path == uri
+    assert lm.run_config(lm.parse(["--storage", "runs"])).storage_path == str(Path("runs").absolute())
+
+
+def test_a_corpus_is_written_to_a_folder_and_no_uri_becomes_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"s3://bucket/data is a URI.* all nodes can read"):
+        corpus.build_corpus("s3://bucket/data")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypipe.ir.action import EVALUATION
 from raypipe.planner.segments import (
-    EVALUATION,
     Position,
     evaluation_segments,
     next_segment,

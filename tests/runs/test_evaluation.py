@@ -167,6 +167,21 @@ def test_a_run_ends_early_and_ends_again_when_it_is_submitted_again(tmp_path: Pa
     assert (len(again.records), again.stopped) == (6, result.stopped)
 
 
+def test_patience_counts_no_evaluation_but_those_at_the_interval(tmp_path: Path) -> None:
+    """The end of each submission has one more, and a score has one with every checkpoint."""
+    kept = SimpleNamespace(num_to_keep=1, checkpoint_score_attribute="eval_same", checkpoint_score_order="min")
+    more: dict[str, Any] = {
+        "config": {"eval_interval_steps": 2, "checkpoint_interval_steps": 1}, "eval_data": TensorDataset(EX, EY),
+        "metrics": {"same": lambda output, target: 1.0}, "early_stopping": EarlyStopping("eval_same", patience=3),
+        "run_config": SimpleNamespace(name="run", storage_path=str(tmp_path), checkpoint_config=kept),
+    }  # fmt: skip
+    for steps in (1, 3, 5, 7):
+        assert not fit(tmp_path, steps, "run", **more).stopped
+    result = fit(tmp_path, 20, "run", **more)
+    assert (len(result.records), result.stopped) == (8, "eval_same has not got better than 1 for 3 evaluations")
+    assert all(numbers(result)), "every checkpoint has its score"
+
+
 class Rising:
     """How many evaluations there were before."""
 

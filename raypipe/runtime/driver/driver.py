@@ -161,7 +161,7 @@ class _DriverActor:
         made = assemble(blueprint, planned)
         run, setup, plan = made
         self._journal.begins(f"waiting for the places and processes of {_stages(made)}")
-        fleet = self._fleet(0 if spec.workers else setup.num_workers, run, resources, owner)
+        fleet = self._fleet(0 if spec.workers else setup.num_workers, run, resources, owner, lease)
         try:
             growth = growth_of(fleet, spec, self._requests, self._journal.alert, lease)
             if growth is not None:
@@ -189,8 +189,7 @@ class _DriverActor:
                 self._journal.begins("waiting for the check of the model, which runs where the run was started")
             return self._loop(fleet, spec, plan, recovery, lease, self._requests)
         finally:
-            fleet.stop()
-            release_orphans(owner.name)  # a spare that was starting
+            self._end(fleet, owner)
 
     def _sources(self, spec: RunSpec, tensors: StoredTensors) -> list[StoredTensors | str]:
         """Where new stages take their state; a driver that Ray has started again has not all that a run begins with."""
@@ -208,7 +207,7 @@ class _DriverActor:
         release_unused(owner.name)  # that the driver before waited for, or was starting a worker in
         charter = left.charter._replace(spec=spec)
         made = assemble(charter.blueprint(left.setup), charter.planned)
-        fleet = self._fleet(len(left.roster), left.setup, charter.resources, owner, left.roster)
+        fleet = self._fleet(len(left.roster), left.setup, charter.resources, owner, lease, left.roster)
         try:
             done: list[Done] = []
             lost = None
@@ -227,8 +226,7 @@ class _DriverActor:
                 recovery.begin()
             return self._loop(fleet, spec, made.plan, recovery, lease, requests, done, lost)
         finally:
-            fleet.stop()
-            release_orphans(owner.name)  # a spare that was starting
+            self._end(fleet, owner)
 
     def _fleet(
         self,
@@ -236,6 +234,7 @@ class _DriverActor:
         run: RunSetup,
         resources: Mapping[str, float],
         owner: Owner,
+        lease: Lease,
         roster: Sequence[Member] = (),
     ) -> Fleet:
         assert self._place is not None, "the run's folder is known before its stages"
@@ -245,8 +244,19 @@ class _DriverActor:
         )  # fmt: skip
         if run.worker_price_per_hour is not None:
             count_workers = lambda: len(fleet.roster)  # noqa: E731
-            self._meter = Meter(self._place, run.worker_price_per_hour, count_workers, held=bool(roster))
+            price, held = run.worker_price_per_hour, bool(roster)
+            self._meter = Meter(self._place, price, count_workers, held=held, guard=lease.completing)
         return fleet
+
+    def _end(self, fleet: Fleet, owner: Owner) -> None:
+        """Of the stages, whether they came to train or not: what they cost is counted while they are there."""
+        meter, self._meter = self._meter, None
+        try:
+            if meter is not None:
+                meter.close()
+        finally:
+            fleet.stop()
+            release_orphans(owner.name)  # a spare that was starting
 
     def _recovery(
         self, fleet: Fleet, charter: Charter, made: Assembled, tensors: StoredTensors, growth: Growth | None

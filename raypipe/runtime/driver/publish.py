@@ -138,7 +138,7 @@ class Published:
         plan: in force, for what is known before its first step.
         max_failures: that the run may survive; -1 is no limit.
         resident_bytes: memory of each worker's process, by the worker's number.
-        meter: counts what the run costs; None where its workers have no price.
+        meter: counts what the run costs, and is closed by whoever made it; None where its workers have no price.
     """
 
     def __init__(
@@ -170,9 +170,7 @@ class Published:
         self._closed.set()
         self._thread.join()
         self._publisher.event("running", 0.0)
-        if self._meter is not None:
-            self._spent()
-            self._meter.close()
+        self._spent()
 
     def _repeat(self) -> None:
         while not self._closed.wait(REPEAT_S):

@@ -213,7 +213,7 @@ class CollectiveChannel(QueuedChannel):
             self._in.recv(payload)
         body = layout.raw_bytes(payload, head.payload_bytes)
         if sealed is not None and seal.checksum([body]) != sealed.payload_checksum:
-            raise _damaged(f"{head.action} (micro-batch {head.action.microbatch})")
+            raise _damaged(head.action.words)
         if head.generation == self.generation:
             arrived_at_s = time.time()
             self.inbox.deliver(head, frame.decode(head, payload), arrived_at_s)

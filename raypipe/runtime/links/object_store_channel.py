@@ -121,7 +121,7 @@ class ObjectStoreChannel(QueuedChannel):
         if self._checked:
             head = frame.parse(message.header, generation=self.generation, max_tensors=self.max_tensors)
             data = b"".join((seal.sealed(message, self._sent), *message.buffers))
-            self._sent += self._send_checked(_Sent(f"{head.action} (micro-batch {head.action.microbatch})", data))
+            self._sent += self._send_checked(_Sent(head.action.words, data))
             return
         data = b"".join((message.header, *message.buffers))
         self._unasked, self._unasked_bytes = self._unasked + 1, self._unasked_bytes + len(data)
@@ -252,7 +252,7 @@ class ObjectStoreChannel(QueuedChannel):
         head = frame.parse(header[:start], generation=self.generation, max_tensors=self.max_tensors)
         came_bytes = sum(array.size for array in arrays)
         if came_bytes != head.payload_bytes:
-            raise LinkError(f"{head.action} announced {head.payload_bytes} bytes, {came_bytes} came.")
+            raise LinkError(f"{head.action.words} announced {head.payload_bytes} bytes, {came_bytes} came.")
         if head.generation < self.generation:
             return True
         one_core()

@@ -113,7 +113,7 @@ class QueuedChannel(ABC):
     def send(self, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         frame.check_count(action, tensors, self.max_tensors)
         if self._send_error is not None:
-            raise type(self._send_error)(f"{self._send_error} (sending {action}, micro-batch {action.microbatch})")
+            raise type(self._send_error)(f"{self._send_error} (sending {action.words})")
         self._orders.put((action, tensors, weight_version, self._codecs.of(action.op)))
 
     def recv(self, action: Action, timeout_s: float) -> Message:

@@ -199,11 +199,11 @@ class SocketChannel(QueuedChannel):
         if landing is None or landing.records != head.records:
             landing = Landing.prepare(head, self._memory)
         if head.payload_bytes and not _receive_exactly(self._in, landing.memory):
-            raise ConnectionError(f"it ended inside {head.action}")
+            raise ConnectionError(f"it ended inside {head.action.words}")
         arrived_at_s = time.time()
         if taken is not None and sealed is not None:
             if seal.checksum([landing.memory]) != sealed.payload_checksum:
-                self._ask_again(taken, f"{head.action} (micro-batch {head.action.microbatch})")
+                self._ask_again(taken, head.action.words)
                 return True
             taken.take()
         if head.generation == self.generation:

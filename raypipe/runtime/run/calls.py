@@ -61,8 +61,8 @@ class Calls:
         return len(self._queue)
 
     def start(self, run: RunStart) -> None:
-        """The run begins; what happened before is not told."""
-        if self._callbacks:
+        """The run begins, once; what happened before is not told."""
+        if self._callbacks and not self._begun:
             self._begun = True
             self._thread.start()
             self._put("on_start", run)

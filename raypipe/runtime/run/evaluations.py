@@ -5,6 +5,8 @@
 
 An evaluation belongs to the record of the step before it. Whether one is due, and whether the run ends early, follows
 from the records alone: a run that goes on repeats no evaluation, leaves none out, and ends where it would have ended.
+For that, early stopping counts evaluations at the interval only. Those at the end of a submission, or with a checkpoint
+that is wanted by its score, depend on how the run was cut into submissions.
 """
 
 from __future__ import annotations
@@ -61,9 +63,8 @@ class Evaluations:
         Args:
             saves: a checkpoint is saved there.
         """
-        interval = self._policy.interval_steps
-        at_interval = interval is not None and step % interval == 0
-        return self._any and step > 0 and (step >= self._num_steps or at_interval or (saves and self._scores))
+        due = step >= self._num_steps or self._at_interval(step) or (saves and self._scores)
+        return self._any and step > 0 and due
 
     def at(self, position: Position) -> Numbers:
         """What the evaluation there gave; empty where there was none."""
@@ -76,8 +77,13 @@ class Evaluations:
         return "" if policy is None else policy.verdict(self._values(policy.metric))
 
     def _values(self, name: str) -> Iterator[float]:
-        for numbers in self._metrics.evaluations():
-            yield from (value for key, value in numbers if key == name)
+        for step, numbers in self._metrics.evaluations():
+            if self._at_interval(step):
+                yield from (value for key, value in numbers if key == name)
+
+    def _at_interval(self, step: int) -> bool:
+        interval = self._policy.interval_steps
+        return interval is not None and step % interval == 0
 
 
 def numbers_of(reports: Sequence[Sequence[Sequence[StepReport]]], *, sums: bool) -> Numbers:

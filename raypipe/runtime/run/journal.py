@@ -70,11 +70,17 @@ class Journal:
         with self._changed:
             return self._status
 
-    def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str) -> None:
-        """The run goes on after ``step`` steps; these are the records of the last ones."""
+    def resumed(self, records: Sequence[StepRecord], step: int, checkpoint: str, source: str) -> None:
+        """The run goes on after ``step`` steps; these are the records of the last ones.
+
+        Args:
+            checkpoint: the newest one.
+            source: what it goes on from, in words: "from .../step_0000100".
+        """
         with self._changed:
             self._records.extend(list(records))
-            self._status = dataclasses.replace(self._status, step=step, first_step=step, checkpoint=checkpoint)
+            began = {"step": step, "first_step": step, "checkpoint": checkpoint, "source": source}
+            self._status = dataclasses.replace(self._status, **began)
             self._changed.notify_all()
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:

@@ -9,6 +9,7 @@ orders --> fleet --> reports of all stages --> one StepRecord per step --> progr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -81,10 +82,11 @@ def run_loop(
             how = RunEnd(loop.progress.at.step, loop.checkpoints.latest, error=reason)
         raise
     finally:
-        requests.end()
-        loop.checkpoints.close()
-        loop.control.end()
-        loop.calls.end(how)
+        with ExitStack() as last:  # each of them, whatever another one raises; callbacks hear of the end last
+            last.callback(lambda: loop.calls.end(how))
+            last.callback(loop.control.end)
+            last.callback(loop.checkpoints.close)
+            last.callback(requests.end)
     loop.metrics.write()
     return outcome
 
@@ -203,7 +205,7 @@ class _Loop:
         progress.saved = progress.completed = self.checkpoints.latest_step = progress.at.step
         self.metrics.go_back(progress.at.step)
         if found is not None:
-            self.watcher.resumed(self.metrics.recent, progress.at.step, self.checkpoints.latest)
+            self._tell_resumed(f"from {self.checkpoints.latest}")
             self.folder.event("resume", f"from {found.folder}", step=progress.at.step)
         begins.keep(spec)
 
@@ -217,12 +219,17 @@ class _Loop:
         self.metrics.take_over(progress.at.step)
         progress.skipped = found.skipped(self.metrics.recent)
         self._find_saved()
-        self.watcher.resumed(self.metrics.recent, progress.at.step, self.checkpoints.latest)
+        self._tell_resumed("where its stages stand")
+        # The driver before may have ended before its callbacks heard of these steps.
+        self.calls.start(start_of(self.spec, progress.at.step))
         for done in taken:
             self._ordering.remember(done.order.memo.ordered)
         self._follow(iter([list(map(list, done.reports)) for done in taken]))
         self._write_metrics()
         self.folder.event("take over", "the stages go on where they stand", step=progress.at.step)
+
+    def _tell_resumed(self, source: str) -> None:
+        self.watcher.resumed(self.metrics.recent, self.progress.at.step, self.checkpoints.latest, source)
 
     def _find_saved(self) -> None:
         """What an earlier driver saved; where that is nothing, a checkpoint is taken soon.
@@ -245,7 +252,7 @@ class _Loop:
             progress.at, progress.skipped = progress.marks[newest]
         self.metrics.go_back(progress.at.step)
         self._find_saved()
-        self.watcher.resumed(self.metrics.recent, progress.at.step, self.checkpoints.latest)
+        self._tell_resumed("with those of its stages that are left")
         self.folder.event("take over", "stages were lost together with their driver", step=progress.at.step)
 
     def _train(self) -> None:

@@ -13,11 +13,12 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from raypipe.engine.rundir import RunFolder
 from raypipe.engine.storage import Place
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, LeaseError
 
 __all__ = ["COST_FILE", "Meter", "Spent"]
 
@@ -39,6 +40,7 @@ class Meter:
         price: of a worker for an hour.
         workers: how many the run holds at the moment, spares included.
         held: the workers were there already, in the hands of an earlier driver.
+        guard: around each write to the folder, as ``Lease.completing``: who has lost the run writes nothing.
         clock: seconds since 1970.
     """
 
@@ -49,8 +51,10 @@ class Meter:
         workers: Callable[[], int],
         *,
         held: bool = False,
+        guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._guard = guard
         self._place, self._price, self._workers, self._clock = place, price, workers, clock
         self._spent, self._last_s, before = Spent(), clock(), (0, clock())
         try:
@@ -85,7 +89,8 @@ class Meter:
         self._keep()
         reason = f"{spent.worker_hours:.3g} hours of workers at {self._price:g} each, earlier submissions included"
         numbers = {"cost": round(spent.cost, 6), "worker_hours": round(spent.worker_hours, 6)}
-        with contextlib.suppress(CheckpointError):  # a full disk is told by those who need the folder
+        # A full disk, and a run that is somebody else's by now, are told by those who need the folder.
+        with contextlib.suppress(CheckpointError, LeaseError), self._guard():
             RunFolder(self._place).event("cost", reason, **numbers)
 
     def _add(self, workers: float, seconds: float) -> None:
@@ -95,5 +100,5 @@ class Meter:
     def _keep(self) -> None:
         self._kept_s = self._last_s
         row = {**self._spent._asdict(), "at": self._last_s, "workers": self._count}
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointError, LeaseError), self._guard():
             self._place.write_bytes(COST_FILE, json.dumps(row).encode())

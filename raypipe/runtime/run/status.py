@@ -21,6 +21,7 @@ class RunStatus:
         name, path: of the run and its folder.
         step, num_steps: optimizer steps done, and wanted.
         first_step: steps that earlier submissions of this run had done.
+        source: what it went on from then, in words.
         loss, samples_per_s, bubble_fraction: of the last step.
         step_s, seconds_left: smoothed over the last steps.
         checkpoint: the newest one that is complete.
@@ -37,6 +38,7 @@ class RunStatus:
     step: int = 0
     num_steps: int = 0
     first_step: int = 0
+    source: str = ""
     loss: float | None = None
     samples_per_s: float = 0.0
     bubble_fraction: float = 0.0

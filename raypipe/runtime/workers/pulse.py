@@ -163,7 +163,7 @@ def pulse_of(clock: ActionClock, action: Action | None, segments: int, *, reads:
     computes = action is not None and action.op in _OWN and not reads
     return Pulse(
         os.getpid(),
-        "" if action is None else str(action),
+        "" if action is None else action.label,
         clock.look(action, now_s, computes=computes),
         computes,
         clock.longest_s,

@@ -64,6 +64,7 @@ def test_a_run_from_before_its_first_step_until_it_is_over(tmp_path: Path, monke
         fleet.stop()
     wait_until(lambda: told.repeats >= 2 and told.gauge("cost") is not None)
     published.close()
+    meter.close()
 
     assert (told.gauge("last_step_timestamp_seconds") or 0.0) > begun_s
     assert told.gauge("running") == 0.0

@@ -107,15 +107,18 @@ def test_the_same_script_submitted_again_goes_on(before: Held, tmp_path: Path) -
 
 def test_another_script_goes_on_from_a_checkpoint_of_these_stages(before: Held, tmp_path: Path) -> None:
     """Another seed is another run, which leaves them alone; another number of stages is the same run."""
-    _, stages = killed(tmp_path, "other", "noisy")
+    priced = {"worker_price_per_hour": 3600.0}
+    _, stages = killed(tmp_path, "other", "noisy", **priced)
     with pytest.raises(ConfigError, match="seed"):
         trainer(tmp_path, "other", "noisy", seed=5).start(STEPS).wait(timeout_s=WAIT_S)
     assert all(map(processes.alive, stages))
-    handle = trainer(tmp_path, "other", "noisy", num_stages=3).start(STEPS)
+    handle = trainer(tmp_path, "other", "noisy", num_stages=3, **priced).start(STEPS)
     whole(tmp_path, "other", handle.wait(timeout_s=WAIT_S), "noisy")
     assert not any(map(processes.alive, stages))
     (resumed,) = events(tmp_path / "other", "resume")
     assert resumed["step"] >= 10
+    saved, trained = (line["cost"] for line in events(tmp_path / "other", "cost"))
+    assert 0 < saved < trained, "stages that only save a checkpoint are paid too"
 
 
 def test_nobody_comes(before: Held, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from raypipe.runtime.run.spec import Outcome
 from raypipe.runtime.run.takeover import Done
 from tests.exactness import same_bits
 from tests.runs import test_evaluation
+from tests.runtime.run.test_calls import Listens
 from tests.runtime.run.test_planning import trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
@@ -108,9 +109,39 @@ def test_a_take_over_loses_no_evaluation_and_ends_the_run_where_it_would_have_en
         eval_data=TensorDataset(test_evaluation.EX, test_evaluation.EY), metrics={"same": lambda output, target: 1.0},
         early_stopping=EarlyStopping("eval_same", patience=4, mode="max"),
     )  # fmt: skip
+    listens = Listens()
+    made._callbacks = (listens,)
     _, told, found = taken_over(made, 20)
     assert (found.step, found.stopped) == (10, "eval_same has not got better than 1 for 4 evaluations")
     rows = pq.read_table(tmp_path / "run" / "metrics.parquet").to_pylist()
     assert [row["step"] for row in rows if row["eval_same"] == 1.0] == [1, 3, 5, 7, 9]
     heard = {record.step: record.evaluation for record in told.news(0, 0.0).records}
     assert [step for step, numbers in heard.items() if numbers] == [1, 3, 5, 7, 9]
+    begins = [at for at, (what, *_) in enumerate(listens.told) if what == "start"]
+    assert len(begins) == 2
+    steps = [number for what, number, *_ in listens.told[begins[1] :] if what == "step"]
+    assert steps == list(range(KILLED - UNWRITTEN, 10)), "steps that the stages did for the driver before are told"
+
+
+class FailsToEnd(Requests):
+    """Something of the run cannot be closed."""
+
+    def end(self) -> None:
+        super().end()
+        raise OSError("not closed")
+
+
+def test_callbacks_hear_of_the_end_whatever_else_fails_to_end(tmp_path: Path) -> None:
+    listens = Listens()
+    made = trainer(tmp_path, "run", "noisy")
+    made._callbacks = (listens,)
+    job = made._prepared()
+    blueprint = made._blueprint(job, 2, local=True)
+    run, setup, plan = assemble(blueprint, job.planned)
+    fleet = LocalFleet(run, setup, job.tensors)
+    try:
+        with pytest.raises(OSError, match="not closed"):
+            run_loop(fleet, blueprint.spec, plan, Journal("run", ""), FailsToEnd())
+    finally:
+        fleet.stop()
+    assert listens.told[-1] == ("end", 2, "")

@@ -18,7 +18,7 @@ def record(step: int, loss: float = 0.5) -> StepRecord:
 def test_who_asks_late_is_told_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "KEPT_RECORDS", 5)
     told = Journal("digits", "runs/digits")
-    told.resumed([record(step) for step in range(3)], 3, "step_0000003")
+    told.resumed([record(step) for step in range(3)], 3, "step_0000003", "from step_0000003")
     assert [r.step for r in told.news(0, 0.0).records] == [0, 1, 2]
     for step in range(3, 13):
         told.step(record(step), ())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from raypipe.engine.storage import Place
+from raypipe.errors import LeaseError
 from raypipe.runtime.run.meter import COST_FILE, KEEP_EVERY_S, Meter, Spent
 
 pytestmark = pytest.mark.engine
@@ -87,3 +90,17 @@ def test_a_clock_that_is_set_back_takes_nothing_back(tmp_path: Path) -> None:
     meter = on.meter(tmp_path)
     on.now_s -= HOUR_S
     assert meter.read() == Spent(0.0, 0.0)
+
+
+def test_who_has_lost_the_run_writes_nothing(tmp_path: Path) -> None:
+    @contextmanager
+    def lost() -> Iterator[None]:
+        raise LeaseError("taken over")
+        yield
+
+    on = Cluster()
+    meter = Meter(Place.of(tmp_path), 3.0, lambda: 2, guard=lost, clock=lambda: on.now_s)
+    on.now_s += HOUR_S
+    assert meter.read().cost == 6.0
+    meter.close()
+    assert list(tmp_path.iterdir()) == []
