@@ -96,6 +96,8 @@ def _tokenizer(folder: Path) -> Any:
     found = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if found.pad_token is None:
         found.pad_token = found.eos_token
+    if found.pad_token is None:
+        raise ValueError(f"The tokenizer of {folder} has neither a pad nor an end-of-text token. Give it a pad_token.")
     return found
 
 

@@ -1,10 +1,12 @@
 """Texts as rows of tokens, all of one length, in a Parquet file.
 
-    causal      input_ids, labels                    labels are the tokens, padding -100; the model shifts them
+    causal      input_ids, labels                    labels are the tokens, padding -100; the model shifts them; the
+                                                     end-of-text token stands behind every text that is not cut
     classify    input_ids, attention_mask, labels    one label per row
     seq2seq     input_ids, attention_mask, labels    labels are the target's tokens, padding -100
 
-Of a causal model padding stands behind the text, where no token of the text looks, so it needs no mask.
+Padding stands behind the text, whatever side the tokenizer says, which is for generating: in front of it the positions
+of a text would count from the padding on. Of a causal model no token of the text looks there, so it needs no mask.
 """
 
 from __future__ import annotations
@@ -79,8 +81,7 @@ def write_rows(task: str, rows: Rows, tokenizer: Any, length: int, file: str) ->
     """
     _require(task, rows)
     lines = list(rows.values())
-    tokenizer.padding_side = "right"
-    ids, mask = _tokens(tokenizer, [line["text"] for line in lines], length)
+    ids, mask = _tokens(tokenizer, [line["text"] for line in lines], length, ends=task == "causal")
     columns: dict[str, Any] = {"input_ids": _fixed(ids)}
     if task == "causal":
         columns["labels"] = _fixed(np.where(mask == 1, ids, IGNORED))
@@ -89,7 +90,7 @@ def write_rows(task: str, rows: Rows, tokenizer: Any, length: int, file: str) ->
         if task == "classify":
             columns["labels"] = pa.array([int(line["label"]) for line in lines], pa.int64())
         else:
-            target, present = _tokens(tokenizer, [line["target"] for line in lines], length)
+            target, present = _tokens(tokenizer, [line["target"] for line in lines], length, target=True)
             columns["labels"] = _fixed(np.where(present == 1, target, IGNORED))
     content = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), content)
@@ -108,9 +109,28 @@ def _lines(file: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines()
 
 
-def _tokens(tokenizer: Any, texts: list[str], length: int) -> tuple[np.ndarray, np.ndarray]:
-    found = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="np")
-    return found["input_ids"].astype(np.int64), found["attention_mask"].astype(np.int64)
+def _tokens(
+    tokenizer: Any, texts: list[str], length: int, *, target: bool = False, ends: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, whether they are of the text), int64 of shape (texts, length).
+
+    Args:
+        target: of a sequence-to-sequence model, which some tokenizers write otherwise: in another language, say.
+        ends: the end-of-text token follows each text, as generating needs to stop; where the text was cut it does not.
+    """
+    given = {"text_target" if target else "text": texts}
+    ids = np.full((len(texts), length), tokenizer.pad_token_id, dtype=np.int64)
+    mask = np.zeros((len(texts), length), dtype=np.int64)
+    for row, found in enumerate(tokenizer(**given, truncation=True, max_length=length)["input_ids"]):
+        if (
+            ends
+            and tokenizer.eos_token_id is not None
+            and len(found) < length
+            and found[-1:] != [tokenizer.eos_token_id]
+        ):
+            found = [*found, tokenizer.eos_token_id]
+        ids[row, : len(found)], mask[row, : len(found)] = found, 1
+    return ids, mask
 
 
 def _fixed(values: np.ndarray) -> pa.Array:

@@ -272,5 +272,5 @@ def test_a_payload_of_another_size_is_refused() -> None:
     ids=["nine dimensions", "sparse", "elsewhere", "type"],
 )
 def test_what_cannot_be_sent_is_refused_by_name(tensor: torch.Tensor) -> None:
-    with pytest.raises(LinkError, match=r"3SEND_B1099511627776.*cannot be sent"):
+    with pytest.raises(LinkError, match=r"3SEND_B0 \(micro-batch 0 of the evaluations\).*cannot be sent"):
         encoded([tensor])

@@ -79,8 +79,9 @@ class Journal:
         """
         with self._changed:
             self._records.extend(list(records))
-            began = {"step": step, "first_step": step, "checkpoint": checkpoint, "source": source}
-            self._status = dataclasses.replace(self._status, **began)
+            self._status = dataclasses.replace(
+                self._status, step=step, first_step=step, checkpoint=checkpoint, source=source
+            )
             self._changed.notify_all()
 
     def step(self, record: StepRecord, reports: Sequence[StepReport]) -> None:
