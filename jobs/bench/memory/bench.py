@@ -2,7 +2,8 @@
 
     stash        PipeDream as published: an update per micro-batch, four versions on stage 0
     ring         the same schedule with weight_versions=2, so an update every four micro-batches
-    2bw, gpipe   beside them, and torch_1f1b: torch.distributed.pipelining over gloo
+    2bw, gpipe   beside them, and lv, the ring with encoded links
+    torch_1f1b   torch.distributed.pipelining over gloo; so is torch_gpipe
 
 ``ring_vs_stash_<optimizer>`` is the whole peak of stage 0's process, less that of a model of no size: weights and
 their versions, gradients, optimizer state, activations, messages. By weights alone it is (2 + 1 + 1) / (4 + 1 + 1) =
@@ -117,12 +118,12 @@ def figures_of(peaks: Peaks, told: dict[str, dict[str, int]], steps_s: dict[str,
 def measure(settings: Settings) -> tuple[dict[tuple[str, str], list[Watched]], list[Watched]]:
     """Looks at stage 0 of every run, and at that of a model of no size."""
     nothing = settings.sizes._replace(width=8)
-    floor = run(nothing, "stash", "sgd", local=settings.local)
+    floor = run(nothing, "stash", "sgd", local=settings.local)[0]
     found = {}
     for optimizer in settings.optimizers:
         for candidate in settings.candidates:
-            base = run(nothing, candidate, "sgd") if CANDIDATES[candidate] is None else floor
-            looks = run(settings.sizes, candidate, optimizer, local=settings.local)
+            base = run(nothing, candidate, "sgd")[0] if CANDIDATES[candidate] is None else floor
+            looks = run(settings.sizes, candidate, optimizer, local=settings.local)[0]
             base_bytes = peak_of(base, nothing.num_steps)
             found[candidate, optimizer] = [look._replace(peak_bytes=look.peak_bytes - base_bytes) for look in looks]
             print(f"{candidate} {optimizer}: measured; {machine_line()}", flush=True)
@@ -137,7 +138,7 @@ def main() -> int:
     sizes = settings.sizes
     weight = weight_bytes(sizes)
     print(f"weights of stage 0 {weight / MIB:.1f} MiB; activations in flight {activation_share(sizes):.3f} of that")
-    told = predicted(sizes)
+    told = {name: plan.memory[0] for name, plan in predicted(sizes).items()}
     looks, floor = measure(settings)
     peaks = {key: peak_of(found, sizes.num_steps) for key, found in looks.items()}
     trials: dict[str, list[float]] = {"stash": [], "ring": []}
