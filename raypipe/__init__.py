@@ -34,7 +34,13 @@ __all__ = [
 ]
 
 
+_MODULES = ("callbacks", "data", "testing")
+"""Found as ``raypipe.data`` and so on, without an import of their own."""
+
+
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(importlib.import_module(_EXPORTS[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"raypipe.{name}")
     raise AttributeError(f"module 'raypipe' has no attribute {name!r}")

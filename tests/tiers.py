@@ -38,7 +38,12 @@ FOLDERS = {
     "gpu": "gpu",
 }
 """The tier of tests in these folders, where their file has no mark of another; elsewhere it is "core"."""
-LINT = (("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",))
+LINT = (
+    ("ruff", "format", "--check", "."),
+    ("ruff", "check", "."),
+    ("mypy",),
+    ("mkdocs", "build", "--strict", "--quiet"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,11 @@ def run(tier: Tier) -> Outcome:
     """Carry out one tier; its output goes to the terminal."""
     if tier.name == "lint":
         failed = [" ".join(command) for command in LINT if _tool(*command)]
-        return Outcome("FAILED", ", ".join(failed)) if failed else Outcome("passed", "ruff format, ruff check, mypy")
+        return (
+            Outcome("FAILED", ", ".join(failed))
+            if failed
+            else Outcome("passed", "ruff format, ruff check, mypy, mkdocs")
+        )
     files = files_of(tier)
     if not files:
         return Outcome("SKIPPED", "no tests yet", could_run=not tier.optional)
@@ -194,7 +203,7 @@ def _environment() -> dict[str, str]:
     would compile all of raypipe again.
     """
     given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**given, "PYTHONFAULTHANDLER": "1"}
+    return {**given, "PYTHONFAULTHANDLER": "1", "NO_MKDOCS_2_WARNING": "1"}
 
 
 def _counts(report: Path) -> tuple[int, int]:

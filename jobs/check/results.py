@@ -1,4 +1,4 @@
-"""Pages of the records: docs/results/<topic>.md, and the table of benchmarks in jobs/README.md.
+"""Pages of the records: docs/results/<topic>.md, the table of benchmarks in jobs/README.md, and that of README.md.
 
     python jobs/check/results.py            writes them anew
     python jobs/check/results.py --check    changes nothing; the exit status is 1 where a page would change
@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
+from jobs.check.headlines import headline_rows
 from jobs.lib import records
 from jobs.lib.machine import ROOT
 
 README = ROOT / "jobs" / "README.md"
+FIRST_PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- begin: made by python jobs/check/results.py -->", "<!-- end -->"
 MADE = "<!-- made by python jobs/check/results.py from {name}.json: do not edit -->"
 NONE = "--"
@@ -246,8 +248,10 @@ def pages() -> dict[Path, str]:
         records.FOLDER / f"{name}.md": page(name, record, found[name.partition("-")[0]])
         for name, record in kept.items()
     }
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    texts[README] = f"{before}{BEGIN}\n{index(found, kept)}\n{END}{rest.partition(END)[2]}"
+    headlines = markdown(["what was measured", "figures", "record"], headline_rows(kept))
+    for path, table in ((README, index(found, kept)), (FIRST_PAGE, headlines)):
+        before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        texts[path] = f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
     return texts
 
 
