@@ -20,9 +20,11 @@ from torch.utils import _pytree as pytree
 
 from raypipe.api.init_from import matched, read_weights
 from raypipe.api.launch import generation_setup, local_fleet
+from raypipe.api.worker_weights import files_for, stored_weights
 from raypipe.engine.checkpoint import find_checkpoint, load_state_dict, newest_step
 from raypipe.engine.codec import Codecs
 from raypipe.engine.data import Source, open_data
+from raypipe.engine.initial.files import weights_in
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError, DataError
@@ -89,7 +91,7 @@ def _as_actors(job: Job, run: RunSetup, resources: Mapping[str, float]) -> Itera
     setup = generation_setup(job)
     fleet = Fleet(setup.num_workers, resources, run.transport, run.link_ports)
     try:
-        fleet.configure(run, setup, [stored(job.tensors)])
+        fleet.configure(run, setup, [stored(job.initial)])
         yield fleet
     finally:
         fleet.stop()
@@ -107,6 +109,8 @@ def with_checkpoint(
     Raises:
         ConfigError: names or shapes are not those of the model.
     """
+    if job.unfilled:
+        return _with_files(job, checkpoint, run, storage)
     if checkpoint is not None:
         source = os.fspath(checkpoint)
         found = read_weights(source, storage, "checkpoint")
@@ -127,6 +131,24 @@ def with_checkpoint(
         for name, tensor in job.tensors.items()
     }
     return dataclasses.replace(job, tensors=tensors), source
+
+
+def _with_files(
+    job: Job, checkpoint: str | os.PathLike[str] | None, run: Place | None, storage: Place
+) -> tuple[Job, str]:
+    """Of a model that this process does not hold, the same: each stage reads what it holds."""
+    if checkpoint is not None:
+        source = os.fspath(checkpoint)
+        found = stored_weights(source, storage, "checkpoint")
+    elif run is not None and newest_step(run) is not None:
+        source = str(run)
+        found = weights_in(run, "checkpoint")
+    else:
+        return job, ""
+    own = {name: job.tensors[name] for name in job.tensors if name in job.persistent}
+    own |= {alias: own[name] for alias, name in job.aliases.items() if name in own}
+    files = files_for(own, job.aliases, found, f"checkpoint={source!r}", "of this trainer")
+    return dataclasses.replace(job, unfilled=(files,)), source
 
 
 def evaluation(job: Job, stages: Stages) -> dict[str, float]:

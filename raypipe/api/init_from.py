@@ -3,6 +3,7 @@
     init_from="pretrained"                    the newest checkpoint of that run, in the same storage_path
     init_from="runs/lm/checkpoints/step_..."  a run's folder or one of its checkpoints, a path or a URI
     init_from="gpt.safetensors", "gpt.pt"     a state_dict in a file
+    init_from="models/llama"                  a folder with model.safetensors, or with its index and its parts
 
 Names and shapes must be those of the model. A .pt file is read with weights_only=True: it can bring no code.
 """
@@ -13,7 +14,7 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,11 +22,14 @@ from torch import nn
 from raypipe.api.export import shared_names
 from raypipe.engine.checkpoint import load_state_dict, newest_step
 from raypipe.engine.copies import copy_of
+from raypipe.engine.initial.files import WeightFiles, is_hugging_face, weights_in
 from raypipe.engine.storage import Place, PlaceError
 from raypipe.engine.user_lines import short
 from raypipe.errors import CheckpointError, ConfigError
 
-__all__ = ["InitialWeights", "matched", "read_weights"]
+__all__ = ["InitialWeights", "located", "matched", "read_weights"]
+
+T = TypeVar("T")
 
 SHOWN = 3
 """Names of each kind that a refusal lists."""
@@ -50,7 +54,7 @@ class InitialWeights:
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(
                 f"init_from is of type {type(source).__name__}; give the name of a run, the path of a run or one of "
-                "its checkpoints, or of a .pt or .safetensors file."
+                "its checkpoints, of a folder with model.safetensors or its index, or of a .pt or .safetensors file."
             )
         self.model, self.source, self.storage = model, os.fspath(source), storage
         self.digest = ""
@@ -85,19 +89,18 @@ def read_weights(source: str, storage: Place, title: str = "init_from") -> dict[
         ConfigError: nothing there, or not weights; says what there is.
         CheckpointError: a checkpoint that is incomplete or damaged.
     """
+    place = located(source, storage, title)
     try:
-        place = Place.of(source)
-        if place.exists() or "://" in source:
-            return _of_file(place, source, title) if source.endswith(_FILES) else _of_checkpoint(place, title)
-        named = storage / source if not source.startswith(("/", ".", "~")) else None
-        if named is not None and named.exists():
-            return _of_checkpoint(named, title)
+        if source.endswith(_FILES):
+            return _of_file(place, source, title)
+        return _of_folder(place, title) if is_hugging_face(place) else _of_checkpoint(place, title)
     except PlaceError as error:
         raise ConfigError(f"{title}={source!r} cannot be read: {error}") from None
-    raise ConfigError(
-        f"{title}={source!r}: there is no such file or folder, and no run of that name in {storage}. Give the name "
-        "of a run, the path of a run or one of its checkpoints, or of a .pt or .safetensors file."
-    )
+
+
+def _of_folder(place: Place, title: str) -> dict[str, torch.Tensor]:
+    found = weights_in(place, title)
+    return dict(WeightFiles.as_stored(found, title).read(found))
 
 
 def _of_checkpoint(place: Place, title: str) -> dict[str, torch.Tensor]:
@@ -146,38 +149,70 @@ def _pickled(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:
     return weights
 
 
+def located(source: str, storage: Place, title: str = "init_from") -> Place:
+    """Where this is.
+
+    Raises:
+        ConfigError: there is nothing of that name.
+    """
+    try:
+        place = Place.of(source)
+        if place.exists() or "://" in source:
+            return place
+        named = storage / source if not source.startswith(("/", ".", "~")) else None
+        if named is not None and named.exists():
+            return named
+    except PlaceError as error:
+        raise ConfigError(f"{title}={source!r} cannot be read: {error}") from None
+    raise ConfigError(
+        f"{title}={source!r}: there is no such file or folder, and no run of that name in {storage}. Give the name "
+        "of a run, the path of a run or one of its checkpoints, of a folder with model.safetensors or its index, or of "
+        "a .pt or .safetensors file."
+    )
+
+
 def _fill(model: nn.Module, found: Mapping[str, torch.Tensor], source: str) -> None:
     """Raises: ConfigError where names or shapes are others."""
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if any(value.is_meta for value in own.values()):
         raise ConfigError(
             "init_from fills the parameters of the model, but some are on the meta device, which holds no numbers. "
-            "Build the model with numbers."
+            "Give a function that builds the model and set weights_on='workers', so that each worker fills its own, or "
+            "build the model with numbers."
         )
     matched(own, found, f"init_from={source!r}", type(model).__name__)
     model.load_state_dict(found, strict=False)
 
 
 def matched(
-    own: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], title: str, model: str
-) -> dict[str, torch.Tensor]:
+    own: Mapping[str, Any],
+    found: Mapping[str, T],
+    title: str,
+    model: str,
+    *,
+    shared: Mapping[str, str] | None = None,
+    equal: Callable[[Any, Any], bool] = torch.equal,
+) -> dict[str, T]:
     """By each name of the model, what was found for it; tensors that the model shares need to be there once.
 
     Args:
-        own: the model's, under all their names.
+        own: the model's tensors, or what says their dtype and shape, under all their names.
+        found: likewise.
         title: who gave them, for messages: ``init_from='x'``.
         model: what it is called.
+        shared: further names of tensors that the model shares -> their first names; None where their memory tells.
+        equal: whether two of those that were found are the same.
 
     Raises:
         ConfigError: names or shapes are others.
     """
-    first = shared_names(own)
+    first = shared_names(own) if shared is None else shared
     held: dict[str, str] = {}  # of each tensor of the model, a name that is in the file
     unequal = []
     for name in own:
         if name in found:
             other = held.setdefault(first.get(name, name), name)
-            if other != name and not torch.equal(found[other], found[name]):
+            if other != name and not equal(found[other], found[name]):
                 unequal.append(f"{other!r} and {name!r}")
     shapes = [
         f"{name!r} ({_kind(found[name])} there, {_kind(own[name])} in the model)"
@@ -199,13 +234,13 @@ def matched(
     return {name: found[held[first.get(name, name)]] for name in own}
 
 
-def _fits(there: torch.Tensor, here: torch.Tensor) -> bool:
+def _fits(there: Any, here: Any) -> bool:
     """Numbers of another precision are converted, whole numbers do not become weights."""
-    kinds = [(t.is_floating_point(), t.is_complex()) for t in (there, here)]
-    return there.shape == here.shape and kinds[0] == kinds[1]
+    kinds = [(t.dtype.is_floating_point, t.dtype.is_complex) for t in (there, here)]
+    return tuple(there.shape) == tuple(here.shape) and kinds[0] == kinds[1]
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _kind(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 

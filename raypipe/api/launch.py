@@ -10,6 +10,7 @@ from typing import Any
 
 from raypipe.api.callbacks import FromRayTrain
 from raypipe.api.init_from import InitialWeights
+from raypipe.api.worker_weights import WorkerWeights
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import worker_range
@@ -24,6 +25,7 @@ from raypipe.planner.segments import num_steps_of
 from raypipe.prepare.arguments import Arguments
 from raypipe.prepare.job import Job
 from raypipe.prepare.resume import kept_microbatches
+from raypipe.runtime.run.blueprint import Assembled
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 from raypipe.runtime.run.evaluations import EvaluationPolicy
 
@@ -42,6 +44,7 @@ __all__ = [
     "run_setup",
     "sized_by",
     "steps_of",
+    "threads_of",
 ]
 
 COPY_EVERY = 3
@@ -52,7 +55,12 @@ DRAIN_EVERY = 20
 
 def local_fleet(job: Job, place: Place | None) -> LocalFleet:
     """All stages in threads of this process."""
-    return LocalFleet(run_setup(job, place), generation_setup(job), job.tensors)
+    return LocalFleet(run_setup(job, place), generation_setup(job), job.initial)
+
+
+def threads_of(job: Job, made: Assembled) -> LocalFleet:
+    """All stages of what a plan made of a run, in threads of this process."""
+    return LocalFleet(made.run, made.setup, job.initial)
 
 
 def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = None) -> RunSetup:
@@ -223,12 +231,14 @@ def continued(pipeline: PipelineConfig, name: str | None, storage: Place, resume
     return pipeline if kept is None else dataclasses.replace(pipeline, num_microbatches=kept)
 
 
-def described_parts(arguments: Arguments, weights: InitialWeights | None, callbacks: Sequence[Any]) -> dict[str, Any]:
+def described_parts(
+    arguments: Arguments, weights: InitialWeights | WorkerWeights | None, callbacks: Sequence[Any]
+) -> dict[str, Any]:
     """What config.yaml names, as it was given."""
     # run_config says whether it survives, and has Ray's callbacks
-    given = {name: part for name, part in arguments._asdict().items() if name != "survives"}
+    given = {name: part for name, part in arguments._asdict().items() if name not in ("survives", "unfilled")}
     if weights is not None:
-        given |= {"model": weights.model, "init_from": weights.source}
+        given |= {"model": weights.model} | ({} if weights.source is None else {"init_from": weights.source})
     if own := [callback for callback in callbacks if not isinstance(callback, FromRayTrain)]:
         given["callbacks"] = own
     return given

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from raypipe.api import launch
 from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
 from raypipe.api.callbacks import callbacks_of
 from raypipe.api.handle import Result, RunHandle
-from raypipe.api.init_from import InitialWeights
 from raypipe.api.listing import DEFAULT_STORAGE
 from raypipe.api.signals import stopping_on_signals
+from raypipe.api.worker_weights import begun_with, weights_for
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import check_ray_settings, most_workers, worker_range
 from raypipe.engine.loader import notes_on
-from raypipe.engine.local import LocalFleet
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError
@@ -80,7 +79,8 @@ class PipelineTrainer:
             tell them as eval_<name>. Without a loss_fn they are given what the model returns, and the batch.
         early_stopping: see EarlyStopping.
         init_from: weights that a new run begins with: the name of another run, the path of a run or of one of its
-            checkpoints, or of a .pt or .safetensors file with a state_dict. A run that goes on keeps its own.
+            checkpoints, of a .pt or .safetensors file with a state_dict, or of a folder of Hugging Face. A run that
+            goes on keeps its own. Of a model larger than this machine, see PipelineConfig.weights_on.
         callbacks: objects whose on_start, on_step and so on are called while a run trains, in the process that runs its
             loop (see raypipe.callbacks); those of RunConfig(callbacks=...) are called behind them.
 
@@ -117,11 +117,12 @@ class PipelineTrainer:
         self._scaling = scaling_config
         self._run = run_config
         self._resume = resume
-        self._weights = None if init_from is None else InitialWeights(model, init_from, self._storage())
+        self._weights = weights_for(model, init_from, self._pipeline, self._storage())
+        built, unfilled = begun_with(model, self._weights)
         survives = launch.failures_of(run_config) != 0
         self._arguments = Arguments(
-            self._weights or model, loss_fn, optimizer, lr_scheduler, train_data, eval_data, survives, metrics,
-            early_stopping, collate_fn,
+            built, loss_fn, optimizer, lr_scheduler, train_data, eval_data,
+            survives, metrics, early_stopping, collate_fn, unfilled,
         )  # fmt: skip
         if resume not in (None, True, False) or (resume and getattr(run_config, "name", None) is None):
             raise ConfigError(
@@ -289,14 +290,14 @@ class PipelineTrainer:
         """Of all but the model, of which stages are sent what was captured."""
         given = self._arguments._asdict() | {"loss_reduction": self._pipeline.loss_reduction}
         given["callbacks"] = self._callbacks
-        check_travel({name: value for name, value in given.items() if name != "model"})
+        check_travel({name: value for name, value in given.items() if name not in ("model", "unfilled")})
 
     def _prepared(self) -> Job:
         if self._job is None:
             job = prepare(self._arguments, self._continued(), self._num_workers())
             if self._weights is not None:
                 job = job.noting(self._weights.note(getattr(self._run, "name", None), self._resume))
-            self._job = functools.reduce(Job.noting, notes_on(self._arguments.train_data), job)
+            self._job = reduce(Job.noting, notes_on(self._arguments.train_data), job)
         return self._job
 
     def _continued(self) -> PipelineConfig:
@@ -326,7 +327,7 @@ class PipelineTrainer:
         if local:
             launch.refuse_in_threads(self._scaling, detached=detached)
             self._check(job)
-            stages = lambda made: LocalFleet(made.run, made.setup, job.tensors)  # noqa: E731
+            stages = partial(launch.threads_of, job)
             return RunHandle(spec.name, ThreadConnection(blueprint, job.planned, stages))
         return self._start_on_ray(job, blueprint, detached, connected_to_ray)
 
@@ -341,8 +342,8 @@ class PipelineTrainer:
                 connected(launch.places_of(job, self._num_workers(), self._run), self._resources(), detached=detached)
             )
             connected_to_ray()  # which takes signals for itself
-            check = functools.partial(self._check, job)
-            line = start_run(blueprint, job.tensors, self._resources(), check, detached=detached)
+            check = partial(self._check, job)
+            line = start_run(blueprint, job.initial, self._resources(), check, detached=detached)
             return RunHandle(blueprint.spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 
@@ -365,9 +366,8 @@ class PipelineTrainer:
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         if self._resume is False:
             name = free_name(self._storage(), name)
-        settings = settings_of(
-            job, self._pipeline, self._arguments.loss_fn, self._weights.digest if self._weights else ""
-        )
+        digest = self._weights.digest if self._weights else ""
+        settings = settings_of(job, self._pipeline, self._arguments.loss_fn, digest)
         refuse_another_run(self._storage() / name, name, settings, num_steps, self._resume)
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
         return RunSpec(

@@ -106,6 +106,12 @@ class PipelineFields:
         verify: "first_step" runs two micro-batches through the model itself and through its stages before training
             begins, while the actors start, and refuses the run where loss, gradients or buffers differ. That needs
             about twice the memory of the model in this process. "off" trains what was captured, unseen.
+        weights_on: where the weights that a new run begins with are made. "client": this process builds the model and
+            holds it. "workers": the model, a function, is built here without memory for its parameters, and each
+            worker fills those of its own stages: from ``init_from``, which then names safetensors files that all
+            workers can read, or else as the model's constructor would, with draws that follow from ``seed`` and
+            not from the number of stages. The plan is made from shapes, and ``verify`` compares nothing. "auto"
+            takes "workers" where ``init_from`` has more bytes than half of this machine's memory.
 
     Raises:
         ConfigError: a field is unknown, ill-typed, out of range, at odds with another one, or has a
@@ -145,3 +151,4 @@ class PipelineFields:
     driver_grace_s: float = 60.0
     worker_price_per_hour: float | None = None
     verify: str = "first_step"
+    weights_on: str = "auto"

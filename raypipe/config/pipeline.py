@@ -129,6 +129,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "driver_grace_s": _seconds(5.0),
     "worker_price_per_hour": _NONE | _number(0),
     "verify": _one_of("first_step", "off"),
+    "weights_on": _one_of("auto", "client", "workers"),
 }
 
 

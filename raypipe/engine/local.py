@@ -8,7 +8,7 @@ sums over many threads round differently.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, Queue
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.checkpoint import FreshOptions, GivenTensors, load_stage, read_all, take_snapshot
+from raypipe.engine.checkpoint import FreshOptions, GivenTensors, StateSource, load_stage, read_all, take_snapshot
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.executor import Executor
@@ -41,7 +41,8 @@ class LocalFleet:
     """All stages of a pipeline as threads; the same face as runtime.fleet.Fleet.
 
     Args:
-        tensors: initial parameters and buffers by canonical name; they are copied.
+        initial: parameters and buffers by canonical name, which are copied; or where they are, each name in the first
+            that has it.
         device_of: worker -> what it computes on.
     """
 
@@ -49,7 +50,7 @@ class LocalFleet:
         self,
         run: RunSetup,
         setup: GenerationSetup,
-        tensors: Mapping[str, torch.Tensor],
+        initial: Mapping[str, torch.Tensor] | Sequence[StateSource],
         device_of: Callable[[int], Device] = lambda _: CPU,
     ) -> None:
         programs, place, persistent = setup.programs, run.place, run.persistent
@@ -66,12 +67,13 @@ class LocalFleet:
                     a, b = InMemoryChannel.pair(name, 0, capacity)
                     channels[one][other], channels[other][one] = a, b
         self.executors = []
+        sources = [GivenTensors(initial)] if isinstance(initial, Mapping) else initial
         crossings: dict[int, Crossing] = {}
         for worker, placement in enumerate(placements):
             crossing = Crossing(device_of(worker))
             states = []
             for program in (programs[stage] for stage in placement.stages):
-                own = read_all([GivenTensors(tensors)], (*program.parameters, *program.buffers))
+                own = read_all(sources, (*program.parameters, *program.buffers))
                 crossings[program.index] = crossing
                 own = crossing.named(own, Crosses.PARAMETERS)
                 states.append(StageState(program, own, run.make_optimizer, run.make_scheduler))

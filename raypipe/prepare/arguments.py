@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.collate import Collate
 from raypipe.engine.optimizer_trial import PLATEAU
 from raypipe.engine.shipping import unshippable
@@ -19,7 +20,14 @@ from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, PlanError, RaypipeError
 
-__all__ = ["Arguments", "check_arguments", "check_travel", "in_one_paragraph"]
+__all__ = ["Arguments", "Unfilled", "check_arguments", "check_travel", "in_one_paragraph"]
+
+
+class Unfilled(NamedTuple):
+    """A model whose parameters are on the meta device, and where the stages find what they hold."""
+
+    model: torch.nn.Module
+    sources: tuple[StateSource, ...]
 
 
 class Arguments(NamedTuple):
@@ -35,6 +43,7 @@ class Arguments(NamedTuple):
         metrics: of evaluations, by name.
         early_stopping: raypipe.EarlyStopping.
         collate_fn: makes a batch of a list of items.
+        unfilled: builds the model without weights, and says where workers find them; None where it comes with them.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -47,6 +56,7 @@ class Arguments(NamedTuple):
     metrics: Mapping[str, Any] | None = None
     early_stopping: Any = None
     collate_fn: Collate | None = None
+    unfilled: Callable[[], Unfilled] | None = None
 
 
 def check_arguments(

@@ -24,6 +24,7 @@ from raypipe import __version__
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.capture import Capture
 from raypipe.engine.data import Source
+from raypipe.engine.initial.tape import KeyedInit
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.stage import GraphFunction
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
@@ -56,6 +57,7 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: str =
         "num_microbatches": plan.num_microbatches,
         "loss_fn": name_of(loss_fn),
         "init_from": {"sha256": weights} if weights else None,
+        **({"weights_on": "workers"} if any(isinstance(x, KeyedInit) for x in job.unfilled) else {}),
         **job.model_labels,
         **source_labels("train_data", sources["train"]),
     }

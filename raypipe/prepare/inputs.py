@@ -10,6 +10,7 @@ import torch
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.capture import Capture, capture
+from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.meter import Asked
 from raypipe.engine.rehearsal import NUM_ROWS, refuse_lazy, refuse_sparse, rehearse, rehearse_evaluation
@@ -19,10 +20,13 @@ from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.precision import PRECISIONS
 from raypipe.planner.tune import Request, microbatches
-from raypipe.prepare.arguments import Arguments
+from raypipe.prepare.arguments import Arguments, Unfilled
 from raypipe.prepare.metrics import asked_by, try_metrics
 
-__all__ = ["Opened", "asked_recompute", "check_columns", "example_of", "needs_profile", "open_arguments", "wants_curve"]
+__all__ = [
+    "Opened", "asked_recompute", "build_model", "check_columns", "example_of", "needs_profile", "open_arguments",
+    "wants_curve",
+]  # fmt: skip
 
 KEPT_COPIES = 4
 """Of the state, where a run survives failures: two of a worker's own stages and two of those of another one."""
@@ -40,6 +44,7 @@ class Opened:
         example: one micro-batch by column.
         larger: more samples by column, where larger micro-batches are of interest; else empty.
         memory: what model and loss remembered when they came, which every call here changes and training begins with.
+        unfilled: where workers find the tensors that the model was built without; empty where it has all.
     """
 
     model: torch.nn.Module
@@ -50,6 +55,7 @@ class Opened:
     example: Mapping[Any, torch.Tensor]
     larger: Mapping[Any, torch.Tensor]
     memory: Memory
+    unfilled: tuple[StateSource, ...] = ()
 
 
 def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
@@ -58,7 +64,8 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     Raises:
         RaypipeError: one paragraph that says what to change.
     """
-    built, loss_fn, evaluates = _built(given.model), given.loss_fn, given.eval_data is not None
+    built, unfilled = given.unfilled() if given.unfilled else Unfilled(build_model(given.model), ())
+    loss_fn, evaluates = given.loss_fn, given.eval_data is not None
     refuse_lazy(built)
     refuse_sparse(built)
     memory = read_memory(built, loss_fn)
@@ -92,10 +99,16 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
         most = min(minibatch, MOST_SAMPLES, MOST_BYTES // max(1, bytes_each))
         if most > size:
             larger = example_of(sources["train"], loss_fn is not None, most)
-    return Opened(built, sources, request, loss_fn is not None, captured, _by_name(columns, example), larger, memory)
+    by_name = _by_name(columns, example)
+    return Opened(built, sources, request, loss_fn is not None, captured, by_name, larger, memory, unfilled)
 
 
-def _built(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:
+def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """The module, or what the function builds.
+
+    Raises:
+        ConfigError: it cannot be built, or is no module.
+    """
     if isinstance(model, torch.nn.Module):
         return model
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.checkpoint import GivenTensors, StateSource
 from raypipe.engine.codec import Codecs
 from raypipe.engine.collate import Collate
 from raypipe.engine.data import Source
@@ -33,7 +34,7 @@ class Job:
         basis: what its plan was made from, and what others can be made from.
         planned: what will happen.
         programs: the stages.
-        tensors: the user's parameters and buffers by name; read only.
+        tensors: the user's parameters and buffers by name; read only. Those of ``unfilled`` are on the meta device.
         persistent: names of tensors that belong to the state_dict.
         example: one micro-batch by column.
         sources: "train" and perhaps "eval".
@@ -43,6 +44,7 @@ class Job:
         model_labels: what the model is, for settings.json.
         metrics: of evaluations, by name.
         collate: of the items of datasets.
+        unfilled: where workers find the tensors that this process does not hold.
     """
 
     basis: PlanBasis
@@ -61,6 +63,13 @@ class Job:
     model_labels: Mapping[str, Any]
     metrics: Mapping[str, Any] = field(default_factory=dict)
     collate: Collate | None = None
+    unfilled: tuple[StateSource, ...] = ()
+
+    @property
+    def initial(self) -> tuple[StateSource, ...]:
+        """Where the stages find what they begin with, each name in the first that has it."""
+        held = {name: tensor for name, tensor in self.tensors.items() if not tensor.is_meta}
+        return (*self.unfilled, GivenTensors(held))
 
     @property
     def plan(self) -> Plan:

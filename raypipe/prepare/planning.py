@@ -142,13 +142,14 @@ def _job(
         model_labels=model_labels(found.model, captured),
         metrics=given.metrics or {},
         collate=given.collate_fn,
+        unfilled=found.unfilled,
     )
 
 
 def _check(found: Opened, programs: tuple[StageProgram, ...], size: int, pipeline: PipelineConfig) -> None:
     """Two micro-batches through the user's own module and through the stages, unless verify="off"."""
     found.memory.restore()
-    if pipeline.verify == "off":
+    if pipeline.verify == "off" or found.unfilled:  # there is nothing to compute with; the plan has said so
         return
     captured, source = found.captured, found.sources["train"]
     tensors = {**captured.parameters, **captured.buffers}

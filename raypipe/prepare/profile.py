@@ -114,7 +114,8 @@ def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Opti
     if like is None:
         return None
     with contextlib.suppress(Exception):
-        copy = torch.nn.Parameter(like.detach().clone())
+        values = torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.detach().clone()
+        copy = torch.nn.Parameter(values)
         copy.grad = torch.zeros_like(copy)
         made = make_optimizer([(name, copy)])
         made.step()

@@ -38,6 +38,7 @@ from raypipe.engine.capture.sequential import (
 from raypipe.engine.capture.trace import trace
 from raypipe.engine.capture.traced import Traced
 from raypipe.engine.capture.view import model_graph
+from raypipe.engine.initial.stand_ins import stand_ins
 from raypipe.engine.meter import Asked
 from raypipe.engine.precision import computing, converted, model_in, refuse_other_types
 from raypipe.engine.stage import StageProgram
@@ -280,9 +281,10 @@ def _traced(model: nn.Module, taken: _Example, about: _About) -> _Found:
         raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
     loss_fn = about.loss_fn
     run = partial(trace, model, taken.args, taken.kwargs, taken.inputs, returns_loss=loss_fn is None)
-    training = run(training=True)
-    evaluating = run(training=False, one_length=training.one_length, kept=about.asked) if about.evaluates else None
-    terms = _weighable_terms(model, training, evaluating) if loss_fn is None else None
+    with stand_ins(model):
+        training = run(training=True)
+        evaluating = run(training=False, one_length=training.one_length, kept=about.asked) if about.evaluates else None
+        terms = _weighable_terms(model, training, evaluating) if loss_fn is None else None
     source = TracedModel(analyse(training), None if evaluating is None else analyse(evaluating))
     loss: Loss = _own_loss
     if loss_fn is not None:

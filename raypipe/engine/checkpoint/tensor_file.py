@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -91,6 +91,18 @@ class TensorFile:
         tensor = torch.empty(info.shape, dtype=info.dtype)
         self._fill(raw_bytes(tensor, info.size_bytes).cast("B"), self._data + info.begin)
         return tensor
+
+    def read_bytes(self, name: str, begin: int, size: int) -> bytes:
+        """So many bytes of one tensor, counted from its beginning."""
+        found = bytearray(size)
+        self._fill(memoryview(found), self._data + self.tensors[name].begin + begin)
+        return bytes(found)
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """The bytes of one tensor, a few megabytes at a time."""
+        total = self.tensors[name].size_bytes
+        for begin in range(0, total, CHUNK_BYTES):
+            yield self.read_bytes(name, begin, min(CHUNK_BYTES, total - begin))
 
     def _fill(self, target: memoryview, begin: int) -> None:
         with self._place.reading():

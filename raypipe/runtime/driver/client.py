@@ -7,12 +7,13 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from raypipe.engine.checkpoint import StateSource
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.driver import DriverActor, driver_name
@@ -219,7 +220,7 @@ class RayConnection:
 
 def start_run(
     blueprint: Blueprint,
-    tensors: Mapping[str, Any],
+    initial: Sequence[StateSource],
     resources: Mapping[str, float],
     check: Callable[[], None],
     *,
@@ -228,8 +229,8 @@ def start_run(
     """Start the driver, which starts the stages. A detached one is returned when it needs nothing more from here.
 
     Args:
-        tensors: the user's parameters and buffers by name; through the object store each worker takes those of its
-            stages, which the driver's plan decides.
+        initial: where the parameters and buffers are. Those of this process go through the object store; each worker
+            takes those of its stages, which the driver's plan decides.
         resources: of one worker.
         check: whether the run may begin; works while the stages start. A detached run is checked before that.
 
@@ -252,7 +253,7 @@ def start_run(
             f"with raypipe.attach({spec.name!r}), or wait for it."
         ) from error
     try:
-        call = _begun(driver, blueprint, tensors, resources, detached=detached)
+        call = _begun(driver, blueprint, initial, resources, detached=detached)
         connection = RayConnection(driver, spec.name, owner=not detached, call=call, path=str(spec.place))
         if not detached:
             check()
@@ -269,7 +270,7 @@ def start_run(
 
 
 def _begun(
-    driver: Any, blueprint: Blueprint, tensors: Mapping[str, Any], resources: Mapping[str, float], *, detached: bool
+    driver: Any, blueprint: Blueprint, initial: Sequence[StateSource], resources: Mapping[str, float], *, detached: bool
 ) -> Any:
     """The driver's long call.
 
@@ -277,7 +278,7 @@ def _begun(
         ConfigError: something of the run cannot be sent.
     """
     try:
-        return driver.run.remote(blueprint, _handed_over(driver, tensors, detached), dict(resources))
+        return driver.run.remote(blueprint, _handed_over(driver, initial, detached), dict(resources))
     except TypeError as error:  # raypipe.prepare.arguments looks for it before, and may have looked past something
         raise ConfigError(
             f"Something of the run cannot be sent to Ray's actors: {str(error).splitlines()[-1]} Define model, "
@@ -291,7 +292,7 @@ def _started(driver: Any) -> bool:
     return bool(ray.wait([asked], timeout=ANSWER_S)[0] and ray.get(asked))
 
 
-def _handed_over(driver: Any, tensors: Mapping[str, Any], detached: bool) -> StoredTensors:
+def _handed_over(driver: Any, initial: Sequence[StateSource], detached: bool) -> StoredTensors:
     """The tensors in the object store, where they outlive this process if the run does.
 
     An object dies with the process that put it there, so a detached driver has each parcel copied by a task and owns
@@ -302,7 +303,7 @@ def _handed_over(driver: Any, tensors: Mapping[str, Any], detached: bool) -> Sto
         ref = ray.put(packed)
         return ray.get(driver.keep.remote([ref])) if detached else ref
 
-    return stored(tensors, put)
+    return stored(initial, put)
 
 
 def find_run(name: str) -> RayConnection:

@@ -8,14 +8,14 @@ Whoever packs need not know which worker will hold what: that is for the plan to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 import torch
 
-from raypipe.engine.checkpoint import Kept, TensorInfo
+from raypipe.engine.checkpoint import GivenTensors, Kept, StateSource, TensorInfo
 
 __all__ = ["PackedTensor", "Parcel", "StoredTensors", "pack", "packed_in_parcels", "stored", "unpack"]
 
@@ -72,35 +72,55 @@ def packed_in_parcels(tensors: Mapping[str, torch.Tensor]) -> Iterator[dict[str,
         yield pack(tensors, names)
 
 
-def stored(tensors: Mapping[str, torch.Tensor], put: Callable[[Any], Any] = ray.put) -> StoredTensors:
-    """These tensors in the object store, in parcels that ``put`` puts there."""
-    return StoredTensors([Parcel(tuple(packed), put(packed)) for packed in packed_in_parcels(tensors)])
+def stored(
+    initial: Mapping[str, torch.Tensor] | Sequence[StateSource], put: Callable[[Any], Any] = ray.put
+) -> StoredTensors:
+    """These tensors in the object store, in parcels that ``put`` puts there.
+
+    Args:
+        initial: or where they are: tensors of this process are put, other sources travel as they are.
+    """
+    sources = [GivenTensors(initial)] if isinstance(initial, Mapping) else initial
+    tensors = {name: x for source in sources if isinstance(source, GivenTensors) for name, x in source.tensors.items()}
+    elsewhere = tuple(source for source in sources if not isinstance(source, GivenTensors))
+    return StoredTensors([Parcel(tuple(packed), put(packed)) for packed in packed_in_parcels(tensors)], elsewhere)
 
 
 class StoredTensors:
     """Tensors that lie in the object store, as a StateSource. This travels, the tensors do not travel with it.
 
     References inside of a value are passed on by Ray as they are, so that a process which hands this on resolves none.
+
+    Args:
+        elsewhere: what has tensors that are in no parcel: files, say. Whoever reads them reads them there.
     """
 
     title = "What the run began with"
     updates = 0
     groups = None
 
-    def __init__(self, parcels: list[Parcel]) -> None:
-        self._parcels = parcels
+    def __init__(self, parcels: list[Parcel], elsewhere: tuple[StateSource, ...] = ()) -> None:
+        self._parcels, self._elsewhere = parcels, elsewhere
 
     @property
     def names(self) -> set[str]:
-        return {name for parcel in self._parcels for name in parcel.names}
+        packed = {name for parcel in self._parcels for name in parcel.names}
+        return packed.union(*(source.names for source in self._elsewhere))
 
     def info(self, name: str) -> TensorInfo:
+        for source in self._elsewhere:
+            if name in source.names:
+                return source.info(name)
         packed = next(ray.get(parcel.ref)[name] for parcel in self._parcels if name in parcel.names)
         return TensorInfo(getattr(torch, packed.dtype), packed.shape, 0, packed.data.nbytes)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See StateSource. Parcels are fetched one after the other, those with none of these names not at all."""
         wanted = set(names)
+        for source in self._elsewhere:
+            here = wanted.intersection(source.names)
+            yield from source.read(here)
+            wanted -= here
         for parcel in self._parcels:
             here = wanted.intersection(parcel.names)
             if here:

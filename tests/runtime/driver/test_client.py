@@ -76,7 +76,7 @@ def test_a_start_that_somebody_gives_up_leaves_nothing_behind(cluster: None, tmp
     job = made._prepared()
     blueprint = made._blueprint(job, 10, local=False)
     with pytest.raises(KeyboardInterrupt):
-        client.start_run(blueprint, job.tensors, made._resources(), patience_ends, detached=False)
+        client.start_run(blueprint, job.initial, made._resources(), patience_ends, detached=False)
     wait_until(lambda: f"raypipe/{blueprint.spec.name}" not in ours().drivers, 60.0)
 
 

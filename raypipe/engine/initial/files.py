@@ -1,0 +1,209 @@
+"""Weights in safetensors files, of which every stage reads its own: by name, one tensor at a time.
+
+    model.safetensors                                        one file
+    DIR/model.safetensors.index.json, model-00001-of-...     a folder of Hugging Face, with an index or one file
+    runs/lm, runs/lm/checkpoints/step_0000100                a run of raypipe, or one of its checkpoints
+
+Looking for them reads headers, and a few bytes of each tensor for a checksum of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from raypipe.engine.checkpoint import MANIFEST, Kept, TensorInfo, find_checkpoint, open_checkpoint
+from raypipe.engine.checkpoint.tensor_file import TensorFile
+from raypipe.engine.storage import Place
+from raypipe.errors import CheckpointError, ConfigError
+
+__all__ = ["StoredTensor", "WeightFiles", "equal_values", "is_hugging_face", "sampled_digest", "weights_in"]
+
+ONE_FILE = "model.safetensors"
+INDEX = f"{ONE_FILE}.index.json"
+MOST_INDEX_BYTES = 1 << 28
+SAMPLE_BYTES = 256
+"""Of the beginning, the middle and the end of every tensor, for a checksum that need not read all of them."""
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies: its file, its name there, and what it is."""
+
+    file: Place
+    name: str
+    info: TensorInfo
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.info.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Tensors of files under the names that a model has for them, as a StateSource; this travels, the tensors do not.
+
+    Attributes:
+        tensors: by name in the model.
+        like: by name in the model, the type that it has there, to which numbers are converted, and its strides.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    like: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    title: str
+    updates: int = 0
+    groups: None = None
+
+    @classmethod
+    def as_stored(cls, found: Mapping[str, StoredTensor], title: str) -> WeightFiles:
+        """In the types that they have in the files."""
+        bare = {name: torch.empty(x.info.shape, dtype=x.info.dtype, device="meta") for name, x in found.items()}
+        return cls.like_model(found, bare, title)
+
+    @classmethod
+    def like_model(cls, found: Mapping[str, StoredTensor], own: Mapping[str, torch.Tensor], title: str) -> WeightFiles:
+        """In the types and the layout of a model's own tensors."""
+        return cls(found, {name: (own[name].dtype, own[name].stride()) for name in found}, title)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        shape, dtype = self.tensors[name].info.shape, self.like[name][0]
+        return TensorInfo(dtype, shape, 0, math.prod(shape) * dtype.itemsize)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See StateSource. File by file, each from its beginning to its end; never more than one tensor is held."""
+        wanted = sorted(names, key=lambda name: (str(self.tensors[name].file), self.tensors[name].info.begin))
+        with ExitStack() as stack:
+            file: TensorFile | None = None
+            at = ""
+            for name in wanted:
+                place, stored, info = self.tensors[name]
+                if file is None or str(place) != at:
+                    stack.close()
+                    file, at = stack.enter_context(TensorFile(place)), str(place)
+                if file.tensors.get(stored) != info:
+                    raise CheckpointError(f"{place} changed since the run was planned: {stored!r} is another there.")
+                yield name, self._as_in_model(name, file.read(stored))
+
+    def kept(self, trained: Collection[str]) -> Kept:
+        return {}
+
+    def _as_in_model(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        dtype, strides = self.like[name]
+        if tensor.stride() == strides:
+            return tensor.to(dtype)
+        return torch.empty_strided(tensor.shape, strides, dtype=dtype).copy_(tensor)
+
+
+def is_hugging_face(folder: Place) -> bool:
+    """Whether this folder has weights as ``save_pretrained`` writes them."""
+    return folder.exists(INDEX) or folder.exists(ONE_FILE)
+
+
+def weights_in(place: Place, title: str) -> dict[str, StoredTensor]:
+    """Every tensor that is there, by name; of a checkpoint also under the further names of shared tensors.
+
+    Args:
+        place: a .safetensors file, a folder of Hugging Face, a run or a checkpoint.
+        title: of what named it, for messages.
+
+    Raises:
+        ConfigError: the index and the files do not agree.
+        CheckpointError: nothing there, or damaged.
+    """
+    if place.name.endswith(".safetensors"):
+        return _in_file(place)
+    if place.exists(INDEX):
+        return _in_shards(place, title)
+    if place.exists(ONE_FILE):
+        return _in_file(place / ONE_FILE)
+    return _in_checkpoint(place)
+
+
+def sampled_digest(found: Mapping[str, StoredTensor]) -> str:
+    """A checksum of names, shapes, types, and of some bytes of every tensor."""
+    total = hashlib.sha256()
+    by_file: dict[str, list[str]] = {}
+    for name in sorted(found):
+        by_file.setdefault(str(found[name].file), []).append(name)
+    for names in by_file.values():
+        with TensorFile(found[names[0]].file) as file:
+            for name in names:
+                info = found[name].info
+                total.update(f"{name} {info.dtype} {list(info.shape)}".encode())
+                size = min(SAMPLE_BYTES, info.size_bytes)
+                for begin in (0, (info.size_bytes - size) // 2, info.size_bytes - size):
+                    total.update(file.read_bytes(found[name].name, begin, size))
+    return total.hexdigest()
+
+
+def equal_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of files are the same, compared piece by piece."""
+    if (one.info.dtype, one.info.shape) != (other.info.dtype, other.info.shape):
+        return False
+    with TensorFile(one.file) as a, TensorFile(other.file) as b:
+        return all(x == y for x, y in zip(a.pieces(one.name), b.pieces(other.name), strict=True))
+
+
+def _in_file(file: Place) -> dict[str, StoredTensor]:
+    with TensorFile(file) as opened:
+        return {name: StoredTensor(file, name, info) for name, info in opened.tensors.items()}
+
+
+def _in_shards(folder: Place, title: str) -> dict[str, StoredTensor]:
+    listed = _index(folder, title)
+    found: dict[str, StoredTensor] = {}
+    for file in sorted(set(listed.values())):
+        found |= _in_file(folder / file)
+    wrong = [name for name in listed if name not in found or found[name].file.name != listed[name]]
+    if wrong:
+        raise ConfigError(
+            f"{title}: {folder / INDEX} says that {wrong[0]!r} is in {listed[wrong[0]]}, but it is not there"
+            f"{f', nor {len(wrong) - 1} others where they should be' if wrong[1:] else ''}. Fetch the files again."
+        )
+    return found
+
+
+def _index(folder: Place, title: str) -> dict[str, str]:
+    """Name of a tensor -> file in the folder."""
+    try:
+        listed = json.loads(folder.read_bytes(INDEX, MOST_INDEX_BYTES))["weight_map"]
+        good = all(isinstance(n, str) and isinstance(f, str) and "/" not in f for n, f in listed.items())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        good = False
+    if not good or not listed:
+        raise ConfigError(
+            f"{title}: {folder / INDEX} is no index of safetensors files: it must be JSON with a weight_map of names "
+            "to files of that folder."
+        )
+    found: dict[str, str] = listed
+    return found
+
+
+def _in_checkpoint(place: Place) -> dict[str, StoredTensor]:
+    if place.exists(MANIFEST):
+        checkpoint = open_checkpoint(place)
+    else:
+        newest, refusals = find_checkpoint(place)
+        if newest is None:
+            reason = f" {refusals[0].reason}" if refusals else ""
+            raise CheckpointError(f"{place} holds no complete checkpoint, and no {ONE_FILE}.{reason}")
+        checkpoint = newest
+    found: dict[str, StoredTensor] = {}
+    for entry in checkpoint.manifest.stages:
+        for name, tensor in _in_file(checkpoint.files / entry.tensors.file).items():
+            found.setdefault(name, tensor)
+    return found | {alias: found[name] for alias, name in checkpoint.manifest.aliases.items()}
