@@ -1,4 +1,4 @@
-"""The live line of a run: step, loss, samples/s, workers' idle time, bytes sent between stages, time left."""
+"""The live line of a run: step, loss, learning rate, samples/s, tokens/s, idle time, goodput, bytes sent, time left."""
 
 from __future__ import annotations
 
@@ -48,9 +48,13 @@ class ProgressLine:
         """The line for one record."""
         left_s = (self._num_steps - record.step - 1) * self._smooth_s
         minutes, seconds = divmod(round(left_s), 60)
+        rate = f"lr {record.lr:.3g}  " if record.lr else ""
+        tokens = f"{record.tokens / self._smooth_s:.0f} tokens/s  " if record.tokens else ""
+        goodput = f"goodput {record.goodput:.0%}  " if record.goodput else ""
         return (
             f"step {record.step + 1}/{self._num_steps}  loss {record.loss:.4f}  grad norm {record.grad_norm:.3f}  "
-            f"{record.samples / self._smooth_s:.0f} samples/s  idle {record.bubble_fraction:.0%}  "
+            f"{rate}{record.samples / self._smooth_s:.0f} samples/s  {tokens}idle {record.bubble_fraction:.0%}  "
+            f"{goodput}"
             f"sent {record.link_bytes_per_s / 1e6:.1f} MB/s  "
             f"{record.schedule + '  ' if record.schedule else ''}left {minutes}:{seconds:02d}"
             + "".join(f"  {name} {value:.4f}" for name, value in record.evaluation)

@@ -11,11 +11,12 @@ from raypipe.ir.report import StepRecord, StepReport
 from raypipe.metrics import METRICS, Kind, Metric, exported_name, link_name, metric
 
 PROMISED = """
-step_seconds samples_per_second loss grad_norm bubble_fraction steps_total samples_total last_step_timestamp_seconds
-running stage_busy_seconds link_bytes_per_second link_wait_seconds link_message_seconds link_bandwidth_bytes_per_second
-codec_ratio group_size num_microbatches weight_versions resident_memory_bytes peak_memory_bytes predicted_memory_bytes
-predicted_step_seconds predicted_bubble_fraction num_stages num_workers retunes_total failures_total failures_allowed
-recovery_seconds lost_steps_total skipped_steps_total cost cost_per_hour generation
+step_seconds samples_per_second tokens_per_second goodput learning_rate loss grad_norm bubble_fraction steps_total
+samples_total tokens_total last_step_timestamp_seconds running stage_busy_seconds link_bytes_per_second
+link_wait_seconds link_message_seconds link_bandwidth_bytes_per_second codec_ratio group_size num_microbatches
+weight_versions resident_memory_bytes peak_memory_bytes predicted_memory_bytes predicted_step_seconds
+predicted_bubble_fraction num_stages num_workers retunes_total failures_total failures_allowed recovery_seconds
+lost_steps_total skipped_steps_total cost cost_per_hour generation
 """
 
 

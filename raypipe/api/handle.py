@@ -304,5 +304,5 @@ def _result(status: RunStatus, outcome: Outcome, records: Records) -> Result:
     metrics: dict[str, Any] = {}
     if records:
         metrics = {name: getattr(records[-1], name) for name in StepRecord.__slots__ if name != "evaluation"}
-        metrics["samples_per_s"] = records[-1].samples_per_s
+        metrics |= {"samples_per_s": records[-1].samples_per_s, "tokens_per_s": records[-1].tokens_per_s}
     return Result(metrics | dict(outcome.evaluation), records, outcome.checkpoint, status.path, outcome.stopped)

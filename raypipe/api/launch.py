@@ -19,6 +19,7 @@ from raypipe.engine.local import LocalFleet
 from raypipe.engine.meter import check_metrics
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.storage import Place
+from raypipe.engine.token_count import token_column
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.plan import Plan
 from raypipe.planner.segments import num_steps_of
@@ -70,8 +71,9 @@ def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = N
         pipeline: where they have links between processes; None for threads.
     """
     setup = RunSetup(
-        job.make_optimizer, job.make_scheduler, job.sources, job.settings, job.persistent, place, metrics=job.metrics
-    )
+        job.make_optimizer, job.make_scheduler, job.sources, job.settings, job.persistent, place, metrics=job.metrics,
+        token_column=token_column(job.sources["train"].columns, job.example),
+    )  # fmt: skip
     if pipeline is None:
         return setup
     return dataclasses.replace(

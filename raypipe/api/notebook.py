@@ -31,7 +31,10 @@ def run_html(status: RunStatus, losses: Points) -> str:
     rows = {
         "step": f"{status.step:,} of {status.num_steps:,}",
         "samples per second": f"{status.samples_per_s:,.0f}",
+        "tokens per second": f"{status.tokens_per_s:,.0f}" if status.tokens_per_s else "",
+        "learning rate": f"{status.lr:.3g}" if status.lr else "",
         "workers idle": f"{status.bubble_fraction:.0%}",
+        "goodput": f"{status.goodput:.1%}" if status.goodput else "",
         "left": f"{minutes}:{seconds:02d}" if status.state == "running" and status.step_s else "",
         "schedule": f"{status.schedule}, retuned {status.retunes} times" if status.schedule else "",
         "checkpoint": status.checkpoint,

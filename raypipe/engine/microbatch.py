@@ -18,8 +18,8 @@ from raypipe.engine.loss_counts import LossCounts
 from raypipe.errors import ConfigError, DataError
 
 __all__ = [
-    "IGNORED_TARGET", "Reduction", "Weights", "evaluation_shares", "items_of", "loss_weights", "microbatch_sizes",
-    "update_weights",
+    "IGNORED_TARGET", "Reduction", "Weights", "counting", "evaluation_shares", "items_of", "loss_weights",
+    "microbatch_sizes", "update_weights",
 ]  # fmt: skip
 
 Reduction = str | Callable[[Any], float] | LossCounts
@@ -186,3 +186,8 @@ def _items(reduction: str | Callable[[Any], float], target: Any) -> float:
     if not (math.isfinite(count) and count >= 0):
         raise ConfigError(f"loss_reduction={reduction!r} counted {count} items; return a number of at least 0.")
     return count
+
+
+def counting(weights: Weights) -> list[int]:
+    """Positions of the parts of a loss that count."""
+    return [at for at, weight in enumerate(weights) if weight != 0.0]

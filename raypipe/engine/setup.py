@@ -41,6 +41,7 @@ class RunSetup:
         driver_grace_s: after which a worker ends itself that hears nothing of its driver.
         worker_price_per_hour: for the driver, which counts what the run costs; None counts nothing.
         metrics: of evaluations, by name; the last stage computes them.
+        token_column: that holds token ids; None where none does.
     """
 
     make_optimizer: MakeOptimizer
@@ -58,6 +59,7 @@ class RunSetup:
     driver_grace_s: float = 60.0
     worker_price_per_hour: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    token_column: Any = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,13 @@ from raypipe.engine.gradients import GradientSink
 from raypipe.engine.in_flight import InFlight
 from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.meter import Meter
-from raypipe.engine.microbatch import Weights
+from raypipe.engine.microbatch import Weights, counting
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.second_forward import Given, SecondForward
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage_buffers import StageBuffers
 from raypipe.engine.state import StageState
+from raypipe.engine.token_count import TokenCount
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError, StageError
 from raypipe.ir.action import microbatch_words
@@ -91,6 +92,7 @@ class StageWork:
         self._buffers = StageBuffers(self._modes, state.buffers)
         recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable
         self._second_forward = SecondForward(stage, self.program.train.changing_buffers) if recomputes else None
+        self._tokens = TokenCount(run.token_column)
         self._meter = Meter(run.metrics) if self.last and run.metrics and "eval" in run.sources else None
         self._num_to_evaluate = run.sources["eval"].num_samples if "eval" in run.sources else 0
         self._losses: list[tuple[int, torch.Tensor, float]] = []  # part, value, share
@@ -198,6 +200,7 @@ class StageWork:
             messages=tuple(times for times in self._times.values() if times.wire_bytes),
             worker=self.worker,
             damaged=self._damaged,
+            tokens=self._tokens.take(self._segment, step) if self._training else 0,
         )
 
     _segment: Segment
@@ -249,6 +252,8 @@ class StageWork:
         else:
             self.ring.enter(microbatch, inputs.weight_version)
             leaves = self.ring.leaves(microbatch)
+        if training:
+            self._tokens.forward(microbatch, data.columns)
         key = RandomKey(self.settings.seed, segment.locate(microbatch)[0], microbatch)
 
         def run(given: Given) -> tuple[torch.Tensor, ...]:
@@ -304,11 +309,11 @@ class StageWork:
                     f"The loss of {microbatch_words(microbatch)} is not a scalar tensor but has {what}. Let loss_fn "
                     "reduce over the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
                 )
-        return tuple(parts[at] for at in _counting(weights))
+        return tuple(parts[at] for at in counting(weights))
 
     def _note_loss(self, parts: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int) -> None:
         """Count the loss; the weights of its parts enter as the gradients of the outputs."""
-        counted = list(zip(_counting(data.weights), parts, strict=True))
+        counted = list(zip(counting(data.weights), parts, strict=True))
         self._losses += [(at, part, data.shares[at]) for at, part in counted]
         if self._training and counted:
             output_grads = tuple(self._seed(data.weights[at], part.dtype) for at, part in counted)
@@ -387,11 +392,6 @@ class StageWork:
 
 _NOTHING = Message()
 """What the first stage receives."""
-
-
-def _counting(weights: Weights) -> list[int]:
-    """Positions of the parts of a loss that count."""
-    return [at for at, weight in enumerate(weights) if weight != 0.0]
 
 
 def _message_times(stage: int) -> dict[Op, MessageTimes]:

@@ -79,6 +79,7 @@ class StepReport:
         damaged: activations and gradients that came damaged and were asked for again, or others before them.
         lr: learning rate that the stage's first parameter group stepped with; None where nothing learns or steps.
         metrics: by name, at the end of an evaluation, of the last stage.
+        tokens: of the mini-batch, where the stage reads token ids; see engine/token_count.py.
     """
 
     stage: int
@@ -107,6 +108,7 @@ class StepReport:
     damaged: int = 0
     lr: float | None = None
     metrics: Numbers = ()
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,9 @@ class StepRecord:
         schedule: that it ran with, in words.
         skipped: loss or gradient norm was not finite, and no stage took the step.
         lr: learning rate of the first parameter group, as this step took it; 0 in runs of older releases.
+        tokens: token ids of the mini-batch, padding included; 0 where its data has none.
+        goodput: share of the time since the stages were ready in which the run got further, with pauses and steps that
+            were done again counted as lost; 0 where it is not known.
         evaluation: eval_loss and the metrics, as eval_<name>, where an evaluation followed the step.
     """
 
@@ -136,11 +141,17 @@ class StepRecord:
     schedule: str = ""
     skipped: bool = False
     lr: float = 0.0
+    tokens: int = 0
+    goodput: float = 0.0
     evaluation: Numbers = ()
 
     @property
     def samples_per_s(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def mean_loss(found: Sequence[Averages], *, sums: bool) -> float:
@@ -198,4 +209,5 @@ def merge_reports(
         peak_in_flight=max(r.peak_in_flight for r in reports),
         skipped=any(r.skipped for r in reports),
         lr=next((r.lr for r in reports if r.lr is not None), 0.0),
+        tokens=max(r.tokens for r in reports),
     )

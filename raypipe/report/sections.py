@@ -46,6 +46,10 @@ def facts_of(run: RunFacts) -> list[tuple[str, str]]:
             ("step time, median", human_s(median_s)),
             ("samples per second", f"{last.samples / median_s:,.0f}" if median_s else "unknown"),
         ]
+        if last.tokens and median_s:
+            found.append(("tokens per second", f"{last.tokens / median_s:,.0f}"))
+        if last.goodput:
+            found.append(("goodput", f"{last.goodput:.1%}"))
     if run.plan is not None:
         stages = run.plan.partition.num_stages
         found += [("stages", str(stages)), ("schedule", run.plan.schedule.kind)]
@@ -82,10 +86,18 @@ def _speed(run: RunFacts) -> str:
         promised = run.plan.prediction.step_s
         lines.append(Line("predicted", [(seconds[0][0], promised), (seconds[-1][0], promised)]))
     idle = [(record.step + 1.0, record.bubble_fraction) for record in run.records]
-    return _row(
+    useful = [(record.step + 1.0, record.goodput) for record in run.records if record.goodput]
+    rates = [(record.step + 1.0, record.lr) for record in run.records]
+    pictures = [
         chart_svg(lines, "Time per step", "step", "time", "s", marks),
         chart_svg([Line("idle", idle)], "Workers idle", "step", "share of worker time", "%", marks),
-    )
+    ]
+    if useful:
+        pictures.append(chart_svg([Line("goodput", useful)], "Goodput", "step", "share of time", "%", marks))
+    if any(rate for _, rate in rates):
+        line = Line("learning rate", rates)
+        pictures.append(chart_svg([line], "Learning rate", "step", "learning rate", marks=marks))
+    return _row(*pictures)
 
 
 def _timeline(run: RunFacts) -> str:

@@ -67,6 +67,12 @@ class Publisher:
         """A step has ended on all stages."""
         self._set("raypipe_step_seconds", record.seconds, self._run)
         self._set("raypipe_samples_per_second", record.samples_per_s, self._run)
+        if record.tokens:
+            self._set("raypipe_tokens_per_second", record.tokens_per_s, self._run)
+            self._set("raypipe_tokens_total", record.tokens, self._run)
+        if record.goodput:  # it is not known of steps that were taken over
+            self._set("raypipe_goodput", record.goodput, self._run)
+        self._set("raypipe_learning_rate", record.lr, self._run)
         self._set("raypipe_loss", record.loss, self._run)
         self._set("raypipe_grad_norm", record.grad_norm, self._run)
         self._set("raypipe_bubble_fraction", record.bubble_fraction, self._run)

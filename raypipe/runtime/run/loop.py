@@ -147,6 +147,7 @@ class _Loop:
         else:
             self._resume()
         began_at = progress.at.step
+        progress.goodput.begin(began_at)
         self._ordering.learn(step=began_at, written=began_at)
         self.control.begin(self.plan.retune, resumed=began_at > 0)
         self._ordering.traced_step = min(spec.num_steps - 1, began_at + max(2, (spec.num_steps - began_at) // 2))
@@ -276,7 +277,7 @@ class _Loop:
                 if ordered.setting.choice is not None:
                     record = replace(record, schedule=ordered.setting.name)
                 progress.end_s = max(r.end_s for r in of_step)
-                record = self.metrics.append(record)
+                record = self.metrics.append(replace(record, goodput=progress.goodput.done(record)))
                 self.watcher.step(record, of_step)
                 self.calls.step(record)
                 self._count_skipped(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raypipe.engine.storage import Place
 from raypipe.planner.segments import Position
+from raypipe.runtime.run.goodput import Goodput
 from raypipe.runtime.run.marks import Marks
 from raypipe.runtime.run.recovery import Recovered
 
@@ -24,6 +25,7 @@ class Progress:
         saved, completed: steps after which a snapshot was taken last, and given a manifest.
         marks: of the copies in memory.
         copied: all stages have a copy of what they begin with.
+        goodput: of this submission.
     """
 
     def __init__(self, place: Place) -> None:
@@ -34,6 +36,7 @@ class Progress:
         self.saved = self.completed = 0
         self.marks = Marks(place)
         self.copied = False
+        self.goodput = Goodput()
 
     def mark(self) -> None:
         """Every stage keeps a copy of its state in memory: what the run is to know when it goes back there."""
@@ -46,4 +49,5 @@ class Progress:
         else:
             self.at, self.skipped = self.marks[back.step]
         self.marks.forget_after(self.at.step)
+        self.goodput.go_back(self.at.step)
         self.empty, self.end_s, self.copied = True, None, False

@@ -22,7 +22,7 @@ class RunStatus:
         step, num_steps: optimizer steps done, and wanted.
         first_step: steps that earlier submissions of this run had done.
         source: what it went on from then, in words.
-        loss, samples_per_s, bubble_fraction: of the last step.
+        loss, samples_per_s, tokens_per_s, bubble_fraction, lr, goodput: of the last step, as StepRecord has them.
         step_s, seconds_left: smoothed over the last steps.
         checkpoint: the newest one that is complete.
         schedule: that the last step ran with, where the controller may turn it.
@@ -41,7 +41,10 @@ class RunStatus:
     source: str = ""
     loss: float | None = None
     samples_per_s: float = 0.0
+    tokens_per_s: float = 0.0
     bubble_fraction: float = 0.0
+    lr: float = 0.0
+    goodput: float = 0.0
     step_s: float = 0.0
     checkpoint: str = ""
     schedule: str = ""
@@ -62,7 +65,10 @@ class RunStatus:
             step=record.step + 1,
             loss=record.loss,
             samples_per_s=record.samples / step_s if step_s else 0.0,
+            tokens_per_s=record.tokens / step_s if step_s else 0.0,
             bubble_fraction=record.bubble_fraction,
+            lr=record.lr,
+            goodput=record.goodput,
             step_s=step_s,
             schedule=record.schedule,
         )
@@ -70,7 +76,9 @@ class RunStatus:
     def __str__(self) -> str:
         parts = [f"{self.name}: {self.state}, step {self.step}/{self.num_steps}"]
         if self.loss is not None:
-            parts.append(f"loss {self.loss:.4f}, {self.samples_per_s:.0f} samples/s, idle {self.bubble_fraction:.0%}")
+            tokens = f"{self.tokens_per_s:.0f} tokens/s, " if self.tokens_per_s else ""
+            idle = f"idle {self.bubble_fraction:.0%}, goodput {self.goodput:.0%}"
+            parts.append(f"loss {self.loss:.4f}, {self.samples_per_s:.0f} samples/s, {tokens}{idle}")
         if self.state == "running" and self.step_s:
             minutes, seconds = divmod(round(self.seconds_left), 60)
             parts.append(f"left {minutes}:{seconds:02d}")

@@ -1,0 +1,58 @@
+"""Goodput on a clock that a test sets: pauses, steps that are done again, and steps that are left out."""
+
+from __future__ import annotations
+
+import pytest
+
+from raypipe.ir.report import StepRecord
+from raypipe.runtime.run.goodput import Goodput
+
+pytestmark = pytest.mark.core
+
+
+class Run:
+    """Steps of a second each."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.now_s = 100.0
+        self.goodput = Goodput(lambda: self.now_s)
+        self.goodput.begin(first)
+
+    def step(self, step: int, *, skipped: bool = False) -> float:
+        self.now_s += 1.0
+        return self.goodput.done(StepRecord(step, 8, 0.5, 1.0, 1.0, 0.1, 0.0, 2, skipped=skipped))
+
+
+def test_a_run_without_a_pause_gets_further_all_the_time() -> None:
+    run = Run()
+    assert [run.step(step) for step in range(5)] == [1.0] * 5
+
+
+def test_pauses_and_steps_that_are_done_again_do_not_count() -> None:
+    run = Run(10)
+    for step in range(10, 14):
+        run.step(step)
+    run.now_s += 2.0  # a recovery, which goes back to step 12
+    run.goodput.go_back(12)
+    assert run.step(12) == pytest.approx(3 / 7)
+    assert run.step(13) == pytest.approx(4 / 8)
+    run.now_s += 2.0  # an evaluation
+    assert run.step(14) == pytest.approx(5 / 11)
+
+
+def test_a_run_that_goes_back_behind_its_begin_has_nothing() -> None:
+    run = Run(10)
+    run.step(10)
+    run.goodput.go_back(8)
+    assert [run.step(8), run.step(9), run.step(10)] == pytest.approx([1 / 2, 2 / 3, 3 / 4])
+    run.goodput.go_back(9)
+    assert run.step(9) == pytest.approx(2 / 5)
+
+
+def test_a_step_that_is_left_out_is_no_step_further() -> None:
+    run = Run()
+    assert [run.step(0), run.step(1, skipped=True), run.step(2)] == pytest.approx([1.0, 1 / 2, 2 / 3])
+
+
+def test_before_the_begin_nothing_is_known() -> None:
+    assert Goodput(lambda: 0.0).done(StepRecord(0, 8, 0.5, 1.0, 1.0, 0.1, 0.0, 2)) == 0.0
