@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import ray
 
-__all__ = ["Held", "ours"]
+__all__ = ["NOTHING", "Held", "ours"]
 
 
 class Held(NamedTuple):
@@ -15,6 +15,13 @@ class Held(NamedTuple):
     drivers: frozenset[str]
     groups: frozenset[str]
     cpus: float
+
+    def beyond(self, before: Held) -> Held:
+        """What is held now and was not before; a run that was about to end then may have ended since."""
+        return Held(self.drivers - before.drivers, self.groups - before.groups, max(0.0, self.cpus - before.cpus))
+
+
+NOTHING = Held(frozenset(), frozenset(), 0.0)
 
 
 def ours() -> Held:

@@ -22,7 +22,7 @@ from tests.exactness import SHAPES
 from tests.mishaps import Deadlock, Nap
 from tests.models import CASES
 from tests.processes import alive
-from tests.runtime.left_over import ours
+from tests.runtime.left_over import NOTHING, ours
 from tests.runtime.workers.test_fleet import LINK_S, configure, faulty, gone_within, sgd, steps
 from tests.waiting import wait_until
 
@@ -74,7 +74,7 @@ def crew(local_ray: None) -> Iterator[Crew]:
     made = Crew(5)
     yield made
     made.fleet.stop()
-    wait_until(lambda: ours() == before)
+    wait_until(lambda: ours().beyond(before) == NOTHING)
 
 
 def end_of(running: Iterator[list[StepReport]], do: Callable[[], None]) -> tuple[str, float]:
