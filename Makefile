@@ -1,5 +1,6 @@
 # make train     install, then train a small language model on Ray actors
 # make test      install, then every tier of tests (TIERS="lint core" for some)
+# make test-gpu  the tests that need an NVIDIA GPU, with a torch for CUDA in .venv; make bench-gpu measures there
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,10 +9,10 @@ INSTALLED := $(VENV)/.installed
 TIERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint test train clean
+.PHONY: help install lint test test-gpu bench-gpu train clean
 
 help:
-	@echo "make install | lint | test [TIERS='lint core laws engine ray gpu'] | train | clean"
+	@echo "make install | lint | test [TIERS='lint core laws engine ray gpu'] | test-gpu | bench-gpu | train | clean"
 
 install: $(INSTALLED)
 
@@ -29,6 +30,14 @@ lint: install
 
 test: install
 	$(RUN) tests/tiers.py $(TIERS) $(if $(MUST_RUN),--must-run)
+
+# With the packages that are there: an install would put the pinned torch for CPUs over one for CUDA.
+test-gpu:
+	$(RUN) tests/tiers.py gpu
+
+bench-gpu:
+	$(RUN) jobs/bench/codec
+	$(RUN) jobs/bench/gpu
 
 train: install
 	$(RUN) jobs/train/lm.py

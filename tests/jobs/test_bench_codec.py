@@ -23,6 +23,8 @@ def test_figures_of_a_small_tensor() -> None:
     assert 0 < figures["relative_error_fp16"] < 2.0**-11
     assert figures["relative_error_fp16"] < figures["relative_error_bf16"] < 2.0**-8
     assert figures["relative_error_bf16"] < figures["relative_error_int8"] < figures["relative_error_int8_at_random"]
+    assert figures["relative_error_int8"] < figures["relative_error_fp8"] < figures["relative_error_int4"]
+    assert figures["ratio_int4"] == pytest.approx(4 / (1 / 2 + 4 / 128))
     assert found["copy"]["ratio"] == 1.0
     assert found["copy"]["break_even_mbit"] == 0.0
     assert "fraction_of_copy_int8" not in figures
@@ -48,8 +50,8 @@ def test_a_quick_run_as_people_start_it(tmp_path: Path) -> None:
     assert records.problems({"bench": run.pop("bench"), "runs": [run]}) == []
     assert run["command"] == "python jobs/bench/codec"
     assert json.loads(done.stdout.splitlines()[-1])["figures"] == run["figures"]
-    trials = run["raw"][f"host {bench.OF_FIGURES}"]["bf16"]
+    trials = run["raw"][f"host {bench.OF_FIGURES['host']}"]["bf16"]
     seconds = sum(statistics.median(column) for column in zip(*trials["trials_s"], strict=True))
-    moved_bytes = 2 * (4 + 2) * bench.OF_FIGURES
+    moved_bytes = 2 * (4 + 2) * bench.OF_FIGURES["host"]
     assert run["figures"]["gbytes_per_second_bf16"] == pytest.approx(moved_bytes / seconds / 1e9, rel=1e-3)
     assert {path: path.stat().st_mtime_ns for path in records.FOLDER.iterdir()} == known

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
 import torch
 
-from raypipe.engine.data import open_data
 from raypipe.engine.device import CPU, Crosses, Device
-from raypipe.engine.local import LocalFleet
-from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.state import Settings
 from raypipe.errors import RaypipeError
-from raypipe.ir.schedule import Schedule
-from raypipe.ir.segment import RowsKey
-from raypipe.ir.work_order import Order
-from raypipe.planner.schedule.lower import lower
-from raypipe.planner.segments import train_segments
-from raypipe.planner.tune import build_schedule, microbatches
-from tests.exactness import SHAPES, captured, config_of, programs, request_of, same_bits
+from tests.device_run import run
+from tests.exactness import same_bits
 from tests.fake_device import FakeDevice
-from tests.models import case
-
-NAME, STAGES, STEPS = "tied-sequential", 3, 3
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -83,40 +71,6 @@ def differs(device_of: Callable[[int], Device]) -> list[str]:
 @cache
 def plainly() -> list[torch.Tensor | float | None]:
     return run(lambda worker: CPU)
-
-
-def run(device_of: Callable[[int], Device]) -> list[torch.Tensor | float | None]:
-    """Losses, norms and parameters of three steps on three stages."""
-    stages, (_, made) = programs(NAME, STAGES), captured(NAME)
-    shape = SHAPES["even"]
-    config = config_of(shape, STAGES, "1f1b", max_grad_norm=0.5)
-    request = request_of(config, shape.samples)
-    settings = Settings(config.seed, config.loss_reduction, config.max_grad_norm, 30.0)
-    minibatch, size, _count = microbatches(request, STAGES)
-
-    def rows(key: RowsKey) -> Schedule:
-        return lower(build_schedule(request, STAGES, key.num_microbatches, stages[0].first_trainable))
-
-    setup = GenerationSetup(stages, build_schedule(request, STAGES, 1, 0).wiring.homes)
-    source = open_data(case(NAME).data(shape.samples), seed=config.seed)
-    sgd = partial(torch.optim.SGD, lr=5e-2, momentum=0.9)
-    fleet = LocalFleet(
-        RunSetup(sgd, None, {"train": source}, settings),
-        setup,
-        {**made.parameters, **made.buffers},
-        device_of,
-    )
-    try:
-        orders: Iterator[Order] = (Order(s) for s, _ in train_segments(shape.samples, minibatch, size, STEPS))
-        reports = [report for of_stages in fleet.run(orders, rows) for r in of_stages for report in r]
-        found: list[torch.Tensor | float | None] = [x for r in reports for x in (r.loss, r.grad_norm)]
-        found += [x for r in reports if r.norms for x in r.norms.norms]
-        for work in fleet._works:
-            crossing = work._crossing
-            found += crossing.copied(work.state.parameters, Crosses.SNAPSHOT).values()
-    finally:
-        fleet.stop()
-    return found
 
 
 def _same(a: torch.Tensor | float | None, b: torch.Tensor | float | None) -> bool:
