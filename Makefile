@@ -37,7 +37,6 @@ test-gpu:
 
 bench-gpu:
 	$(RUN) jobs/bench/codec
-	$(RUN) jobs/bench/gpu
 
 train: install
 	$(RUN) jobs/train/lm.py

@@ -23,12 +23,12 @@ from tests.models import case
 
 __all__ = ["STAGES", "run"]
 
-NAME, STAGES, STEPS = "tied-sequential", 3, 3
+STAGES, STEPS = 3, 3
 
 
-def run(device_of: Callable[[int], Device]) -> list[torch.Tensor | float | None]:
+def run(device_of: Callable[[int], Device], name: str = "tied-sequential") -> list[torch.Tensor | float | None]:
     """Losses, norms and parameters of three steps on three stages."""
-    stages, (_, made) = programs(NAME, STAGES), captured(NAME)
+    stages, (_, made) = programs(name, STAGES), captured(name)
     shape = SHAPES["even"]
     config = config_of(shape, STAGES, "1f1b", max_grad_norm=0.5)
     request = request_of(config, shape.samples)
@@ -39,7 +39,7 @@ def run(device_of: Callable[[int], Device]) -> list[torch.Tensor | float | None]
         return lower(build_schedule(request, STAGES, key.num_microbatches, stages[0].first_trainable))
 
     setup = GenerationSetup(stages, build_schedule(request, STAGES, 1, 0).wiring.homes)
-    source = open_data(case(NAME).data(shape.samples), seed=config.seed)
+    source = open_data(case(name).data(shape.samples), seed=config.seed)
     sgd = partial(torch.optim.SGD, lr=5e-2, momentum=0.9)
     fleet = LocalFleet(
         RunSetup(sgd, None, {"train": source}, settings),

@@ -42,6 +42,7 @@ class Crosses(StrEnum):
     """What goes from host to device or back, as waits are named."""
 
     PARAMETERS = "parameters"
+    CONSTANTS = "constants"
     COLUMNS = "columns"
     INPUTS = "inputs"
     OUTPUT_GRADS = "output gradients"

@@ -8,6 +8,7 @@ Each is a function, made of generated source as a stage is, and travels with the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import linecache
 import math
@@ -31,12 +32,13 @@ def names_of(code: Any) -> dict[str, Any]:
             and name not in TORCH_NAMES}  # fmt: skip
 
 
-def compiled(source: str, names: dict[str, Any], title: str) -> Callable[..., Any]:
+def compiled(source: str, names: dict[str, Any], title: str, place: torch.device | None = None) -> Callable[..., Any]:
     """The function ``forward`` that the source defines.
 
     Args:
         names: globals that the source refers to, besides TORCH_NAMES.
         title: of the file that a traceback names.
+        place: what the source makes in host memory, as the captured model did, is made there instead.
     """
     global _compiled
     _compiled += 1
@@ -44,8 +46,17 @@ def compiled(source: str, names: dict[str, Any], title: str) -> Callable[..., An
     # A traceback through the function then shows the operation that raised.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     known = {**TORCH_NAMES, **names}
+    if place is not None:
+        known = {name: thing.placed(place) if isinstance(thing, Region) else thing for name, thing in known.items()}
+        known["device"] = functools.partial(_device, place)
     exec(compile(source, filename, "exec"), known)
     return known["forward"]
+
+
+def _device(place: torch.device, *words: Any, **options: Any) -> torch.device:
+    """``torch.device`` in generated source, where the CPU stands for another place."""
+    found = torch.device(*words, **options)
+    return place if found.type == "cpu" else found
 
 
 class Body:
@@ -54,15 +65,16 @@ class Body:
     Args:
         source: defines ``forward(self, *inputs)``.
         names: globals that it refers to.
+        place: see ``compiled``.
     """
 
-    def __init__(self, source: str, names: dict[str, Any]) -> None:
-        self.source, self.names = source, names
+    def __init__(self, source: str, names: dict[str, Any], place: torch.device | None = None) -> None:
+        self.source, self.names, self.place = source, names, place
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
         if self._function is None:
-            self._function = compiled(self.source, self.names, "part")
+            self._function = compiled(self.source, self.names, "part", self.place)
         return self._function(None, *inputs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,6 +94,10 @@ class Region:
 
     def __call__(self, *inputs: Any) -> Any:
         return self.bodies[0](*inputs)
+
+    def placed(self, place: torch.device) -> Region:
+        """The same, making its tensors in another place than host memory."""
+        return type(self)(*(Body(body.source, body.names, place) for body in self.bodies))
 
 
 class Choice(Region):

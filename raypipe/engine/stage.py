@@ -173,6 +173,7 @@ class GraphFunction:
         names: the globals that the source refers to.
         constants: tensors that the model closed over, never trained and never changed.
         column_shapes: that each column must have, None where any size will do; empty for no such rule.
+        place: where ``constants`` lie and what the source makes is made; None for host memory, as it was captured.
     """
 
     source: str
@@ -187,6 +188,7 @@ class GraphFunction:
     column_shapes: tuple[tuple[int | None, ...], ...] = ()
     changing_buffers: tuple[str, ...] = ()
     precision: Precision = FP32
+    place: torch.device | None = None
     _function: Callable[..., tuple[torch.Tensor, ...]] | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -205,7 +207,7 @@ class GraphFunction:
         key: RandomKey,
     ) -> tuple[torch.Tensor, ...]:
         if self._function is None:
-            self._function = compiled(self.source, self.names, self.title)
+            self._function = compiled(self.source, self.names, self.title, self.place)
         for name, column, shape in zip(self.columns, columns, self.column_shapes, strict=False):
             if len(shape) != column.dim() or any(want not in (None, got) for want, got in zip(shape, column.shape)):  # noqa: B905
                 raise _other_shape(name, column, shape)

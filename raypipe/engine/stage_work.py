@@ -23,6 +23,7 @@ from raypipe.engine.in_flight import InFlight
 from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.meter import Meter
 from raypipe.engine.microbatch import Weights, counting
+from raypipe.engine.placing import placed, placed_loss
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.second_forward import Given, SecondForward
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -81,7 +82,7 @@ class StageWork:
             self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
         )
         self._in_flight = InFlight(self.sink, self.ring, sends_input_grads=stage > self.program.first_trainable)
-        self._modes = self.program.modes
+        self._modes = {mode: placed(function, crossing) for mode, function in self.program.modes.items()}
         self.feed = Feed(
             run.sources,
             {m: (*f.columns, *(self.program.asked.columns if m == "eval" else ())) for m, f in self._modes.items()},
@@ -91,6 +92,7 @@ class StageWork:
         )
         self._buffers = StageBuffers(self._modes, state.buffers)
         recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable
+        self._loss = placed_loss(self.program.loss, crossing)
         self._second_forward = SecondForward(stage, self.program.train.changing_buffers) if recomputes else None
         self._tokens = TokenCount(run.token_column)
         self._meter = Meter(run.metrics) if self.last and run.metrics and "eval" in run.sources else None
@@ -299,8 +301,8 @@ class StageWork:
         """The parts of the loss that count, as the last stage's outputs."""
         if not any(weights):  # no valid target: an average over nothing, which would be nan
             return ()
-        assert self.program.loss is not None
-        found = self.program.loss(outputs, [columns[name] for name in self.program.targets])
+        assert self._loss is not None
+        found = self._loss(outputs, [columns[name] for name in self.program.targets])
         parts = found if isinstance(found, tuple) else (found,)
         for loss in parts:
             if not isinstance(loss, torch.Tensor) or loss.dim() != 0:

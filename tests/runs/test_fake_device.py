@@ -21,6 +21,11 @@ def test_a_device_that_is_late_computes_the_same_bits(*, eager: bool) -> None:
     assert differs(lambda worker: FakeDevice(eager=eager)) == []
 
 
+def test_a_traced_model_that_makes_tensors_computes_the_same_bits() -> None:
+    plain, found = run(lambda worker: CPU, "tied-lm"), run(lambda worker: FakeDevice(eager=False), "tied-lm")
+    assert all(_same(a, b) for a, b in zip(found, plain, strict=True))
+
+
 COMPUTED_WITH, COPIED, READ, STAGED = (
     "computed with once they are on the device",
     "copied once they are computed",
