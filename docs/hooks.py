@@ -17,6 +17,8 @@ from mkdocs.exceptions import PluginError
 from raypipe.metrics import METRICS, exported_name
 
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s:]*)(?P<anchor>#[^)]*)?\)")
+WIDE = ("compare.md", "zoo.md")
+"""Pages whose tables take the room of the table of contents."""
 FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
@@ -33,6 +35,8 @@ def on_page_read_source(page: Any, config: Any) -> str | None:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     docs = Path(config.docs_dir)
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     markdown = markdown.replace("<!-- raypipe.metrics.METRICS -->", _metrics())
     source = docs.parent / "README.md" if page.file.src_uri == "index.md" else docs / page.file.src_uri
     parts = FENCE.split(markdown)  # every second part is a fenced block, in which nothing is a link
