@@ -4,12 +4,12 @@
                    -->  DIR/model-00001-of-00002.safetensors, ..., model.safetensors.index.json, config.json
 
 A shared tensor is stored once, under its first name; its further names stand in the file's metadata, as safetensors'
-own save_model writes them: safetensors.torch.load_model and from_pretrained know what that means.
+own save_model writes them: safetensors.torch.load_model and from_pretrained know what that means. Bytes go from file to
+file, a few megabytes at a time, so that a model larger than this machine can be exported too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -20,6 +20,8 @@ from raypipe.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from raypipe.engine.initial.files import StoredTensor
 
 __all__ = ["export_hugging_face", "export_safetensors", "shared_names"]
 
@@ -82,13 +84,13 @@ def export_hugging_face(
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ConfigError(f"{target} is there already. Give the path of a new or empty folder.")
     state, shared = _state(checkpoint)
-    parts = _parts(state, file_bytes)
+    parts = _parts({name: tensor.info.size_bytes for name, tensor in state.items()}, file_bytes)
     names = [_TOGETHER] if len(parts) == 1 else [_part_name(i, len(parts)) for i in range(len(parts))]
     for name, part in zip(names, parts, strict=True):
         _write(target / name, {key: state[key] for key in part}, {a: b for a, b in shared.items() if b in part})
     if len(parts) > 1:
         index = {
-            "metadata": {"total_size": sum(_bytes(tensor) for tensor in state.values())},
+            "metadata": {"total_size": sum(tensor.info.size_bytes for tensor in state.values())},
             "weight_map": {key: name for name, part in zip(names, parts, strict=True) for key in part},
         }
         (target / f"{_TOGETHER}.index.json").write_text(json.dumps(index, indent=2))
@@ -97,12 +99,18 @@ def export_hugging_face(
     return shared
 
 
-def _state(checkpoint: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors to store, each once, and the names that were left out for that."""
-    from raypipe.engine.checkpoint import load_state_dict
+def _state(checkpoint: str | Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Where the tensors to store are, each once, and the names that were left out for that."""
+    from raypipe.engine.initial.files import checkpoint_tensors
+    from raypipe.engine.storage import Place
 
-    state = load_state_dict(checkpoint)
-    shared = shared_names(state)
+    state = checkpoint_tensors(Place.of(checkpoint))
+    first: dict[tuple[str, str], str] = {}
+    shared = {}
+    for name, tensor in state.items():
+        owner = first.setdefault((str(tensor.file), tensor.name), name)
+        if owner != name:
+            shared[name] = owner
     return {name: tensor for name, tensor in state.items() if name not in shared}, shared
 
 
@@ -113,16 +121,16 @@ def _config_file(config: Path) -> Path:
     return found
 
 
-def _parts(state: Mapping[str, torch.Tensor], file_bytes: int) -> list[list[str]]:
+def _parts(sizes_bytes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     """Names by file, in order; a tensor that is larger than a file gets one of its own."""
     parts: list[list[str]] = [[]]
     held_bytes = 0
-    for name, tensor in state.items():
-        if parts[-1] and held_bytes + _bytes(tensor) > file_bytes:
+    for name, size_bytes in sizes_bytes.items():
+        if parts[-1] and held_bytes + size_bytes > file_bytes:
             parts.append([])
             held_bytes = 0
         parts[-1].append(name)
-        held_bytes += _bytes(tensor)
+        held_bytes += size_bytes
     return parts
 
 
@@ -130,23 +138,13 @@ def _part_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _write(file: Path, tensors: Mapping[str, StoredTensor], shared: Mapping[str, str]) -> None:
+    """Whole or not at all."""
+    from raypipe.engine.initial.copying import copy_tensors
+    from raypipe.engine.storage import Place, PlaceError
 
-
-def _write(file: Path, tensors: Mapping[str, torch.Tensor], shared: Mapping[str, str]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    aside = file.with_name(f"{file.name}.partial")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # contiguous, because safetensors refuses views; "format", because Hugging Face asks for it
-        packed = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(packed, aside, metadata={"format": "pt", **shared})
-        aside.replace(file)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be written: {error}. Give another place.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            aside.unlink()
+        with Place.of(file).writer() as write:
+            copy_tensors(write, tensors, {"format": "pt", **shared})
+    except PlaceError as error:
+        raise CheckpointError(f"{file} cannot be written: {error}") from None

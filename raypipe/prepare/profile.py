@@ -25,6 +25,7 @@ __all__ = [
     "shared_processors",
 ]
 
+MOST_SIDE = 512
 ADAM_FACTOR = 2.0
 """Bytes of Adam's state per byte of parameters."""
 
@@ -107,6 +108,11 @@ def optimizer_facts(make_optimizer: MakeOptimizer, captured: Capture) -> tuple[f
     return factor, type(made).__name__
 
 
+def _part(like: torch.Tensor) -> torch.Tensor:
+    """A corner of a matrix that has no memory here, and may be too large to have any."""
+    return torch.zeros([min(size, MOST_SIDE) for size in like.shape], dtype=like.dtype)
+
+
 def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Optimizer | None:
     """The user's optimizer after one step on one parameter; None where it cannot be made for one."""
     trained = [(name, p) for name, p in captured.parameters.items() if name in captured.trainable]
@@ -114,8 +120,7 @@ def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Opti
     if like is None:
         return None
     with contextlib.suppress(Exception):
-        values = torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.detach().clone()
-        copy = torch.nn.Parameter(values)
+        copy = torch.nn.Parameter(_part(like) if like.is_meta else like.detach().clone())
         copy.grad = torch.zeros_like(copy)
         made = make_optimizer([(name, copy)])
         made.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,37 +10,166 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import raypipe
+from raypipe.api.export import export_hugging_face
+from raypipe.errors import ConfigError
 from tests.hugging_face import hugging_face
+from tests.models import Case
 
 pytestmark = pytest.mark.engine
 
 
-def trained(
-    model: Any, folder: Path, *, weights: Path | None, on: str, case: Any, **fields: Any
-) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """(state after two steps, losses)."""
-    pipeline = raypipe.PipelineConfig(
-        num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters", weights_on=on, **fields
-    )
-    trainer = raypipe.PipelineTrainer(
-        model, optimizer=partial(torch.optim.AdamW, lr=1e-2), loss_fn=case.loss_fn, train_data=case.data(8),
-        pipeline=pipeline, init_from=weights,
-        run_config=SimpleNamespace(name=on, storage_path=str(folder)),
+def trainer(case: Case, folder: Path, name: str = "run", **given: Any) -> raypipe.PipelineTrainer:
+    """Of two stages, unless the fields say otherwise; ``init_from`` goes to the trainer."""
+    source = given.pop("init_from", None)
+    fields = {"num_stages": 2, "minibatch_size": 4, "num_microbatches": 2, "partitioner": "parameters", **given}
+    return raypipe.PipelineTrainer(
+        case.build, optimizer=partial(torch.optim.AdamW, lr=1e-2), loss_fn=case.loss_fn, train_data=case.data(8),
+        pipeline=raypipe.PipelineConfig(**fields), init_from=source,
+        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
     )  # fmt: skip
-    result = trainer.fit(num_steps=2, local=True, progress=False)
-    return raypipe.load_state_dict(result.path), list(result.metrics_dataframe["loss"])
 
 
-@pytest.mark.parametrize(("name", "fields"), [("gpt2", {}), ("llama", {"precision": "bf16"})])
+def trained(case: Case, folder: Path, name: str, **given: Any) -> tuple[dict[str, torch.Tensor], list[float], str]:
+    """State and losses of two steps, and the folder of the run."""
+    result = trainer(case, folder, name, **given).fit(num_steps=2, local=True, progress=False)
+    return raypipe.load_state_dict(result.path), [record.loss for record in result.records], result.path
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def shards(case: Case, folder: Path) -> Path:
+    """As transformers writes them."""
+    torch.manual_seed(1)
+    case.build().save_pretrained(folder / "weights", max_shard_size="10KB")
+    assert (folder / "weights" / "model.safetensors.index.json").exists()
+    return folder / "weights"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [("gpt2", {}), ("llama", {"precision": "bf16", "recompute": "always"})], ids=["gpt2", "llama"]
+)
 def test_shards_and_the_whole_model_train_alike(tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
     case = hugging_face(name)
-    torch.manual_seed(1)
-    case.build().save_pretrained(tmp_path / "weights", max_shard_size="10KB")
-    assert (tmp_path / "weights" / "model.safetensors.index.json").exists()
-    run = partial(trained, case.build, tmp_path, weights=tmp_path / "weights", case=case, **fields)
-    whole, parts = run(on="client"), run(on="workers")
+    weights = shards(case, tmp_path)
+    whole, losses, _ = trained(case, tmp_path, "whole", init_from=weights, weights_on="client", **fields)
+    parts, same_losses, run = trained(case, tmp_path, "parts", init_from=weights, weights_on="workers", **fields)
+    assert losses == same_losses
+    assert_same(whole, parts)
+    # what it becomes loads as a model of transformers again, tied tensors stored once
+    export_hugging_face(run, tmp_path / "exported", weights, file_bytes=10_000)
+    assert (tmp_path / "exported" / "model.safetensors.index.json").exists()
+    loaded = type(case.build()).from_pretrained(tmp_path / "exported")
+    assert_same(loaded.state_dict(), parts)
+    # and its checkpoint evaluates without being read here
+    evaluating = trainer(case, tmp_path, "parts", weights_on="workers", **fields)
+    held = trainer(case, tmp_path, "whole", weights_on="client", **fields)
+    data = case.data(8)
+    losses_of = [made.evaluate(run, data, local=True)["eval_loss"] for made in (evaluating, held)]
+    assert losses_of[0] == losses_of[1]
+
+
+class Blocks(nn.Module):
+    """Traced, with a loss_fn; a buffer that is saved, one that is not, and a large one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.linspace(1, 2, 8))
+        self.register_buffer("shift", torch.linspace(0, 1, 8), persistent=False)
+        nn.init.trunc_normal_(self.second.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.norm(self.first(x))) * self.scale + self.shift)
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.1), nn.Linear(8, 3))
+
+
+def rows(count: int) -> torch.utils.data.TensorDataset:
+    drawn = torch.Generator().manual_seed(3)
+    return torch.utils.data.TensorDataset(
+        torch.randn(count, 6, generator=drawn), torch.randint(0, 3, (count,), generator=drawn)
+    )
+
+
+def plain_case(build: Callable[[], nn.Module]) -> Case:
+    return Case("plain", build, rows, nn.functional.cross_entropy)
+
+
+@pytest.mark.parametrize("build", [Blocks])
+def test_what_the_constructor_makes_does_not_depend_on_the_stages(
+    tmp_path: Path, build: Callable[[], nn.Module]
+) -> None:
+    case = plain_case(build)
+    one, two = (trained(case, tmp_path, str(n), num_stages=n, weights_on="workers") for n in (1, 2))
+    assert one[1] == two[1]
+    assert_same(one[0], two[0])
+    other, *_ = trained(case, tmp_path, "other", weights_on="workers", seed=1)
+    assert any(not torch.equal(one[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("build", [Blocks])
+def test_a_file_and_the_whole_model_train_alike(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
+    case = plain_case(build)
+    save_file(build().state_dict(), tmp_path / "a.safetensors")
+    given = {"init_from": tmp_path / "a.safetensors", "partitioner": "prefix_sum"}
+    whole, parts = (trained(case, tmp_path, on, weights_on=on, **given) for on in ("client", "workers"))
     assert whole[1] == parts[1]
-    assert whole[0].keys() == parts[0].keys()
-    assert all(torch.equal(whole[0][key], parts[0][key]) for key in whole[0])
+    assert_same(whole[0], parts[0])
+
+
+def changed(state: dict[str, torch.Tensor], **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    found = {**state, **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"first__bias": None}, r"1 missing there: 'first\.bias'"),
+        ({"third__bias": torch.zeros(2)}, r"1 not in the model: 'third\.bias'"),
+        ({"scale": torch.zeros(3)}, r"1 of another shape or kind: 'scale' \(float32 \[3\] there, float32 \[8\]"),
+        ({"scale": torch.zeros(8, dtype=torch.int64)}, r"'scale' \(int64 \[8\] there, float32 \[8\] in the model"),
+    ],
+)
+def test_names_shapes_and_kinds_that_differ_are_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor | None], words: str
+) -> None:
+    save_file(changed(Blocks().state_dict(), **tensors), tmp_path / "a.safetensors")
+    made = trainer(plain_case(Blocks), tmp_path, init_from=tmp_path / "a.safetensors", weights_on="workers")
+    with pytest.raises(ConfigError, match=words):
+        made.plan()
+
+
+def test_an_index_that_names_another_file_is_refused(tmp_path: Path) -> None:
+    weights = shards(hugging_face("gpt2"), tmp_path)
+    first, second = sorted(weights.glob("*.safetensors"))[:2]
+    moved = next(iter(load_file(first)))
+    state = load_file(first)
+    tensor = state.pop(moved)
+    save_file(state, first, {"format": "pt"})
+    save_file({**load_file(second), moved: tensor}, second, {"format": "pt"})
+    made = trainer(hugging_face("gpt2"), tmp_path, init_from=weights, weights_on="workers")
+    with pytest.raises(ConfigError, match=f"says that '{moved}' is in {first.name}, but it is not there"):
+        made.plan()
+
+
+def test_who_cannot_be_filled_by_workers_is_refused(tmp_path: Path) -> None:
+    data, loss = rows(8), nn.functional.cross_entropy
+    pipeline = raypipe.PipelineConfig(num_stages=2, minibatch_size=4, weights_on="workers")
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ConfigError, match="weights_on='workers' needs a model that has no weights here"):
+        raypipe.PipelineTrainer(Blocks(), optimizer=optimizer, loss_fn=loss, train_data=data, pipeline=pipeline)
+    torch.save(Blocks().state_dict(), tmp_path / "a.pt")
+    made = trainer(plain_case(Blocks), tmp_path, init_from=tmp_path / "a.pt", weights_on="workers")
+    with pytest.raises(ConfigError, match=r"cannot be read tensor by tensor.*save_file"):
+        made.plan()

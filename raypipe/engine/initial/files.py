@@ -24,7 +24,10 @@ from raypipe.engine.checkpoint.tensor_file import TensorFile
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError
 
-__all__ = ["StoredTensor", "WeightFiles", "equal_values", "is_hugging_face", "sampled_digest", "weights_in"]
+__all__ = [
+    "StoredTensor", "WeightFiles", "checkpoint_tensors", "equal_values", "is_hugging_face", "sampled_digest",
+    "weights_in",
+]  # fmt: skip
 
 ONE_FILE = "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
@@ -130,7 +133,7 @@ def weights_in(place: Place, title: str) -> dict[str, StoredTensor]:
         return _in_shards(place, title)
     if place.exists(ONE_FILE):
         return _in_file(place / ONE_FILE)
-    return _in_checkpoint(place)
+    return checkpoint_tensors(place)
 
 
 def sampled_digest(found: Mapping[str, StoredTensor]) -> str:
@@ -193,7 +196,8 @@ def _index(folder: Place, title: str) -> dict[str, str]:
     return found
 
 
-def _in_checkpoint(place: Place) -> dict[str, StoredTensor]:
+def checkpoint_tensors(place: Place) -> dict[str, StoredTensor]:
+    """As ``weights_in``, of a checkpoint, which must be good, or of a run's newest good one."""
     if place.exists(MANIFEST):
         checkpoint = open_checkpoint(place)
     else:
