@@ -15,8 +15,6 @@ from jobs.train.images import read_images
 from jobs.train.options import add_common, arguments_of, data_folder
 from jobs.train.text_rows import count_classes, read_lines
 
-pytestmark = pytest.mark.engine
-
 
 def asked(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()

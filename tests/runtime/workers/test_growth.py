@@ -176,7 +176,7 @@ with private_cluster() as home:
 
 @pytest.mark.timeout(600)
 def test_the_elastic_sequence_of_ray(tmp_path: Path) -> None:
-    """Nodes 0 -> 1 -> 2 -> 1 -> all lost -> 2, each with room for one worker; jobs/check/elastic_sequence.py has up to 16."""
+    """Nodes 0 -> 1 -> 2 -> 1 -> all lost -> 2, one worker each; jobs/check/elastic_sequence.py goes to 16."""
     done = subprocess.run(
         [sys.executable, "-c", SEQUENCE, str(tmp_path)],
         env={**os.environ, **TOKEN}, capture_output=True, text=True, timeout=580, check=False,
