@@ -38,7 +38,7 @@ from raypipe.runtime.workers.drains import drain_node
 from raypipe.runtime.workers.places import living
 from tests.processes import descendants
 
-__all__ = ["ANYWHERE", "KINDS", "Fault", "Faults", "LimitReachedError", "events"]
+__all__ = ["ANYWHERE", "KINDS", "Fault", "Faults", "LimitReachedError", "driver_processes", "events"]
 
 ANYWHERE = ("sigkill", "sigstop", "again", "pair", "driver")
 KINDS = (*ANYWHERE, "raylet", "drain", "link")
@@ -200,8 +200,7 @@ class Faults:
         os.kill(process, number)
 
     def _kill_driver(self, fault: Fault) -> None:
-        below = descendants(os.getpid())  # other runs on this machine have drivers too
-        for process in (pid for pid, command in below.items() if re.search(DRIVER, command.encode())):
+        for process in driver_processes():
             self._say(fault, f"SIGKILL to the driver in process {process}")
             os.kill(process, signal.SIGKILL)
 
@@ -260,6 +259,11 @@ class Faults:
             if time.monotonic() > min(deadline_s, self._deadline_s):
                 raise LimitReachedError(f"no time is left before {what}: {status}")
             time.sleep(0.05)
+
+
+def driver_processes() -> list[int]:
+    """Of drivers below this process, which adopts its orphans: other runs on this machine have drivers too."""
+    return [pid for pid, command in descendants(os.getpid()).items() if re.search(DRIVER, command.encode())]
 
 
 def events(folder: Path, *decisions: str) -> list[dict[str, Any]]:

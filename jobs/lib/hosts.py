@@ -119,6 +119,16 @@ class Hosts:
                 subprocess.run(command, capture_output=True, timeout=60, check=False)
         self._lab.heal(a, b)
 
+    @contextlib.contextmanager
+    def saturated(self, a: int, b: int, mbit: float) -> Iterator[None]:
+        """The wire has this rate, and flows that take all of it, one each way."""
+        self._lab.rate(a, b, mbit)
+        try:
+            with self._lab.competing(a, b), self._lab.competing(b, a):
+                yield
+        finally:
+            self._lab.rate(a, b, None)
+
     def close(self) -> None:
         """End all raylets."""
         for host in reversed(range(len(self._lab.names))):

@@ -69,7 +69,15 @@ def _adam(named: Any) -> torch.optim.Optimizer:
 
 
 def trainer_of_layers(
-    layers: int, seconds: float, slow: Path, runs: Path, name: str, failures: Any, cpus: float = 0.1, **pipeline: Any
+    layers: int,
+    seconds: float,
+    slow: Path,
+    runs: Path,
+    name: str,
+    failures: Any,
+    cpus: float = 0.1,
+    scaling: Any = None,
+    **pipeline: Any,
 ) -> raypipe.PipelineTrainer:
     """A trainer of so many equal layers, on workers that share processors: sleeping takes none.
 
@@ -78,18 +86,19 @@ def trainer_of_layers(
         slow: folder of ``slow_down``.
         runs: where the run's folder, of this name, will lie.
         failures: a ray.train.FailureConfig.
+        scaling: a ray.train.ScalingConfig; None for a worker of ``cpus`` for each stage.
         pipeline: fields of PipelineConfig.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(SlowLayer(seconds, slow) for _ in range(layers)))
     samples = torch.randn(256, WIDTH)
-    stages = pipeline["num_stages"]
+    each = SimpleNamespace(num_workers=pipeline["num_stages"], resources_per_worker={"CPU": cpus})
     return raypipe.PipelineTrainer(
         model,
         loss_fn=nn.functional.mse_loss,
         optimizer=_adam,
         train_data=TensorDataset(samples, samples.roll(1, 0)),
         pipeline=raypipe.PipelineConfig(**pipeline),
-        scaling_config=SimpleNamespace(num_workers=stages, resources_per_worker={"CPU": cpus}),
+        scaling_config=scaling or each,
         run_config=SimpleNamespace(name=name, storage_path=str(runs), failure_config=failures),
     )

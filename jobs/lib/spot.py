@@ -17,12 +17,14 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 __all__ = [
-    "Change", "Costs", "Lived", "changes_of", "elastic", "restarting", "undisturbed_steps", "young_interval_s",
+    "Change", "Costs", "Lived", "changes_of", "elastic", "restarting", "step_seconds", "undisturbed_steps",
+    "young_interval_s",
 ]  # fmt: skip
 
 TRACE = Path(__file__).resolve().parents[1] / "data" / "spot_g4dn.csv"
@@ -235,3 +237,17 @@ def young_interval_s(checkpoint_s: float, changes: Sequence[Change]) -> float:
     """Between two checkpoints, for as many losses as the trace has: sqrt(2 cost MTBF) (Young, CACM 17(9), 1974)."""
     losses = sum(1 for change in changes if change.go)
     return math.sqrt(2 * checkpoint_s * changes[-1].at_s / max(1, losses))
+
+
+def step_seconds(seconds: Mapping[int, float], seen: Sequence[tuple[int, int]]) -> dict[int, float]:
+    """Median step by number of stages, of the steps between two looks at which a run had as many.
+
+    Args:
+        seconds: by step.
+        seen: (steps done, stages) at moments of the run; no stages where it did not train.
+    """
+    found: dict[int, list[float]] = {}
+    for (begin, count), (end, then) in itertools.pairwise(seen):
+        if count == then:
+            found.setdefault(count, []).extend(seconds[step] for step in range(begin + 1, end) if step in seconds)
+    return {count: median(steps) for count, steps in sorted(found.items()) if count and steps}

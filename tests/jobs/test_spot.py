@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from jobs.lib.spot import Change, Costs, changes_of, elastic, restarting, undisturbed_steps, young_interval_s
+from jobs.bench.spot.measured import measured
+from jobs.lib import records
+from jobs.lib.spot import (
+    Change,
+    Costs,
+    changes_of,
+    elastic,
+    restarting,
+    step_seconds,
+    undisturbed_steps,
+    young_interval_s,
+)
 
 FREE = Costs(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1e9)
 
@@ -88,3 +99,27 @@ def test_with_too_few_machines_nothing_is_done_and_nothing_counts_as_a_pause() -
 
 def test_checkpoints_are_as_far_apart_as_losses_say() -> None:
     assert young_interval_s(2.0, CHANGES) == pytest.approx((2 * 2.0 * 150) ** 0.5)
+
+
+def test_what_changes_cost_is_taken_from_the_record_of_recoveries(tmp_path: Path) -> None:
+    figures = {
+        "node_seconds": 4.0, "node_noticed_seconds": 3.0, "redone_steps_500mb": 2.5, "copy_overhead": 1.01,
+        "resize_seconds_2_3": 0.5, "resize_seconds_3_1": 0.9, "resize_seconds_1_4": 0.7, "resize_seconds_max_2_3": 9.0,
+        "ray_train_seconds": 4.2,
+    }  # fmt: skip
+    records.keep(tmp_path / "recovery.json", "recovery", records.run_of("python x", records.begin(), figures, {"a": 1}))
+    found = measured(0.5, tmp_path / "recovery.json")
+    more_s = 404 / 200  # MB beyond what the record's stages have, at MB/s
+    assert found.recover_s == pytest.approx(4.0 + more_s)
+    assert found.resize_s == pytest.approx(0.7 + more_s)
+    assert (found.redone_steps, found.notice_s, found.ray_train_s) == (2.5, 3.0, 4.2)
+    assert found.overhead == pytest.approx(0.01)
+    before = measured(0.5, tmp_path / "none.json")
+    assert (before.notice_s, before.ray_train_s) == (1.4, 0.0)
+    assert "there is no record" in before.source
+
+
+def test_steps_are_counted_for_the_stages_that_did_them() -> None:
+    seconds = dict(enumerate([9.0, 1.0, 1.0, 9.0, 9.0, 2.0, 2.0, 9.0]))
+    seen = [(0, 0), (0, 2), (3, 2), (4, 3), (7, 3), (7, 0), (7, 0)]
+    assert step_seconds(seconds, seen) == {2: 1.0, 3: 2.0}

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +63,7 @@ class Home:
         shm_bytes: int = 0,
         store_bytes: int = 80_000_000,
         dashboard: bool = False,
+        options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         **more: str,
     ) -> None:
@@ -74,6 +75,7 @@ class Home:
             shm_bytes: gives it a /dev/shm of its own of this size.
             store_bytes: of its object store.
             dashboard: the head shall take jobs, at ``dashboard_port``.
+            options: further ones of ``ray start``.
             environment, more: variables of its environment.
         """
         page = ["--include-dashboard=false"]
@@ -89,7 +91,7 @@ class Home:
         command = [
             RAY, "start", "--block", *where, f"--node-ip-address={at or self.head}", f"--num-cpus={cpus}",
             "--disable-usage-stats", f"--object-store-memory={store_bytes}",
-            f"--temp-dir={self.folder}",
+            f"--temp-dir={self.folder}", *options,
         ]  # fmt: skip
         if shm_bytes:
             mount = f'mount -t tmpfs -o size={shm_bytes} tmpfs /dev/shm && exec "$@"'
