@@ -112,7 +112,8 @@ def stop(run: Run) -> Iterator[Callable[[], None]]:
 @contextlib.contextmanager
 def link(run: Run) -> Iterator[None]:
     assert run.lab is not None
-    with run.lab.saturated(*run.lab.workers, LINK_MBIT):
+    first, second = run.lab.workers
+    with run.lab.saturated(first, second, LINK_MBIT):
         yield
 
 
