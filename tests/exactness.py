@@ -177,6 +177,8 @@ def train(
     optimizer: str,
     steps: int = STEPS,
     workers: int | None = None,
+    replicas: int | tuple[int, ...] = 1,
+    lanes: int | None = None,
     **more: Any,
 ) -> Run:
     """The same training in stages, in threads of this process.
@@ -184,13 +186,14 @@ def train(
     Args:
         cuts: number of stages, or positions.
         workers: that share the stages, where the schedule puts several on each.
+        replicas, lanes: of every stage; as in Request.
         more: further fields of PipelineConfig.
     """
     found, (_, made) = case(name), captured(name)
     stages = programs(name, cuts)
     config = config_of(shape, len(stages), schedule, **more)
     tensors = {**made.parameters, **made.buffers}
-    return train_stages(found, stages, tensors, config, shape, optimizer_of(optimizer), steps, workers)
+    return train_stages(found, stages, tensors, config, shape, optimizer_of(optimizer), steps, workers, replicas, lanes)
 
 
 def train_stages(
@@ -202,10 +205,12 @@ def train_stages(
     recorder: Recorder,
     steps: int,
     workers: int | None = None,
+    replicas: int | tuple[int, ...] = 1,
+    lanes: int | None = None,
 ) -> Run:
     """LocalFleet, fed as the trainer feeds it."""
     source = open_data(found.data(shape.samples), seed=config.seed)
-    request = replace(request_of(config, shape.samples), num_workers=workers)
+    request = replace(request_of(config, shape.samples), num_workers=workers, replicas=replicas, lanes=lanes)
     settings = Settings(
         config.seed, config.loss_reduction, config.max_grad_norm, 30.0, on_nonfinite=config.on_nonfinite
     )
@@ -217,13 +222,13 @@ def train_stages(
         validate(lowered)
         return lowered
 
-    homes = build_schedule(request, len(stages), 1, 0).wiring.homes
-    setup = GenerationSetup(stages, homes, recompute=request.recomputed(len(stages)))
+    wiring = build_schedule(request, len(stages), 1, 0).wiring
+    setup = GenerationSetup(stages, wiring.homes, recompute=request.recomputed(len(stages)), lanes=wiring.lanes)
     fleet = LocalFleet(RunSetup(recorder, None, {"train": source}, settings), setup, tensors)
     try:
         orders = (Order(segment) for segment, _ in train_segments(shape.samples, minibatch, size, steps))
         reports = [[r[0] for r in of_stages] for of_stages in fleet.run(orders, rows)]
-        states = fleet.states
+        states = [state for executor in fleet.executors for state in executor.states]
         parameters = {name: p.detach() for state in states for name, p in state.parameters.items()}
         for state in states:
             for name, held in state.parameters.items():

@@ -98,16 +98,38 @@ def generation_setup(job: Job) -> GenerationSetup:
         job.codecs,
         plan.generation,
         recompute=plan.recompute,
+        lanes=plan.schedule.wiring.lanes,
     )
 
 
-def refuse_replicas(plan: Plan) -> None:
-    """Raises: PlanError where a stage has several workers."""
-    replicas = plan.partition.replicas
-    if max(replicas) > 1:
+def refuse_replicas(plan: Plan, run: Any = None, scaling: Any = None) -> None:
+    """What runs with replicas cannot do in this release.
+
+    Args:
+        run, scaling: ray.train.RunConfig and ScalingConfig, or None.
+
+    Raises:
+        PlanError: names the field.
+    """
+    replicas, wiring = plan.partition.replicas, plan.schedule.wiring
+    shown = "-".join(map(str, replicas))
+    if max(replicas) > 1 and not wiring.replicated:
         raise PlanError(
-            f"The plan has {'-'.join(map(str, replicas))} workers per stage, but this release runs one worker per "
-            "stage: such a plan can be looked at only. Set partitioner='auto'."
+            f"The plan has {shown} workers per stage, which partitioner='hierarchical' found: such a plan can be "
+            f"looked at only. Set partitioner='auto' and, for replicas, num_replicas={list(replicas)}."
+        )
+    if not wiring.replicated:
+        return
+    if failures_of(run):
+        raise PlanError(
+            f"FailureConfig(max_failures={failures_of(run)}) with num_replicas={shown}: in this release a run with "
+            "replicas does not survive failures; started again it goes on from its newest checkpoint. Leave out "
+            "max_failures, or num_replicas."
+        )
+    if (workers := worker_range(scaling)) is not None:
+        raise PlanError(
+            f"ScalingConfig(num_workers=({workers.least}, {workers.most})) with num_replicas={shown}: in this release "
+            f"a run with replicas keeps its workers. Give num_workers={wiring.num_workers}, or leave num_replicas out."
         )
 
 

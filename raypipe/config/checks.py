@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from raypipe.config.fields import Auto, PipelineFields
+from raypipe.config.replicas import check_replicas, laned
 from raypipe.errors import ConfigError
 from raypipe.ir.precision import PRECISIONS
 from raypipe.ir.schedule_spec import KINDS, ScheduleKind, kinds_to_search, takes
@@ -27,6 +28,7 @@ def check_together(config: PipelineFields) -> None:
     _check_split_points(config.partitioner, config.num_stages)
     stages = config.num_stages if isinstance(config.partitioner, str) else len(config.partitioner) + 1
     _check_per_stage("num_replicas", config.num_replicas, stages)
+    check_replicas(config)
     _check_recompute(config.recompute, stages)
     _check_link_ports(config.link_ports, config.transport)
     _check_group_size(config.group_size, config.schedule, config.num_microbatches)
@@ -194,7 +196,7 @@ def _kind(config: PipelineFields) -> ScheduleKind:
 
 def _turned(config: PipelineFields) -> tuple[str, ...]:
     """Fields by which the controller has something to turn; see raypipe.runtime.run.controller_config."""
-    if not _kind(config).turned or config.retune_interval_steps == 0:
+    if not _kind(config).turned or config.retune_interval_steps == 0 or laned(config):
         return ()
     kinds = bool(kinds_to_search(config.schedule)) and config.group_size == "auto" == config.slack
     found = ["schedule"] if kinds else []
@@ -205,6 +207,8 @@ def _turned(config: PipelineFields) -> tuple[str, ...]:
 def _still(config: PipelineFields) -> str:
     """The field, with its value, under which nothing is turned."""
     name = "retune_interval_steps" if _kind(config).turned else "schedule"
+    if laned(config):
+        name = "num_lanes" if config.num_replicas == "auto" else "num_replicas"
     return f"{name}={getattr(config, name)!r}"
 
 
@@ -232,7 +236,7 @@ def _check_patience(config: PipelineFields) -> None:
     for name in ("retune_interval_steps", "link_drift_threshold", "min_gain"):
         value = getattr(config, name)
         if value not in ("auto", 0) and not _turned(config):
-            still = not _kind(config).turned or config.retune_interval_steps == 0
+            still = laned(config) or not _kind(config).turned or config.retune_interval_steps == 0
             with_what = _still(config) if still else f"schedule={config.schedule!r} as it is given"
             raise ConfigError(
                 f"{name}={value!r} means nothing with {with_what}: nothing is turned while the run trains. Leave "

@@ -28,17 +28,13 @@ __all__ = ["SUPPORTED", "PipelineConfig"]
 _T = TypeVar("_T")
 
 SUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "num_replicas": (1,),
     "schedule": tuple(KINDS),
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "codec_backward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "precision": tuple(PRECISIONS),
 }
-"""Values this release runs besides "auto"; a field that is not listed runs with every allowed value.
-
-Lists (replicas per stage) are looked up item by item.
-"""
+"""Values this release runs besides "auto"; a field that is not listed runs with every allowed value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +90,7 @@ _CSV = _Rule(lambda v: isinstance(v, str) and v.endswith(".csv"), "the path of a
 _ALLOWED: Mapping[str, _Rule] = {
     "num_stages": _AUTO | _integer(1),
     "num_replicas": _AUTO | _integer(1) | _each(_integer(1), "a list of integers, one per stage"),
+    "num_lanes": _AUTO | _integer(1),
     "minibatch_size": _AUTO | _integer(1),
     "num_microbatches": _AUTO | _integer(1),
     "loss_reduction": _one_of("auto", "mean", "sum", "valid_tokens")
@@ -185,11 +182,7 @@ def _check_allowed(name: str, value: Any) -> None:
 def _check_supported(name: str, value: Any) -> None:
     if name not in SUPPORTED or value == "auto":
         return
-    if isinstance(value, tuple):
-        missing = any(item != "auto" and item not in SUPPORTED[name] for item in value)
-    else:
-        missing = value not in SUPPORTED[name]
-    if missing:
+    if value not in SUPPORTED[name]:
         default = PipelineConfig.__dataclass_fields__[name].default
         running = dict.fromkeys(["auto", *SUPPORTED[name]] if _ALLOWED[name].accepts("auto") else SUPPORTED[name])
         words = " or ".join(map(repr, running))

@@ -107,6 +107,8 @@ class Executor:
 
     def prepare(self, segment: Segment, *, training: bool) -> None:
         """Read the data of a segment that comes later, from another thread."""
+        if not (training or self.placement.leads):
+            return
         for work in self.works.values():
             work.feed.prepare(segment, training=training)
 
@@ -235,13 +237,14 @@ class Executor:
             case Op.REDUCE_GRAD:
                 self._reduction.reduce_grad(stage, microbatch)
             case Op.REDUCE_NORM:
-                loss = next((known for work in self.works.values() if (known := work.loss()) is not None), None)
                 if self._alone:
+                    loss = next((known for work in self.works.values() if (known := work.loss()) is not None), None)
                     own = self._updates[stage].own_norm()
                     norm, self._norms = (None, None) if own is None else own
                     self._totals = norm, loss
                 else:
-                    self._totals = self._reduction.norm(stage, microbatch, loss)
+                    losses = [term for work in self.works.values() for term in work.loss_terms()]
+                    self._totals = self._reduction.norm(stage, microbatch, losses)
             case Op.STEP:
                 assert self._totals is not None
                 step = self._segment.locate(microbatch)[0]
@@ -251,7 +254,8 @@ class Executor:
 
     def _send(self, worker: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         nbytes = sum(x.nbytes for x in tensors if x is not None)
-        self.works[action.stage].sent(nbytes, nbytes, ahead=worker > self.placement.worker)
+        assert self._action is not None
+        self.works[self._action.stage].sent(nbytes, nbytes, ahead=worker > self.placement.worker)
         self.channels[worker].send(action, self._crossing.to_host(tensors, Crosses.REDUCED), 0)
 
     def _recv(self, worker: int, action: Action) -> Message:
@@ -268,22 +272,26 @@ class Executor:
 
 def _joined(
     programs: Sequence[StageProgram], placement: Placement, channels: Mapping[int, Channel]
-) -> dict[int, dict[int, Channel]]:
-    """By stage of this worker, channels to the stages beside it; the frames of a link join co-located ones.
+) -> dict[int, dict[int, Sequence[Channel]]]:
+    """By stage of this worker, channels to the stages beside it, by lane; the frames of a link join co-located ones.
 
     So a stage that writes to its input in place spoils nothing of the one before, and strides arrive as anywhere else.
     """
-    found: dict[int, dict[int, Channel]] = {
-        stage: {
-            s: channels[placement.home_of(s)] for s in placement.beside(stage) if s not in placement.co_located(stage)
-        }
-        for stage in placement.stages
-    }
+    lanes = range(placement.lanes)
+    own = placement.lanes_of(placement.worker)
+    found: dict[int, dict[int, Sequence[Channel]]] = {}
+    for stage in placement.stages:
+        found[stage] = {}
+        for s in placement.beside(stage):
+            if s not in placement.co_located(stage):
+                # Nothing comes of lanes that others have, but evaluations count all as the first.
+                homes = [placement.home_of(s, lane if lane in own else own[0]) for lane in lanes]
+                found[stage][s] = [channels[home] for home in homes]
     for stage in placement.stages:
         if stage + 1 in placement.co_located(stage):
             capacity = max(mode.num_outputs for mode in programs[stage].modes.values())
             ahead, back = InMemoryChannel.pair(f"stage {stage} <-> stage {stage + 1}", 0, capacity)
-            found[stage][stage + 1], found[stage + 1][stage] = ahead, back
+            found[stage][stage + 1], found[stage + 1][stage] = [ahead] * len(lanes), [back] * len(lanes)
     return found
 
 

@@ -7,7 +7,12 @@ A backward returns its gradients all at once, which would hold another copy of t
 a large parameter's gradient is added by a hook on its leaf and given back before the next one is computed; for small
 ones, one call that adds them all is quicker.
 
-Replicas and deferred weight gradients attach here, not in the executor.
+With several lanes there is such a set of accumulators for each. Every micro-batch has its lane, whoever works on it,
+and lanes are summed in their order: the same bits for any number of replicas (``all_reduce`` has what they exchange).
+With one lane the order is that of the micro-batches, as in plain PyTorch.
+
+    micro-batches 0 2 4 --> lane 0 --+
+    micro-batches 1 3 5 --> lane 1 --+--> sum over sites --> parameter.grad
 """
 
 from __future__ import annotations
@@ -29,21 +34,30 @@ LARGE_BYTES = 1 << 20
 
 
 class GradientSink:
-    """Accumulators for the backward, totals for the optimizer; one accumulator per use site that trains."""
+    """Accumulators for the backward, totals for the optimizer; one accumulator per use site that trains, and lane.
 
-    def __init__(self, program: StageProgram, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    Args:
+        lanes: into which gradients are summed.
+    """
+
+    def __init__(self, program: StageProgram, parameters: Mapping[str, torch.nn.Parameter], lanes: int = 1) -> None:
         self._program = program
         self._parameters = parameters
         self._sites = program.train.sites
         self._trained_at = [
             position for position, site in enumerate(self._sites) if site.parameter in program.trainable
         ]
-        self._sums: list[torch.Tensor | None] = [None] * len(self._sites)
-        self._kept: list[torch.Tensor | None] = [None] * len(self._sites)
+        self._sums_of_lanes: list[list[torch.Tensor | None]] = [[None] * len(self._sites) for _ in range(lanes)]
+        self._kept_of_lanes: list[list[torch.Tensor | None]] = [[None] * len(self._sites) for _ in range(lanes)]
+        self.use_lane(0)
         self._early: set[int] = set()
         self._positions: dict[str, list[int]] = {}
         for position, site in enumerate(self._sites):
             self._positions.setdefault(site.parameter, []).append(position)
+
+    def use_lane(self, lane: int) -> None:
+        """What is added from now on belongs to this lane; 0 at first, and after ``close``."""
+        self._sums, self._kept = self._sums_of_lanes[lane], self._kept_of_lanes[lane]
 
     def watch(self, position: int, leaf: torch.Tensor) -> None:
         """Add the gradients of this leaf as soon as they are known, if they are large.
@@ -98,8 +112,51 @@ class GradientSink:
         self._sums[position], self._kept[position] = total, None
         return total, True
 
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters whose use sites train, one for each site."""
+        return [self._parameters[self._sites[position].parameter].detach() for position in self._trained_at]
+
+    def sums(self, lane: int) -> list[torch.Tensor | None]:
+        """The accumulators of a lane, one for each of ``trained``; None where nothing was added."""
+        return [self._sums_of_lanes[lane][position] for position in self._trained_at]
+
+    def close(self) -> None:
+        """No more gradients come for this update: sum the lanes in their order."""
+        self.use_lane(0)
+        for position in self._trained_at if len(self._sums_of_lanes) > 1 else ():
+            parts = [sums[position] for sums in self._sums_of_lanes]
+            used = [part for part in parts if part is not None]
+            for part in used[1:]:
+                used[0].add_(part)
+            self._keep_lanes(position)
+            if used:
+                self._sums[position], self._kept[position] = used[0], None
+
+    def close_with(self, totals: Sequence[torch.Tensor | None]) -> None:
+        """No more gradients come for this update: these are the sums over all lanes, those of other replicas included.
+
+        Args:
+            totals: one for each of ``trained``, of any shape, its elements in the order of the accumulator's memory.
+        """
+        self.use_lane(0)
+        for position, total in zip(self._trained_at, totals, strict=True):
+            self._keep_lanes(position)
+            if total is not None:
+                into, _ = self._total(position)
+                into.as_strided((into.numel(),), (1,)).copy_(total.reshape(-1))
+
+    def _keep_lanes(self, position: int) -> None:
+        """Forget the lanes' sums of a site, but keep their memory."""
+        for sums, kept in zip(self._sums_of_lanes, self._kept_of_lanes, strict=True):
+            if sums[position] is not None:
+                sums[position], kept[position] = None, sums[position]
+
     def exported(self, stages: Collection[int]) -> list[torch.Tensor | None]:
-        """Accumulators of what is shared with any of these stages, as ``StageProgram.shared_sites`` reads them."""
+        """Sums of what is shared with any of these stages, as ``StageProgram.shared_sites`` reads them.
+
+        They are complete after ``close``.
+        """
         return [self._sums[p] for name in self._program.shared_names(stages) for p in self._positions.get(name, ())]
 
     def finish(self, imported: Iterable[Accumulators]) -> None:

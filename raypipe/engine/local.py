@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from queue import Empty, Queue
 from typing import Any
@@ -21,6 +23,7 @@ from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.placement import Placement
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
 from raypipe.engine.stage_work import StageWork
@@ -74,10 +77,11 @@ class LocalFleet:
             states = []
             for program in (programs[stage] for stage in placement.stages):
                 own = read_all(sources, (*program.parameters, *program.buffers))
-                crossings[program.index] = crossing
+                crossings.setdefault(program.index, crossing)  # of the replica that leads
                 own = crossing.named(own, Crosses.PARAMETERS)
                 states.append(StageState(program, own, run.make_optimizer, run.make_scheduler))
-            self.executors.append(Executor(run, setup, worker, states, channels[worker], crossing.device))
+            mine = setup if placement.leads else _with_own_functions(setup, placement)
+            self.executors.append(Executor(run, mine, worker, states, channels[worker], crossing.device))
         self._writers = [
             ShardWriter(place, partial(take_snapshot, work.program, work.state, persistent, crossings[work.stage]))
             for work in self._works
@@ -86,9 +90,9 @@ class LocalFleet:
 
     @property
     def _works(self) -> list[StageWork]:
-        """Of all stages, in their order."""
-        found = [work for executor in self.executors for work in executor.works.values()]
-        return sorted(found, key=lambda work: work.stage)
+        """Of all stages, in their order, on the replicas that lead."""
+        leading = (executor for executor in self.executors if executor.placement.leads)
+        return sorted((work for executor in leading for work in executor.works.values()), key=lambda work: work.stage)
 
     @property
     def states(self) -> list[StageState]:
@@ -98,7 +102,7 @@ class LocalFleet:
     def run(
         self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, last: bool = False
     ) -> Iterator[list[list[StepReport]]]:
-        """Carry out orders one by one; yields the reports of each, by stage. Ends early after ``halt``.
+        """Carry out orders one by one; yields the reports of each, by stage and replica. Ends early after ``halt``.
 
         Args:
             schedules: the lowered rows by key.
@@ -140,7 +144,7 @@ class LocalFleet:
         """Go back to the state of checkpoint ``folder`` on every stage, but for these options of the optimizer."""
         run = self._setup
         assert run.place is not None
-        for work in self._works:
+        for work in (work for executor in self.executors for work in executor.works.values()):
             load_stage(run.place / folder, work.program, work.state, run.persistent, fresh)
             work.ring.fill()
 
@@ -195,12 +199,12 @@ class LocalFleet:
                 thread.join()
         if failure is not None:
             raise failure
-        by_stage = {
-            stage: of_stage
-            for executor, of_worker in zip(self.executors, (found[index] for index in range(len(threads))), strict=True)
-            for stage, of_stage in zip(executor.works, of_worker, strict=True)
+        by_holder = {
+            (stage, index): of_stage
+            for index, executor in enumerate(self.executors)
+            for stage, of_stage in zip(executor.works, found[index], strict=True)
         }
-        return [by_stage[stage] for stage in sorted(by_stage)]
+        return [by_holder[holder] for holder in sorted(by_holder)]
 
     @staticmethod
     def _next(
@@ -211,6 +215,15 @@ class LocalFleet:
                 return outcomes.get(timeout=0.5)
             except Empty:
                 continue
+
+
+def _with_own_functions(setup: GenerationSetup, placement: Placement) -> GenerationSetup:
+    """The setup of a further replica: a stage function binds parameters to its modules, so no two threads share one."""
+    programs = [
+        replace(program, train=copy(program.train), eval=copy(program.eval)) if stage in placement.stages else program
+        for stage, program in enumerate(setup.programs)
+    ]
+    return replace(setup, programs=programs)
 
 
 @contextmanager

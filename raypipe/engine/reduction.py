@@ -1,11 +1,15 @@
 """The end of an update on one worker: shared gradients are summed and the norm is taken, over all of its stages.
 
-    REDUCE_GRAD   each stage hands the accumulators of what it shares to the workers that hold it too; behind the
+    REDUCE_GRAD   replicas of a stage sum their gradients (``all_reduce``);
+                  each stage hands the accumulators of what it shares to the workers that hold it too; behind the
                   worker's last one, each stage sums all of them in the order of use
     REDUCE_NORM   norms of single tensors travel down to worker 0, the total travels back up
 
 Nothing is waited for before everything has been sent, so stages of one worker cannot wait for each other. Worker 0
 finishes its backwards last, so everybody else's norms have arrived by the time it has its own.
+
+Of replicas the one that leads does this, and hands on what it heard to the others, which have the same gradients. Those
+of the last stage tell it their losses.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from raypipe.engine.all_reduce import AllReduce
 from raypipe.engine.gradients import Accumulators, GradientSink
+from raypipe.engine.losses import LossTerm, merged, summed, told
 from raypipe.engine.norms import total_norm
 from raypipe.engine.placement import Placement
 from raypipe.engine.stage import StageProgram
@@ -50,6 +56,8 @@ class Reduction:
         self._sinks, self._updates = sinks, updates
         self._send, self._receive = send, receive
         self._own = frozenset(sinks)
+        self._all_reduce = {stage: AllReduce(stage, placement, sink, send, receive) for stage, sink in sinks.items()}
+        self._others = [worker for worker in placement.replicas if worker != placement.worker]
         self._done: set[int] = set()
         self._known: tuple[torch.Tensor, torch.Tensor] | None = None
         self._told: set[int] = set()
@@ -58,8 +66,10 @@ class Reduction:
         """The stage has all gradients of its update; behind the last stage's, fill every ``parameter.grad``."""
         if not self._updates[stage].begin():
             return
-        for worker, stages in self._placement.sharing(self._programs, stage).items():
-            self._send(worker, Action(stage, Op.REDUCE_GRAD, microbatch), self._sinks[stage].exported(stages))
+        self._all_reduce[stage].run(microbatch)
+        if self._placement.leads:
+            for worker, stages in self._placement.sharing(self._programs, stage).items():
+                self._send(worker, Action(stage, Op.REDUCE_GRAD, microbatch), self._sinks[stage].exported(stages))
         self._done.add(stage)
         if self._done == self._own:
             self._done.clear()
@@ -70,7 +80,7 @@ class Reduction:
         for stage in sorted(self._own):
             for peers in self._placement.sharing(self._programs, stage).values():
                 for peer in sorted(peers - found.keys()):
-                    tensors = self._receive(self._placement.home_of(peer), Action(peer, Op.REDUCE_GRAD, microbatch))
+                    tensors = self._heard(self._placement.home_of(peer), Action(peer, Op.REDUCE_GRAD, microbatch))
                     found[peer] = self._programs[peer].shared_sites(self._own, tensors)
         within = {
             stage: self._programs[stage].shared_sites(self._own, sink.exported(self._own))
@@ -80,43 +90,70 @@ class Reduction:
             sink.finish([*found.values(), *(sites for mate, sites in within.items() if mate != stage)])
             self._updates[stage].average()
 
-    def norm(self, stage: int, microbatch: int, loss: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _heard(self, worker: int, action: Action) -> Tensors:
+        """A message of another worker, which the replica that leads hands on to the others."""
+        if not self._placement.leads:
+            return self._receive(self._placement.replicas[0], action)
+        tensors = self._receive(worker, action)
+        for other in self._others:
+            self._send(other, action, tensors)
+        return tensors
+
+    def norm(self, stage: int, microbatch: int, losses: Sequence[LossTerm]) -> tuple[torch.Tensor, torch.Tensor]:
         """(gradient norm of the whole model, loss), the same on every stage; taken once for all stages of the worker.
 
         The total is the norm of the stacked norms in the order of the user's named_parameters(), which is
         what torch computes, so it does not depend on the partition.
 
         Args:
-            loss: of the mini-batch, where this worker holds the last stage.
+            losses: of the mini-batch's micro-batches, where this worker holds the last stage.
         """
-        found = self._known = self._known or self._norm(microbatch, loss)
+        found = self._known = self._known or self._norm(microbatch, losses)
         self._told.add(stage)
         if self._told == self._own:
             self._told.clear()
             self._known = None
         return found
 
-    def _norm(self, microbatch: int, loss: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _norm(self, microbatch: int, losses: Sequence[LossTerm]) -> tuple[torch.Tensor, torch.Tensor]:
         me, placement = self._placement.worker, self._placement
-        parts = [self._updates[stage].own_norms() for stage in sorted(self._own)]
-        where, norms = torch.cat([where for where, _ in parts]), torch.cat([norms for _, norms in parts])
         action = Action(placement.first_stage(me), Op.REDUCE_NORM, microbatch)
-        if me + 1 < placement.num_workers:
-            above, more, known = self._receive(
-                me + 1, Action(placement.first_stage(me + 1), Op.REDUCE_NORM, microbatch)
-            )
-            assert above is not None
-            assert more is not None
-            where, norms = torch.cat([where, above]), torch.cat([norms, more])
-            loss = known if loss is None else loss
-        total: torch.Tensor | None
-        if me:
-            self._send(me - 1, action, [where, norms, loss])
-            total, loss = self._receive(me - 1, Action(placement.first_stage(me - 1), Op.REDUCE_NORM, microbatch))
+        ends = len(self._programs) - 1 in self._own
+        if not placement.leads:
+            leader = placement.replicas[0]
+            if ends:
+                self._send(leader, action, told(losses))
+            total, loss = self._receive(leader, action)
         else:
-            total = total_norm(where, norms)
-        if me + 1 < placement.num_workers:
-            self._send(me + 1, action, [total, loss])
+            if ends:
+                losses = merged(losses, [self._receive(other, action) for other in self._others])
+            total, loss = self._of_leaders(action, summed(losses))
+            for other in self._others:
+                self._send(other, action, [total, loss])
         assert total is not None
         assert loss is not None
+        return total, loss
+
+    def _of_leaders(self, action: Action, loss: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(gradient norm, loss) from what every stage's leading worker has: down to the first, and back up."""
+        placement = self._placement
+        leaders = placement.leaders
+        at = leaders.index(placement.worker)
+        below, above = (leaders[i] if 0 <= i < len(leaders) else None for i in (at - 1, at + 1))
+        parts = [self._updates[stage].own_norms() for stage in sorted(self._own)]
+        where, norms = torch.cat([where for where, _ in parts]), torch.cat([norms for _, norms in parts])
+        if above is not None:
+            further, more, known = self._receive(above, action._replace(stage=placement.first_stage(above)))
+            assert further is not None
+            assert more is not None
+            where, norms = torch.cat([where, further]), torch.cat([norms, more])
+            loss = known if loss is None else loss
+        total: torch.Tensor | None
+        if below is not None:
+            self._send(below, action, [where, norms, loss])
+            total, loss = self._receive(below, action._replace(stage=placement.first_stage(below)))
+        else:
+            total = total_norm(where, norms)
+        if above is not None:
+            self._send(above, action, [total, loss])
         return total, loss

@@ -74,6 +74,7 @@ class GenerationSetup:
         generation: of the plan; a segment of another one is refused.
         addresses: of the endpoints of all workers, once they are known.
         recompute: by stage, whether backwards run the forward again; empty for none.
+        lanes: into which micro-batches are dealt out and gradients summed: ``Wiring.lanes``.
     """
 
     programs: Sequence[StageProgram]
@@ -83,6 +84,7 @@ class GenerationSetup:
     generation: int = 0
     addresses: Sequence[Any] = ()
     recompute: Sequence[bool] = ()
+    lanes: int = 1
 
     @property
     def num_workers(self) -> int:
@@ -90,4 +92,4 @@ class GenerationSetup:
 
     def placement(self, worker: int) -> Placement:
         """Who holds which stage, from the side of one worker."""
-        return Placement(self.homes, worker)
+        return Placement(self.homes, worker, self.lanes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -21,8 +20,9 @@ from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.in_flight import InFlight
 from raypipe.engine.loss_scale import LossScale
+from raypipe.engine.losses import LossTerm, loss_parts, summed
 from raypipe.engine.meter import Meter
-from raypipe.engine.microbatch import Weights, counting
+from raypipe.engine.microbatch import counting
 from raypipe.engine.placing import placed, placed_loss
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.second_forward import Given, SecondForward
@@ -31,8 +31,7 @@ from raypipe.engine.stage_buffers import StageBuffers
 from raypipe.engine.state import StageState
 from raypipe.engine.token_count import TokenCount
 from raypipe.engine.weight_ring import WeightRing
-from raypipe.errors import LinkError, StageError
-from raypipe.ir.action import microbatch_words
+from raypipe.errors import LinkError
 from raypipe.ir.links import MessageTimes, stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Action, Op
@@ -52,7 +51,7 @@ class StageWork:
     Args:
         programs: of all stages; this one is ``programs[stage]``.
         worker: that holds it.
-        channels: by stage, to the ones beside it.
+        channels: by stage beside it and lane of the micro-batch, to who works on that.
         crossing: to the device that computes and back.
     """
 
@@ -63,7 +62,7 @@ class StageWork:
         stage: int,
         worker: int,
         state: StageState,
-        channels: Mapping[int, Channel],
+        channels: Mapping[int, Sequence[Channel]],
         crossing: Crossing,
     ) -> None:
         programs, settings, weights = setup.programs, run.settings, setup.weights
@@ -74,10 +73,12 @@ class StageWork:
         self.settings = settings
         self._channels = channels
         self._crossing, self._mark = crossing, crossing.device.mark
+        placement = setup.placement(worker)
         # Those that the same worker holds: no link is crossed, and rows have no messages to them.
-        self._co_located = setup.placement(worker).co_located(stage)
+        self._co_located = placement.co_located(stage)
+        self._lanes, self._leads = placement.lanes, placement.leads
         self._codecs = setup.codecs
-        self.sink = GradientSink(self.program, state.parameters)
+        self.sink = GradientSink(self.program, state.parameters, self._lanes)
         self.ring = WeightRing(
             self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
         )
@@ -95,9 +96,10 @@ class StageWork:
         self._loss = placed_loss(self.program.loss, crossing)
         self._second_forward = SecondForward(stage, self.program.train.changing_buffers) if recomputes else None
         self._tokens = TokenCount(run.token_column)
-        self._meter = Meter(run.metrics) if self.last and run.metrics and "eval" in run.sources else None
+        evaluates = self._leads and self.last and "eval" in run.sources
+        self._meter = Meter(run.metrics) if evaluates and run.metrics else None
         self._num_to_evaluate = run.sources["eval"].num_samples if "eval" in run.sources else 0
-        self._losses: list[tuple[int, torch.Tensor, float]] = []  # part, value, share
+        self._losses: list[tuple[int, int, torch.Tensor, float]] = []  # micro-batch, part, value, share
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._arrived: dict[int, Message] = {}
         self._training = True
@@ -182,7 +184,7 @@ class StageWork:
             stage=self.stage,
             step=step,
             samples=self._segment.minibatch_samples,
-            averages=self._averages() if self.last and not self._training else (),
+            averages=self._averages() if self.last and self._leads and not self._training else (),
             metrics=self._results(),
             loss=loss_value,
             grad_norm=None if alone else norm_value,
@@ -227,6 +229,7 @@ class StageWork:
                 if stage - 1 in self._co_located and stage > self.program.first_trainable:
                     self._send_back(Action(stage, Op.SEND_B, microbatch))
             case Op.W:
+                self.sink.use_lane(self._lane(microbatch))
                 self._in_flight.backward_weight(microbatch)
             case Op.SEND_F:
                 self._send_forward(action)
@@ -265,7 +268,7 @@ class StageWork:
             if not self.last:
                 return outputs
             losses = outputs if training else self.program.without_asked(outputs)
-            parts = self._loss_parts(losses, given.columns, data.weights, microbatch)
+            parts = loss_parts(self._loss, self.program.targets, losses, given.columns, data.weights, microbatch)
             if self._meter is not None and not training:
                 samples = segment.microbatch_samples[microbatch - segment.first_microbatch]
                 self._meter.add(*self.program.metric_arguments(outputs, given.columns), samples)
@@ -282,7 +285,15 @@ class StageWork:
             self._in_flight.hold(microbatch, inputs, outputs, again)
             self._peak = max(self._peak, len(self._in_flight))
 
+    def _lane(self, microbatch: int) -> int:
+        """Counted within the mini-batch; evaluations run on workers that lead, which have the first lane."""
+        if not self._training:
+            return 0
+        segment = self._segment
+        return (microbatch - segment.first_microbatch) % len(segment.microbatch_samples) % self._lanes
+
     def _backward(self, op: Op, microbatch: int) -> None:
+        self.sink.use_lane(self._lane(microbatch))
         if op is Op.I:
             self._in_flight.backward_input(microbatch)
         elif microbatch == self._split_microbatch:
@@ -295,28 +306,10 @@ class StageWork:
         else:
             self._in_flight.backward(microbatch)
 
-    def _loss_parts(
-        self, outputs: tuple[torch.Tensor, ...], columns: Mapping[Any, torch.Tensor], weights: Weights, microbatch: int
-    ) -> tuple[torch.Tensor, ...]:
-        """The parts of the loss that count, as the last stage's outputs."""
-        if not any(weights):  # no valid target: an average over nothing, which would be nan
-            return ()
-        assert self._loss is not None
-        found = self._loss(outputs, [columns[name] for name in self.program.targets])
-        parts = found if isinstance(found, tuple) else (found,)
-        for loss in parts:
-            if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-                what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise StageError(
-                    f"The loss of {microbatch_words(microbatch)} is not a scalar tensor but has {what}. Let loss_fn "
-                    "reduce over the samples of a micro-batch (reduction='mean') and choose loss_reduction to match."
-                )
-        return tuple(parts[at] for at in counting(weights))
-
     def _note_loss(self, parts: tuple[torch.Tensor, ...], data: MicrobatchData, microbatch: int) -> None:
         """Count the loss; the weights of its parts enter as the gradients of the outputs."""
         counted = list(zip(counting(data.weights), parts, strict=True))
-        self._losses += [(at, part, data.shares[at]) for at, part in counted]
+        self._losses += [(microbatch, at, part, data.shares[at]) for at, part in counted]
         if self._training and counted:
             output_grads = tuple(self._seed(data.weights[at], part.dtype) for at, part in counted)
             self._in_flight.set_output_grads(microbatch, output_grads)
@@ -334,13 +327,15 @@ class StageWork:
         Args:
             part: only this one of its parts.
         """
-        total: torch.Tensor | None = None
-        for at, loss, share in self._losses:
-            if part in (None, at):
-                # Sums of 16 bits would stop growing after a few hundred micro-batches.
-                weighed = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share
-                total = weighed if total is None else total + weighed
-        return total
+        return summed([term for term in self.loss_terms() if part in (None, term.part)])
+
+    def loss_terms(self) -> list[LossTerm]:
+        """What ``loss`` sums up."""
+        # Sums of 16 bits would stop growing after a few hundred micro-batches.
+        return [
+            LossTerm(m, at, loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share)
+            for m, at, loss, share in self._losses
+        ]
 
     def _averages(self) -> tuple[tuple[float, float], ...]:
         """(loss, items) of each part of an evaluation's loss."""
@@ -368,7 +363,9 @@ class StageWork:
         if peer not in self._co_located:
             self.sent(*message_bytes(action.op, tensors, self._codecs), ahead=peer > self.stage)
         what = Crosses.OUTPUTS if action.op is Op.SEND_F else Crosses.INPUT_GRADS
-        self._channels[peer].send(action, self._crossing.to_host(tensors, what), weight_version)
+        self._channels[peer][self._lane(action.microbatch)].send(
+            action, self._crossing.to_host(tensors, what), weight_version
+        )
 
     def _hear_seeds(self, microbatch: int) -> None:
         above = self.stage + 1
@@ -378,7 +375,7 @@ class StageWork:
         """Receive an activation or a gradient, and note how it travelled where that is asked for."""
         begin_s = time.monotonic()
         try:
-            message = self._channels[peer].recv(action, self.settings.timeout_s)
+            message = self._channels[peer][self._lane(action.microbatch)].recv(action, self.settings.timeout_s)
         except LinkError as error:
             at = Action(self.stage, op, action.microbatch)
             raise type(error)(f"Stage {self.stage} in {at.label}: {error}") from error

@@ -104,15 +104,19 @@ def _partition(found: Mapping[str, Any]) -> Partition:
 
 
 def _wiring_fields(wiring: Wiring) -> dict[str, Any]:
-    """For JSON, where a stage is named with its one worker."""
+    """For JSON, where a stage is named with its one worker unless it has several."""
     fields = asdict(wiring)
+    if wiring.replicated or wiring.lanes > 1:
+        return fields
     del fields["homes"], fields["lanes"]
     return {"placement": wiring.placement, **fields}
 
 
 def _schedule(found: Mapping[str, Any]) -> Schedule:
     fields = dict(found["wiring"])
-    wiring = Wiring(single_homes(fields.pop("placement")), **fields)
+    given = fields.pop("homes", None)
+    homes = single_homes(fields.pop("placement")) if given is None else tuple(map(tuple, given))
+    wiring = Wiring(homes, **fields)
     body, prologue, epilogue = (
         tuple(tuple(parse_action(word) for word in row.split()) for row in found[name])
         for name in ("rows", "prologue", "epilogue")
@@ -126,13 +130,14 @@ def _weights(found: Mapping[str, Any]) -> WeightPolicy:
 
 
 def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Most micro-batches that each stage holds between their F and their B, by the order of its row."""
+    """Most micro-batches that each stage holds between their F and their B on one worker, by the order of its row."""
     peaks = [0] * schedule.num_stages
-    held = [0] * schedule.num_stages
-    for action in (a for row in schedule.rows() for a in row):
-        if action.op is Op.F:
-            held[action.stage] += 1
-            peaks[action.stage] = max(peaks[action.stage], held[action.stage])
-        elif action.op in (Op.B, Op.W):
-            held[action.stage] -= 1
+    for row in schedule.rows():
+        held = [0] * schedule.num_stages
+        for action in row:
+            if action.op is Op.F:
+                held[action.stage] += 1
+                peaks[action.stage] = max(peaks[action.stage], held[action.stage])
+            elif action.op in (Op.B, Op.W):
+                held[action.stage] -= 1
     return tuple(peaks)

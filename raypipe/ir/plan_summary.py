@@ -37,7 +37,8 @@ def summary(plan: PlanFacts) -> str:
 def _stages(plan: PlanFacts) -> str:
     stages, placement = plan.partition.stages, plan.schedule.wiring.placement
     words = dict(plan.reasons)
-    workers = 1 + max(placement)
+    wiring = plan.schedule.wiring
+    workers = wiring.num_workers
     shared = workers < len(stages)
 
     def one(stage: Stage) -> str:
@@ -50,6 +51,8 @@ def _stages(plan: PlanFacts) -> str:
     count = str(len(stages))
     if shared:
         count += f" on {workers} worker{'s' * (workers > 1)}"
+    if wiring.lanes > 1:
+        count += f" on {workers} workers, gradients summed in {wiring.lanes} lanes"
     shown = [one(stage) for stage in stages]
     if len(shown) > FEW:
         shown = [*shown[:2], "...", shown[-1]]

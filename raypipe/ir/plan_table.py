@@ -37,10 +37,12 @@ def table(plan: PlanFacts, peaks: Sequence[int]) -> str:
     stages = plan.partition.stages
     total = sum(stage.param_bytes for stage in stages) or 1
     placement = plan.schedule.wiring.placement
-    workers = 1 + max(placement)
+    workers = plan.schedule.wiring.num_workers
     columns: list[Column] = [("stage", [str(stage.index) for stage in stages])]
     if workers < len(stages):
         columns.append(("worker", [str(worker) for worker in placement]))
+    if plan.schedule.wiring.replicated and plan.prediction is None:
+        columns.append(("replicas", [str(count) for count in plan.partition.replicas]))
     columns += [
         ("parameters", [human_bytes(stage.param_bytes) for stage in stages]),
         ("share", [f"{stage.param_bytes / total:.0%}" for stage in stages]),
@@ -70,7 +72,7 @@ def table(plan: PlanFacts, peaks: Sequence[int]) -> str:
 
 def _title(plan: PlanFacts, stages: int, workers: int) -> str:
     count = f"{stages} stages" if stages > 1 else "1 stage"
-    if workers < stages:
+    if workers != stages:
         count += f" on {workers} workers" if workers > 1 else " on 1 worker"
     return (
         f"plan: {count}, schedule {plan.schedule.kind}, {plan.minibatch_size} samples per step, "
@@ -117,7 +119,7 @@ def _step(found: Prediction) -> list[str]:
 
 def _memory(found: Prediction, placement: Sequence[int]) -> str:
     """The fullest stage, or, where workers hold several, the fullest worker: the sum of what its stages hold."""
-    if 1 + max(placement) < len(placement):
+    if len(set(placement)) < len(placement):
         held: dict[int, int] = {}
         for stage, worker in zip(found.stages, placement, strict=True):
             held[worker] = held.get(worker, 0) + stage.memory_bytes
@@ -148,7 +150,7 @@ def _bubble(plan: PlanFacts, workers: int) -> str:
     if not plan.weights.synchronous:
         return "; workers wait only where the pipeline is emptied"
     stages = plan.partition.num_stages
-    if workers < stages and plan.schedule.wiring.split_backward:
+    if (workers < stages and plan.schedule.wiring.split_backward) or plan.schedule.wiring.replicated:
         return ""
     return f"; workers are idle at least {smallest_bubble(stages, workers, plan.num_microbatches):.0%} of a step"
 

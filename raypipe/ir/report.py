@@ -209,5 +209,6 @@ def merge_reports(
         peak_in_flight=max(r.peak_in_flight for r in reports),
         skipped=any(r.skipped for r in reports),
         lr=next((r.lr for r in reports if r.lr is not None), 0.0),
-        tokens=max(r.tokens for r in reports),
+        # Every replica of a stage counts its own micro-batches.
+        tokens=max(sum(r.tokens for r in reports if r.stage == stage) for stage in {r.stage for r in reports}),
     )

@@ -9,13 +9,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.action import COMPUTE, Action, Op, parse_action
 from raypipe.ir.packed import OP_CODE, PackedRow
 
 __all__ = [
-    "COMPUTE", "Action", "Homes", "Op", "Row", "Schedule", "Wiring", "dependencies", "parse_action", "single_homes",
+    "COMPUTE", "OF_UPDATES", "Action", "Homes", "Op", "Row", "Schedule", "Wiring", "dependencies", "parse_action",
+    "single_homes",
 ]  # fmt: skip
 
 
@@ -23,7 +25,10 @@ Row = Sequence[Action]
 """A tuple of actions, or the same as arrays: ``raypipe.ir.packed.PackedRow``."""
 
 Homes = tuple[tuple[int, ...], ...]
-"""By stage, the workers that hold it: its replicas, in their order."""
+"""By stage, the workers that hold it: its replicas, in their order. The first one leads: it saves and evaluates."""
+
+OF_UPDATES = frozenset({Op.REDUCE_GRAD, Op.REDUCE_NORM, Op.STEP})
+"""What every replica of a stage does at the end of an update, so that it stands in as many rows."""
 
 
 def single_homes(placement: Iterable[int]) -> Homes:
@@ -39,15 +44,16 @@ class Wiring:
     by lane come out the same however many replicas there are.
 
     Attributes:
-        homes: workers that hold each stage, by stage index; one each in this release.
+        homes: workers that hold each stage, by stage index.
         split_backward: the schedule uses I and W instead of B.
         update_interval: micro-batches per optimizer step (M for a synchronous schedule).
         first_trainable: lowest stage with a trainable parameter; the ones below have no backward.
         norm_per_stage: REDUCE_NORM takes the norm of its own stage and waits for no other.
-        lanes: into how many micro-batches are dealt out in turn; 1 in this release.
+        lanes: into how many micro-batches are dealt out in turn, at least one for each replica of a stage.
 
     Raises:
-        ScheduleError: a stage has several workers, or there are several lanes.
+        ScheduleError: a stage has no worker, or one twice; a worker shares some of its stages with others but not all;
+            there are fewer lanes than replicas.
     """
 
     homes: Homes
@@ -58,14 +64,24 @@ class Wiring:
     lanes: int = 1
 
     def __post_init__(self) -> None:
+        if self.lanes < 1:
+            raise ScheduleError(f"lanes={self.lanes}: micro-batches need at least one.")
+        together: dict[int, tuple[int, ...]] = {}
         for stage, workers in enumerate(self.homes):
-            if len(workers) != 1:
+            listed = ", ".join(map(str, workers)) or "none"
+            if not workers or len(set(workers)) < len(workers):
+                raise ScheduleError(f"Stage {stage} is placed on workers {listed}: give it one or more, each once.")
+            if len(workers) > self.lanes:
                 raise ScheduleError(
-                    f"Stage {stage} is placed on {len(workers)} workers, {', '.join(map(str, workers)) or 'none'}, but "
-                    "this release runs one worker per stage: give it one."
+                    f"Stage {stage} has {len(workers)} replicas, but lanes={self.lanes} deals its micro-batches out to "
+                    f"{self.lanes} only: set at least {len(workers)} lanes."
                 )
-        if self.lanes != 1:
-            raise ScheduleError(f"lanes={self.lanes}: this release deals micro-batches out into one lane; leave it 1.")
+            for worker in workers:
+                if together.setdefault(worker, workers) != workers:
+                    raise ScheduleError(
+                        f"Stage {stage} is placed on workers {listed}, and another stage of worker {worker} on "
+                        f"{', '.join(map(str, together[worker]))}: stages of one worker have the same workers."
+                    )
 
     @property
     def num_stages(self) -> int:
@@ -73,8 +89,22 @@ class Wiring:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The worker of each stage, while each has one."""
-        return tuple(worker for (worker,) in self.homes)
+        """The worker of each stage that leads its replicas: the only one, where it has one."""
+        return tuple(workers[0] for workers in self.homes)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Workers by stage."""
+        return tuple(map(len, self.homes))
+
+    @property
+    def replicated(self) -> bool:
+        """Whether any stage has several workers."""
+        return any(len(workers) > 1 for workers in self.homes)
+
+    @property
+    def num_workers(self) -> int:
+        return 1 + max(worker for workers in self.homes for worker in workers)
 
     @property
     def by_lane(self) -> tuple[tuple[int, ...], ...]:
@@ -83,8 +113,17 @@ class Wiring:
 
     def worker_of(self, stage: int, microbatch: int) -> int:
         """Who runs the stage for this micro-batch."""
-        workers = self.homes[stage]
-        return workers[microbatch % self.lanes % len(workers)]
+        workers, lane = self.homes[stage], int(self.lane_of(microbatch))
+        return workers[lane % len(workers)]
+
+    def lane_of(self, microbatch: Any) -> Any:
+        """The lane of a micro-batch, or by element those of an array of them.
+
+        They are counted within their update, so that every update is dealt out alike; from the beginning where updates
+        are smaller than that.
+        """
+        within = microbatch % self.update_interval if self.update_interval >= self.lanes else microbatch
+        return within % self.lanes
 
     def crosses(self, stage: int, microbatch: int) -> bool:
         """Whether stage and stage + 1 sit on different workers for it, so that a link joins them."""
@@ -103,6 +142,9 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
         B  <- F, and RECV_B <- SEND_B <- B of the stage after
         W  <- I;   REDUCE_GRAD <- every B (or W) of the update;   REDUCE_NORM <- REDUCE_GRAD of all
         stages, or of its own where norms are per stage;   STEP <- REDUCE_NORM
+
+    What ends an update stands in the row of every replica. So REDUCE_GRAD waits for backwards on all replicas of its
+    stage, and one that is waited for is that of the own row or, if it has none, those of all rows that do.
 
     The model leaves out that the holders of a shared parameter exchange gradients in REDUCE_GRAD.
     """

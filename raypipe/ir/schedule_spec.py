@@ -6,6 +6,7 @@
 As text, ``str`` and ``ScheduleSpec.parse``; ``name`` is the part before the first comma:
 
     1f1b, M=8          kfkb k=2, M=8          slack r=2,2,1, M=8, first_trainable=1          zb-h1 r=1, M=4, overlap
+    1f1b, M=8, replicas=3-1, lanes=3
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from raypipe.errors import ScheduleError
 
-__all__ = ["AUTO_KINDS", "KINDS", "ScheduleKind", "ScheduleSpec", "kinds_to_search", "takes"]
+__all__ = ["AUTO_KINDS", "KINDS", "REPLICATED", "ScheduleKind", "ScheduleSpec", "kinds_to_search", "takes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class ScheduleKind:
         stages_per_worker: 1 or 2; None for as many as ``chunks`` says.
         searched: the controller searches its numbers where the user leaves them open.
         memory_formula: planner.memory knows by formula what it holds; rows of other kinds are counted.
+        replicated: its stages may have replicas.
     """
 
     takes: tuple[str, ...] = ()
@@ -39,6 +41,7 @@ class ScheduleKind:
     stages_per_worker: int | None = 1
     searched: bool = False
     memory_formula: bool = True
+    replicated: bool = False
 
     @property
     def turned(self) -> bool:
@@ -52,10 +55,10 @@ class ScheduleKind:
 
 
 KINDS: Mapping[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(),
-    "1f1b": ScheduleKind(),
-    "kfkb": ScheduleKind(("group_size",), searched=True),
-    "slack": ScheduleKind(("slack",), searched=True),
+    "gpipe": ScheduleKind(replicated=True),
+    "1f1b": ScheduleKind(replicated=True),
+    "kfkb": ScheduleKind(("group_size",), searched=True, replicated=True),
+    "slack": ScheduleKind(("slack",), searched=True, replicated=True),
     "interleaved": ScheduleKind(("chunks",), stages_per_worker=None, memory_formula=False),
     "zb-h1": ScheduleKind(("slack",), splits_backward=True, searched=True),
     "zb-v": ScheduleKind(splits_backward=True, stages_per_worker=2, memory_formula=False),
@@ -67,6 +70,9 @@ KINDS: Mapping[str, ScheduleKind] = {
 AUTO_KINDS = ("1f1b", "slack", "zb-h1")
 """What schedule="auto" may become. Not kfkb: slack is as quick on every link and keeps fewer micro-batches
 (docs/design/0015-controller.md)."""
+
+REPLICATED = tuple(name for name, kind in KINDS.items() if kind.replicated)
+"""Schedules whose stages may have replicas."""
 
 _LETTERS = {"group_size": "k", "slack": "r", "chunks": "v", "update_interval": "u"}
 _UNSET = {"group_size": 1, "slack": (), "chunks": 1, "update_interval": None}
@@ -98,6 +104,8 @@ class ScheduleSpec:
         overlap: no stage waits for the gradient norm of all stages before its optimizer step, so that steps of kinds
             that can do so overlap. It is a property of the run, so that kinds that cannot may have it too.
         update_interval: u of pipedream, micro-batches per update.
+        replicas: workers by stage; empty for one each.
+        lanes: into which gradients are summed, at least as many as any stage has replicas.
 
     Raises:
         ScheduleError: an unknown kind, a field that it does not have, or a number out of range.
@@ -111,6 +119,8 @@ class ScheduleSpec:
     first_trainable: int = 0
     overlap: bool = False
     update_interval: int | None = None
+    replicas: tuple[int, ...] = ()
+    lanes: int = 1
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -123,7 +133,18 @@ class ScheduleSpec:
                 raise ScheduleError(f"The schedule {self.kind!r} has no {field}: leave out {field}={value}.")
         if any(r < 1 for r in self.slack):
             raise ScheduleError(f"slack is {self.slack}: every hop needs at least 1, which is 1F1B.")
+        if (max(self.replicas, default=1) > 1 or self.lanes > 1) and not self.of_kind.replicated:
+            raise ScheduleError(
+                f"The schedule {self.kind!r} has no replicas and no lanes (replicas={self.replicas}, "
+                f"lanes={self.lanes}): take one of {', '.join(REPLICATED)}."
+            )
+        if any(count < 1 for count in self.replicas) or max(self.replicas, default=1) > self.lanes:
+            raise ScheduleError(
+                f"replicas={self.replicas} with lanes={self.lanes}: every stage needs at least one worker, and there "
+                "must be as many lanes as the most of them."
+            )
         least = {"num_microbatches": 1, "group_size": 1, "chunks": 1, "first_trainable": 0, "update_interval": 1}
+        least["lanes"] = 1
         for field, low in least.items():
             value = getattr(self, field)
             if value is not None and value < low:
@@ -148,6 +169,8 @@ class ScheduleSpec:
             slack,
             first_trainable=self.first_trainable,
             overlap=self.overlap,
+            replicas=self.replicas,
+            lanes=self.lanes,
         )
 
     @property
@@ -165,7 +188,10 @@ class ScheduleSpec:
         parts = [self.name, f"M={self.num_microbatches}"]
         if self.first_trainable:
             parts.append(f"first_trainable={self.first_trainable}")
-        return ", ".join(parts + ["overlap"] * self.overlap)
+        parts += ["overlap"] * self.overlap
+        if self.replicas:
+            parts.append(f"replicas={'-'.join(map(str, self.replicas))}")
+        return ", ".join(parts + [f"lanes={self.lanes}"] * (self.lanes > 1))
 
     @classmethod
     def parse(cls, text: str) -> ScheduleSpec:
@@ -183,9 +209,9 @@ class ScheduleSpec:
             try:
                 if field == "overlap" and not value:
                     found[field] = True
-                elif field == "slack":
-                    found[field] = tuple(map(int, value.split(",")))
-                elif field in (*_UNSET, "num_microbatches", "first_trainable"):
+                elif field in ("slack", "replicas"):
+                    found[field] = tuple(map(int, value.split("," if field == "slack" else "-")))
+                elif field in (*_UNSET, "num_microbatches", "first_trainable", "lanes"):
                     found[field] = int(value)
                 else:
                     raise ValueError
@@ -196,8 +222,12 @@ class ScheduleSpec:
         return cls(kind, **found)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON; without replicas and lanes where there is one of each."""
+        found = asdict(self)
+        for name, single in (("replicas", ()), ("lanes", 1)):
+            if found[name] == single:
+                del found[name]
+        return found
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> ScheduleSpec:

@@ -1,6 +1,6 @@
 """Rows of a plan for any segment: the one way from a plan and a RowsKey to what workers carry out.
 
-evaluation                             forwards alone
+evaluation                             forwards alone, on the first replica of every stage
 synchronous                            the plan's spec, or the key's, for the key's number of micro-batches
 asynchronous, empty at both ends       so many mini-batches of the plan's schedule
 asynchronous, a phase of it            fill, steady or drain
@@ -31,7 +31,7 @@ def rows_for(plan: Plan, key: RowsKey) -> Schedule:
     """
     wiring = plan.schedule.wiring
     if not key.training:
-        return forward_only(wiring.placement, key.num_microbatches)
+        return forward_only(wiring.placement, key.num_microbatches, wiring.num_workers)
     if key.phase is not Phase.WHOLE:
         return part(lowered_and_checked(plan.schedule), key.phase)
     if key.update_interval is not None:

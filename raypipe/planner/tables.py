@@ -2,7 +2,7 @@
 
 Nodes are numbered row after row, so everything one worker does lies in one range, and "has it ended?"
 is one comparison with how far that worker has come. ``dependencies()`` is asked once per stage and
-operation, not once per action: it looks at distances between micro-batches, never at their numbers.
+operation and lane, not once per action: it looks at distances between micro-batches, never at their numbers.
 
 A schedule that cannot be wired up (an action on the wrong worker, twice, or waiting for something that
 no row contains) is refused here; a deadlock when ``blocks()`` looks for an order to run it in.
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
 from raypipe.ir.packed import OP_CODE, OPS, PackedRow
-from raypipe.ir.schedule import Action, Op, Row, Schedule, Wiring, dependencies
+from raypipe.ir.schedule import OF_UPDATES, Action, Op, Row, Schedule, Wiring, dependencies
 
 __all__ = ["BARRIER", "NO_WAIT", "OPS", "OP_CODE", "Ints", "Program", "build", "encode", "pack"]
 
@@ -33,6 +33,7 @@ BARRIER = -2
 # Members are singletons, so their ids tell them apart; hashing a member is many times slower.
 _CODES = np.array(sorted(range(len(OPS)), key=lambda code: id(OPS[code])), dtype=np.int8)
 _IDS = np.array([id(OPS[code]) for code in _CODES])
+_IS_OF_UPDATES = np.array([op in OF_UPDATES for op in OPS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Program:
         )
 
     def peak_in_flight(self) -> tuple[int, ...]:
-        """Most micro-batches whose activations each stage holds at once.
+        """Most micro-batches whose activations each stage holds at once, on any one of its workers.
 
         A worker runs its row in order, so this does not depend on any cost. A stage without backward
         lets go of its input as soon as its forward ends.
@@ -127,10 +128,12 @@ class Program:
         release = OP_CODE[Op.W if self.wiring.split_backward else Op.B]
         change = (self.op == OP_CODE[Op.F]).astype(np.int64) - (self.op == release)
         peaks = []
-        for stage, worker in enumerate(self.wiring.placement):
-            row = slice(self.first[worker], self.first[worker + 1])
-            resident = np.cumsum(change[row][self.stage[row] == stage])
-            peak = int(resident.max(initial=0))
+        for stage, workers in enumerate(self.wiring.homes):
+            peak = 0
+            for worker in workers:
+                row = slice(self.first[worker], self.first[worker + 1])
+                resident = np.cumsum(change[row][self.stage[row] == stage])
+                peak = max(peak, int(resident.max(initial=0)))
             peaks.append(peak if stage >= self.wiring.first_trainable else min(peak, 1))
         return tuple(peaks)
 
@@ -160,7 +163,8 @@ def build(schedule: Schedule, repeats: int = 1) -> Program:
         missing = (found < 0) | (~foreign & (found >= nodes[:, None]))
         if missing.any():
             i, j = np.argwhere(missing)[0].tolist()
-            unmet.append((len(kinds), int(nodes[i]), int(kinds[j]), int(wanted[i, j]), int(found[i, j])))
+            kind = int(kinds[j]) // max(program.wiring.replicas)
+            unmet.append((len(kinds), int(nodes[i]), kind, int(wanted[i, j]), int(found[i, j])))
         else:
             _connect(program, nodes, found, foreign)
     if unmet:
@@ -198,15 +202,37 @@ def pack(stage: NDArray[np.integer], op: NDArray[np.integer], microbatch: NDArra
 
 
 def _questions(program: Program) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Nodes of one stage and operation, and what they wait for: stage * len(OPS) + op by wait, micro-batch by both."""
-    for first, stop in pairwise(program.first):
+    """Nodes of one worker, stage, operation and lane, and what they wait for: slots by wait, micro-batch by both."""
+    wiring = program.wiring
+    lanes = wiring.lanes if wiring.replicated else 1
+    for worker, (first, stop) in enumerate(pairwise(program.first)):
         kind_of = program.stage[first:stop] * len(OPS) + program.op[first:stop]
-        for kind in np.flatnonzero(np.bincount(kind_of)).tolist():
-            answer = dependencies(Action(kind // len(OPS), OPS[kind % len(OPS)], 0), program.wiring)
+        if lanes > 1:
+            kind_of = kind_of * lanes + wiring.lane_of(program.microbatch[first:stop])
+        for found in np.flatnonzero(np.bincount(kind_of)).tolist():
+            kind, lane = divmod(found, lanes)
+            answer = dependencies(Action(kind // len(OPS), OPS[kind % len(OPS)], lane), wiring)
             if answer:
-                stage, op, distance = encode(answer)
-                nodes = (np.flatnonzero(kind_of == kind) + first).astype(np.int32)
-                yield nodes, stage * len(OPS) + op, program.microbatch[nodes, None] + distance
+                slots, microbatches = _slots_of(answer, worker, wiring)
+                nodes = (np.flatnonzero(kind_of == found) + first).astype(np.int32)
+                yield nodes, slots, program.microbatch[nodes, None] + (microbatches - lane)
+
+
+def _slots_of(actions: Row, worker: int, wiring: Wiring) -> tuple[Ints, Ints]:
+    """Where in ``_Slots`` actions are that one of this worker waits for, and their micro-batches."""
+    stage, op, microbatch = encode(actions)
+    width = max(wiring.replicas)
+    slots = (stage * len(OPS) + op) * width
+    if width == 1 or not _IS_OF_UPDATES[op].any():
+        return slots, microbatch
+    places = []
+    for s, o in zip(stage.tolist(), op.tolist(), strict=True):
+        workers = wiring.homes[s]
+        mine = [workers.index(worker)] if worker in workers else range(len(workers))
+        places.append(mine if _IS_OF_UPDATES[o] else [0])
+    times = np.array([len(each) for each in places])
+    within = np.array([place for each in places for place in each], dtype=np.int32)
+    return np.repeat(slots, times) + within, np.repeat(microbatch, times)
 
 
 def _flatten(schedule: Schedule, repeats: int) -> tuple[list[int], Ints, Ints, NDArray[np.int8], Ints]:
@@ -241,27 +267,46 @@ def _connect(program: Program, nodes: Ints, found: Ints, foreign: NDArray[np.boo
 
 
 class _Slots:
-    """Finds a node by stage, operation and micro-batch: a dense table instead of a dictionary of tuples."""
+    """Finds a node by slot and micro-batch: a dense table instead of a dictionary of tuples.
+
+    A slot is (stage * len(OPS) + op) * R + r, where R is the largest number of replicas, and r the replica for what
+    ends an update, else 0.
+    """
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self._replicas = max(program.wiring.replicas)
         self._width = int(program.microbatch.max(initial=-1)) + 1
-        self._node = np.full((program.wiring.num_stages * len(OPS), self._width), -1, dtype=np.int32)
-        self._node[program.stage * len(OPS) + program.op, program.microbatch] = np.arange(len(program.op))
+        self._slot = (program.stage * len(OPS) + program.op) * self._replicas + _replica_of(program)
+        slots = program.wiring.num_stages * len(OPS) * self._replicas
+        self._node = np.full((slots, self._width), -1, dtype=np.int32)
+        self._node[self._slot, program.microbatch] = np.arange(len(program.op))
 
     def check_unique(self) -> None:
         program = self._program
-        seen = self._node[program.stage * len(OPS) + program.op, program.microbatch]
+        seen = self._node[self._slot, program.microbatch]
         hidden = np.flatnonzero(seen != np.arange(len(program.op)))
         if len(hidden):
             one, other = int(hidden[0]), int(seen[hidden[0]])
             raise ScheduleError(f"{program.where(other)} is there twice, also as {program.where(one)}: drop one.")
 
-    def find(self, kinds: Ints, microbatch: Ints) -> Ints:
-        """The node of each stage and operation (by column) and micro-batch; -1 where there is none."""
+    def find(self, slots: Ints, microbatch: Ints) -> Ints:
+        """The node of each slot (by column) and micro-batch; -1 where there is none."""
         inside = (microbatch >= 0) & (microbatch < self._width)
-        found: Ints = np.where(inside, self._node[kinds, np.where(inside, microbatch, 0)], np.int32(-1))
+        found: Ints = np.where(inside, self._node[slots, np.where(inside, microbatch, 0)], np.int32(-1))
         return found
+
+
+def _replica_of(program: Program) -> Ints:
+    """By node, which replica of its stage its worker is, where that tells it from others; else 0."""
+    found = np.zeros(len(program.op), dtype=np.int32)
+    if program.wiring.replicated:
+        replica = np.zeros((program.wiring.num_stages, program.num_workers), dtype=np.int32)
+        for stage, workers in enumerate(program.wiring.homes):
+            replica[stage, list(workers)] = np.arange(len(workers))
+        ending = _IS_OF_UPDATES[program.op]
+        found[ending] = replica[program.stage[ending], program.worker[ending]]
+    return found
 
 
 def _check_places(program: Program) -> None:
@@ -277,12 +322,19 @@ def _check_places(program: Program) -> None:
             f"{program.where(unknown[0])} names a stage that does not exist: "
             f"the placement lists stages 0 to {len(workers) - 1}."
         )
-    home = workers[program.stage, program.microbatch % program.wiring.lanes]
-    strangers = np.flatnonzero(home != program.worker)
+    home = workers[program.stage, program.wiring.lane_of(program.microbatch)]
+    right_place = home == program.worker
+    if program.wiring.replicated:
+        holds = np.zeros((len(workers), program.num_workers), dtype=np.bool_)
+        for stage, replicas in enumerate(program.wiring.homes):
+            holds[stage, list(replicas)] = True
+        right_place |= _IS_OF_UPDATES[program.op] & holds[program.stage, program.worker]
+    strangers = np.flatnonzero(~right_place)
     if len(strangers):
         stage, right = program.stage[strangers[0]], home[strangers[0]]
+        its = "this micro-batch of stage {} belongs to" if program.wiring.replicated else "stage {} is placed on"
         raise ScheduleError(
-            f"{program.where(strangers[0])} is on the wrong worker: stage {stage} is placed on worker "
+            f"{program.where(strangers[0])} is on the wrong worker: {its.format(stage)} worker "
             f"{right}; move it to row {right}."
         )
 

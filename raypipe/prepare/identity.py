@@ -66,6 +66,8 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: str =
         "schedule": "synchronous" if plan.weights.interval is None else pipeline.schedule,
         **{name: getattr(pipeline, name) for name in _FREE_FIELDS},
     }
+    if (lanes := plan.schedule.wiring.lanes) > 1:  # replicas change no bit, but lanes do
+        free["num_lanes"] = lanes
     if plan.weights.interval is not None:
         free |= {name: getattr(pipeline, name) for name in _ASYNCHRONOUS_FIELDS}
     free |= source_labels("eval_data", sources["eval"]) if "eval" in sources else {"eval_data": None}

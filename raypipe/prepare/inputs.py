@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from raypipe.config.pipeline import PipelineConfig
+from raypipe.config.replicas import laned
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.data import Source, open_data
@@ -185,7 +186,7 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         minibatch_size=_given(pipeline.minibatch_size),
         num_microbatches=_given(pipeline.num_microbatches),
         num_samples=num_samples,
-        schedule=pipeline.schedule,
+        schedule="1f1b" if pipeline.schedule == "auto" and laned(pipeline) else pipeline.schedule,
         group_size=_given(pipeline.group_size),
         slack=_given(pipeline.slack),
         partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
@@ -197,6 +198,8 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         skips=pipeline.on_nonfinite == "skip" or PRECISIONS[pipeline.precision].scaled,
         leaf_factor=PRECISIONS[pipeline.precision].leaf_factor,
         recompute=asked_recompute(pipeline, num_stages),
+        replicas=_given(pipeline.num_replicas) or 1,
+        lanes=_given(pipeline.num_lanes),
     )
 
 

@@ -81,13 +81,13 @@ class Job:
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """The worker of each stage."""
+        """The worker of each stage that leads its replicas: the only one, where it has one."""
         return self.plan.schedule.wiring.placement
 
     @property
     def num_workers(self) -> int:
-        """Workers that hold a stage; fewer than stages where a schedule puts several on each."""
-        return 1 + max(self.placement)
+        """Workers that hold a stage; fewer than stages where a schedule puts several on each, more with replicas."""
+        return self.plan.schedule.wiring.num_workers
 
     @property
     def flow(self) -> Flow | None:

@@ -84,7 +84,8 @@ def told_of(**fields: Any) -> str:
 # Of every field, values that each mean something else; what goes with them stands before.
 EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "num_stages": ({}, [1, 2, 3]),
-    "num_replicas": ({}, [1]),
+    "num_replicas": ({}, [1, 2, [1, 2]]),
+    "num_lanes": ({}, ["auto", 2, 3]),
     "minibatch_size": ({}, [8, 16]),
     "num_microbatches": ({}, [2, 4]),
     "profile_budget_s": ({"partitioner": "auto", "num_microbatches": "auto"}, [0.0001, 60.0]),
@@ -137,7 +138,6 @@ def test_every_value_of_every_field_makes_another_run(name: str) -> None:
 
 # Values that a release to come runs, and every other one that a name stands for.
 LATER = {
-    "num_replicas": [2, [1, 2]],
     "schedule": ["rows.csv"],
 }
 

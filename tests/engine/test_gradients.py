@@ -78,6 +78,38 @@ def test_another_micro_batch_without_this_parameter_adds_nothing() -> None:
     assert torch.equal(parameters["b"].grad, torch.ones(SIZE, SIZE))
 
 
+def test_lanes_are_summed_in_their_order() -> None:
+    """(g0 + g3) + (g1 + g4) + g2, by hooks and by calls, and the memory of all lanes is used again."""
+    parameters = made()
+    sites = tuple(Site(name, 0) for name in parameters)
+    program = program_of(sites, parameters)
+    sink = GradientSink(program, parameters, lanes=3)
+    ring = WeightRing(program, parameters, watch=sink.watch)
+    draw = torch.Generator().manual_seed(1)
+    kept: list[set[int]] = []
+    for _ in range(2):
+        ring.begin(0, 5)
+        scales = torch.rand(5, generator=draw) / 3
+        for microbatch, scale in enumerate(scales):
+            ring.enter(microbatch, 0)
+            sink.use_lane(microbatch % 3)
+            leaves = ring.leaves(microbatch)
+            roots = [sum(leaf.square().sum() for leaf in leaves if leaf.shape != (SIZE,) or microbatch != 2)]
+            sink.add(gradients(roots, [scale], ring.trained(microbatch)))  # type: ignore[list-item]
+            ring.leave(microbatch)
+        sink.close()
+        sink.finish(())
+        for name, parameter in parameters.items():
+            g = [2 * parameter.detach() * scale for scale in scales]
+            lanes = [g[0] + g[3], g[1] + g[4], g[2]]
+            total = lanes[0] + lanes[1] + lanes[2] if name != "small" else lanes[0] + lanes[1]
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, total), name
+        sink.reset()
+        kept.append({x.data_ptr() for kept_of_lane in sink._kept_of_lanes for x in kept_of_lane if x is not None})
+    assert kept[0] == kept[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "cnn", "unet", "buffers", "attention", "frozen-middle"])
 def test_whole_steps_are_exact_when_every_gradient_counts_as_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,8 @@ def memory_of(graph: ModelGraph, partition: Partition, model: MemoryModel) -> tu
                 model,
                 sums_of(graph, nodes),
                 stage.index,
-                -(-behind // replicas),
+                # Of replicas that have rows of their own, what they hold was counted by stage.
+                partition.num_stages - stage.index if model.spec.replicas else -(-behind // replicas),
                 receive_bytes=stage.input_bytes,
                 send_bytes=after,
                 workspace_bytes=workspace_bytes(graph, nodes, model.microbatch_size),

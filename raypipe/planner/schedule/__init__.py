@@ -24,7 +24,9 @@ zb-v         two stages per worker, there and back, B split      memory of 1f1b'
 pipedream    1F1B that never runs empty                          weight versions
 2bw          the same, an update per mini-batch                  two weight versions
 
-Left out: replicas of a stage (each replica runs the same row), recomputation, and a limit on the messages
+Stages may have replicas in the first four kinds: see ``replicas``.
+
+Left out: recomputation, and a limit on the messages
 that wait at a receiver: a stage without backward is held back by nobody and may run a whole step ahead.
 """
 
@@ -38,6 +40,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule.asynchronous import continuous
 from raypipe.planner.schedule.interleaved import interleaved
+from raypipe.planner.schedule.replicas import Replicas
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.zero_bubble import zb_h1
 from raypipe.planner.schedule.zero_bubble_v import zb_v
@@ -78,11 +81,19 @@ def _continuous(spec: ScheduleSpec, num_stages: int) -> Schedule:
     )
 
 
+def _replicas(spec: ScheduleSpec) -> Replicas:
+    return Replicas(spec.replicas, spec.lanes)
+
+
 _MAKERS: Mapping[str, Callable[[ScheduleSpec, int], Schedule]] = {
-    "gpipe": lambda spec, stages: gpipe(stages, spec.num_microbatches, spec.first_trainable),
-    "1f1b": lambda spec, stages: one_f_one_b(stages, spec.num_microbatches, spec.first_trainable),
-    "kfkb": lambda spec, stages: k_f_k_b(stages, spec.num_microbatches, spec.group_size, spec.first_trainable),
-    "slack": lambda spec, stages: slack(stages, spec.num_microbatches, spec.slack, spec.first_trainable),
+    "gpipe": lambda spec, stages: gpipe(stages, spec.num_microbatches, spec.first_trainable, _replicas(spec)),
+    "1f1b": lambda spec, stages: one_f_one_b(stages, spec.num_microbatches, spec.first_trainable, _replicas(spec)),
+    "kfkb": lambda spec, stages: k_f_k_b(
+        stages, spec.num_microbatches, spec.group_size, spec.first_trainable, _replicas(spec)
+    ),
+    "slack": lambda spec, stages: slack(
+        stages, spec.num_microbatches, spec.slack, spec.first_trainable, _replicas(spec)
+    ),
     "interleaved": _interleaved,
     "zb-h1": lambda spec, stages: zb_h1(
         stages, spec.num_microbatches, spec.slack, spec.first_trainable, overlap=spec.overlap

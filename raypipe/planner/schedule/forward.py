@@ -11,7 +11,7 @@ from raypipe.planner.schedule.interleaved import in_rounds
 __all__ = ["forward_only"]
 
 
-def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
+def forward_only(placement: Sequence[int], num_microbatches: int, num_workers: int | None = None) -> Schedule:
     """Lowered rows of an evaluation, for any placement of the stages.
 
     placement=(0, 1), M=2
@@ -29,6 +29,7 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
     Args:
         placement: worker of each stage, by stage.
         num_microbatches: M.
+        num_workers: rows; those of workers without a stage are empty. None for no such worker.
 
     Raises:
         ScheduleError: no stage, or no micro-batch.
@@ -40,6 +41,7 @@ def forward_only(placement: Sequence[int], num_microbatches: int) -> Schedule:
         )
     wiring = Wiring(single_homes(placement), update_interval=num_microbatches)
     rows = tuple(tuple(_with_messages(row, wiring)) for row in _orders(wiring, num_microbatches))
+    rows += ((),) * ((num_workers or 0) - len(rows))
     return Schedule("forward", wiring, rows, stride=num_microbatches)
 
 
@@ -51,7 +53,9 @@ def _orders(wiring: Wiring, num_microbatches: int) -> list[list[Action]]:
     """
     placement, num_stages = wiring.placement, wiring.num_stages
     held = [[s for s, worker in enumerate(placement) if worker == w] for w in range(1 + max(placement))]
-    round_of = [number for number, part in enumerate(in_rounds(num_microbatches, 2 * len(held))) for _ in part]
+    round_of = [
+        number for number, part in enumerate(in_rounds(num_microbatches, 2 * len(set(placement)))) for _ in part
+    ]
     orders: list[list[Action]] = [[] for _ in held]
     done = [0] * num_stages
     before = done

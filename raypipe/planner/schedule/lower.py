@@ -8,6 +8,9 @@ of time in the order in which the peer sends them (``expected_sends``), whatever
 
 Where a message is needed is asked of ``dependencies()``: whatever waits for a RECV gets that RECV, and
 the action behind its SEND gets the SEND. Stages without backward ask for none, so none is sent to them.
+
+A replica of a stage ends an update behind the last of its own micro-batches, or behind everything else in its row
+where it has none of that update.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class _Rules(NamedTuple):
     """What becomes of a compute action; operations are places in OPS, -1 for none.
 
     Attributes:
-        receive, send: by stage and operation, what stands before and behind the action.
+        receive, send: by stage, operation and lane, what stands before and behind the action.
         finishing: by stage, the operation after which nothing is left to do for a micro-batch.
         wiring: of the schedule.
     """
@@ -69,17 +72,20 @@ def lower(schedule: Schedule) -> Schedule:
             f"The body advances by {schedule.stride} micro-batches, the optimizer steps every {interval}: "
             "make the first a multiple of the second."
         )
+    _check_share(schedule)
     rules = _rules(schedule)
     lowered: list[tuple[Row, Row, Row]] = []
     for worker, body in enumerate(schedule.body):
         before: Progress = Counter()
-        prologue = _lower_row(schedule.prologue[worker] if schedule.prologue else (), rules, before)
+        prologue = _lower_row(worker, schedule.prologue[worker] if schedule.prologue else (), rules, before)
         after = before.copy()
-        middle = _lower_row(body, rules, after)
+        middle = _lower_row(worker, body, rules, after)
+        if schedule.wiring.replicated:
+            middle = _with_empty_update(middle, worker, schedule.wiring)
         shift = schedule.stride // interval
         _check_periodic(worker, {(s, u + shift): n for (s, u), n in before.items()}, after, interval)
         # The epilogue counts from the end of the body as the body counts from its own beginning.
-        epilogue = _lower_row(schedule.epilogue[worker] if schedule.epilogue else (), rules, before)
+        epilogue = _lower_row(worker, schedule.epilogue[worker] if schedule.epilogue else (), rules, before)
         lowered.append((prologue, middle, epilogue))
     return Schedule(
         schedule.kind,
@@ -119,6 +125,19 @@ def _check_compute_only(schedule: Schedule) -> None:
                 )
 
 
+def _check_share(schedule: Schedule) -> None:
+    """Refuse replicas that have nothing to do in some updates, unless each part of a row is one update."""
+    wiring = schedule.wiring
+    interval = wiring.update_interval
+    if not wiring.replicated or interval >= wiring.lanes:
+        return
+    if schedule.prologue or schedule.epilogue or schedule.stride != interval:
+        raise ScheduleError(
+            f"Updates of {interval} micro-batches in {wiring.lanes} lanes leave replicas of a stage without any: set "
+            f"update_interval to {wiring.lanes} or more."
+        )
+
+
 def _kinds(schedule: Schedule) -> set[Kind]:
     """All of the schedule's."""
     found: set[Kind] = set()
@@ -131,25 +150,28 @@ def _kinds(schedule: Schedule) -> set[Kind]:
 
 def _rules(schedule: Schedule) -> _Rules:
     """The receive that each kind of compute action wants before it, the send that it wants behind it, and its end."""
-    receive, send = (np.full((schedule.num_stages, len(OPS)), -1, dtype=np.int8) for _ in range(2))
+    lanes = schedule.wiring.lanes if schedule.wiring.replicated else 1
+    receive, send = (np.full((schedule.num_stages, len(OPS), lanes), -1, dtype=np.int8) for _ in range(2))
     for stage, op in _kinds(schedule):
-        for wanted in dependencies(Action(stage, op, 0), schedule.wiring):
-            if wanted.op in (Op.RECV_F, Op.RECV_B):
-                receive[stage, OP_CODE[op]] = OP_CODE[wanted.op]
-                (message,) = dependencies(wanted, schedule.wiring)
-                (maker,) = dependencies(message, schedule.wiring)
-                send[maker.stage, OP_CODE[maker.op]] = OP_CODE[message.op]
+        for lane in range(lanes):
+            for wanted in dependencies(Action(stage, op, lane), schedule.wiring):
+                if wanted.op in (Op.RECV_F, Op.RECV_B):
+                    receive[stage, OP_CODE[op], lane] = OP_CODE[wanted.op]
+                    (message,) = dependencies(wanted, schedule.wiring)
+                    (maker,) = dependencies(message, schedule.wiring)
+                    send[maker.stage, OP_CODE[maker.op], lane] = OP_CODE[message.op]
     wiring = schedule.wiring
     finishing = [OP_CODE[_finishing_op(wiring, s)] for s in range(wiring.num_stages)]
     return _Rules(receive, send, np.array(finishing, dtype=np.int8), wiring)
 
 
-def _lower_row(row: Row, rules: _Rules, progress: Progress) -> Row:
+def _lower_row(worker: int, row: Row, rules: _Rules, progress: Progress) -> Row:
     """One part of one worker's row; ``progress`` is brought up to its end."""
     stage, op, microbatch = encode(row)
-    before, behind = rules.receive[stage, op], rules.send[stage, op]
+    lane = rules.wiring.lane_of(microbatch) if rules.wiring.replicated else 0
+    before, behind = rules.receive[stage, op, lane], rules.send[stage, op, lane]
     places = np.flatnonzero(op == rules.finishing[stage])
-    closing = _closings(places, stage[places], microbatch[places], rules.wiring, progress)
+    closing = _closings(worker, places, stage[places], microbatch[places], rules.wiring, progress)
     width = 1 + (before >= 0) + (behind >= 0)
     own_end = np.cumsum(width)
     added = [len(actions) for _, actions in closing]
@@ -170,7 +192,7 @@ def _lower_row(row: Row, rules: _Rules, progress: Progress) -> Row:
 
 
 def _closings(
-    places: NDArray[np.intp], stage: Ints, microbatch: Ints, wiring: Wiring, progress: Progress
+    worker: int, places: NDArray[np.intp], stage: Ints, microbatch: Ints, wiring: Wiring, progress: Progress
 ) -> list[tuple[int, list[Action]]]:
     """What ends an update, behind which of ``places``; ``progress`` is brought up to the end of the row.
 
@@ -185,14 +207,35 @@ def _closings(
     keys, last, counts = np.unique(key, return_index=True, return_counts=True)
     columns = (len(places) - 1 - last, keys % wiring.num_stages, keys // wiring.num_stages, counts)
     events = sorted(zip(*(column.tolist() for column in columns), strict=True))
-    if any(progress[s, u] + n > interval for _, s, u, n in events):  # twice the same action: one by one
+    # twice the same action: one by one
+    if any(progress[s, u] + n > _own_count(wiring, s, u, worker) for _, s, u, n in events):
         events = [(i, s, u, 1) for i, (s, u) in enumerate(zip(stage.tolist(), update.tolist(), strict=True))]
     found = []
     for i, s, u, number in events:
         progress[s, u] += number
-        if progress[s, u] == interval:
-            found.append((int(places[i]), _close(wiring, s, u, progress)))
+        if progress[s, u] == _own_count(wiring, s, u, worker):
+            found.append((int(places[i]), _close(wiring, s, u, progress, worker)))
     return found
+
+
+def _own_count(wiring: Wiring, stage: int, update: int, worker: int) -> int:
+    """Micro-batches of an update that this worker has, of a stage that it holds."""
+    interval, lanes = wiring.update_interval, wiring.lanes
+    if len(wiring.homes[stage]) == 1:
+        return interval
+    first = 0 if interval >= lanes else update * interval
+    own = [lane for lane in range(lanes) if wiring.worker_of(stage, lane) == worker]
+    # As many of each lane as there are numbers from the first to the last of the update that leave its remainder.
+    return sum((first + interval - 1 - lane) // lanes - (first - 1 - lane) // lanes for lane in own)
+
+
+def _with_empty_update(row: Row, worker: int, wiring: Wiring) -> Row:
+    """A row with the end of its one update, where the worker has no micro-batch of it."""
+    held = [stage for stage, workers in enumerate(wiring.homes) if worker in workers]
+    if not held or _own_count(wiring, held[0], 0, worker):
+        return row
+    last = wiring.update_interval - 1
+    return tuple(Action(s, op, last) for op in (Op.REDUCE_GRAD, Op.REDUCE_NORM, Op.STEP) for s in held)
 
 
 def _finishing_op(wiring: Wiring, stage: int) -> Op:
@@ -202,13 +245,12 @@ def _finishing_op(wiring: Wiring, stage: int) -> Op:
     return Op.W if wiring.split_backward else Op.B
 
 
-def _close(wiring: Wiring, stage: int, update: int, progress: Progress) -> list[Action]:
+def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: int) -> list[Action]:
     """A stage has finished an update; if it is the last of its worker, the worker steps."""
     last = (update + 1) * wiring.update_interval - 1
-    home = wiring.worker_of(stage, last)
-    co_located = [s for s in range(wiring.num_stages) if wiring.worker_of(s, last) == home]
+    co_located = [s for s, workers in enumerate(wiring.homes) if worker in workers]
     actions = [Action(stage, Op.REDUCE_GRAD, last)]
-    if all(progress[s, update] == wiring.update_interval for s in co_located):
+    if all(progress[s, update] == _own_count(wiring, s, update, worker) for s in co_located):
         actions += [Action(s, op, last) for op in (Op.REDUCE_NORM, Op.STEP) for s in co_located]
         for s in co_located:
             del progress[s, update]

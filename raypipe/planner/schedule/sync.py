@@ -6,25 +6,30 @@ knobs, each with 1F1B as its smallest setting, buy tolerance of slow links with 
     kFkB    takes turns in groups of k micro-batches         (Ada-Grouper, arXiv:2303.01675, abstract)
     slack   takes turns one by one, but warms up further: hop h may have r_h micro-batches under way
 
+Every stage may have replicas, between which its micro-batches are dealt out (``replicas``): each replica warms up and
+takes turns with its own.
+
 Left out: the time of anything. What a schedule costs is the business of ``raypipe.planner.simulate.serial``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Op, Row, Schedule, Wiring, single_homes
+from raypipe.ir.schedule import Op, Row, Schedule, Wiring
+from raypipe.planner.schedule.replicas import SINGLE, Replicas, warmups_of
 from raypipe.planner.tables import OP_CODE, pack
 
 __all__ = ["check_counts", "gpipe", "k_f_k_b", "one_f_one_b", "slack", "slack_by_hop", "take_turns"]
 
 
-def k_f_k_b(num_stages: int, num_microbatches: int, k: int, first_trainable: int = 0) -> Schedule:
+def k_f_k_b(
+    num_stages: int, num_microbatches: int, k: int, first_trainable: int = 0, replicas: Replicas = SINGLE
+) -> Schedule:
     """Group-scheduled 1F1B: k forwards, then k backwards, each in micro-batch order.
 
     S=2, M=4, k=2, one slot per action:
@@ -41,6 +46,7 @@ def k_f_k_b(num_stages: int, num_microbatches: int, k: int, first_trainable: int
         num_microbatches: M, per optimizer step.
         k: micro-batches per group.
         first_trainable: lowest stage with a backward.
+        replicas: of each stage.
 
     Raises:
         ScheduleError: a number is out of range.
@@ -48,12 +54,13 @@ def k_f_k_b(num_stages: int, num_microbatches: int, k: int, first_trainable: int
     if k < 1:
         raise ScheduleError(f"kfkb needs groups of at least one micro-batch, not k={k}.")
     check_counts(num_stages, num_microbatches, first_trainable)
-    groups = [range(g, min(g + k, num_microbatches)) for g in range(0, num_microbatches, k)]
-    warmups = [num_stages - 1 - s for s in range(num_stages)]
-    return _schedule("kfkb", groups, warmups, num_microbatches, first_trainable)
+    warmups = warmups_of(replicas.of(num_stages))
+    return _schedule("kfkb", k, warmups, num_microbatches, first_trainable, replicas)
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int, first_trainable: int = 0) -> Schedule:
+def one_f_one_b(
+    num_stages: int, num_microbatches: int, first_trainable: int = 0, replicas: Replicas = SINGLE
+) -> Schedule:
     """1F1B with a flush (PipeDream-2BW, arXiv:2006.09503): backwards as early as possible.
 
     S=4, M=8, one slot per action:
@@ -70,12 +77,10 @@ def one_f_one_b(num_stages: int, num_microbatches: int, first_trainable: int = 0
         ScheduleError: a number is out of range.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
-    groups = [range(m, m + 1) for m in range(num_microbatches)]
-    warmups = [num_stages - 1 - s for s in range(num_stages)]
-    return _schedule("1f1b", groups, warmups, num_microbatches, first_trainable)
+    return _schedule("1f1b", 1, warmups_of(replicas.of(num_stages)), num_microbatches, first_trainable, replicas)
 
 
-def gpipe(num_stages: int, num_microbatches: int, first_trainable: int = 0) -> Schedule:
+def gpipe(num_stages: int, num_microbatches: int, first_trainable: int = 0, replicas: Replicas = SINGLE) -> Schedule:
     """All forwards, then all backwards (GPipe, arXiv:1811.06965), the backwards in micro-batch order.
 
     S=4, M=4, one slot per action:
@@ -92,11 +97,16 @@ def gpipe(num_stages: int, num_microbatches: int, first_trainable: int = 0) -> S
         ScheduleError: a number is out of range.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
-    warmups = [1] * num_stages
-    return _schedule("gpipe", [range(num_microbatches)], warmups, num_microbatches, first_trainable)
+    return _schedule("gpipe", num_microbatches, (1,) * num_stages, num_microbatches, first_trainable, replicas)
 
 
-def slack(num_stages: int, num_microbatches: int, slack: Sequence[int] | int, first_trainable: int = 0) -> Schedule:
+def slack(
+    num_stages: int,
+    num_microbatches: int,
+    slack: Sequence[int] | int,
+    first_trainable: int = 0,
+    replicas: Replicas = SINGLE,
+) -> Schedule:
     """1F1B that warms up further: r_h micro-batches may be under way over hop h (stage h to h + 1).
 
     S=4, M=8, r=2, one slot per action:
@@ -117,15 +127,15 @@ def slack(num_stages: int, num_microbatches: int, slack: Sequence[int] | int, fi
         num_microbatches: M, per optimizer step.
         slack: r_h by hop, or one number for all hops.
         first_trainable: lowest stage with a backward.
+        replicas: of each stage.
 
     Raises:
         ScheduleError: a number is out of range, or not one r_h for each hop.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
     by_hop = slack_by_hop(num_stages, slack)
-    groups = [range(m, m + 1) for m in range(num_microbatches)]
-    warmups = [*accumulate(reversed(by_hop), initial=0)][::-1]
-    return _schedule("slack", groups, warmups, num_microbatches, first_trainable)
+    warmups = warmups_of(replicas.of(num_stages), by_hop)
+    return _schedule("slack", 1, warmups, num_microbatches, first_trainable, replicas)
 
 
 def slack_by_hop(num_stages: int, slack: Sequence[int] | int) -> tuple[int, ...]:
@@ -161,29 +171,44 @@ def check_counts(num_stages: int, num_microbatches: int, first_trainable: int) -
 
 
 def _schedule(
-    kind: str, groups: Sequence[range], warmups: Sequence[int], num_microbatches: int, first_trainable: int
+    kind: str,
+    group_size: int,
+    warmups: Sequence[int],
+    num_microbatches: int,
+    first_trainable: int,
+    replicas: Replicas,
 ) -> Schedule:
-    sizes = np.array([len(group) for group in groups])
-    rows = tuple(_row(s, sizes, warmup, s >= first_trainable) for s, warmup in enumerate(warmups))
-    wiring = Wiring(single_homes(range(len(rows))), update_interval=num_microbatches, first_trainable=first_trainable)
-    return Schedule(kind, wiring, rows, stride=num_microbatches)
+    """Rows of groups of so many micro-batches, each worker's of its own."""
+    wiring = Wiring(
+        replicas.homes(len(warmups)), num_microbatches, first_trainable=first_trainable, lanes=replicas.lanes
+    )
+    rows = []
+    for stage, workers in enumerate(wiring.homes):
+        for worker in workers:
+            own = replicas.microbatches(wiring, stage, worker)
+            sizes = np.array([min(group_size, len(own) - g) for g in range(0, len(own), group_size)], dtype=np.int64)
+            rows.append(_row(stage, own, sizes, warmups[stage], stage >= first_trainable))
+    return Schedule(kind, wiring, tuple(rows), stride=num_microbatches)
 
 
-def _row(stage: int, sizes: NDArray[np.int64], warmup: int, trains: bool) -> Row:
-    """``warmup`` groups forward; then one group forward, one backward; then the rest backward."""
+def _row(stage: int, own: NDArray[np.int64], sizes: NDArray[np.int64], warmup: int, trains: bool) -> Row:
+    """``warmup`` groups forward; then one group forward, one backward; then the rest backward.
+
+    Args:
+        own: micro-batches of the worker, in their order.
+        sizes: of the groups that they make.
+    """
     if not trains:
-        count = int(sizes.sum())
-        return pack(np.full(count, stage), np.full(count, OP_CODE[Op.F]), np.arange(count))
+        return pack(np.full(len(own), stage), np.full(len(own), OP_CODE[Op.F]), own)
     forward, backward = take_turns(len(sizes), warmup)
     size = np.empty(2 * len(sizes), dtype=np.int64)
     size[forward] = size[backward] = sizes
     place = np.cumsum(size) - size
-    microbatch = np.arange(sizes.sum())
-    within = microbatch - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    ops, microbatches = np.empty(2 * len(microbatch), dtype=np.int8), np.empty(2 * len(microbatch), dtype=np.int32)
+    within = np.arange(len(own)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    ops, microbatches = np.empty(2 * len(own), dtype=np.int8), np.empty(2 * len(own), dtype=np.int32)
     for op, turn in ((Op.F, forward), (Op.B, backward)):
         at = np.repeat(place[turn], sizes) + within
-        ops[at], microbatches[at] = OP_CODE[op], microbatch
+        ops[at], microbatches[at] = OP_CODE[op], own
     return pack(np.full(len(ops), stage), ops, microbatches)
 
 

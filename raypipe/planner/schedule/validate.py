@@ -2,7 +2,7 @@
 
 1. Every action is on the worker that holds its stage, once, behind what it waits for in its own row, and
    whatever it waits for is somewhere in the rows.
-2. Every stage takes every optimizer step, and whatever is in the rows leads to one. Together with rule 1
+2. Every replica of a stage takes every optimizer step, and whatever is in the rows leads to one. Together with rule 1
    this *is* completeness: from the steps, ``dependencies()`` leads back to each gradient reduction, to one
    backward (B, or I and W) per micro-batch on each stage that trains, to one forward on each stage, and to
    both ends of each message. Less is missing, more is work for nobody.
@@ -66,11 +66,13 @@ def _check_steps(program: Program) -> None:
             f"{program.where(node)} ends no update: with {interval} micro-batches per update the last "
             f"ones are {interval - 1}, {2 * interval - 1}, and so on."
         )
-    present = {(int(program.stage[node]), int(program.microbatch[node])) for node in steps.tolist()}
-    last = max(microbatch for _, microbatch in present)
+    columns = (program.stage, program.worker, program.microbatch)
+    present = set(zip(*(column[steps].tolist() for column in columns), strict=True))
+    last = max(microbatch for _, _, microbatch in present)
+    holders = [(stage, worker) for stage, workers in enumerate(program.wiring.homes) for worker in workers]
     for microbatch in range(interval - 1, last + 1, interval):
-        for stage, worker in enumerate(program.wiring.placement):
-            if (stage, microbatch) not in present:
+        for stage, worker in holders:
+            if (stage, worker, microbatch) not in present:
                 raise ScheduleError(
                     f"{Action(stage, Op.STEP, microbatch)} is missing (worker {worker}): every stage takes every "
                     "optimizer step, also one without trainable parameters; append it to the update."
@@ -90,7 +92,8 @@ def _check_update_order(program: Program) -> None:
         for stage in range(program.wiring.num_stages):
             nodes = np.flatnonzero((program.op == OP_CODE[op]) & (program.stage == stage)).tolist()
             for earlier, later in pairwise(nodes):
-                if program.microbatch[earlier] > program.microbatch[later]:
+                of_one_worker = program.worker[earlier] == program.worker[later]
+                if of_one_worker and program.microbatch[earlier] > program.microbatch[later]:
                     raise ScheduleError(
                         f"{program.where(earlier)} comes before {program.where(later)}: "
                         "updates of a stage follow each other; exchange the two."
@@ -100,13 +103,13 @@ def _check_update_order(program: Program) -> None:
 def _check_flush(program: Program) -> None:
     interval = program.wiring.update_interval
     step_at = {
-        (int(program.stage[node]), int(program.microbatch[node])): node
+        (int(program.stage[node]), int(program.worker[node]), int(program.microbatch[node])): node
         for node in np.flatnonzero(program.op == OP_CODE[Op.STEP]).tolist()
     }
     later = (program.op == OP_CODE[Op.F]) & (program.microbatch >= interval)
     for node in np.flatnonzero(later).tolist():
         stage, _, microbatch = program.action(node)
-        step = step_at[stage, microbatch // interval * interval - 1]
+        step = step_at[stage, int(program.worker[node]), microbatch // interval * interval - 1]
         if step > node:
             raise ScheduleError(
                 f"{program.where(node)} comes before {program.where(step)} and would use the old weights: "

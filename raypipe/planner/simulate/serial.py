@@ -210,7 +210,8 @@ def _spread(program: Program, by_stage: dict[Op, tuple[float, ...]]) -> NDArray[
 
 def _links(program: Program) -> Ints:
     """By node, the one-way link that a SEND uses: there is one for each ordered pair of workers."""
-    workers, lane = np.asarray(program.wiring.by_lane, dtype=np.int32), program.microbatch % program.wiring.lanes
+    wiring = program.wiring
+    workers, lane = np.asarray(wiring.by_lane, dtype=np.int32), wiring.lane_of(program.microbatch)
     step = np.where(program.op == OP_CODE[Op.SEND_F], np.int32(1), np.int32(-1))
     peer = workers[np.clip(program.stage + step, 0, len(workers) - 1), lane]
     links: Ints = program.worker * np.int32(program.num_workers) + peer

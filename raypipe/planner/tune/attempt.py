@@ -14,13 +14,14 @@ from raypipe.ir.plan import Partition
 from raypipe.ir.prediction import Prediction
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
-from raypipe.planner.partition.fit import Solver, fits_within, fitting_partition, refilled
+from raypipe.planner.partition.fit import Solver, fits_within, refilled
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.search.candidates import Question, candidates, quickest, resident
 from raypipe.planner.search.replay import equal_messages_s
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.predict import costs_of, first_trainable_stage, hops_of, predict, seconds_of, stages_of
 from raypipe.planner.tune.problem import Problem, limits_of
+from raypipe.planner.tune.replicas import cut_for
 from raypipe.planner.tune.request import AUTO_SLACK, Request
 from raypipe.planner.tune.resolve import build_schedule, spec_of
 from raypipe.planner.tune.sizes import Sizes, sizes_of
@@ -66,7 +67,7 @@ def _settled(
     stages = num_stages or len(problem.cluster.devices)
     graph = problem.at(sizes.microbatch, graph)
     limits = limits_of(request, num_stages, stages, sizes.num_microbatches, sizes.microbatch)
-    partition = fitting_partition(solver, graph, problem.cluster, limits)
+    partition = cut_for(request, solver, graph, problem.cluster, limits)
     if problem.request.schedule == "auto" and partition.num_stages == 1:
         request = dataclasses.replace(request, schedule="1f1b", slack=None)
     elif problem.request.schedule == "auto" and problem.described:

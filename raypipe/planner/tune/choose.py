@@ -32,6 +32,7 @@ from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
 from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.recompute import best_recompute, is_open, most_recompute, only_where_needed, settled
+from raypipe.planner.tune.replicas import check_workers_of_replicas
 from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
 from raypipe.planner.tune.resolve import spec_of
 from raypipe.planner.tune.sizes import Sizes
@@ -59,6 +60,8 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     places = len(profile.graph.cut_positions()) + 1
     request = settled_workers(request, places, len(cluster.devices) if cluster else None)
     cluster = cluster and used_devices(request, cluster)
+    if request.replicated:
+        _check_replicas(request, cluster)
     problem = Problem(request, profile, cluster or _assumed(request, profile.graph), described=cluster is not None)
     found = _compared(problem)
     best_s = min(decision.prediction.step_s for decision in found)
@@ -69,6 +72,19 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     if fewer is not best:
         best = dataclasses.replace(fewer, prediction=predicted(fewer, problem.links))
     return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
+
+
+def _check_replicas(request: Request, cluster: Cluster | None) -> None:
+    """Raises: PlanError where there are no workers for all replicas, or a cluster whose devices are not alike."""
+    if cluster is not None:
+        raise PlanError(
+            f"num_replicas={request.replicas} cannot be planned for a described cluster yet: leave out the cluster, "
+            "for equal workers, or take partitioner='hierarchical', which looks for replicas by itself."
+        )
+    stages = len(request.split_points) + 1 if request.split_points else request.num_stages
+    if stages is None:
+        raise PlanError(f"num_replicas={request.replicas} needs num_stages beside it: say how many stages there are.")
+    check_workers_of_replicas(request, stages, request.num_workers)
 
 
 def _compared(problem: Problem) -> list[Decision]:
@@ -129,7 +145,8 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
 def _assumed(request: Request, graph: ModelGraph) -> Cluster:
     """Equal workers: as many as were offered, else one per stage."""
     stages = len(request.split_points) + 1 if request.split_points else request.num_stages
-    places = request.num_workers or stages or min(DEFAULT_STAGES, len(graph.cut_positions()) + 1)
+    wanted = stages and sum(request.replicas_of(stages))
+    places = request.num_workers or wanted or min(DEFAULT_STAGES, len(graph.cut_positions()) + 1)
     return Cluster(tuple(Device(f"worker{i}") for i in range(places)), (ASSUMED_LINK,))
 
 

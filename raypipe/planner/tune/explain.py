@@ -101,6 +101,8 @@ def _microbatches(best: Decision) -> str:
         return best.choice.reason
     if best.request.num_microbatches is not None:
         return f"{what}, as num_microbatches says"
+    if best.request.replicated:
+        return f"{what}, 4 per worker"
     if not best.request.kind.synchronous:
         return f"{what}, 4 per stage; workers do not wait between steps, so the number hardly matters"
     return f"{what}, 4 per stage; only one size was timed, so others could not be compared"

@@ -3,8 +3,9 @@
     nodes' seconds / speed  -->  F and B of a stage  --+
     cut bytes, link         -->  latency, occupancy  --+-->  simulate  -->  step, bubble
 
-A stage with replicas counts as one worker whose period is the replicas' shared one. The model leaves out what the
-simulator leaves out, and the optimizer's own seconds.
+A stage for which a solver chose replicas counts as one worker whose period is the replicas' shared one; replicas that
+were asked for have rows of their own. The model leaves out what the simulator leaves out, and the optimizer's own
+seconds.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
         forward_s, backward_s = math.fsum(n.forward_s for n in nodes), math.fsum(n.backward_s for n in nodes)
         busy_s = forward_s + backward_s
         # The solver's period has replicas, speeds and all-reduce in it.
-        factor = stage.period_s / busy_s if busy_s else 0.0
+        period_s = stage.period_s * (len(stage.devices) if limits.memory.spec.replicas else 1)
+        factor = period_s / busy_s if busy_s else 0.0
         # Nobody waits for a backward of the first stage that trains.
         again_s = forward_s if memory.recompute and stage.index >= first else 0.0
         backward_s += again_s
@@ -166,7 +168,7 @@ def seconds_of(decision: Decision) -> float:
     costs, stages = costs_of(*_stages_and_hops(decision)), decision.partition.num_stages
     first = first_trainable_stage(decision.graph, decision.partition)
     spec = spec_of(decision.request, stages, decision.num_microbatches, first)
-    if spec.of_kind.synchronous and not spec.of_kind.several_stages:
+    if spec.of_kind.synchronous and not spec.of_kind.several_stages and not spec.replicas:
         return equal_messages_s(spec, costs)
     return step_of(lower(schedule_of(spec, stages)), costs)[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from raypipe.errors import PlanError
 from raypipe.ir.schedule_spec import KINDS, ScheduleKind
 
 __all__ = ["AUTO_SLACK", "DEFAULT_STAGES", "DEFAULT_WORKERS", "PER_WORKER", "Request", "microbatches"]
@@ -45,6 +46,8 @@ class Request:
         recompute: stages whose backward runs the forward again: all, none, or by stage; None leaves it to memory, of
             all stages or of one.
         ties: stages share a parameter and exchange its gradients; known once the model is cut.
+        replicas: workers of every stage, one number for all or one for each.
+        lanes: into which gradients are summed; None for the fewest that give every replica of a stage as many.
     """
 
     num_stages: int | None
@@ -70,6 +73,8 @@ class Request:
     skips: bool = False
     recompute: bool | tuple[bool | None, ...] | None = False
     ties: bool = False
+    replicas: int | tuple[int, ...] = 1
+    lanes: int | None = None
 
     @property
     def kind(self) -> ScheduleKind:
@@ -95,16 +100,51 @@ class Request:
         by_stage = found if isinstance(found, tuple) else (found,) * num_stages
         return tuple(again and stage >= first_trainable for stage, again in enumerate(by_stage))
 
+    @property
+    def replicated(self) -> bool:
+        """Whether any stage has several workers."""
+        return max(self.replicas if isinstance(self.replicas, tuple) else (self.replicas,)) > 1
+
+    @property
+    def in_lanes(self) -> bool:
+        """Whether there are replicas, or lanes in which they may come."""
+        return self.replicated or (self.lanes or 1) > 1
+
+    def replicas_of(self, num_stages: int) -> tuple[int, ...]:
+        """Workers of every stage.
+
+        Raises:
+            PlanError: they were given for another number of stages.
+        """
+        found = self.replicas if isinstance(self.replicas, tuple) else (self.replicas,) * num_stages
+        if len(found) != num_stages:
+            raise PlanError(
+                f"num_replicas={found} speaks of {len(found)} stages, but the plan has {num_stages}: give one number "
+                f"per stage, or num_stages={len(found)}."
+            )
+        return found
+
+    def num_lanes(self, num_stages: int) -> int:
+        """Lanes into which gradients are summed."""
+        return self.lanes or math.lcm(*self.replicas_of(num_stages))
+
     def workers(self, num_stages: int) -> int:
-        """Workers that hold so many stages: as many, or fewer where the schedule puts several on each."""
+        """Workers that hold so many stages: as many, or fewer where the schedule puts several on each.
+
+        Replicas of these are not counted.
+        """
         if not self.kind.several_stages:
             return num_stages
         return self.num_workers or max(1, num_stages // PER_WORKER)
 
 
 def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
-    """(minibatch_size, microbatch_size, num_microbatches); 4 micro-batches per stage where nothing is said."""
+    """(minibatch_size, microbatch_size, num_microbatches); 4 micro-batches per stage where nothing is said.
+
+    With replicas 4 per worker.
+    """
     minibatch = request.minibatch_size or min(DEFAULT_MINIBATCH, request.num_samples)
-    wanted = request.num_microbatches or min(minibatch, 4 * num_stages)
+    workers = sum(request.replicas_of(num_stages)) if request.replicated else num_stages
+    wanted = request.num_microbatches or min(minibatch, 4 * workers)
     size = math.ceil(minibatch / wanted)
     return minibatch, size, math.ceil(minibatch / size)

@@ -45,6 +45,8 @@ def spec_of(request: Request, num_stages: int, num_microbatches: int, first_trai
         first_trainable=first_trainable,
         overlap=request.overlaps if policy.synchronous else policy.norm_per_stage,
         update_interval=policy.interval if takes(kind, "update_interval") else None,
+        replicas=request.replicas_of(num_stages) if request.in_lanes else (),
+        lanes=request.num_lanes(num_stages) if request.in_lanes else 1,
     )
 
 
@@ -72,7 +74,10 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         state_copies=request.state_copies,
         # Once per worker, whose stages share it.
         reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),
-        resident=None if spec.of_kind.memory_formula else _resident(spec, num_stages, request.workers(num_stages)),
+        gradient_factor=max(-(-spec.lanes // count) for count in request.replicas_of(num_stages)),
+        resident=None
+        if spec.of_kind.memory_formula and not request.replicated
+        else _resident(spec, num_stages, request.workers(num_stages)),
         recompute=request.recomputes,
     )
 
@@ -84,4 +89,6 @@ def _resident(spec: ScheduleSpec, num_stages: int, workers: int) -> Resident:
     # rounds as workers, none is longer than by one.
     count = spec.num_microbatches
     enough = max(FULL * num_stages, -(-(workers**2) // num_stages) * num_stages) + count % num_stages
+    if spec.replicas:
+        enough = 2 * FULL * spec.lanes * (1 + sum(spec.replicas)) + count % spec.lanes
     return resident_of(schedule_of(spec.with_microbatches(min(count, enough)), num_stages))

@@ -50,8 +50,9 @@ def sizes_of(problem: Problem, request: Request, num_stages: int | None) -> Size
         PlanError: nothing fits; names stage, action and numbers.
     """
     given = Sizes(*microbatches(request, num_stages or len(problem.cluster.devices)))
-    # The closed form counts a bubble per step, which an asynchronous schedule does not have.
-    if request.num_microbatches is not None or problem.times is None or not request.kind.synchronous:
+    # The closed form counts a bubble per step, which an asynchronous schedule does not have, and knows no replicas.
+    open_ = request.num_microbatches is None and not request.replicated
+    if not open_ or problem.times is None or not request.kind.synchronous:
         return given
     choice = chosen_sizes(problem, request, num_stages)
     return Sizes(given.minibatch, choice.microbatch_size, choice.num_microbatches, choice)

@@ -95,6 +95,7 @@ def _all_open(problem: Problem) -> bool:
         and not branches(problem.profile.graph)
         and request.kind.synchronous
         and not request.kind.several_stages
+        and not request.replicated
         and len({(device.speed, device.memory_bytes) for device in devices}) == 1
         and len({problem.cluster.link(a, b) for a, b in itertools.combinations(range(len(devices)), 2)}) <= 1
     )

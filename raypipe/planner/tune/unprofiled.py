@@ -8,6 +8,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.plan import Partition, Plan
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.explain import recompute_reason
+from raypipe.planner.tune.replicas import check_workers_of_replicas, on_workers
 from raypipe.planner.tune.request import Request, microbatches
 from raypipe.planner.tune.resolve import spec_of
 from raypipe.planner.tune.weights import weight_policy, weight_reason
@@ -29,6 +30,9 @@ def make_plan(request: Request, partition: Partition, first_trainable: int, note
             f"The plan has {num_stages} stages, but scaling_config offers {offered} workers. "
             f"Set num_stages to at most {offered}, or raise num_workers."
         )
+    if request.replicated:
+        check_workers_of_replicas(request, num_stages, offered)
+        partition = on_workers(partition, request.replicas_of(num_stages))
     minibatch, size, count = microbatches(request, num_stages)
     idle = idle_notes(request, num_stages, count) if request.kind.synchronous else ()
     found = (*notes, *single_notes(request, num_stages), *idle)

@@ -192,7 +192,7 @@ class Published:
             publisher.event("predicted_step_seconds", plan.predicted_step_s)
         publisher.event("generation", plan.plan.generation)
         publisher.event("num_stages", len(self._placement))
-        publisher.event("num_workers", len(set(self._placement)))
+        publisher.event("num_workers", plan.plan.schedule.wiring.num_workers)
         publisher.event("num_microbatches", plan.plan.num_microbatches)
         if plan.retune is not None:
             publisher.event("group_size", plan.retune.choice.spec.group_size)

@@ -82,6 +82,7 @@ def assemble(blueprint: Blueprint, planned: Planned) -> Assembled:
         codecs_of(blueprint.pipeline),
         plan.generation,
         recompute=plan.recompute,
+        lanes=plan.schedule.wiring.lanes,
     )
     return Assembled(
         blueprint.setup,

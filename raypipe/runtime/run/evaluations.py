@@ -95,6 +95,7 @@ def numbers_of(reports: Sequence[Sequence[Sequence[StepReport]]], *, sums: bool)
     Raises:
         DataError: nothing in the data counts.
     """
-    last = [of_order[-1][0] for of_order in reports]
+    # Of the last stage's replicas the first one evaluates.
+    last = [next(r[0] for r in of_order if r[0].stage == of_order[-1][0].stage) for of_order in reports]
     metrics = tuple((f"eval_{name}", value) for name, value in last[-1].metrics)
     return (("eval_loss", mean_loss([report.averages for report in last], sums=sums)), *metrics)

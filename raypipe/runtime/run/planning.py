@@ -93,7 +93,15 @@ def another(
         num_stages: as many; None leaves it to the planner.
         num_workers: that are offered now; None for as many as there are stages.
         cluster: as it is now; None for equal workers.
+
+    Raises:
+        PlanError: stages have replicas.
     """
+    if basis.request.replicated:
+        raise PlanError(
+            f"num_replicas={basis.request.replicas}: a run with replicas keeps the plan that it began with in this "
+            "release. Stop it, and let it go on with other numbers."
+        )
     recompute = basis.request.recompute
     if isinstance(recompute, tuple) and len(recompute) != num_stages:  # which stages that were means nothing now
         recompute = True if any(recompute) else None if None in recompute else False
@@ -202,6 +210,7 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
         if basis.retunes_microbatches:
             sizes = decision.minibatch_size, decision.num_microbatches, request.least_microbatch
             counts = seconds_by_count(basis.profile, *sizes)
+    _refuse_changing_buffers(plan, programs)
     plan = _with_shares(plan, basis.recipe, programs)
     still = [ONE_SIZE] if basis.retunes_microbatches and len(counts) < 2 else []
     plan = dataclasses.replace(
@@ -259,6 +268,19 @@ def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgra
         ),
         spec=plan.spec and dataclasses.replace(plan.spec, overlap=alone),
     )
+
+
+def _refuse_changing_buffers(plan: Plan, programs: Sequence[StageProgram]) -> None:
+    """Raises: PlanError where replicas of a stage would each change buffers by what they see."""
+    for program, workers in zip(programs, plan.schedule.wiring.homes, strict=True):
+        changing = program.train.changing_buffers
+        if changing and len(workers) > 1:
+            raise PlanError(
+                f"Stage {program.index} changes {changing[0]!r} in every forward, so that its {len(workers)} replicas "
+                "would come to differ, each by the micro-batches that it saw. Give the stage one worker (num_replicas "
+                "takes a list, one number per stage), put the module on another stage with partitioner=[...], or use "
+                "a layer that normalises without statistics of batches, such as GroupNorm."
+            )
 
 
 def _ties(programs: Sequence[StageProgram]) -> bool:

@@ -379,10 +379,14 @@ class Fleet(StateCalls):
         return self.watch.explain(self.in_use[worker], said)
 
     def by_stage(self, by_worker: Sequence[Sequence[Sequence[StepReport]]]) -> list[list[StepReport]]:
-        """Reports of one segment in the order of the stages."""
-        pairs = zip(self._held, by_worker, strict=True)
-        found = {stage: of_stage for held, of_worker in pairs for stage, of_stage in zip(held, of_worker, strict=True)}
-        return [list(found[stage]) for stage in sorted(found)]
+        """Reports of one segment in the order of the stages, and of the replicas of each."""
+        pairs = enumerate(zip(self._held, by_worker, strict=True))
+        found = {
+            (stage, worker): of_stage
+            for worker, (held, of_worker) in pairs
+            for stage, of_stage in zip(held, of_worker, strict=True)
+        }
+        return [list(found[holder]) for holder in sorted(found)]
 
     def stop(self) -> None:
         """Close the links, then end the actors; within seconds, whatever state they are in."""

@@ -34,7 +34,8 @@ def entries_of(
         answers = results(list(asked.values()), SAVE_TIMEOUT_S, "writing a checkpoint")
         for worker, entries in zip(asked, answers, strict=True):
             if entries is not None:
-                found |= zip(held[worker], entries, strict=True)
+                if entries:  # of replicas the first one writes
+                    found |= zip(held[worker], entries, strict=True)
                 missing.discard(worker)
         if not goes_on():
             raise CheckpointError(f"{folder} was not completed: the stages were configured anew meanwhile.")

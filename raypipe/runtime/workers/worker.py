@@ -332,7 +332,8 @@ class _StageActor(LinkedActor, CopyingActor):
         run = self._setup
         assert run is not None
         assert run.place is not None, "a run without a folder saves nothing"
-        if not self._writers:
+        assert self._executor is not None, "configure() comes first"
+        if not self._writers and self._executor.placement.leads:
             self._writers = [
                 ShardWriter(run.place, partial(take_snapshot, work.program, work.state, run.persistent))
                 for work in self._works()

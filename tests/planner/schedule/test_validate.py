@@ -64,19 +64,6 @@ def test_placement_without_row():
     refused(replace(GOOD, wiring=wiring), "names worker 2", "there are 2 rows")
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        ({"homes": ((0,), (1, 2))}, "Stage 1 is placed on 2 workers, 1, 2"),
-        ({"homes": ((0,), ())}, "Stage 1 is placed on 0 workers, none"),
-        ({"lanes": 2}, "lanes=2"),
-    ],
-)
-def test_replicas_and_lanes_are_refused(other, words):
-    with pytest.raises(ScheduleError, match=words):
-        replace(GOOD.wiring, **other)
-
-
 def test_duplicate():
     doubled = edited(GOOD, 0, "0F1", "0F1 0F1")
     refused(doubled, "0F1 (worker 0, position 3 of its row) is there twice", "position 2", "drop one")

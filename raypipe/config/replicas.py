@@ -1,0 +1,60 @@
+"""What replicas of stages mean to the other fields of a configuration."""
+
+from __future__ import annotations
+
+from raypipe.config.fields import PipelineFields
+from raypipe.errors import ConfigError
+from raypipe.ir.schedule_spec import REPLICATED
+
+__all__ = ["check_replicas", "laned", "replicated"]
+
+
+def replicated(config: PipelineFields) -> bool:
+    """Whether any stage is to have several workers."""
+    counts = config.num_replicas
+    return counts != "auto" and max(counts if isinstance(counts, tuple) else (counts,)) > 1
+
+
+def laned(config: PipelineFields) -> bool:
+    """Whether gradients are summed in lanes: with replicas, or where they may come."""
+    return replicated(config) or config.num_lanes not in ("auto", 1)
+
+
+def check_replicas(config: PipelineFields) -> None:
+    """Refuse what has no replicas or lanes.
+
+    Raises:
+        ConfigError: names both fields, their values and the cure.
+    """
+    if not laned(config):
+        return
+    what = f"num_replicas={config.num_replicas!r}" if replicated(config) else f"num_lanes={config.num_lanes!r}"
+    if replicated(config):
+        _check_counts(config)
+    if config.schedule not in ("auto", *REPLICATED):
+        raise ConfigError(
+            f"{what} comes with schedule={config.schedule!r} in a later release; this one has replicas and lanes with "
+            f"{', '.join(map(repr, REPLICATED))} and 'auto', which is '1f1b' then. Set one of them, or leave out "
+            f"{what.partition('=')[0]}."
+        )
+    if config.partitioner == "hierarchical":
+        raise ConfigError(
+            f"{what} means nothing to partitioner='hierarchical', which looks for replicas by itself (to plan with, "
+            "not to run yet). Set partitioner='auto'."
+        )
+
+
+def _check_counts(config: PipelineFields) -> None:
+    counts = config.num_replicas
+    stages = config.num_stages if isinstance(config.partitioner, str) else len(config.partitioner) + 1
+    if stages == "auto":
+        raise ConfigError(
+            f"num_replicas={counts!r} with num_stages='auto': say how many stages there are, as in num_stages=2. One "
+            "stage with replicas is plain data parallelism."
+        )
+    most = max(counts if isinstance(counts, tuple) else (counts,))
+    if config.num_lanes != "auto" and config.num_lanes < most:
+        raise ConfigError(
+            f"num_lanes={config.num_lanes} leaves replicas of num_replicas={counts!r} without micro-batches. Set "
+            f"num_lanes to {most} or more, or leave it out."
+        )

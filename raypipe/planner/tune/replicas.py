@@ -1,0 +1,64 @@
+"""Cuts for stages with replicas: a stage of R workers may take R times as long as one that has a single worker.
+
+The solver is asked for one device per stage, R times as fast, and the devices that it knows nothing of are numbered
+afterwards. What replicas exchange at the end of an update is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import accumulate, pairwise
+
+from raypipe.errors import PlanError
+from raypipe.ir.cluster import Cluster
+from raypipe.ir.graph import ModelGraph
+from raypipe.ir.plan import Partition
+from raypipe.planner.partition.fit import Solver, fitting_partition
+from raypipe.planner.partition.limits import Limits
+from raypipe.planner.tune.request import Request
+
+__all__ = ["check_workers_of_replicas", "cut_for", "on_workers"]
+
+
+def cut_for(request: Request, solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
+    """The cut of a request within limits, with or without replicas.
+
+    Raises:
+        PlanError: no cut fits.
+    """
+    if not request.replicated:
+        return fitting_partition(solver, graph, cluster, limits)
+    assert limits.num_stages is not None, "num_replicas needs num_stages"
+    counts = request.replicas_of(limits.num_stages)
+    devices = (
+        dataclasses.replace(device, speed=device.speed * count)
+        for device, count in zip(cluster.devices, counts, strict=False)
+    )
+    found = fitting_partition(
+        solver, graph, Cluster(tuple(devices), cluster.links), dataclasses.replace(limits, in_order=True)
+    )
+    return on_workers(found, counts)
+
+
+def on_workers(partition: Partition, counts: tuple[int, ...]) -> Partition:
+    """The same stages with so many workers each, numbered stage after stage."""
+    bounds = pairwise(accumulate(counts, initial=0))
+    stages = (
+        dataclasses.replace(stage, devices=tuple(range(first, stop)))
+        for stage, (first, stop) in zip(partition.stages, bounds, strict=True)
+    )
+    return dataclasses.replace(partition, stages=tuple(stages))
+
+
+def check_workers_of_replicas(request: Request, num_stages: int, offered: int | None) -> None:
+    """Refuse replicas for which there are too few workers.
+
+    Raises:
+        PlanError: says how many there are and how many it takes.
+    """
+    counts = request.replicas_of(num_stages)
+    if offered is not None and sum(counts) > offered:
+        raise PlanError(
+            f"The plan has {'-'.join(map(str, counts))} workers for its {num_stages} stages, {sum(counts)} in all, but "
+            f"scaling_config offers {offered}. Raise num_workers to {sum(counts)}, or lower num_replicas."
+        )

@@ -1,0 +1,154 @@
+"""Replicas of stages change no bit: gradients are summed in the same lanes, whoever works on them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.api.launch import refuse_replicas
+from raypipe.errors import ConfigError, PlanError
+from tests.exactness import SHAPES, Run, differences, expected, same_bits, train
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
+
+LANES = 6
+MANNER: dict[str, Any] = {"max_grad_norm": 0.5}
+PLACED = [(2, 1), (1, 2), (3, 1), (2, 2), (3, 2)]
+
+
+@cache
+def alone(name: str, stages: int, shape: str, lanes: int, **more: Any) -> Run:
+    """One worker per stage, its gradients in so many lanes."""
+    return train(name, stages, SHAPES[shape], "1f1b", "adamw", lanes=lanes, **MANNER, **more)
+
+
+@pytest.mark.parametrize("replicas", PLACED)
+def test_the_same_bits_as_one_worker_per_stage(replicas: tuple[int, ...]) -> None:
+    """Losses, norms, gradients and parameters; in the last mini-batch of an epoch some replicas have nothing to do."""
+    run = train("mlp", 2, SHAPES["ragged-epoch"], "1f1b", "adamw", replicas=replicas, lanes=LANES, **MANNER)
+    assert differences(run, alone("mlp", 2, "ragged-epoch", LANES)) == []
+    assert len({report.worker for report in run.reports[0]}) == sum(replicas)
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "schedule", "shape", "more"),
+    [
+        ("mlp", (2, 1, 2), "gpipe", "even", {}),
+        ("masked", (2, 2), "kfkb2", "ragged-microbatch", {"loss_reduction": "valid_tokens"}),
+        ("frozen-below", (2, 2), "slack", "even", {}),
+        ("frozen-middle", (1, 2, 1), "1f1b", "indivisible-by-k", {}),
+        ("dropout-sequential", (2, 1), "gpipe", "even", {"recompute": "always"}),
+        ("tied-lm", (2, 1, 2), "1f1b", "even", {}),
+    ],
+)
+def test_any_model_and_schedule(
+    name: str, replicas: tuple[int, ...], schedule: str, shape: str, more: dict[str, Any]
+) -> None:
+    stages = len(replicas)
+    run = train(name, stages, SHAPES[shape], schedule, "adamw", replicas=replicas, lanes=2, **MANNER, **more)
+    assert differences(run, alone(name, stages, shape, 2, **more)) == []
+
+
+def test_fifteen_replicas_and_one() -> None:
+    """PipeDream's plan for VGG-16, each replica with less than a whole micro-batch per step."""
+    run = train("mlp", 2, SHAPES["even"], "1f1b", "adamw", 2, replicas=(15, 1), lanes=15, **MANNER)
+    one = train("mlp", 2, SHAPES["even"], "1f1b", "adamw", 2, lanes=15, **MANNER)
+    assert differences(run, one) == []
+    assert len(run.reports[0]) == 16
+
+
+def test_lanes_sum_in_another_order_than_plain_pytorch_and_nothing_else() -> None:
+    """One lane is plain PyTorch's order. With several the first loss is the same, and the movement nearly so."""
+    shape = SHAPES["even"]
+    plain, start = expected("mlp", shape, "sgd"), train("mlp", 2, shape, "1f1b", "sgd", 0).parameters
+    assert differences(train("mlp", 2, shape, "1f1b", "sgd", lanes=1), plain) == []
+    run = train("mlp", 2, shape, "1f1b", "sgd", replicas=(2, 1), lanes=2)
+    assert run.losses[0] == plain.losses[0]
+    for name, parameter in plain.parameters.items():
+        moved = (parameter - start[name]).abs().max()
+        torch.testing.assert_close(run.parameters[name], parameter, rtol=0.0, atol=float(moved) * 1e-5)
+
+
+def test_bytes_of_the_all_reduce_are_those_of_a_ring() -> None:
+    """2 (R - 1) / R times the gradients, from each replica, besides a byte for each use site, and the losses."""
+    for count in (2, 3):
+        run = train("mlp", 1, SHAPES["even"], "1f1b", "sgd", 1, replicas=count, lanes=count)
+        gradients = sum(p.numel() * 4 for p in run.parameters.values())
+        for report in run.reports[0]:
+            assert 0 <= sum(report.sent_bytes) - 2 * (count - 1) / count * gradients <= 60 * (count - 1)
+
+
+X, Y = torch.randn(27, 6), torch.randint(0, 3, (27,))
+
+
+def net(*middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), *middle, nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def trainer(folder: Path, name: str, model: nn.Module | None = None, **config: Any) -> PipelineTrainer:
+    given = {"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters"} | config
+    return PipelineTrainer(
+        model or net(nn.Dropout(0.2)),
+        loss_fn=functional.cross_entropy,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2),
+        train_data=TensorDataset(X, Y),
+        eval_data=TensorDataset(X[:11], Y[:11]),
+        metrics={"accuracy": lambda output, target: (output.argmax(1) == target).double().mean()},
+        pipeline=PipelineConfig(verify="off", eval_interval_steps=2, **given),
+        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
+    )
+
+
+def told(folder: Path) -> tuple[list[tuple[Any, ...]], dict[str, torch.Tensor]]:
+    names = ("step", "loss", "grad_norm", "eval_loss", "eval_accuracy")
+    rows = pq.read_table(folder / "metrics.parquet").to_pylist()
+    return [tuple(row[name] for name in names) for row in rows], load_state_dict(folder)
+
+
+def test_a_run_with_replicas_is_the_run_without_and_goes_on_without_them(tmp_path: Path) -> None:
+    """Evaluations and checkpoints too; what was begun with two replicas of a stage is ended with one."""
+    trainer(tmp_path, "one", num_lanes=2).fit(num_steps=6, local=True, progress=False)
+    trainer(tmp_path, "two", num_replicas=[2, 1]).fit(num_steps=3, local=True, progress=False)
+    trainer(tmp_path, "two", num_replicas=[1, 2]).fit(num_steps=5, local=True, progress=False)
+    trainer(tmp_path, "two", num_lanes=2).fit(num_steps=6, local=True, progress=False)
+    (rows, one), (others, two) = told(tmp_path / "one"), told(tmp_path / "two")
+    assert [row[:3] for row in rows] == [row[:3] for row in others]
+    assert rows[5] == others[5]
+    assert rows[3] == others[3]
+    assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
+    with pytest.raises(ConfigError, match="num_lanes: was 2"):
+        trainer(tmp_path, "two").fit(num_steps=8, local=True, progress=False)
+
+
+def test_the_plan_says_who_holds_what(tmp_path: Path) -> None:
+    plan = trainer(tmp_path, "plan", num_replicas=[2, 1]).plan()
+    assert "2 on 3 workers, gradients summed in 2 lanes. Stage 0 (2 workers)" in str(plan)
+    assert type(plan).from_json(plan.to_json()) == plan
+    timed = trainer(tmp_path, "plan", num_replicas=[1, 3], partitioner="auto", profile_budget_s=0.01).plan()
+    assert timed.partition.replicas == (1, 3)
+    assert timed.prediction is not None
+    assert timed.prediction.step_s > 0
+
+
+def test_what_cannot_be_replicated_is_refused_by_name(tmp_path: Path) -> None:
+    batch_norm = trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), num_replicas=[2, 1])
+    with pytest.raises(PlanError, match=r"Stage 0 changes '1\..*' in every forward, so that its 2 replicas"):
+        batch_norm.plan()
+    trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), num_replicas=[1, 2]).plan()
+    plan = trainer(tmp_path, "replicas", num_replicas=[2, 1]).plan()
+    survives = SimpleNamespace(failure_config=SimpleNamespace(max_failures=3))
+    with pytest.raises(PlanError, match=r"FailureConfig\(max_failures=3\) with num_replicas=2-1"):
+        refuse_replicas(plan, survives)
+    with pytest.raises(PlanError, match=r"ScalingConfig\(num_workers=\(2, 4\)\) .* Give num_workers=3"):
+        refuse_replicas(plan, None, SimpleNamespace(num_workers=(2, 4)))

@@ -1,0 +1,24 @@
+"""Replicas of stages on Ray actors: the same bits as in threads without them, evaluations and checkpoints included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypipe.runtime.workers.fleet import Fleet
+from tests.exactness import same_bits
+from tests.runs.test_replicas import told, trainer
+from tests.runtime.on_fleet import start_on
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("shared_captures")]
+
+
+def test_equal_to_threads_without_replicas(fleet: Fleet, tmp_path: Path) -> None:
+    """2-1, 1-2, 3-1 and 2-2, each going on from the checkpoint of the one before."""
+    trainer(tmp_path, "one", num_lanes=6).fit(num_steps=8, local=True, progress=False)
+    for steps, replicas in ((2, [2, 1]), (4, [1, 2]), (6, [3, 1]), (8, [2, 2])):
+        start_on(fleet, trainer(tmp_path, "many", num_replicas=replicas, num_lanes=6), steps).wait()
+    (rows, one), (others, many) = told(tmp_path / "one"), told(tmp_path / "many")
+    assert rows == others
+    assert all(same_bits(tensor, many[name]) for name, tensor in one.items())
