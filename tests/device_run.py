@@ -15,13 +15,14 @@ from raypipe.engine.state import Settings
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.work_order import Order
+from raypipe.planner.schedule.forward import forward_only
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.segments import train_segments
+from raypipe.planner.segments import evaluation_segments, train_segments
 from raypipe.planner.tune import build_schedule, microbatches
 from tests.exactness import SHAPES, captured, config_of, programs, request_of
 from tests.models import case
 
-__all__ = ["STAGES", "run"]
+__all__ = ["STAGES", "evaluate", "run"]
 
 STAGES, STEPS = 3, 3
 
@@ -58,3 +59,32 @@ def run(device_of: Callable[[int], Device], name: str = "tied-sequential") -> li
     finally:
         fleet.stop()
     return found
+
+
+def evaluate(device_of: Callable[[int], Device]) -> dict[str, float]:
+    """Loss and metrics of an evaluation on three stages."""
+    name = "tied-sequential"
+    stages, (_, made) = programs(name, STAGES), captured(name)
+    setup = GenerationSetup(stages, tuple((stage,) for stage in range(STAGES)))
+    source = open_data(case(name).data(20), seed=0)
+    metrics = {"accuracy": _accuracy, "largest": lambda output, target: output.max()}
+    run_setup = RunSetup(
+        partial(torch.optim.SGD, lr=0.1), None, {"train": source, "eval": source}, Settings(0, "mean", None, 30.0),
+        metrics=metrics,
+    )  # fmt: skip
+    fleet = LocalFleet(run_setup, setup, {**made.parameters, **made.buffers}, device_of)
+    found: dict[str, float] = {}
+    try:
+        orders = (Order(segment, training=False) for segment in evaluation_segments(20, 8, 3))
+        for of_stages in fleet.run(orders, lambda key: forward_only(range(STAGES), key.num_microbatches)):
+            (report,) = of_stages[-1]
+            for at, (average, items) in enumerate(report.averages):
+                found[f"loss of {at}"] = found.get(f"loss of {at}", 0.0) + average * items
+            found |= dict(report.metrics)
+    finally:
+        fleet.stop()
+    return found
+
+
+def _accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).double().mean()

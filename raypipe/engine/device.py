@@ -51,6 +51,7 @@ class Crosses(StrEnum):
     REDUCED = "reduced"
     LOSS = "loss"
     NORMS = "norms"
+    METRICS = "metrics"
     SNAPSHOT = "snapshot"
 
 

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, computed on the last stage, where the outputs are; only numbers leave it.
+"""Metrics of an evaluation, computed on the last stage, in host memory; only numbers leave it.
 
     metrics={"accuracy": lambda output, target: (output.argmax(1) == target).double().mean()}
 

@@ -271,7 +271,8 @@ class StageWork:
             parts = loss_parts(self._loss, self.program.targets, losses, given.columns, data.weights, microbatch)
             if self._meter is not None and not training:
                 samples = segment.microbatch_samples[microbatch - segment.first_microbatch]
-                self._meter.add(*self.program.metric_arguments(outputs, given.columns), samples)
+                seen = self._crossing.to_host(outputs, Crosses.METRICS)
+                self._meter.add(*self.program.metric_arguments(seen, data.columns), samples)  # type: ignore[arg-type]
             return parts
 
         given, again = Given(inputs, columns, self._buffers.of(training=training)), None
@@ -340,8 +341,7 @@ class StageWork:
     def _averages(self) -> tuple[tuple[float, float], ...]:
         """(loss, items) of each part of an evaluation's loss."""
         losses = self._crossing.read([self.loss(part) for part in range(len(self.feed.items))], Crosses.LOSS)
-        found = zip(losses, self.feed.items, strict=True)
-        return tuple((math.nan if loss is None else loss, items) for loss, items in found)
+        return tuple((math.nan if loss is None else loss, n) for loss, n in zip(losses, self.feed.items, strict=True))
 
     def _results(self) -> tuple[tuple[str, float], ...]:
         """The metrics, once the last sample of an evaluation has been seen."""

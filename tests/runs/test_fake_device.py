@@ -11,7 +11,7 @@ import torch
 
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.errors import RaypipeError
-from tests.device_run import run
+from tests.device_run import evaluate, run
 from tests.exactness import same_bits
 from tests.fake_device import FakeDevice
 
@@ -24,6 +24,23 @@ def test_a_device_that_is_late_computes_the_same_bits(*, eager: bool) -> None:
 def test_a_traced_model_that_makes_tensors_computes_the_same_bits() -> None:
     plain, found = run(lambda worker: CPU, "tied-lm"), run(lambda worker: FakeDevice(eager=False), "tied-lm")
     assert all(_same(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_evaluation_on_it_has_the_same_loss_and_metrics(*, eager: bool) -> None:
+    plain, found = evaluate(lambda worker: CPU), evaluate(lambda worker: FakeDevice(eager=eager))
+    assert set(plain) == {"loss of 0", "accuracy", "largest"}
+    assert found == plain
+
+
+@pytest.mark.parametrize("why", ["copied once they are computed", "read once they are in host memory"])
+def test_a_wait_of_metrics_that_is_missing_changes_them(why: str) -> None:
+    wait, plain = f"{Crosses.METRICS}: {why}", evaluate(lambda worker: CPU)
+
+    def late(eager: bool, worker: int) -> FakeDevice:
+        return FakeDevice(eager=eager, without=wait)
+
+    assert any(evaluate(partial(late, eager)) != plain for eager in (False, True))
 
 
 COMPUTED_WITH, COPIED, READ, STAGED = (
