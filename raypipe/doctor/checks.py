@@ -9,7 +9,7 @@ problem  versions   node 10.0.0.2 has torch 2.12.0, this machine 2.13.0
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +48,8 @@ class Node:
         visible: CUDA_VISIBLE_DEVICES where Ray was started; None if not set.
         cuda_build: CUDA version that torch was built for, "" for none.
         cuda_gpus: GPUs that torch sees.
+        cuda_driver: newest CUDA version that the driver runs; "" where its library is not found.
+        cupy: names of the packages of CuPy that are installed, "cupy-cuda13x" for CUDA 13.
         port: that it could listen on; 0 for none, with port_error.
         unreachable: address and reason of every listener that it could not connect to.
         storage_error: why the storage folder cannot be written to.
@@ -69,6 +71,8 @@ class Node:
     visible: str | None = None
     cuda_build: str = ""
     cuda_gpus: int = 0
+    cuda_driver: str = ""
+    cupy: Sequence[str] = ()
     port: int = 1
     port_error: str = ""
     unreachable: Mapping[str, str] = field(default_factory=dict)
@@ -211,20 +215,50 @@ def _gpus(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
             elif not node.cuda_build:
                 cure = "that torch is built without CUDA: install a CUDA build (https://pytorch.org/get-started)"
             else:
-                cure = (
-                    f"torch wants CUDA {node.cuda_build}: compare the driver's in `nvidia-smi`, update one of the two"
-                )
+                text += f": {_driver(node)[0]}"
+                cure = _driver(node)[1]
             # Somebody who hides some of the GPUs may mean it; nobody means to hide all.
             yield ("warning" if node.cuda_gpus else "problem", "gpus", text, cure)
         elif facts.address and node.ray_gpus < node.cuda_gpus:
             text = f"hidden GPU: node {_name(node)} has {node.cuda_gpus}, Ray hands out {node.ray_gpus:g}"
             cure = f"start Ray there with --num-gpus={node.cuda_gpus}, or without --num-gpus"
             yield ("warning" if node.ray_gpus else "problem", "gpus", text, cure)
+        if node.gpus and node.cuda_build:
+            yield from _cupy(node)
     wanted = wishes.num_workers * wishes.resources.get("GPU", 0)
     there = sum(node.ray_gpus if facts.address else node.cuda_gpus for node in nodes)
     if wanted > there:
         text = f"the run wants {wanted:g} GPUs, there are {there:g}"
         yield ("problem", "gpus", text, "take fewer num_workers, set use_gpu: false, or add nodes")
+
+
+LEAST_DRIVER = {"12": "525.60.13", "13": "580.65.06"}
+"""By major version of CUDA, of which a driver runs all minor ones (NVIDIA's table of CUDA compatibility)."""
+
+
+def _driver(node: Node) -> tuple[str, str]:
+    """Why torch finds no GPU where it is built with CUDA and nothing hides them, and the cure."""
+    build, driver = node.cuda_build.partition(".")[0], node.cuda_driver.partition(".")[0]
+    if not driver:
+        text = f"torch is built for CUDA {node.cuda_build}, and the driver's library libcuda.so.1 is not found"
+        return text, "install NVIDIA's driver; in a container, start that with all GPUs (`docker run --gpus all`)"
+    if int(driver) < int(build):
+        text = f"torch is built for CUDA {node.cuda_build}, its driver is older and runs CUDA {node.cuda_driver}"
+        least = LEAST_DRIVER.get(build)
+        update = f"update the driver to {least} or newer" if least else "update the driver"
+        return text, f"{update}, or install a torch for CUDA {driver} (https://pytorch.org/get-started)"
+    text = f"its driver runs CUDA {node.cuda_driver}, which torch's {node.cuda_build} fits"
+    return text, "look in `nvidia-smi` and `dmesg` for GPUs that have failed, are in MIG mode or belong to others"
+
+
+def _cupy(node: Node) -> _Complaints:
+    """Whether the codecs' kernels can run beside torch: one CuPy, of its CUDA."""
+    wanted = f"cupy-cuda{node.cuda_build.partition('.')[0]}x"
+    others = [name for name in node.cupy if name not in (wanted, "cupy")]  # "cupy" is built for what is there
+    if others:
+        text = f"node {_name(node)} has {' and '.join(node.cupy)} beside a torch for CUDA {node.cuda_build}"
+        extra = wanted.removeprefix("cupy-").removesuffix("x")
+        yield ("warning", "gpus", text, f"`pip uninstall {' '.join(others)}`, then `pip install 'raypipe[{extra}]'`")
 
 
 def _shared_memory(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:

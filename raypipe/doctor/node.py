@@ -24,9 +24,17 @@ from typing import Any
 __all__ = ["listen", "machine_facts", "reach", "storage_facts", "versions"]
 
 _LISTENERS: list[socket.socket] = []
-_TORCH_SAYS = """
-import json, torch
-print(json.dumps([torch.version.cuda or "", torch.cuda.device_count() if torch.cuda.is_available() else 0]))
+_TORCH_SAYS = r"""
+import contextlib, ctypes, importlib.metadata, json, re, torch
+found = {"cuda_build": torch.version.cuda or "", "cuda_driver": "", "cupy": []}
+found["cuda_gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+with contextlib.suppress(OSError, AttributeError):
+    number = ctypes.c_int()
+    if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0:
+        found["cuda_driver"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+names = {d.name.lower() for d in importlib.metadata.distributions() if d.name}
+found["cupy"] = sorted(name for name in names if re.fullmatch(r"cupy(-cuda\d+x)?", name))
+print(json.dumps(found))
 """
 
 
@@ -126,14 +134,14 @@ def _environment_of(pid: int) -> dict[str, str]:
 
 
 def _gpu_facts(devices: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """GPUs that the machine has, and what torch sees of them in the environment that counts."""
+    """GPUs that the machine has, and what torch, the driver and CuPy say of them in the environment that counts."""
     files = sum(1 for _ in devices.glob("nvidia[0-9]*"))
-    facts = {"gpus": files, "visible": environment.get("CUDA_VISIBLE_DEVICES"), "cuda_build": "", "cuda_gpus": 0}
+    facts: dict[str, Any] = {"gpus": files, "visible": environment.get("CUDA_VISIBLE_DEVICES")}
     if files:
         keep = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
         if facts["visible"] is not None:
             keep["CUDA_VISIBLE_DEVICES"] = str(facts["visible"])
         with contextlib.suppress(subprocess.SubprocessError, OSError, ValueError):
             said = subprocess.run([sys.executable, "-c", _TORCH_SAYS], env=keep, capture_output=True, timeout=60)
-            facts["cuda_build"], facts["cuda_gpus"] = json.loads(said.stdout)
+            facts |= json.loads(said.stdout)
     return facts

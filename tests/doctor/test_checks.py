@@ -56,7 +56,26 @@ def test_a_good_cluster_and_a_good_machine_have_no_complaint() -> None:
         ({"unreachable": {"10.0.0.1:20000": "timed out"}}, "problem", "ports", ["10.0.0.1:20000"], "firewalls"),
         ({"gpus": 2, "visible": ""}, "problem", "gpus", ["hidden GPU", "has 2", "sees 0"], "unset CUDA_VISIBLE_DEVIC"),
         ({"gpus": 2}, "problem", "gpus", ["hidden GPU"], "without CUDA"),
-        ({"gpus": 2, "cuda_build": "13.0"}, "problem", "gpus", ["hidden GPU"], "driver"),
+        ({"gpus": 2, "cuda_build": "13.0"}, "problem", "gpus", ["hidden GPU", "libcuda.so.1 is not"], "--gpus all"),
+        (
+            {"gpus": 2, "cuda_build": "13.0", "cuda_driver": "12.4"},
+            "problem", "gpus", ["hidden GPU", "built for CUDA 13.0", "runs CUDA 12.4"],
+            "update the driver to 580.65.06 or newer, or install a torch for CUDA 12",
+        ),
+        (
+            {"gpus": 2, "cuda_build": "12.8", "cuda_driver": "13.2", "cuda_gpus": 1, "ray_gpus": 1.0},
+            "warning", "gpus", ["has 2, torch sees 1", "runs CUDA 13.2"], "nvidia-smi",
+        ),
+        (
+            {"gpus": 2, "cuda_build": "13.0", "cuda_gpus": 2, "ray_gpus": 2.0, "cupy": ["cupy-cuda12x"]},
+            "warning", "gpus", ["10.0.0.2", "cupy-cuda12x beside a torch for CUDA 13.0"],
+            "pip uninstall cupy-cuda12x`, then `pip install 'raypipe[cuda13]'",
+        ),
+        (
+            {"gpus": 1, "cuda_build": "13.0", "cuda_gpus": 1, "ray_gpus": 1.0, "cupy": ["cupy-cuda13x"]},
+            "ok", "", [], "",
+        ),
+        ({"gpus": 1, "cuda_build": "13.0", "cuda_gpus": 1, "ray_gpus": 1.0, "cupy": ["cupy"]}, "ok", "", [], ""),
         (
             {"gpus": 2, "cuda_build": "13.0", "cuda_gpus": 1, "visible": "0", "ray_gpus": 1.0},
             "warning", "gpus", ["hidden GPU", "CUDA_VISIBLE_DEVICES='0'"], "name all GPUs",
