@@ -37,6 +37,7 @@ test-gpu:
 
 bench-gpu:
 	$(RUN) jobs/bench/codec
+	$(RUN) jobs/bench/gpu
 
 train: install
 	$(RUN) jobs/train/lm.py
