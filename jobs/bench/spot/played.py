@@ -98,7 +98,7 @@ class Machines:
         """The trace, from now on."""
         begin_s = time.monotonic()
         for change in changes:
-            if ended.wait(max(0.0, begin_s + min(change.at_s, until_s) - time.monotonic())) or change.at_s > until_s:
+            if change.at_s >= until_s or ended.wait(max(0.0, begin_s + change.at_s - time.monotonic())):
                 break
             for name in change.come:
                 self.start(name)
@@ -133,31 +133,31 @@ def elastic(folder: Path, ended: threading.Event) -> Lived:
 
 def restarted(folder: Path, ended: threading.Event) -> Lived:
     """A supervisor that starts the run again, with as many workers as there are machines."""
-    starts = seen = redone = steps = 0
+    starts = seen = redone = 0
     while not ended.is_set():
         count = min(MOST, _machines())
         if count < LEAST:
             ended.wait(POLL_S)
             continue
         scaling = ScalingConfig(num_workers=count, resources_per_worker={"CPU": 1})
-        try:
+        kept = _kept(folder / "restarted")
+        with contextlib.suppress(RaypipeError, TimeoutError, ray.exceptions.RayError):  # a machine went: again
             handle = trainer(folder, "restarted", count, LAYER_S, 0, scaling).start(ENDLESS)
-        except (RaypipeError, ray.exceptions.RayError):  # a machine went while it started
-            continue
-        starts += 1
-        first = 0
-        while not ended.is_set() and handle.status().state in ("starting", "running"):
-            status = handle.status()
-            if status.state == "running" and not first:
-                first = status.step
-                redone += max(0, seen - first)
-            seen = max(seen, status.step)
-            if status.state == "running" and _machines() > count and count < MOST:
-                break
-            ended.wait(POLL_S)
-        with contextlib.suppress(RaypipeError, TimeoutError, ray.exceptions.RayError):
-            steps = _stopped(handle)[0]
-    return Lived(steps, redone, starts)
+            starts, redone, seen = starts + 1, redone + max(0, seen - kept), kept
+            try:
+                while not ended.wait(POLL_S) and (status := handle.status()).state in ("starting", "running"):
+                    seen = max(seen, status.step)
+                    if status.state == "running" and count < min(MOST, _machines()):
+                        break
+            finally:
+                seen = max(seen, _stopped(handle)[0])
+    return Lived(_kept(folder / "restarted"), redone, starts)
+
+
+def _kept(folder: Path) -> int:
+    """Steps of a run's newest checkpoint."""
+    manifests = (folder / "checkpoints").glob("step_*/manifest.json")
+    return max((json.loads(manifest.read_text())["step"] for manifest in manifests), default=0)
 
 
 def _stopped(handle: RunHandle) -> tuple[int, str]:
@@ -218,7 +218,8 @@ def played(seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
         table = pq.read_table(folder / "elastic" / "metrics.parquet", columns=["step", "seconds"])
         seconds_of = {row["step"]: row["seconds"] for row in table.to_pylist()}
         of_stages = spot.step_seconds(seconds_of, runs["elastic"].seen)
-        equal = _as_undisturbed(folder, runs["elastic"].checkpoint)
+        last = runs["elastic"].checkpoint
+        equal = bool(last) and _as_undisturbed(folder, last)
     cut = [change for change in changes if change.at_s < until_s] + [Change(until_s, (), ())]
     best = spot.undisturbed_steps(cut, lambda count: _step_s(of_stages, min(count, MOST)), LEAST)
     figures = {f"goodput_{name}_played": lived.steps / best for name, lived in runs.items()}
