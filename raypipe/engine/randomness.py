@@ -56,7 +56,8 @@ def mixed(*parts: int) -> int:
 
 
 def _generator(key: RandomKey, index: int, device: torch.device) -> torch.Generator:
-    """This thread's generator for the device, seeded for one draw."""
+    """This thread's generator for the device, seeded for one draw; tensors without memory take any."""
+    device = torch.device("cpu") if device.type == "meta" else device
     pool = _local.__dict__.setdefault("generators", {})
     generator = pool.get(device)
     if generator is None:

@@ -32,6 +32,7 @@ from raypipe.engine.rehearsal import scalar
 from raypipe.engine.remembered import read_memory
 from raypipe.errors import CaptureError, ConfigError
 from raypipe.ir.precision import FP32
+from raypipe.prepare.unrun import outputs_unrun
 
 __all__ = ["FoundReduction", "find_reduction"]
 
@@ -76,13 +77,14 @@ def find_reduction(
         return FoundReduction(terms.counts or asked)
     rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
     trial = _Trial(model, loss_fn, pipeline.seed)
-    runs = pipeline.num_microbatches != 1 and not any(p.is_meta for p in model.parameters())
+    unfilled = any(p.is_meta for p in model.parameters())
+    runs = pipeline.num_microbatches != 1 and not unfilled
     if asked == "mean" and runs:
         _refuse_sum(trial.losses(rows))
     if asked != "auto":
         return FoundReduction(asked)
     if loss_fn is not None:
-        terms = _terms_of_loss_fn(loss_fn, trial.outputs(rows), rows)
+        terms = _terms_of_loss_fn(loss_fn, outputs_unrun(captured, rows) if unfilled else trial.outputs(rows), rows)
     tried = trial.losses(rows) if runs else None
     return _fitting(
         _candidates(terms, rows), terms or _NO_TERMS, tried, list(rows)[-1] if loss_fn is not None else None

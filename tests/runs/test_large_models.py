@@ -105,7 +105,7 @@ def plain_case(build: Callable[[], nn.Module]) -> Case:
     return Case("plain", build, rows, nn.functional.cross_entropy)
 
 
-@pytest.mark.parametrize("build", [Blocks])
+@pytest.mark.parametrize("build", [Blocks, sequential])
 def test_what_the_constructor_makes_does_not_depend_on_the_stages(
     tmp_path: Path, build: Callable[[], nn.Module]
 ) -> None:
@@ -117,7 +117,7 @@ def test_what_the_constructor_makes_does_not_depend_on_the_stages(
     assert any(not torch.equal(one[0][name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("build", [Blocks])
+@pytest.mark.parametrize("build", [Blocks, sequential])
 def test_a_file_and_the_whole_model_train_alike(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     case = plain_case(build)
     save_file(build().state_dict(), tmp_path / "a.safetensors")
@@ -125,6 +125,19 @@ def test_a_file_and_the_whole_model_train_alike(tmp_path: Path, build: Callable[
     whole, parts = (trained(case, tmp_path, on, weights_on=on, **given) for on in ("client", "workers"))
     assert whole[1] == parts[1]
     assert_same(whole[0], parts[0])
+
+
+def test_what_a_loss_averages_over_is_found_without_weights(tmp_path: Path) -> None:
+    drawn = torch.Generator().manual_seed(3)
+    targets = torch.tensor([0, -100, 2, -100, -100, 1, 0, 2])
+    data = torch.utils.data.TensorDataset(torch.randn(8, 6, generator=drawn), targets)
+    for build in (Blocks, sequential):
+        case = Case("ignoring", build, lambda count: data, nn.functional.cross_entropy)
+        found = [
+            trainer(case, tmp_path, weights_on=on)._prepared().settings.loss_reduction for on in ("client", "workers")
+        ]
+        assert "labels other" in found[0].words
+        assert found[0].words == found[1].words
 
 
 def changed(state: dict[str, torch.Tensor], **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:

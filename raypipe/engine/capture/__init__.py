@@ -15,6 +15,7 @@ of the model that forward changes other than buffers, autocast regions inside fo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -281,7 +282,9 @@ def _traced(model: nn.Module, taken: _Example, about: _About) -> _Found:
         raise CaptureError("Tracing needs an example of at least two samples; raise the micro-batch size to 2.")
     loss_fn = about.loss_fn
     run = partial(trace, model, taken.args, taken.kwargs, taken.inputs, returns_loss=loss_fn is None)
-    with stand_ins(model):
+    given = (*taken.args, *taken.kwargs.values())
+    # An example without memory is a caller's who wants all of it on the meta device.
+    with nullcontext() if any(tensor.is_meta for tensor in given) else stand_ins(model):
         training = run(training=True)
         evaluating = run(training=False, one_length=training.one_length, kept=about.asked) if about.evaluates else None
         terms = _weighable_terms(model, training, evaluating) if loss_fn is None else None

@@ -194,15 +194,23 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
         example: one micro-batch; neither it nor the model is changed.
 
     Raises:
-        CaptureError: a child returns something other than one tensor.
+        CaptureError: a child returns something other than one tensor, or looks at values that are not here.
     """
+    example = example.to("meta") if without_weights(model) else example
     return _children(model, example.clone(), training=True), _children(model, example.clone(), training=False)
+
+
+def without_weights(model: nn.Module) -> bool:
+    """Whether it has parameters on the meta device: then its children are run there, for shapes."""
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def changed_buffers(model: nn.Module, example: torch.Tensor) -> set[str]:
     """Names of the buffers that are others after a forward in training; by value, which says more than torch counts."""
     if not any(buffer.is_floating_point() for buffer in model.buffers()):
         return set()
+    if without_weights(model):
+        return _statistics(model)
     trial = copy_of(model).train()
     before = {name: buffer.clone() for name, buffer in trial.named_buffers()}
     with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)):
@@ -210,8 +218,14 @@ def changed_buffers(model: nn.Module, example: torch.Tensor) -> set[str]:
     return {name for name, buffer in trial.named_buffers() if not torch.equal(buffer, before[name])}
 
 
+def _statistics(model: nn.Module) -> set[str]:
+    """Names of what norms keep of the batches that they see: all that can be told without values."""
+    norms = [(path, x) for path, x in model.named_modules() if isinstance(x, nn.modules.batchnorm._NormBase)]
+    return {f"{path}.{name}".lstrip(".") for path, norm in norms for name, _ in norm.named_buffers()}
+
+
 def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) -> list[Child]:
-    trial = copy_of(model).train(training)
+    trial = (skeleton_of if without_weights(model) else copy_of)(model).train(training)
     before, whose = read_memory(trial), "A child of the nn.Sequential"
     try:
         with surroundings_kept(whose):
@@ -246,7 +260,7 @@ def _tried_children(
         buffers = {local: first_buffer[held] for local, held in own.named_buffers(remove_duplicate=False)}
         version, versions = x._version, {local: (id(held), held._version) for local, held in run.named_buffers()}
         with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)) as mode:
-            y = run(x)
+            y = _of_child(name, run, x)
         _refuse_child(f"Child {name!r} ({type(own).__name__})", own, run, y)
         size = y.numel() * y.element_size() // max(1, len(y))
         changed = x._version != version
@@ -258,6 +272,19 @@ def _tried_children(
         draws += mode.index
         x = y
     return children
+
+
+def _of_child(name: str, run: nn.Module, x: torch.Tensor) -> Any:
+    if not x.is_meta:
+        return run(x)
+    try:
+        return run(x)
+    except (NotImplementedError, RuntimeError) as error:
+        first = " ".join(str(error).split(". ")[0].split())
+        raise CaptureError(
+            f"Child {name!r} ({type(run).__name__}) of the nn.Sequential cannot run without weights ({first}), as "
+            "weights_on='workers' asks for. Set weights_on='client'."
+        ) from None
 
 
 def _refuse_child(whose: str, own: nn.Module, run: nn.Module, output: Any) -> None:

@@ -145,6 +145,8 @@ def _estimated(
 
 def _refuse_unestimated(captured: Capture) -> None:
     if not isinstance(captured.model, TracedModel):
+        if any(parameter.is_meta for parameter in captured.parameters.values()):
+            return  # capture has run the children on the meta device
         raise ConfigError(
             "An nn.Sequential runs its children as they are, so it can be measured but not estimated. Profile it on an "
             "example, or put it into an nn.Module whose forward torch.export can trace."
