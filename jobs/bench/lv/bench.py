@@ -89,7 +89,7 @@ QUICK = Settings(
     rounds=1,
     models={
         "weights": memory.MODELS["weights"]._replace(
-            sizes=memory.MODELS["weights"].sizes._replace(width=256, watched=1, num_steps=5), beside=()
+            sizes=memory.MODELS["weights"].sizes._replace(width=512, watched=1, num_steps=5), beside=()
         )
     },
     local=True,

@@ -42,7 +42,7 @@ class Model(NamedTuple):
 
 WHOLE = {"stages": 8, "microbatches": 8, "watched": 8}
 MODELS = {
-    "weights": Model(Sizes(width=1024, depth=4, later=4, microbatch=16, **WHOLE), "stash", "pipedream", ("gpipe",)),
+    "weights": Model(Sizes(width=1024, depth=6, later=6, microbatch=16, **WHOLE), "stash", "pipedream", ("gpipe",)),
     "activations": Model(
         Sizes(width=192, depth=8, later=8, microbatch=768, **WHOLE), "gpipe", "gpipe", ("stash", "torch_gpipe")
     ),

@@ -142,7 +142,10 @@ def trainer_of(sizes: Sizes, candidate: str, optimizer: str, folder: str) -> ray
         nn.Sequential(*(layer for stage in stages for layer in stage)),
         loss_fn=functional.mse_loss,
         optimizer=OPTIMIZERS[optimizer],
-        train_data=Repeated(list(zip(*samples(sizes), strict=True)), sizes.microbatch * num_microbatches),
+        # Copies: a row that is a view would take the whole tensor with it into every process.
+        train_data=Repeated(
+            [(x.clone(), y.clone()) for x, y in zip(*samples(sizes), strict=True)], sizes.microbatch * num_microbatches
+        ),
         pipeline=raypipe.PipelineConfig(
             num_stages=sizes.stages,
             minibatch_size=sizes.microbatch * sizes.microbatches,

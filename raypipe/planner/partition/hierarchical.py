@@ -16,8 +16,13 @@ least period is searched for in whole picoseconds. The optimum is the recurrence
 component need not use all of its devices, and memory limits know the micro-batches in flight, ceil(workers from
 the stage on / its replicas), because the walk starts at the end.
 
+The recurrence gives a stage whole components: 15-1 on four hosts of four is none of its plans, although PipeDream's own
+table has it. And it has an outer level add up gradients as often as a host completes a micro-batch, which replicas
+inside the host do together only once each. So all devices are tried as one level too, a ring with the slowest link
+between any two, and the better answer counts. Hosts of unequal size are one level only.
+
 Replicas are equal: of unequal devices, those above some speed and some memory are taken, as if all were the least
-of them, and every such choice is tried. Hosts of unequal size count as one level with the slowest link.
+of them, and every such choice is tried.
 """
 
 from __future__ import annotations
@@ -94,7 +99,12 @@ def hierarchical(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partiti
     answers: list[tuple[int, int, int, tuple[_Stage, ...], _Pool]] = []
     for pool in _pools(cluster, limits):
         probes = _Probes(graph, chain, pool, limits)
-        found = least_feasible(probes.run, *probes.bounds())
+        lowest, highest = probes.bounds()
+        if answers:  # one probe tells whether this pool can do as well as the best one so far
+            highest = min(highest, min(answers)[0])
+            if highest < lowest or probes.run(highest) is None:
+                continue
+        found = least_feasible(probes.run, lowest, highest)
         if found is not None:
             answers.append((found[0], len(found[1]), len(answers), found[1], pool))
     if not answers:
@@ -229,23 +239,30 @@ def _merge(rows: Sequence[dict[int, _Reach]]) -> dict[int, _Reach]:
 
 
 def _pools(cluster: Cluster, limits: Limits) -> list[_Pool]:
-    """Devices with at least some speed and memory, for every such bound that makes a difference."""
+    """Devices with at least some speed and memory, for every such bound that makes a difference: by hosts, and flat."""
     capacities = [limits.capacity_bytes(device) for device in cluster.devices]
     room = [math.inf if cap is None else cap for cap in capacities]
-    pools: dict[tuple[int, ...], _Pool] = {}
+    pools: dict[tuple[int, ...], list[_Pool]] = {}
     for speed, least in itertools.product(sorted({d.speed for d in cluster.devices}), sorted(set(room))):
         chosen = tuple(i for i, d in enumerate(cluster.devices) if d.speed >= speed and room[i] >= least)
         if chosen:
             slowest = min(cluster.devices[i].speed for i in chosen)
             smallest = min(room[i] for i in chosen)
             capacity = None if math.isinf(smallest) else int(smallest)
-            pools[chosen] = _Pool(*_tree(cluster, chosen, slowest, capacity))
-    return list(pools.values())
+            order, levels = _tree(cluster, chosen)
+            either = (levels,) if len(levels) == 1 else (levels, _flat(cluster, order))
+            pools[chosen] = [_Pool(order, slowest, capacity, kind) for kind in either]
+    return list(itertools.chain.from_iterable(pools.values()))
 
 
-def _tree(
-    cluster: Cluster, chosen: tuple[int, ...], speed: float, capacity: int | None
-) -> tuple[tuple[int, ...], float, int | None, tuple[_Level, ...]]:
+def _flat(cluster: Cluster, order: tuple[int, ...]) -> tuple[_Level, ...]:
+    """All devices on one level, with the slowest link between any two."""
+    pairs = itertools.combinations(order, 2)
+    slowest = min((cluster.link(a, b).bandwidth_bytes_s for a, b in pairs), default=math.inf)
+    return (_Level(len(order), slowest),)
+
+
+def _tree(cluster: Cluster, chosen: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[_Level, ...]]:
     """The devices in order of their hosts, and the levels; one level where the hosts are not alike."""
     paths = {i: tuple(cluster.devices[i].host.split("/")) for i in chosen}
     order = tuple(sorted(chosen, key=lambda i: (paths[i], i)))
@@ -255,12 +272,9 @@ def _tree(
         outer = [group[:-1] for group in groups]
         sizes = {outer.count(path) for path in set(outer)}
         if len(deep) > 1 or len(sizes) > 1:
-            slowest = min(
-                (cluster.link(a, b).bandwidth_bytes_s for a, b in itertools.combinations(order, 2)), default=math.inf
-            )
-            return order, speed, capacity, (_Level(len(order), slowest),)
+            return order, _flat(cluster, order)
         bandwidth = cluster.links[min(link, len(cluster.links) - 1)].bandwidth_bytes_s
         levels.append(_Level(sizes.pop(), bandwidth))
         groups = list(dict.fromkeys(outer))
     kept = tuple(level for level in levels if level.size > 1) or (levels[0],)
-    return order, speed, capacity, kept
+    return order, kept

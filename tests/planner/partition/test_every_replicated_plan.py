@@ -5,11 +5,12 @@ A plan on two levels is written out, and judged by the problem's words alone:
     ( nodes 0-2 on 1 host: 0-1 x 1 worker, 2 x 1 worker ) ( nodes 3-4 on 2 hosts: 3-4 x 2 workers )
 
 An outer stage takes whole hosts, which share its micro-batches; inside each host it is a pipeline again, of the same
-shape, whose stages have one worker or several.
+shape, whose stages have one worker or several. Or hosts are forgotten: all devices on one level with the slowest link.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -137,10 +138,14 @@ def best_of_all(given: Case) -> float:
     """The least seconds per micro-batch; infinite where nothing fits."""
     best = math.inf
     size = len(given.graph.nodes)
+    flat = given
+    if given.hosts > 1:
+        rate = min(given.between, given.inside if given.per_host > 1 else math.inf)
+        flat = dataclasses.replace(given, hosts=1, per_host=given.hosts * given.per_host, inside=rate)
+    for plan in pipelines(flat.graph, 0, size, flat.per_host):
+        if (found := inner_s(flat, plan)) < best and fits(flat, list(plan)):
+            best = found
     if given.hosts == 1:
-        for plan in pipelines(given.graph, 0, size, given.per_host):
-            if (found := inner_s(given, plan)) < best and fits(given, list(plan)):
-                best = found
         return best
     inside = functools.cache(lambda a, b: list(pipelines(given.graph, a, b, given.per_host)))
     for outer in pipelines(given.graph, 0, size, given.hosts):
