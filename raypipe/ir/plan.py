@@ -49,7 +49,7 @@ class Plan(PlanFacts):
                 "partition": asdict(self.partition),
                 "notes": list(self.notes),
                 "reasons": [list(pair) for pair in self.reasons],
-                "prediction": None if self.prediction is None else asdict(self.prediction),
+                "prediction": None if self.prediction is None else self.prediction.to_dict(),
                 "weights": {**asdict(self.weights), "rule": self.weights.rule.value},
             },
             indent=2,

@@ -87,6 +87,8 @@ def _predicted(found: Prediction) -> list[Column]:
         ("of slowest", [f"{s.busy_s / worst:.0%}" for s in found.stages]),
         ("memory", [human_bytes(s.memory_bytes) for s in found.stages]),
     ]
+    if any(s.exchange_s for s in found.stages):
+        columns.append(("sums of gradients", [human_s(s.exchange_s) if s.exchange_s else "-" for s in found.stages]))
     if any(s.limit_bytes is not None for s in found.stages):
         columns.append(
             ("limit", ["none" if s.limit_bytes is None else human_bytes(s.limit_bytes) for s in found.stages])

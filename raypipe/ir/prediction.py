@@ -7,7 +7,7 @@ measured is said in ``source``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = ["CurvePoint", "HopPrediction", "Prediction", "StagePrediction"]
@@ -19,13 +19,15 @@ class StagePrediction:
 
     Attributes:
         devices: names, one per replica.
-        forward_s, backward_s: seconds per micro-batch that passes, the replicas' work and all-reduce shared out.
+        forward_s, backward_s: seconds per micro-batch that passes, the replicas' work and all-reduce shared out unless
+            they have rows of their own.
         weight_s: the part of backward_s that no other stage waits for (W).
         in_flight: most micro-batches between their F and their B, or W.
         fullest_at: the action at which memory is fullest, as ``0F3``.
         memory: bytes on one device at that moment, by what they are for.
         recompute: backwards run the forward again, which is in backward_s.
         limit_bytes: what the device offers, None where nobody said; of several stages on it, to all of them together.
+        exchange_s: seconds of a step in which replicas sum their gradients, where they have rows of their own.
     """
 
     devices: tuple[str, ...]
@@ -37,6 +39,7 @@ class StagePrediction:
     limit_bytes: int | None = None
     weight_s: float = 0.0
     recompute: bool = False
+    exchange_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -108,9 +111,17 @@ class Prediction:
     epsilon: float = 0.0
     decided_by: str = "given"
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; a stage that exchanges nothing has no word about it."""
+        found = asdict(self)
+        for row in found["stages"]:
+            if not row["exchange_s"]:
+                del row["exchange_s"]
+        return found
+
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Prediction:
-        """Inverse of ``dataclasses.asdict``, as JSON keeps it (lists for tuples)."""
+        """Inverse of ``to_dict``, as JSON keeps it (lists for tuples)."""
         stages = (
             StagePrediction(
                 **{

@@ -27,6 +27,8 @@ def bound_of(
         schedule: compute actions only.
         step_s: that it takes, as simulated.
     """
+    if schedule.wiring.replicated:
+        return _of_replicas(stages, schedule)
     if schedule.num_workers < len(stages):
         return _of_workers(stages, hops, costs, schedule, step_s)
     slowest = max(range(len(stages)), key=lambda s: stages[s].busy_s)
@@ -47,6 +49,19 @@ def bound_of(
             f"{waits} each way"
         )
     return text
+
+
+def _of_replicas(stages: Sequence[StagePrediction], schedule: Schedule) -> str:
+    """The same where stages have replicas, which share out the micro-batches and exchange their gradients."""
+    counts, number = schedule.wiring.replicas, schedule.num_microbatches()
+    shared_s = [stage.busy_s / count for stage, count in zip(stages, counts, strict=True)]
+    slowest = max(range(len(stages)), key=shared_s.__getitem__)
+    widest = max(range(len(stages)), key=lambda s: stages[s].exchange_s)
+    if stages[widest].exchange_s > number * shared_s[slowest]:
+        taken = human_s(stages[widest].exchange_s)
+        return f"stage {widest} sums the gradients of its {counts[widest]} workers for {taken}, longer than it computes"
+    shared = f", shared by its {counts[slowest]} workers" if counts[slowest] > 1 else ""
+    return f"stage {slowest} computes longest, {human_s(shared_s[slowest])} per micro-batch{shared}"
 
 
 def _of_workers(

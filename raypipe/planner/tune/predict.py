@@ -4,8 +4,8 @@
     cut bytes, link         -->  latency, occupancy  --+-->  simulate  -->  step, bubble
 
 A stage for which a solver chose replicas counts as one worker whose period is the replicas' shared one; replicas that
-were asked for have rows of their own. The model leaves out what the simulator leaves out, and the optimizer's own
-seconds.
+were asked for have rows of their own, and sum their gradients where the optimizer steps. The model leaves out what the
+simulator leaves out, and the optimizer's own seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from raypipe.planner.search.replay import STEADY, equal_messages_s
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune.bound import bound_of
 from raypipe.planner.tune.decision import Decision
+from raypipe.planner.tune.replicas import exchange_s
 from raypipe.planner.tune.resolve import spec_of
 
 __all__ = [
@@ -82,6 +83,7 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
                 limit_bytes=min(caps, default=None),
                 weight_s=factor * weight_s,
                 recompute=again_s > 0.0,
+                exchange_s=exchange_s(memory, stage.devices, cluster, limits) if limits.memory.spec.replicas else 0.0,
             )
         )
     return tuple(found)
@@ -116,7 +118,9 @@ def hops_of(partition: Partition, cluster: Cluster, microbatch_size: int) -> tup
 def costs_of(stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...]) -> Costs:
     """The simulator's input; gradients travel back in messages of the same size."""
     latency_s, occupancy_s = tuple(h.latency_s for h in hops), tuple(h.occupancy_s for h in hops)
+    exchange_s = tuple(stage.exchange_s for stage in stages)
     return Costs(
+        step_s=exchange_s if any(exchange_s) else (),
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),
         backward_input_s=tuple(max(0.0, stage.backward_s - stage.weight_s) for stage in stages),

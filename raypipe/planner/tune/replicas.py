@@ -1,23 +1,25 @@
 """Cuts for stages with replicas: a stage of R workers may take R times as long as one that has a single worker.
 
 The solver is asked for one device per stage, R times as fast, and the devices that it knows nothing of are numbered
-afterwards. What replicas exchange at the end of an update is left out.
+afterwards. It does not know what replicas exchange at the end of an update; the prediction of the plan does.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
+from raypipe.planner.memory import StageMemory
 from raypipe.planner.partition.fit import Solver, fitting_partition
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.request import Request
 
-__all__ = ["check_workers_of_replicas", "cut_for", "on_workers"]
+__all__ = ["check_workers_of_replicas", "cut_for", "exchange_s", "on_workers"]
 
 
 def cut_for(request: Request, solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
@@ -48,6 +50,19 @@ def on_workers(partition: Partition, counts: tuple[int, ...]) -> Partition:
         for stage, (first, stop) in zip(partition.stages, bounds, strict=True)
     )
     return dataclasses.replace(partition, stages=tuple(stages))
+
+
+def exchange_s(memory: StageMemory, devices: Sequence[int], cluster: Cluster, limits: Limits) -> float:
+    """Seconds in which a stage's replicas sum their gradients; see ``engine.all_reduce`` for what they send.
+
+    Each of R sends (R - 1) / R of its L / R lanes, and then as much of the totals, over one link, both ways at once.
+    """
+    count, lanes = len(devices), limits.memory.spec.lanes
+    if count == 1:
+        return 0.0
+    link = cluster.link(devices[0], devices[1])
+    nbytes = memory.gradient_bytes / limits.memory.gradient_factor * (count - 1) / count * (lanes / count + 1)
+    return nbytes / link.bandwidth_bytes_s + 2 * link.latency_s
 
 
 def check_workers_of_replicas(request: Request, num_stages: int, offered: int | None) -> None:

@@ -1,0 +1,62 @@
+"""Plans with replicas that were asked for: cut by what workers share, with the exchange of gradients, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from raypipe.errors import PlanError
+from raypipe.planner.tune import decide, plan_of
+from raypipe.planner.tune.choose import ASSUMED_LINK
+from tests.planner.tune.test_choose import MIB, REQUEST, chain, rented
+
+FIXED = dataclasses.replace(
+    REQUEST, num_stages=2, schedule="1f1b", minibatch_size=48, num_microbatches=12, partitioner="prefix_sum"
+)
+
+
+def test_a_stage_of_three_workers_gets_three_times_as_much() -> None:
+    decision = decide(dataclasses.replace(FIXED, replicas=(3, 1)), chain(4))
+    stages = decision.partition.stages
+    assert [(stage.stop - stage.start, stage.devices) for stage in stages] == [(3, (0, 1, 2)), (1, (3,))]
+    plan = plan_of(decision)
+    assert plan.partition.replicas == plan.schedule.wiring.replicas == (3, 1)
+    assert plan.schedule.wiring.lanes == 3
+    # 12 micro-batches at 1 ms: what three workers need for three nodes each, one needs for one.
+    assert plan.prediction is not None
+    exchange_s = plan.prediction.stages[0].exchange_s
+    assert plan.prediction.step_s - exchange_s == pytest.approx(12e-3 + 3e-3, rel=0.1)
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_a_step_takes_longer_by_what_replicas_exchange() -> None:
+    """2 (R - 1) / R times the parameters, over the link that is assumed; one stage is plain data parallelism."""
+    for count in (2, 4):
+        request = dataclasses.replace(FIXED, num_stages=1, replicas=count)
+        found = decide(request, chain(4)).prediction
+        exchange_s = 2 * (count - 1) / count * 4 * MIB / ASSUMED_LINK.bandwidth_bytes_s + 2 * ASSUMED_LINK.latency_s
+        assert found.stages[0].exchange_s == pytest.approx(exchange_s)
+        assert found.step_s == pytest.approx(12 / count * 4e-3 + exchange_s)
+    assert decide(dataclasses.replace(FIXED, lanes=4), chain(4)).prediction.stages[0].exchange_s == 0.0
+
+
+def test_memory_is_that_of_the_rows_and_of_the_most_lanes() -> None:
+    one, two = (
+        decide(dataclasses.replace(FIXED, replicas=replicas, lanes=lanes), chain(4)).prediction.stages
+        for replicas, lanes in (((1, 1), None), ((1, 2), 4))
+    )
+    assert [stage.in_flight for stage in one] == [2, 1]
+    assert [stage.in_flight for stage in two] == [3, 1]  # floor((3 - 1) / 1) ahead
+    assert [dict(stage.memory)["gradients"] // MIB for stage in one] == [2, 2]
+    assert [dict(stage.memory)["gradients"] // MIB for stage in two] == [4, 12]
+
+
+def test_what_cannot_be_planned_is_refused_by_name() -> None:
+    wanted = dataclasses.replace(FIXED, replicas=(3, 1))
+    with pytest.raises(PlanError, match=r"3-1 workers for its 2 stages, 4 in all, but scaling_config offers 3"):
+        decide(dataclasses.replace(wanted, num_workers=3), chain(4))
+    with pytest.raises(PlanError, match=r"num_replicas=\(3, 1\) cannot be planned for a described cluster yet"):
+        decide(wanted, chain(4), rented(4))
+    with pytest.raises(PlanError, match="num_replicas=2 needs num_stages beside it"):
+        decide(dataclasses.replace(FIXED, num_stages=None, replicas=2), chain(4))
