@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from raypipe.engine.copy import StageCopies, bring_back
 from raypipe.engine.data import open_data
 from raypipe.engine.device import Crosses, Device
 from raypipe.engine.local import LocalFleet
@@ -22,7 +23,7 @@ from raypipe.planner.tune import build_schedule, microbatches
 from tests.exactness import SHAPES, captured, config_of, programs, request_of
 from tests.models import case
 
-__all__ = ["STAGES", "evaluate", "run"]
+__all__ = ["STAGES", "evaluate", "gone_back", "run"]
 
 STAGES, STEPS = 3, 3
 
@@ -59,6 +60,46 @@ def run(device_of: Callable[[int], Device], name: str = "tied-sequential") -> li
     finally:
         fleet.stop()
     return found
+
+
+def gone_back(device_of: Callable[[int], Device]) -> list[torch.Tensor]:
+    """Parameters after a step, a copy of the state, another step, back to the copy, and that step again."""
+    name, shape = "tied-sequential", SHAPES["even"]
+    stages, (_, made) = programs(name, STAGES), captured(name)
+    request = request_of(config_of(shape, STAGES, "1f1b"), shape.samples)
+    minibatch, size, _count = microbatches(request, STAGES)
+
+    def rows(key: RowsKey) -> Schedule:
+        return lower(build_schedule(request, STAGES, key.num_microbatches, stages[0].first_trainable))
+
+    setup = GenerationSetup(stages, build_schedule(request, STAGES, 1, 0).wiring.homes)
+    source = open_data(case(name).data(shape.samples), seed=0)
+    adamw = partial(torch.optim.AdamW, lr=5e-2)
+    run_setup = RunSetup(adamw, None, {"train": source}, Settings(0, "mean", None, 30.0))
+    tensors = {**made.parameters, **made.buffers}
+    first, second = (segment for segment, _ in train_segments(shape.samples, minibatch, size, 2))
+    fleet = LocalFleet(run_setup, setup, tensors, device_of)
+    sources = []
+    try:
+        list(fleet.run(iter([Order(first)]), rows))
+        for executor in fleet.executors:
+            (work,) = executor.works.values()
+            copies = StageCopies(work.program, work.state, executor.crossing)
+            copies.take(1, work.state.updates)
+            sources.append(copies.source(1))
+        list(fleet.run(iter([Order(second)]), rows))
+        for executor, back in zip(fleet.executors, sources, strict=True):
+            (work,) = executor.works.values()
+            bring_back(back, work.program, work.state, adamw, None, executor.crossing)
+        list(fleet.run(iter([Order(second)]), rows))
+        return [
+            tensor
+            for executor in fleet.executors
+            for work in executor.works.values()
+            for tensor in executor.crossing.copied(work.state.parameters, Crosses.SNAPSHOT).values()
+        ]
+    finally:
+        fleet.stop()
 
 
 def evaluate(device_of: Callable[[int], Device]) -> dict[str, float]:

@@ -74,6 +74,16 @@ class Crossing:
         with self.device.prepare_thread():
             return _by_name(tensors, self.to_device(list(tensors.values()), what))
 
+    def fill(self, target: torch.Tensor, tensor: torch.Tensor, what: Crosses) -> None:
+        """Copy host memory into a tensor of the device, in place; from such a thread too."""
+        if self.device.immediate:
+            target.copy_(tensor)
+            return
+        with self.device.prepare_thread():
+            (there,) = self.to_device((tensor,), what)
+            assert there is not None
+            target.copy_(there)
+
     def copied(self, tensors: Mapping[str, torch.Tensor], what: Crosses) -> dict[str, torch.Tensor]:
         """Copies in host memory by name, on every device; from such a thread too."""
         bare = {name: tensor.detach() for name, tensor in tensors.items()}

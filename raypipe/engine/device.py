@@ -53,6 +53,7 @@ class Crosses(StrEnum):
     NORMS = "norms"
     METRICS = "metrics"
     SNAPSHOT = "snapshot"
+    RESTORED = "restored"
 
 
 class Device(Protocol):

@@ -63,14 +63,14 @@ class Executor:
         self._codecs = setup.codecs
         self.channels = channels
         self.settings = settings
-        self._device, self._crossing = device, Crossing(device)
+        self._device, self.crossing = device, Crossing(device)
         joined = _joined(programs, placement, channels)
         self.works = {
-            stage: StageWork(run, setup, stage, worker, state, joined[stage], self._crossing)
+            stage: StageWork(run, setup, stage, worker, state, joined[stage], self.crossing)
             for stage, state in zip(placement.stages, states, strict=True)
         }
         self._updates = {
-            stage: Update(work.program, work.state, work.sink, work.ring, settings, setup.weights, self._crossing)
+            stage: Update(work.program, work.state, work.sink, work.ring, settings, setup.weights, self.crossing)
             for stage, work in self.works.items()
         }
         sinks = {stage: work.sink for stage, work in self.works.items()}
@@ -221,7 +221,7 @@ class Executor:
             )  # fmt: skip
             # Asynchronous stages' norms are of different weights: nobody makes one of them.
             if self._norms is not None and segment.update_interval is None:
-                places, norms = self._crossing.to_host(self._norms, Crosses.NORMS)
+                places, norms = self.crossing.to_host(self._norms, Crosses.NORMS)
                 assert places is not None
                 assert norms is not None
                 report = replace(report, norms=norms_told(places, norms))
@@ -256,7 +256,7 @@ class Executor:
         nbytes = sum(x.nbytes for x in tensors if x is not None)
         assert self._action is not None
         self.works[self._action.stage].sent(nbytes, nbytes, ahead=worker > self.placement.worker)
-        self.channels[worker].send(action, self._crossing.to_host(tensors, Crosses.REDUCED), 0)
+        self.channels[worker].send(action, self.crossing.to_host(tensors, Crosses.REDUCED), 0)
 
     def _recv(self, worker: int, action: Action) -> Message:
         assert self._action is not None
@@ -267,7 +267,7 @@ class Executor:
             raise type(error)(f"Stage {self._action.stage} in {self._action.label}: {error}") from error
         finally:
             self.works[self._action.stage].waited(time.monotonic() - begin_s)
-        return self._crossing.message(message, Crosses.REDUCED)
+        return self.crossing.message(message, Crosses.REDUCED)
 
 
 def _joined(

@@ -144,9 +144,10 @@ class LocalFleet:
         """Go back to the state of checkpoint ``folder`` on every stage, but for these options of the optimizer."""
         run = self._setup
         assert run.place is not None
-        for work in (work for executor in self.executors for work in executor.works.values()):
-            load_stage(run.place / folder, work.program, work.state, run.persistent, fresh)
-            work.ring.fill()
+        for executor in self.executors:
+            for work in executor.works.values():
+                load_stage(run.place / folder, work.program, work.state, run.persistent, fresh, executor.crossing)
+                work.ring.fill()
 
     def stop(self) -> None:
         """Close the channels; safe to call twice."""

@@ -11,7 +11,7 @@ import torch
 
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.errors import RaypipeError
-from tests.device_run import evaluate, run
+from tests.device_run import evaluate, gone_back, run
 from tests.exactness import same_bits
 from tests.fake_device import FakeDevice
 
@@ -41,6 +41,33 @@ def test_a_wait_of_metrics_that_is_missing_changes_them(why: str) -> None:
         return FakeDevice(eager=eager, without=wait)
 
     assert any(evaluate(partial(late, eager)) != plain for eager in (False, True))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_state_that_goes_back_is_that_of_the_copy(*, eager: bool) -> None:
+    found = gone_back(lambda worker: FakeDevice(eager=eager))
+    assert all(same_bits(a, b) for a, b in zip(found, gone_back(lambda worker: CPU), strict=True))
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [f"{Crosses.RESTORED}: computed with once they are on the device",
+     f"{Crosses.SNAPSHOT}: read once they are in host memory"],
+)  # fmt: skip
+def test_a_wait_of_copies_that_is_missing_changes_bits(wait: str) -> None:
+    plain = gone_back(lambda worker: CPU)
+
+    def late(eager: bool, worker: int) -> FakeDevice:
+        return FakeDevice(eager=eager, without=wait)
+
+    def same(eager: bool) -> bool:
+        try:
+            found = gone_back(partial(late, eager))
+        except RaypipeError:  # a loss that is not finite
+            return False
+        return all(same_bits(a, b) for a, b in zip(found, plain, strict=True))
+
+    assert not (same(False) and same(True))
 
 
 COMPUTED_WITH, COPIED, READ, STAGED = (

@@ -18,6 +18,8 @@ from raypipe.engine.checkpoint.manifest import OptionGroup
 from raypipe.engine.checkpoint.source import Kept, StateSource, opened
 from raypipe.engine.checkpoint.tensor_table import TensorInfo
 from raypipe.engine.checkpoint.values import decode
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import CPU, Crosses
 from raypipe.engine.loss_scale import OPTIONS as OF_LOSS_SCALE
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
@@ -62,6 +64,7 @@ def load_stage(
     state: StageState,
     persistent: frozenset[str] | None = None,
     fresh: FreshOptions = FreshOptions(),  # noqa: B008  (immutable)
+    crossing: Crossing | None = None,
 ) -> None:
     """Bring a stage to where the state was saved. Of a checkpoint only files with names that it holds are opened.
 
@@ -74,11 +77,13 @@ def load_stage(
         persistent: names of all parameters and persistent buffers of the model; None skips the check that the
             source holds nothing else, and takes the buffers that it has.
         fresh: options of the optimizer that were changed since and are not taken back.
+        crossing: to the device where the state lies; None for the CPU.
 
     Raises:
         CheckpointError: another model, another optimizer, or a file that is not there; names the parameter.
     """
     state.wait_until_read()
+    crossing = crossing or Crossing(CPU)
     with opened(source) as found:
         targets = _targets(program, state, persistent, found.names)
         _check_names(targets, persistent, found)
@@ -86,12 +91,12 @@ def load_stage(
             _check_like(name, found.info(name), target)
         with torch.no_grad():
             for name, tensor in found.read(targets):
-                targets[name].copy_(tensor)
+                crossing.fill(targets[name], tensor, Crosses.RESTORED)
         state.updates = found.updates
         if state.optimizer is not None:
             _replay(state.scheduler, found.updates)
             if found.groups is not None:
-                _load_optimizer(state.optimizer, state.parameters, found.groups, found, fresh)
+                _load_optimizer(state.optimizer, state.parameters, found.groups, found, fresh, crossing)
 
 
 def _targets(
@@ -141,6 +146,7 @@ def _load_optimizer(
     saved: Mapping[str, OptionGroup],
     source: StateSource,
     fresh: FreshOptions,
+    crossing: Crossing,
 ) -> None:
     """Options and state by name, through ``load_state_dict``, of which subclasses may have their own."""
     title = type(optimizer).__name__
@@ -155,6 +161,9 @@ def _load_optimizer(
         packed.append({**_options(title, mine, group, groups), "params": list(range(number, number + len(mine)))})
         number += len(mine)
     kept = _saved_state({names[id(parameter)]: parameter for parameter in order}, source)
+    for values in kept.values():  # all but the count of steps, for which torch decides, go where the parameters are
+        tensors = {k: value for k, value in values.items() if k != "step" and isinstance(value, torch.Tensor)}
+        values.update(crossing.named(tensors, Crosses.RESTORED))
     states = {at: kept[names[id(parameter)]] for at, parameter in enumerate(order) if names[id(parameter)] in kept}
     try:
         optimizer.load_state_dict({"state": states, "param_groups": packed})

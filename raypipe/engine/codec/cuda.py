@@ -16,9 +16,12 @@ import torch
 
 from raypipe.engine.codec.arrays import BLOCK
 
-__all__ = ["KERNELS", "SOURCE", "THREADS", "decode", "encode", "grid_of", "kernel_name"]
+__all__ = ["KERNELS", "OPTIONS", "SOURCE", "THREADS", "decode", "encode", "grid_of", "kernel_name"]
 
 SOURCE = Path(__file__).with_name("kernels.cu")
+
+OPTIONS = ("--std=c++17",)
+"""Of NVRTC. Nothing in the source may be fused or approximated, whatever else is asked for."""
 
 THREADS = 256
 """Of a block: a multiple of the 32 that share a scale."""
@@ -80,4 +83,4 @@ def _kernels(device: int) -> Any:
     """The compiled source, loaded on a device, which is the current one."""
     import cupy
 
-    return cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=("--std=c++14",))
+    return cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=OPTIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raypipe.engine.checkpoint import StateSource, load_stage
+from raypipe.engine.crossing import Crossing
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, StageState
 
@@ -15,14 +16,18 @@ def bring_back(
     state: StageState,
     make_optimizer: MakeOptimizer,
     make_scheduler: MakeScheduler | None,
+    crossing: Crossing | None = None,
 ) -> None:
     """Make the state that of the source: parameters and buffers in place, a new optimizer and a new scheduler.
 
     No scheduler can be turned back, and an optimizer of step 0 has kept nothing, which no ``load_state_dict`` makes of
     one that has. Whoever holds the old ones must be made anew too: an Executor is.
 
+    Args:
+        crossing: to the device where the state lies; None for the CPU.
+
     Raises:
         CheckpointError: the source lacks something of the stage; the state is unusable then.
     """
     state.renew(make_optimizer, make_scheduler)
-    load_stage(source, program, state)
+    load_stage(source, program, state, crossing=crossing)

@@ -24,6 +24,8 @@ from raypipe.engine.checkpoint.snapshot import optimizer_parts
 from raypipe.engine.checkpoint.tensor_table import read_table, table_of
 from raypipe.engine.copy.header import OPTIMIZER, TENSORS, CopyHeader
 from raypipe.engine.copy.source import CopySource, view_of, views_of
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import CPU, Crosses
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
 from raypipe.errors import CheckpointError
@@ -39,10 +41,12 @@ class StageCopies:
 
     Args:
         state: whose optimizer may be made anew, see ``bring_back``.
+        crossing: from the device where it lies; None for the CPU.
     """
 
-    def __init__(self, program: StageProgram, state: StageState) -> None:
+    def __init__(self, program: StageProgram, state: StageState, crossing: Crossing | None = None) -> None:
         self._program = program
+        self._crossing = crossing or Crossing(CPU)
         self._state = state
         self._slots = [_Slot() for _ in range(GENERATIONS)]
 
@@ -82,14 +86,14 @@ class StageCopies:
         slot.fit(tensors)
         header = CopyHeader(self._program.index, step, updates, slot.block.nbytes, slot.table, groups, scalars)
         changing = {f"{TENSORS}{name}" for name in self._program.buffers}
-        slot.copy({name: tensor for name, tensor in tensors.items() if name in changing})
+        slot.copy({name: tensor for name, tensor in tensors.items() if name in changing}, self._crossing)
         rest = {name: tensor for name, tensor in tensors.items() if name not in changing}
         done = threading.Event()
         self._state.is_read_until(done)
 
         def finish() -> None:
             try:
-                slot.copy(rest)
+                slot.copy(rest, self._crossing)
                 slot.header = header
             finally:
                 done.set()
@@ -176,8 +180,11 @@ class _Slot:
         self.table = table
         self.views = {name: view_of(self.block, info) for name, info in read_table(table, size_bytes).items()}
 
-    def copy(self, tensors: dict[str, torch.Tensor]) -> None:
+    def copy(self, tensors: dict[str, torch.Tensor], crossing: Crossing) -> None:
         """Take these tensors in."""
-        if tensors:
+        if not crossing.device.immediate:  # one by one, so that no second copy of all of them is in host memory
+            for name, tensor in tensors.items():
+                self.views[name].copy_(crossing.copied({name: tensor}, Crosses.SNAPSHOT)[name])
+        elif tensors:
             with torch.no_grad():
                 torch._foreach_copy_([self.views[name] for name in tensors], list(tensors.values()))

@@ -24,7 +24,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_they_compile(architecture: str) -> None:
-    code = Compiler()(cuda.SOURCE.read_text(), architecture)
+    code = Compiler()(cuda.SOURCE.read_text(), architecture, *cuda.OPTIONS)
     assert code[:4] == b"\x7fELF"
     for name, dtype in CASES:
         for way in ("encode", "decode"):
