@@ -35,6 +35,25 @@ def test_a_row_has_its_verdict(name: str, tmp_path: Path, request: pytest.Fixtur
     Result.of(row).write(results_folder(request.config))
 
 
+RUN_AGAIN = (
+    "MLP with every dropout | cross_entropy | vectors",
+    "BatchNorm in nn.Sequential | cross_entropy | images",
+    "spectral_norm | cross_entropy | vectors",
+    "frozen in the middle | cross_entropy | vectors",
+    "torch.cond | cross_entropy | vectors",
+    "rows picked by a mask | cross_entropy | vectors",
+)
+"""Draws, statistics, buffers that a forward reads and changes, stages that train nothing, and branches by value."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("captures_of_a_test")
+@pytest.mark.parametrize("name", RUN_AGAIN)
+def test_forwards_that_run_again_change_no_bit(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    assert differences_of(row, max(row.microbatches), tmp_path, recompute="always") == []
+
+
 def test_the_document_is_what_the_rows_say() -> None:
     """Their verdicts are what the tests above show; write it anew with ``python -m tests.zoo.table``."""
     stated = [Result.of(row) for row in ROWS.values() if not row.pending]

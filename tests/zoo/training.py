@@ -31,7 +31,7 @@ LEAST_SCALE = 1e-3
 Tensors = Mapping[str, torch.Tensor]
 
 
-def _trainer(row: Row, count: int, recorder: Recorder, folder: Path) -> PipelineTrainer:
+def _trainer(row: Row, count: int, recorder: Recorder, folder: Path, **fields: Any) -> PipelineTrainer:
     """What a user would write, with stages of equal size, for which nothing need be timed."""
     return PipelineTrainer(
         row.made(),
@@ -39,7 +39,7 @@ def _trainer(row: Row, count: int, recorder: Recorder, folder: Path) -> Pipeline
         optimizer=recorder,
         train_data=row.make_data(SAMPLES),
         eval_data=row.make_data(row.evaluated),
-        pipeline=_config(row, count),
+        pipeline=_config(row, count, **fields),
         run_config=SimpleNamespace(name=f"m{count}", storage_path=str(folder)),
     )
 
@@ -57,10 +57,14 @@ def refusal_of(row: Row, count: int, folder: Path) -> str:
     return "It trained."
 
 
-def differences_of(row: Row, count: int, folder: Path) -> list[str]:
-    """Everything in which a run in ``count`` micro-batches is not plain PyTorch's; empty if the verdict holds."""
+def differences_of(row: Row, count: int, folder: Path, **fields: Any) -> list[str]:
+    """Everything in which a run in ``count`` micro-batches is not plain PyTorch's; empty if the verdict holds.
+
+    Args:
+        fields: further ones of PipelineConfig, which change no bit.
+    """
     recorder = _recorder()
-    trainer = _trainer(row, count, recorder, folder)
+    trainer = _trainer(row, count, recorder, folder, **fields)
     trainer.simulate()
     recorder.steps.clear()  # those on copies, which were timed
     result = trainer.fit(num_steps=STEPS, local=True, progress=False)
@@ -91,9 +95,9 @@ def differences_of(row: Row, count: int, folder: Path) -> list[str]:
     return found + _unlike_whole(row, count, ours) + _unlike_evaluation(row, theirs.model, result.metrics["eval_loss"])
 
 
-def _config(row: Row, count: int) -> PipelineConfig:
+def _config(row: Row, count: int, **fields: Any) -> PipelineConfig:
     return PipelineConfig(
-        num_stages=row.stages, minibatch_size=MINIBATCH, num_microbatches=count, partitioner="parameters"
+        num_stages=row.stages, minibatch_size=MINIBATCH, num_microbatches=count, partitioner="parameters", **fields
     )
 
 
