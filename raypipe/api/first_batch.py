@@ -14,6 +14,7 @@ import torch
 
 from raypipe.engine.data import open_data
 from raypipe.engine.microbatch import IGNORED_TARGET
+from raypipe.engine.stream_source import ENDLESS
 
 if TYPE_CHECKING:
     from raypipe.api.trainer import PipelineTrainer
@@ -41,7 +42,8 @@ def first_batches(trainer: PipelineTrainer) -> Iterator[str]:
         read = source.read(0, 0, count, source.columns)
         columns = read if isinstance(read, Mapping) else dict(zip(source.columns, read, strict=True))
         of_epoch = " of epoch 0" if shuffle else ""
-        lines = [f"{name}: {source.num_samples:,} samples, of which the first {count}{of_epoch}"]
+        whole = "a stream" if source.num_samples == ENDLESS else f"{source.num_samples:,} samples"
+        lines = [f"{name}: {whole}, of which the first {count}{of_epoch}"]
         yield "\n".join(lines + _table([_row(column, value) for column, value in columns.items()]))
 
 

@@ -19,6 +19,7 @@ from raypipe.engine.local import LocalFleet
 from raypipe.engine.meter import check_metrics
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.storage import Place
+from raypipe.engine.stream_source import ENDLESS
 from raypipe.engine.token_count import token_column
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.plan import Plan
@@ -210,6 +211,11 @@ def steps_of(job: Job, num_steps: int | None, num_epochs: int | None) -> int:
         raise ConfigError(f"{name}={given!r} is not possible: give an integer of at least 1.")
     if num_epochs is None:
         return given
+    if job.sources["train"].num_samples == ENDLESS:
+        raise ConfigError(
+            f"num_epochs={given} is not possible: train_data is a stream, whose epoch has no end. Give num_steps, or "
+            "train_data=raypipe.data.Stream(data, num_samples=...)."
+        )
     return num_steps_of(given, job.sources["train"].num_samples, job.plan.minibatch_size)
 
 

@@ -23,6 +23,7 @@ from raypipe.engine.arrow_source import ArrowSource, survey
 from raypipe.engine.collate import Collate
 from raypipe.engine.loader import taken_over
 from raypipe.engine.map_source import MapSource
+from raypipe.engine.stream_source import ENDLESS, StreamSource, is_stream
 from raypipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -76,9 +77,11 @@ def open_data(
 
     Args:
         source: path of a Parquet or Arrow file or of a folder of them (local, s3://, gs://), a
-            pyarrow.dataset.Dataset, a torch map-style dataset, or a DataLoader of one.
+            pyarrow.dataset.Dataset, a torch map-style dataset, a DataLoader of one, or a stream: an iterable that can
+            be iterated over again, a ray.data.Dataset, or either in a Stream.
         seed: of the order, at least 0.
-        shuffle: False keeps the order of the files.
+        shuffle: False keeps the order of the files, and looks at all of them once, as an evaluation does; streams
+            always keep their order.
         rows_per_window: rows of a file that are shuffled among each other; more mixes better and
             keeps more row groups in memory. Default: 65,536 or what 128 MiB hold. Map-style datasets
             are always shuffled as a whole.
@@ -99,6 +102,15 @@ def open_data(
             )
         collate = collate or taken.collate
     mapped = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    streams = not mapped and not isinstance(source, str | os.PathLike | pa.Table | pa.RecordBatch) and is_stream(source)
+    if streams and not _is_dataset(source):
+        found = StreamSource(source, seed=seed, collate=collate)
+        if not shuffle and found.num_samples == ENDLESS:
+            raise DataError(
+                f"{type(source).__name__} is a stream without an end, so nobody can tell when all of it was looked at. "
+                "Give raypipe.data.Stream(data, num_samples=...), which takes its first samples each time."
+            )
+        return found
     if collate is not None and (not mapped or isinstance(source, str | pa.Table | pa.RecordBatch)):
         what = f"{source!r}" if isinstance(source, str | os.PathLike) else f"a {type(source).__name__}"
         raise DataError(
@@ -116,8 +128,8 @@ def open_data(
     else:
         raise DataError(
             f"{type(source).__name__} is not a data source of this release: it runs Parquet and Arrow paths, "
-            "pyarrow.dataset.Dataset, and torch datasets with __len__ and __getitem__. Write the data as Parquet "
-            "and give its folder."
+            "pyarrow.dataset.Dataset, torch datasets with __len__ and __getitem__, and iterables. Write the data as "
+            "Parquet and give its folder."
         )
     files, schema, default_window = survey(filesystem, paths)
     window = (rows_per_window or default_window) if shuffle else 0

@@ -11,6 +11,8 @@ import torch
 from raypipe.engine.data import Source
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction, Weights, evaluation_shares, update_weights
+from raypipe.engine.stream import Mark
+from raypipe.engine.stream_source import StreamReading, own_reader
 from raypipe.errors import DataError
 from raypipe.ir.segment import Segment
 
@@ -50,6 +52,7 @@ class Feed:
         columns: that the stage reads in training and in evaluation, by mode.
         targets: columns that the loss reads.
         weighs: whether this is the last stage, which needs the weights.
+        owner: stage and worker; of a stream each reads for itself.
         reduction: see Reduction; what is counted is the last target, or the column "labels" of a model that returns
             its own loss.
     """
@@ -62,8 +65,10 @@ class Feed:
         *,
         weighs: bool,
         reduction: Reduction,
+        owner: Any = None,
     ) -> None:
-        self._sources = sources
+        self._sources = {mode: own_reader(source, (owner, mode)) for mode, source in sources.items()}
+        self._end: tuple[int, int] | None = None  # epoch and offset after the newest mini-batch of training
         self._counted = _counted_columns(reduction, targets) if weighs else ()
         self._columns = {
             mode: tuple(dict.fromkeys((*names, *targets, *self._counted))) for mode, names in columns.items()
@@ -109,10 +114,23 @@ class Feed:
                 finally:
                     self.reading = False
             self._current = (key, found)
+        if training:
+            self._end = segment.epoch, key[2] + segment.minibatch_samples
         parts, weights, shares, _ = self._current[1]
         if not self._weighs:
             return MicrobatchData(parts[index])
         return MicrobatchData(parts[index], weights[index], shares[index])
+
+    def mark(self) -> Mark | None:
+        """Where the stream of train_data goes on, between two steps; None where it is none, or the stage reads none."""
+        reader = self._sources.get("train")
+        return reader.mark(*self._end) if isinstance(reader, StreamReading) and self._end is not None else None
+
+    def learn(self, mark: Mark | None) -> None:
+        """What a checkpoint says of the stream, with which the run goes on."""
+        reader = self._sources.get("train")
+        if mark is not None and isinstance(reader, StreamReading):
+            reader.learn(mark)
 
     @property
     def items(self) -> Weights:

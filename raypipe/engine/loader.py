@@ -88,8 +88,8 @@ def _faults(data: DataLoader[Any]) -> Iterator[tuple[str, str, str]]:
     sampler: Any = data.sampler
     if isinstance(data.dataset, IterableDataset):
         yield "dataset", type(data.dataset).__name__, (
-            "samples of an IterableDataset have no numbers, by which stages read them and a run goes on. Give a "
-            "dataset with __len__ and __getitem__, or Parquet files."
+            "a stream is read by every stage for itself, one item after the other. Give the dataset itself as the "
+            "data, and its batch size and collate function as minibatch_size and collate_fn."
         )  # fmt: skip
     elif type(data).__iter__ is not DataLoader.__iter__:
         yield "__iter__", f"{type(data).__name__}.__iter__", (

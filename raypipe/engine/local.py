@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.checkpoint import FreshOptions, GivenTensors, StateSource, load_stage, read_all, take_snapshot
+from raypipe.engine.checkpoint import FreshOptions, GivenTensors, StateSource, read_all, take_snapshot
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.executor import Executor
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.placement import Placement
+from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
 from raypipe.engine.stage_work import StageWork
@@ -83,7 +84,10 @@ class LocalFleet:
             mine = setup if placement.leads else _with_own_functions(setup, placement)
             self.executors.append(Executor(run, mine, worker, states, channels[worker], crossing.device))
         self._writers = [
-            ShardWriter(place, partial(take_snapshot, work.program, work.state, persistent, crossings[work.stage]))
+            ShardWriter(
+                place,
+                partial(take_snapshot, work.program, work.state, persistent, crossings[work.stage], work.feed.mark),
+            )
             for work in self._works
             if place is not None
         ]
@@ -142,12 +146,8 @@ class LocalFleet:
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
         """Go back to the state of checkpoint ``folder`` on every stage, but for these options of the optimizer."""
-        run = self._setup
-        assert run.place is not None
         for executor in self.executors:
-            for work in executor.works.values():
-                load_stage(run.place / folder, work.program, work.state, run.persistent, fresh, executor.crossing)
-                work.ring.fill()
+            restore_stages(executor.works.values(), self._setup, folder, fresh, executor.crossing)
 
     def stop(self) -> None:
         """Close the channels; safe to call twice."""

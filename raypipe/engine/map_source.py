@@ -9,10 +9,9 @@ An item may be random (crops, masks, noise): torch's, numpy's and Python's globa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
@@ -20,6 +19,7 @@ from raypipe.engine.collate import Collate, collated
 from raypipe.engine.epoch_order import EpochOrder
 from raypipe.engine.item_randomness import generator_states, own_generators, seed_generators
 from raypipe.engine.remembered import Memory, first_change, read_memory_of
+from raypipe.engine.stacking import parts_of, stacked
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import DataError
 
@@ -53,10 +53,10 @@ class MapSource:
         with own_generators():
             seed_generators(seed, 0, 0)
             (read,) = self._read(lambda rows: [dataset[row] for row in rows], [0])
-            item = _parts(read) if collate is None else collated(collate, [read], [0], seed, 0)
+            item = parts_of(read) if collate is None else collated(collate, [read], [0], seed, 0)
         self.columns: tuple[Any, ...] = tuple(item)
         for column, value in item.items() if collate is None else ():
-            self._stack(column, [value], [0])
+            stacked(self._name, column, [value], [0])
         self._check_repeats()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -136,14 +136,14 @@ class MapSource:
         fetched = self._fetch(epoch, rows)
         if self._collate is not None:
             return self._collated(fetched, epoch, rows, keys)
-        items = [_parts(item) for item in fetched]
+        items = [parts_of(item) for item in fetched]
         for row, item in zip(rows, items, strict=True):
             if tuple(item) != self.columns:
                 raise DataError(
                     f"Item {row} of {self._name} has the columns {list(item)}, but item 0 has {list(self.columns)}. "
                     "Make every item alike."
                 )
-        return {key: self._stack(key, [item[key] for item in items], rows) for key in keys}
+        return {key: stacked(self._name, key, [item[key] for item in items], rows) for key in keys}
 
     def _collated(self, items: list[Any], epoch: int, rows: list[int], keys: list[Any]) -> dict[Any, torch.Tensor]:
         assert self._collate is not None
@@ -197,58 +197,3 @@ class MapSource:
         items = [item for row in rows for item in self._read(batched, [row])]  # which of them it was
         assert len(items) == len(rows)
         return items
-
-    def _stack(self, column: Any, values: list[Any], rows: list[int]) -> torch.Tensor:
-        """Values of one column, shape (len(values), ...).
-
-        Args:
-            rows: numbers of the items, for messages.
-        """
-        kinds = [_kind(value) for value in values]
-        odd = next((at for at, found in enumerate(kinds) if found != kinds[0]), None)
-        if odd is not None:
-            raise DataError(
-                f"Item {rows[odd]} of {self._name} has {kinds[odd]} in column {column!r}, but item {rows[0]} has "
-                f"{kinds[0]}, and a batch needs equal ones. Pad, cut or convert the items to one shape and kind, as "
-                "collate_fn=raypipe.data.Pad(length) does with lists."
-            )
-        kind = values[0]
-        if isinstance(kind, torch.Tensor):
-            tensors = [torch.as_tensor(value) for value in values]
-        elif isinstance(kind, bool | int | float):
-            return torch.tensor(values)
-        elif isinstance(kind, list) and _numbers(kind):
-            tensors = [torch.tensor(value) for value in values]
-        elif isinstance(kind, np.ndarray | np.generic) and kind.dtype.kind in "biuf":
-            tensors = [torch.from_numpy(np.array(value)) for value in values]
-        else:
-            raise DataError(
-                f"Column {column!r} of {self._name} holds a {type(kind).__name__}, which cannot become a tensor. "
-                "Return tensors, numbers or numpy arrays of numbers from __getitem__, or give a collate_fn that makes "
-                "tensors of items."
-            )
-        return torch.stack(tensors)
-
-
-def _parts(item: Any) -> dict[Any, Any]:
-    """An item's parts by column: the keys of a dict, the places of a tuple, 0 for a lone value."""
-    if isinstance(item, Mapping):
-        return dict(item)
-    return dict(enumerate(item if isinstance(item, tuple | list) else (item,)))
-
-
-def _kind(value: Any) -> str:
-    """What must be equal for values to stack, in words: numbers of any type do."""
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        return f"shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, list) and _numbers(value):
-        return f"a list of shape {np.asarray(value).shape}"
-    return "a number" if isinstance(value, bool | int | float) else f"a {type(value).__name__}"
-
-
-def _numbers(value: list[Any]) -> bool:
-    """Whether it is a list of numbers, or lists of them of equal lengths, as datasets of Hugging Face give them."""
-    try:
-        return np.asarray(value).dtype.kind in "biuf"
-    except ValueError:  # ragged within
-        return False

@@ -90,6 +90,7 @@ class StageWork:
             self.program.targets,
             weighs=self.last,
             reduction=settings.loss_reduction,
+            owner=(stage, worker),
         )
         self._buffers = StageBuffers(self._modes, state.buffers)
         recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable

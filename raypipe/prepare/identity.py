@@ -103,7 +103,8 @@ def source_labels(title: str, source: Source) -> dict[str, Any]:
     }
     middle = count // 2
     runs = ((0, FIRST), (middle, MIDDLE), (max(0, count - LAST), LAST))
-    for number in sorted({n for start, length in runs for n in range(start, min(count, start + length))}):
+    numbers = {n for start, length in runs for n in range(start, min(count, start + length))}
+    for number in sorted(numbers) if (first := getattr(source, "shown_samples", None)) is None else range(first):
         row = source.read(0, number, 1, columns)
         values = list(row.values()) if isinstance(row, Mapping) else list(row)
         for column, value in zip(columns, values, strict=True):

@@ -8,7 +8,7 @@ commit           the manifest, once every stage has written: from now on it coun
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from raypipe.engine.checkpoint.manifest import (
     from_json,
     to_json,
 )
+from raypipe.engine.checkpoint.stream_mark import write_mark
 from raypipe.engine.checkpoint.tensor_file import write_tensors
 from raypipe.engine.checkpoint.tensor_table import check_storable
 from raypipe.engine.checkpoint.values import encode
@@ -32,6 +33,7 @@ from raypipe.engine.device import CPU, Crosses
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState, owned_tensors
 from raypipe.engine.storage import Place
+from raypipe.engine.stream import Mark
 from raypipe.errors import CheckpointError
 
 __all__ = [
@@ -61,6 +63,7 @@ class StageSnapshot:
         tensors: parameters that this stage is the first to hold, and persistent buffers, by name.
         optimizer: tensors by "key/parameter"; None where the stage trains nothing.
         groups, scalars: see StageEntry.
+        mark: of the stream that it reads; None where it reads none.
     """
 
     stage: int
@@ -68,6 +71,7 @@ class StageSnapshot:
     optimizer: Mapping[str, torch.Tensor] | None
     groups: tuple[OptionGroup, ...]
     scalars: Mapping[str, Mapping[str, Any]]
+    mark: Mark | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -88,13 +92,18 @@ def step_folders(run: Place) -> list[tuple[int, str]]:
 
 
 def take_snapshot(
-    program: StageProgram, state: StageState, persistent: frozenset[str], crossing: Crossing | None = None
+    program: StageProgram,
+    state: StageState,
+    persistent: frozenset[str],
+    crossing: Crossing | None = None,
+    mark: Callable[[], Mark | None] = lambda: None,
 ) -> StageSnapshot:
     """Copy what this stage owns, between two steps.
 
     Args:
         persistent: names of parameters and buffers that belong to a checkpoint.
         crossing: from the device that computes; None for the CPU.
+        mark: where the stream goes on that the stage reads.
 
     Raises:
         CheckpointError: something of the optimizer's can be neither a tensor nor JSON; names its key.
@@ -103,11 +112,11 @@ def take_snapshot(
     crossing = crossing or Crossing(CPU)
     tensors = _copies(owned, crossing)
     if state.optimizer is None:
-        return StageSnapshot(program.index, tensors, None, (), {})
+        return StageSnapshot(program.index, tensors, None, (), {}, mark())
     names = {id(parameter): name for name, parameter in state.parameters.items()}
     found = optimizer_parts(state.optimizer, names, owned)
     kept = _copies(found.tensors, crossing)
-    return StageSnapshot(program.index, tensors, kept, found.groups, found.scalars)
+    return StageSnapshot(program.index, tensors, kept, found.groups, found.scalars, mark())
 
 
 def write_snapshot(place: Place, folder: str, snapshot: StageSnapshot) -> dict[str, Any]:
@@ -125,6 +134,8 @@ def write_snapshot(place: Place, folder: str, snapshot: StageSnapshot) -> dict[s
     optimizer = None
     if snapshot.optimizer is not None:
         optimizer = _write(target, file_name(stage, "optimizer"), snapshot.optimizer)
+    if snapshot.mark is not None:
+        write_mark(target, stage, snapshot.mark)
     return asdict(StageEntry(stage, tensors, optimizer, snapshot.groups, snapshot.scalars), dict_factory=_jsonable)
 
 

@@ -26,14 +26,10 @@ from typing import Any
 import ray
 import torch
 
-from raypipe.engine.checkpoint import (
-    FreshOptions,
-    StateSource,
-    load_stage,
-    take_snapshot,
-)
+from raypipe.engine.checkpoint import FreshOptions, StateSource, take_snapshot
 from raypipe.engine.copy import bring_back
 from raypipe.engine.executor import Executor
+from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
 from raypipe.engine.stage_work import StageWork
@@ -318,11 +314,10 @@ class _StageActor(LinkedActor, CopyingActor):
         self._fence.check(term)
         run = self._setup
         assert run is not None
-        assert run.place is not None, "a run that saves nothing has nothing to go back to"
         self._ledger.clear()
-        for work in self._works():
-            load_stage(run.place / folder, work.program, work.state, run.persistent, fresh)
-            work.ring.fill()
+        works = self._works()
+        assert self._executor is not None
+        restore_stages(works, run, folder, fresh, self._executor.crossing)
 
     def _works(self) -> list[StageWork]:
         assert self._executor is not None, "configure() comes first"
@@ -335,7 +330,10 @@ class _StageActor(LinkedActor, CopyingActor):
         assert self._executor is not None, "configure() comes first"
         if not self._writers and self._executor.placement.leads:
             self._writers = [
-                ShardWriter(run.place, partial(take_snapshot, work.program, work.state, run.persistent))
+                ShardWriter(
+                    run.place,
+                    partial(take_snapshot, work.program, work.state, run.persistent, mark=work.feed.mark),
+                )
                 for work in self._works()
             ]
         return self._writers

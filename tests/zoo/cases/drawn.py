@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+import raypipe
 from tests.zoo.cases.convnets import resnet
 from tests.zoo.cases.dense import perceptron
 from tests.zoo.cases.language import _DEEP, made
@@ -124,7 +125,7 @@ def streamed(count: int) -> Any:
         def __iter__(self) -> Any:
             return iter(numbers(count))
 
-    return Stream()
+    return raypipe.data.Stream(Stream(), num_samples=count)
 
 
 row = partial(Row, "data")
@@ -145,9 +146,6 @@ ROWS = (
         "generators, which raypipe seeds by (seed, epoch, row) around each item, or make the item a function of its "
         "index; a generator of the dataset's own, the clock and counters cannot be repeated.",
         "two stages would read different items")),
-    row("MLP", perceptron, streamed, mse_loss, "mse_loss", "IterableDataset", Refused(
-        "Stream is not a data source of this release: it runs Parquet and Arrow paths, pyarrow.dataset.Dataset, and "
-        "torch datasets with __len__ and __getitem__. Write the data as Parquet and give its folder.",
-        "no item can be read by its number")),
+    row("MLP", perceptron, streamed, mse_loss, "mse_loss", "IterableDataset"),
 )  # fmt: skip
 """Data."""

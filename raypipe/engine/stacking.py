@@ -1,0 +1,70 @@
+"""From items of a dataset to columns: what stacks, and how that is refused which does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from raypipe.errors import DataError
+
+__all__ = ["parts_of", "stacked"]
+
+
+def stacked(name: str, column: Any, values: list[Any], rows: list[int]) -> torch.Tensor:
+    """Values of one column, shape (len(values), ...).
+
+    Args:
+        name: of the dataset, for messages.
+        rows: numbers of the items, for messages.
+    """
+    kinds = [_kind(value) for value in values]
+    odd = next((at for at, found in enumerate(kinds) if found != kinds[0]), None)
+    if odd is not None:
+        raise DataError(
+            f"Item {rows[odd]} of {name} has {kinds[odd]} in column {column!r}, but item {rows[0]} has "
+            f"{kinds[0]}, and a batch needs equal ones. Pad, cut or convert the items to one shape and kind, as "
+            "collate_fn=raypipe.data.Pad(length) does with lists."
+        )
+    kind = values[0]
+    if isinstance(kind, torch.Tensor):
+        tensors = [torch.as_tensor(value) for value in values]
+    elif isinstance(kind, bool | int | float):
+        return torch.tensor(values)
+    elif isinstance(kind, list) and _numbers(kind):
+        tensors = [torch.tensor(value) for value in values]
+    elif isinstance(kind, np.ndarray | np.generic) and kind.dtype.kind in "biuf":
+        tensors = [torch.from_numpy(np.array(value)) for value in values]
+    else:
+        raise DataError(
+            f"Column {column!r} of {name} holds a {type(kind).__name__}, which cannot become a tensor. "
+            "Return tensors, numbers or numpy arrays of numbers from __getitem__, or give a collate_fn that makes "
+            "tensors of items."
+        )
+    return torch.stack(tensors)
+
+
+def parts_of(item: Any) -> dict[Any, Any]:
+    """An item's parts by column: the keys of a dict, the places of a tuple, 0 for a lone value."""
+    if isinstance(item, Mapping):
+        return dict(item)
+    return dict(enumerate(item if isinstance(item, tuple | list) else (item,)))
+
+
+def _kind(value: Any) -> str:
+    """What must be equal for values to stack, in words: numbers of any type do."""
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return f"shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, list) and _numbers(value):
+        return f"a list of shape {np.asarray(value).shape}"
+    return "a number" if isinstance(value, bool | int | float) else f"a {type(value).__name__}"
+
+
+def _numbers(value: list[Any]) -> bool:
+    """Whether it is a list of numbers, or lists of them of equal lengths, as datasets of Hugging Face give them."""
+    try:
+        return np.asarray(value).dtype.kind in "biuf"
+    except ValueError:  # ragged within
+        return False
