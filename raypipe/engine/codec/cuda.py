@@ -21,7 +21,7 @@ __all__ = ["KERNELS", "OPTIONS", "SOURCE", "THREADS", "decode", "encode", "grid_
 SOURCE = Path(__file__).with_name("kernels.cu")
 
 OPTIONS = ("--std=c++17",)
-"""Of NVRTC. Nothing in the source may be fused or approximated, whatever else is asked for."""
+"""Of NVRTC. Not --use_fast_math, by which numbers below the normal ones would become 0."""
 
 THREADS = 256
 """Of a block: a multiple of the 32 that share a scale."""
