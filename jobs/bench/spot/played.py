@@ -34,6 +34,7 @@ import torch
 from ray.train import FailureConfig, ScalingConfig
 
 from jobs.lib import common, spot
+from jobs.lib.autoscaled import PATIENCE
 from jobs.lib.faults import events
 from jobs.lib.slow_layers import trainer_of_layers
 from jobs.lib.spot import Change
@@ -84,7 +85,7 @@ class Machines:
             "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=80000000",
         ]  # fmt: skip
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-        process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
+        process = subprocess.Popen(command, env={**os.environ, **PATIENCE}, **quiet)  # type: ignore[call-overload]
         self._running[name] = process
         self._home.started.append(process)
 
@@ -178,7 +179,7 @@ def _machines() -> int:
 @contextlib.contextmanager
 def _cluster() -> Iterator[Home]:
     with private_cluster() as home:
-        home.start(cpus=0, environment={"RAY_health_check_period_ms": "500"})
+        home.start(cpus=0, environment={"RAY_health_check_period_ms": "500", **PATIENCE})
         ray.init(address=home.address, namespace="raypipe", log_to_driver=False, logging_level="CRITICAL")
         try:
             yield home
@@ -206,6 +207,9 @@ def played(seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
 
     Args:
         seconds: of the trace as it is played, from its first machine.
+
+    Raises:
+        RuntimeError: so short a trace, on this machine, saw no run train.
     """
     processes.adopt_orphans()
     changes = spot.changes_of(speed=SPEED, machines_each=MACHINES_EACH)
@@ -220,6 +224,8 @@ def played(seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
         of_stages = spot.step_seconds(seconds_of, runs["elastic"].seen)
         last = runs["elastic"].checkpoint
         equal = bool(last) and _as_undisturbed(folder, last)
+    if not of_stages:
+        raise RuntimeError(f"Nothing was trained within {until_s:g} s: give more --seconds, or a machine that is idle.")
     cut = [change for change in changes if change.at_s < until_s] + [Change(until_s, (), ())]
     best = spot.undisturbed_steps(cut, lambda count: _step_s(of_stages, min(count, MOST)), LEAST)
     figures = {f"goodput_{name}_played": lived.steps / best for name, lived in runs.items()}
