@@ -69,6 +69,8 @@ NOTHING_LEFT = (
     "The driver of this run was lost, and no stage outlived it that knows the run. Start the run again under the same "
     "name; it goes on from its newest checkpoint."
 )
+FIND_S = 60.0
+"""How long a driver that Ray has started again waits for a stage to answer, while Ray knows of some."""
 LINGER_S = 60.0
 """How long a detached driver answers after its run has ended."""
 
@@ -123,7 +125,7 @@ class _DriverActor:
 
     def _charted(self) -> RunSpec:
         """What the stages know of the run."""
-        left = find_left(self._name)
+        left = find_left(self._name, FIND_S)
         if left is None:
             release_orphans(self._name)  # which were starting, and know nothing of the run
             raise StageError(NOTHING_LEFT)

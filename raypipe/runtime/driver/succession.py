@@ -10,6 +10,7 @@ driver  <--find_left-- any living stage
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from raypipe.runtime.workers.roster import Member
 __all__ = ["Charter", "Left", "NotTakenOverError", "Submission", "continued", "find_left", "term_left"]
 
 ASK_S = 10.0
+POLL_S = 0.5
 
 
 class NotTakenOverError(Exception):
@@ -91,8 +93,20 @@ class Left(NamedTuple):
     tensors: StoredTensors
 
 
-def find_left(owner: str) -> Left | None:
-    """What the driver of this name left, if any stage of it lives that knows its run. Looking changes nothing."""
+def find_left(owner: str, patience_s: float = 0.0) -> Left | None:
+    """What the driver of this name left, if any stage of it lives that knows its run. Looking changes nothing.
+
+    Args:
+        patience_s: how long stages that live by Ray's account may leave it unanswered, as behind a broken link.
+    """
+    deadline_s = time.monotonic() + patience_s
+    while (left := _answered(owner)) is None and time.monotonic() < deadline_s and living(owner):
+        time.sleep(POLL_S)
+    return left
+
+
+def _answered(owner: str) -> Left | None:
+    """What those of its stages say that answer now."""
     roster = [Member(actor, place, number=number) for number, (actor, place) in living(owner).items()]
     asked = [(member.actor.listen.remote(), member.actor.charter.remote()) for member in roster]
     answered, found = [], None
