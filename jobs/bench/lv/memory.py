@@ -1,7 +1,7 @@
 """What all stages together hold, with two weight versions against stashing and against GPipe: S = 8, M = 8.
 
     weights       square layers and few samples: versions of the weights are most of it; held against PipeDream
-    activations   the same layers and many samples: what forwards keep is most of it; held against GPipe
+    activations   narrower layers and many samples: what forwards keep is most of it; held against GPipe
 
 Every stage is a process of its own that is watched from outside (jobs/bench/memory/runs.py), each at its own fullest
 moment. ``versions_*`` count copies of a stage's weights, summed over the stages: 8 + 7 + ... + 1 with stashing, 2 on
@@ -44,7 +44,7 @@ WHOLE = {"stages": 8, "microbatches": 8, "watched": 8}
 MODELS = {
     "weights": Model(Sizes(width=1024, depth=6, later=6, microbatch=16, **WHOLE), "stash", "pipedream", ("gpipe",)),
     "activations": Model(
-        Sizes(width=192, depth=8, later=8, microbatch=768, **WHOLE), "gpipe", "gpipe", ("stash", "torch_gpipe")
+        Sizes(width=192, depth=16, later=16, microbatch=768, **WHOLE), "gpipe", "gpipe", ("stash", "torch_gpipe")
     ),
 }
 
