@@ -68,7 +68,8 @@ class Job:
     @property
     def initial(self) -> tuple[StateSource, ...]:
         """Where the stages find what they begin with, each name in the first that has it."""
-        held = {name: tensor for name, tensor in self.tensors.items() if not tensor.is_meta}
+        elsewhere = {name for source in self.unfilled for name in source.names}
+        held = {name: x for name, x in self.tensors.items() if not x.is_meta and name not in elsewhere}
         return (*self.unfilled, GivenTensors(held))
 
     @property

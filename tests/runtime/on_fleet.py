@@ -33,7 +33,7 @@ def start_on(fleet: Fleet, trainer: PipelineTrainer, num_steps: int) -> RunHandl
     blueprint = trainer._blueprint(job, num_steps, local=False)
 
     def lent(made: Assembled) -> Any:
-        fleet.configure(made.run, made.setup, [stored(job.tensors)])
+        fleet.configure(made.run, made.setup, [stored(job.initial)])
         return _Lent(fleet)
 
     return RunHandle(blueprint.spec.name, ThreadConnection(blueprint, job.planned, lent))

@@ -1,0 +1,58 @@
+"""On Ray actors, weights that only the workers hold: the store is given buffers, and the run is that of threads."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.packing import stored
+from tests.runtime.on_fleet import start_on
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def trainer(folder: Path, name: str, on: str, weights: Path | None) -> PipelineTrainer:
+    drawn = torch.Generator().manual_seed(3)
+    return PipelineTrainer(
+        model, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.functional.cross_entropy, init_from=weights,
+        train_data=torch.utils.data.TensorDataset(
+            torch.randn(16, 6, generator=drawn), torch.randint(0, 3, (16,), generator=drawn)
+        ),
+        pipeline=PipelineConfig(
+            num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", weights_on=on
+        ),
+        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("from_file", [True, False], ids=["from a file", "as the constructor makes them"])
+def test_workers_fill_their_own(fleet: Fleet, tmp_path: Path, *, from_file: bool) -> None:
+    weights = tmp_path / "weights.safetensors" if from_file else None
+    if weights is not None:
+        save_file(model().state_dict(), weights)
+    threads: Any = trainer(tmp_path, "threads", "client" if from_file else "workers", weights)
+    expected = threads.fit(num_steps=3, local=True, progress=False)
+    made = trainer(tmp_path, "actors", "workers", weights)
+    put: list[str] = []
+    held = stored(made._prepared().initial, lambda packed: put.extend(packed))
+    assert put == ([] if from_file else ["1.running_mean", "1.running_var", "1.num_batches_tracked"])
+    assert held.names == model().state_dict().keys()
+    assert held.info("0.weight").shape == (8, 6)
+    found = start_on(fleet, made, 3).wait()
+    assert [record.loss for record in found.records] == [record.loss for record in expected.records]
+    ours, theirs = load_state_dict(tmp_path / "actors"), load_state_dict(tmp_path / "threads")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
