@@ -28,7 +28,7 @@ def probe(
         raise ConfigError("Which cluster? Give --address HOST:PORT, or set RAY_ADDRESS.")
     import ray
 
-    from raypipe.doctor.cluster import knock
+    from raypipe.runtime.driver.knock import knock
     from raypipe.runtime.links.probe import probe_links
 
     try:

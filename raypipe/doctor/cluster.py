@@ -7,10 +7,8 @@ as JSON: whatever Ray does when it cannot connect (wait, or end the process), th
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
-import socket
 import sys
 import tempfile
 import uuid
@@ -19,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.doctor import node as node_facts
+from raypipe.runtime.driver.knock import REACH_TIMEOUT_S, knock
 
-__all__ = ["ask_cluster", "ask_here", "knock"]
+__all__ = ["ask_cluster", "ask_here"]
 
 NODE_TIMEOUT_S = 60.0
-REACH_TIMEOUT_S = 3.0
-KNOCK_TIMEOUT_S = 10.0
 
 
 def ask_here(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,33 +62,6 @@ def ask_cluster(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": "", "kind": "", "nodes": _ask_nodes(ray, request)}
     finally:
         ray.shutdown()
-
-
-def knock(address: str) -> None:
-    """Ask for anything at all: ray.init waits long for a cluster that is not there, or that refuses our token.
-
-    Raises:
-        AuthenticationError: the cluster wants a token, or another one.
-        ConnectionError: nothing of Ray answers.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return  # "auto", which Ray knows how to look up
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
-    except OSError as error:
-        raise ConnectionError(f"nothing listens there ({error.strerror or error})") from None
-    from ray.exceptions import AuthenticationError, RayError
-
-    client = getattr(importlib.import_module("ray._raylet"), "GcsClient", None)
-    if client is None:  # it is no public part of Ray; ray.init will tell, only later
-        return
-    try:
-        client(address=address).internal_kv_get(b"raypipe", b"doctor", timeout=KNOCK_TIMEOUT_S)
-    except AuthenticationError:
-        raise
-    except RayError as error:
-        raise ConnectionError(f"what listens there is no Ray cluster that answers: {error}") from error
 
 
 def _ask_nodes(ray: Any, request: Mapping[str, Any]) -> list[dict[str, Any]]:

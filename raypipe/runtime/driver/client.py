@@ -11,12 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    AuthenticationError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from raypipe.engine.checkpoint import StateSource
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.driver import DriverActor, driver_name
+from raypipe.runtime.driver.knock import knock
 from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.journal import News
 from raypipe.runtime.run.status import RunStatus
@@ -48,8 +57,8 @@ def connected(num_workers: int, resources: Mapping[str, float], *, detached: boo
     if ray.is_initialized():
         yield
         return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**_QUIET)
+    if address := os.environ.get("RAY_ADDRESS"):
+        _join(address)
     elif detached:
         raise ConfigError(
             "detached=True needs a cluster that outlives this process, and RAY_ADDRESS names none. Start one with "
@@ -69,6 +78,22 @@ def connected(num_workers: int, resources: Mapping[str, float], *, detached: boo
         yield
     finally:
         ray.shutdown()
+
+
+def _join(address: str) -> None:
+    """Connect to a cluster that is there.
+
+    Raises:
+        ConfigError: none is.
+    """
+    try:
+        knock(address)
+        ray.init(address=address, **_QUIET)
+    except (AuthenticationError, ConnectionError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"No Ray cluster at {address}: {why}. Set RAY_ADDRESS to one that runs; raypipe doctor looks closer."
+        ) from None
 
 
 class _Question(NamedTuple):
@@ -313,10 +338,7 @@ def find_run(name: str) -> RayConnection:
         ConfigError: no cluster, or no run of this name on it; says which there are.
     """
     if not ray.is_initialized():
-        try:
-            ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **_QUIET)
-        except ConnectionError as error:
-            raise ConfigError(f"No Ray cluster to look for the run {name!r} on: {error} Set RAY_ADDRESS.") from None
+        _join(os.environ.get("RAY_ADDRESS", "auto"))
     try:
         driver = ray.get_actor(driver_name(name), namespace=NAMESPACE)
     except ValueError:
