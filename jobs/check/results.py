@@ -5,8 +5,8 @@
 
 A page shows the figures of the newest run, those that only older runs have, the targets, a line of history per run, and
 notes of runs whose figures are not shown. The benchmark itself says how figures become a table and what is wanted of
-them: LAYOUT (title of a column -> pattern of figures, whose group is the row) and TARGETS (pattern -> "<= 1.03",
-">= 1.25" or "0.95 to 1.05").
+them: LAYOUT (title of a column -> pattern of figures, whose group is the row), TARGETS (pattern -> "<= 1.03",
+">= 1.25" or "0.95 to 1.05"), and COMPUTED, a pattern of the commands whose figures nothing was run for.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ FIRST_PAGE = ROOT / "README.md"
 BEGIN, END = "<!-- begin: made by python jobs/check/results.py -->", "<!-- end -->"
 MADE = "<!-- made by python jobs/check/results.py from {name}.json: do not edit -->"
 NONE = "--"
+SAID: dict[str, Any] = {"LAYOUT": {}, "TARGETS": {}, "COMPUTED": ""}
+"""What a benchmark's source may say, and what holds where it does not."""
 
 
 class Benchmark(NamedTuple):
@@ -37,7 +39,7 @@ class Benchmark(NamedTuple):
     Attributes:
         topic: its folder in jobs/bench, or its file in jobs/check.
         measures: the first sentence of its docstring.
-        layout, targets: see the module.
+        layout, targets, computed: see the module.
     """
 
     topic: str
@@ -45,6 +47,7 @@ class Benchmark(NamedTuple):
     measures: str
     layout: dict[str, str]
     targets: dict[str, str]
+    computed: str = ""
 
 
 def benchmarks() -> dict[str, Benchmark]:
@@ -52,26 +55,27 @@ def benchmarks() -> dict[str, Benchmark]:
     found = {}
     for path in [*ROOT.glob("jobs/bench/*/bench.py"), *(ROOT / "jobs" / "check").glob("*.py")]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        said = {name: value for name, value in map(_assigned, tree.body) if name in ("LAYOUT", "TARGETS")}
+        said = {name: value for name, value in map(_assigned, tree.body) if name in SAID}
         bench = path.name == "bench.py"
         if not bench and not said:
             continue
         topic = path.parent.name if bench else path.stem
         command = f"python {(path.parent if bench else path).relative_to(ROOT)}"
         measures = (ast.get_docstring(tree) or "").partition("\n\n")[0].replace("\n", " ")
-        found[topic] = Benchmark(topic, command, measures, said.get("LAYOUT", {}), said.get("TARGETS", {}))
+        layout, targets, computed = (said.get(name, default) for name, default in SAID.items())
+        found[topic] = Benchmark(topic, command, measures, layout, targets, computed)
     return dict(sorted(found.items()))
 
 
 def _assigned(statement: ast.stmt) -> tuple[str, Any]:
-    """A module's name and its value, where that is a literal dictionary."""
+    """A module's name and its value, where that is one of those looked for, which are literals."""
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         target, value = statement.target, statement.value
     elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
         target, value = statement.targets[0], statement.value
     else:
         return "", None
-    wanted = target.id in ("LAYOUT", "TARGETS") and value is not None
+    wanted = target.id in SAID and value is not None
     return target.id, ast.literal_eval(value) if wanted and value is not None else None
 
 
@@ -197,7 +201,8 @@ def history(runs: Sequence[Mapping[str, Any]], benchmark: Benchmark) -> str:
             if shown:
                 break
         seconds = NONE if run["duration_s"] is None else f"{run['duration_s']:.0f}"
-        where = run["source"] or "measured"
+        computed = re.fullmatch(benchmark.computed, run["command"])
+        where = run["source"] or ("computed" if computed else "measured")
         rows.append([_day(run), revision(run), hardware(run), load(run), seconds, shown or NONE, where])
     return markdown(["date", "commit", "machine", "load", "seconds", "figures, least to most", "source"], rows)
 

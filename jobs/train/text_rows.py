@@ -35,12 +35,12 @@ def read_lines(file: Path) -> Rows:
     """The rows of a .jsonl, .parquet or .txt file, those of an empty text left out.
 
     Raises:
-        ValueError: it has none, or is no such file.
+        ValueError: it has none, or is no such file; or a line of it is no JSON.
     """
     if file.suffix == ".parquet":
         rows = pq.read_table(file).to_pylist()
     elif file.suffix in (".jsonl", ".json"):
-        rows = [json.loads(line) if line.strip() else None for line in _lines(file)]
+        rows = [_row(file, number, line) for number, line in enumerate(_lines(file), 1)]
     elif file.suffix == ".txt":
         rows = [{"text": line} for line in _lines(file)]
     else:
@@ -106,7 +106,20 @@ def _require(task: str, rows: Rows) -> None:
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").splitlines()
+    # str.splitlines would also split at separators that stand in texts and need no escape in JSON, U+2028 for one.
+    return file.read_text(encoding="utf-8").split("\n")  # which reads "\r\n" and "\r" as "\n"
+
+
+def _row(file: Path, number: int, line: str) -> Any:
+    if not line.strip():
+        return None
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{file}, line {number}, column {error.colno} is no JSON: {error.msg}. Each line is one object, as "
+            '{"text": "..."}.'
+        ) from None
 
 
 def _tokens(

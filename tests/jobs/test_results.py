@@ -73,6 +73,15 @@ def test_history_has_what_has_a_target_or_else_the_columns() -> None:
     assert "| 0123456 and changes |" in lines[1]
 
 
+def test_history_says_what_was_computed() -> None:
+    computes = BENCHMARK._replace(computed=r"python jobs/bench/x")
+    newest = run_of("python jobs/bench/x", begin(), FIGURES, {"a": 1})
+    lines = history([newest, {**newest, "command": "python jobs/bench/x --played"}], computes).splitlines()[2:]
+    assert lines[0].endswith("| computed |")
+    assert lines[1].endswith("| measured |")
+    assert benchmarks()["vs_dp"].computed == "python jobs/bench/vs_dp"
+
+
 def test_a_page_shows_the_newest_figures_and_what_only_older_runs_have() -> None:
     newest = run_of("python jobs/bench/x", begin(), {"ratio_s2": 1.0}, {"a": 1})
     copied = {**newest, "raw": None, "source": "a page", "note": "On a busy day."}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.train.text_rows import write_rows
+from jobs.train.text_rows import read_lines, write_rows
 
 pytestmark = pytest.mark.engine
 
@@ -60,3 +61,21 @@ def test_targets_are_written_as_targets(tmp_path: Path) -> None:
     assert found["labels"] == [[4, 6, -100, -100, -100], [4, 5, 6, 7, -100]]
     assert found["input_ids"] == [[5, 6, 0, 0, 0], [7, 0, 0, 0, 0]]
     assert found["attention_mask"] == [[1, 1, 0, 0, 0], [1, 0, 0, 0, 0]]
+
+
+def test_only_line_ends_end_a_line(tmp_path: Path) -> None:
+    """Texts hold U+2028, U+0085 and form feeds, which JSON need not escape."""
+    texts = ["a\u2028b", "c\x85d", "e\u2029f"]
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode())
+    assert [row["text"] for row in read_lines(file).values()] == texts
+    plain = tmp_path / "rows.txt"
+    plain.write_bytes(b"a\x0cb\n\nc\n")
+    assert read_lines(plain) == {1: {"text": "a\x0cb"}, 3: {"text": "c"}}
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n{"text": b}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2, column 10 is no JSON"):
+        read_lines(file)

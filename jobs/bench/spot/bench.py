@@ -39,6 +39,7 @@ LAYOUT: dict[str, str] = {
     "restarted, Ray Train": r"goodput_ray_train_(.+)",
 }
 TARGETS: dict[str, str] = {r"ratio_.*": ">= 1.0"}
+COMPUTED = r"python jobs/bench/spot"
 """Elastic over restarted in the same process."""
 BLOCKS, BLOCK_S, MICROBATCHES, LEAST = 24, 0.03, 8, 4
 JOIN_S = 10.0

@@ -42,6 +42,7 @@ LAYOUT: dict[str, str] = {
     "replicas of the first stage": r"replicas_(vgg16_\d+tflops)",
 }
 TARGETS: dict[str, str] = {}
+COMPUTED = r"python jobs/bench/vs_dp"
 
 
 def planned(graph: ModelGraph, between_gbit: float) -> Partition:
