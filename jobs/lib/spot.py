@@ -23,8 +23,8 @@ from statistics import median
 from typing import NamedTuple
 
 __all__ = [
-    "Change", "Costs", "Lived", "changes_of", "elastic", "restarting", "step_seconds", "undisturbed_steps",
-    "young_interval_s",
+    "Change", "Costs", "Lived", "changes_of", "elastic", "restarting", "step_seconds", "steps_of",
+    "undisturbed_steps", "young_interval_s",
 ]  # fmt: skip
 
 TRACE = Path(__file__).resolve().parents[1] / "data" / "spot_g4dn.csv"
@@ -251,3 +251,27 @@ def step_seconds(seconds: Mapping[int, float], seen: Sequence[tuple[int, int]]) 
         if count == then:
             found.setdefault(count, []).extend(seconds[step] for step in range(begin + 1, end) if step in seconds)
     return {count: median(steps) for count, steps in sorted(found.items()) if count and steps}
+
+
+def steps_of(
+    changes: Sequence[Change],
+    until_s: float,
+    of_stages: Mapping[int, float],
+    microbatches: int,
+    stages: tuple[int, int],
+) -> float:
+    """Steps that the machines of a trace would do until then, if changes cost nothing and one stage were on each.
+
+    Args:
+        of_stages: seconds of a step by number of stages; where one is missing, those of the nearest, as long as a
+            pipeline of so many equal stages would take.
+        stages: least and most that the run has.
+    """
+
+    def step_s(machines: int) -> float:
+        count = min(machines, stages[1])
+        near = min(of_stages, key=lambda known: (abs(known - count), known))
+        return of_stages[near] * (microbatches + count - 1) / count * near / (microbatches + near - 1)
+
+    cut = [change for change in changes if change.at_s < until_s]
+    return undisturbed_steps([*cut, Change(until_s, (), ())], step_s, stages[0])

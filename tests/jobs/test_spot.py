@@ -15,6 +15,7 @@ from jobs.lib.spot import (
     elastic,
     restarting,
     step_seconds,
+    steps_of,
     undisturbed_steps,
     young_interval_s,
 )
@@ -123,3 +124,10 @@ def test_steps_are_counted_for_the_stages_that_did_them() -> None:
     seconds = dict(enumerate([9.0, 1.0, 1.0, 9.0, 9.0, 2.0, 2.0, 9.0]))
     seen = [(0, 0), (0, 2), (3, 2), (4, 3), (7, 3), (7, 0), (7, 0)]
     assert step_seconds(seconds, seen) == {2: 1.0, 3: 2.0}
+
+
+def test_what_machines_would_do_is_told_by_the_steps_that_were_measured() -> None:
+    """Until 250 s: two machines for 150 s of it, three for 100 s."""
+    assert steps_of(CHANGES, 250.0, {2: 1.0, 3: 0.5}, 4, (1, 4)) == pytest.approx(150 + 200)
+    assert steps_of(CHANGES, 250.0, {2: 1.0, 3: 0.5}, 4, (1, 2)) == pytest.approx(250)
+    assert steps_of(CHANGES, 250.0, {2: 1.0}, 4, (3, 4)) == pytest.approx(100 / (6 / 3 * 2 / 5))  # 6 slots of a third

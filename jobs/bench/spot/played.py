@@ -219,15 +219,12 @@ def played(seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="spot-") as made:
         folder = Path(made)
         runs = {run.__name__: one(folder, run, changes, until_s) for run in (elastic, restarted)}
-        table = pq.read_table(folder / "elastic" / "metrics.parquet", columns=["step", "seconds"])
-        seconds_of = {row["step"]: row["seconds"] for row in table.to_pylist()}
-        of_stages = spot.step_seconds(seconds_of, runs["elastic"].seen)
+        of_stages = spot.step_seconds(_seconds_of(folder / "elastic" / "metrics.parquet"), runs["elastic"].seen)
         last = runs["elastic"].checkpoint
         equal = bool(last) and _as_undisturbed(folder, last)
     if not of_stages:
         raise RuntimeError(f"Nothing was trained within {until_s:g} s: give more --seconds, or a machine that is idle.")
-    cut = [change for change in changes if change.at_s < until_s] + [Change(until_s, (), ())]
-    best = spot.undisturbed_steps(cut, lambda count: _step_s(of_stages, min(count, MOST)), LEAST)
+    best = spot.steps_of(changes, until_s, of_stages, MICROBATCHES, (LEAST, MOST))
     figures = {f"goodput_{name}_played": lived.steps / best for name, lived in runs.items()}
     figures |= {"equal_played": float(equal)}
     if runs["restarted"].steps:
@@ -236,16 +233,12 @@ def played(seconds: float) -> tuple[dict[str, float], dict[str, Any]]:
     return figures, {"runs": raw, "step_seconds": of_stages, "best": best, "seconds": until_s, "speed": SPEED}
 
 
-def _step_s(of_stages: dict[int, float], count: int) -> float:
-    """As measured, or as a pipeline of equal stages would be between the nearest that was."""
-    if count in of_stages:
-        return of_stages[count]
-    near = min(of_stages, key=lambda known: abs(known - count))
-    return of_stages[near] * _slots(count) / _slots(near)
-
-
-def _slots(stages: int) -> float:
-    return (MICROBATCHES + stages - 1) / stages
+def _seconds_of(metrics: Path) -> dict[int, float]:
+    """By step; of a run that did none, nothing."""
+    if not metrics.exists():
+        return {}
+    rows = pq.read_table(metrics, columns=["step", "seconds"]).to_pylist()
+    return {row["step"]: row["seconds"] for row in rows}
 
 
 def _as_undisturbed(folder: Path, checkpoint: str) -> bool:
