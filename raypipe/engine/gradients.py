@@ -48,7 +48,7 @@ class GradientSink:
             position for position, site in enumerate(self._sites) if site.parameter in program.trainable
         ]
         self._sums_of_lanes: list[list[torch.Tensor | None]] = [[None] * len(self._sites) for _ in range(lanes)]
-        self._kept_of_lanes: list[list[torch.Tensor | None]] = [[None] * len(self._sites) for _ in range(lanes)]
+        self._kept: list[list[torch.Tensor]] = [[] for _ in self._sites]  # memory that any lane may use again
         self.use_lane(0)
         self._early: set[int] = set()
         self._positions: dict[str, list[int]] = {}
@@ -57,7 +57,7 @@ class GradientSink:
 
     def use_lane(self, lane: int) -> None:
         """What is added from now on belongs to this lane; 0 at first, and after ``close``."""
-        self._sums, self._kept = self._sums_of_lanes[lane], self._kept_of_lanes[lane]
+        self._sums = self._sums_of_lanes[lane]
 
     def watch(self, position: int, leaf: torch.Tensor) -> None:
         """Add the gradients of this leaf as soon as they are known, if they are large.
@@ -106,10 +106,7 @@ class GradientSink:
         total = self._sums[position]
         if total is not None:
             return total, False
-        total = self._kept[position]
-        if total is None:
-            total = torch.empty_like(self._parameters[self._sites[position].parameter].detach())
-        self._sums[position], self._kept[position] = total, None
+        total = self._sums[position] = self._free(position)
         return total, True
 
     @property
@@ -129,28 +126,49 @@ class GradientSink:
             used = [part for part in parts if part is not None]
             for part in used[1:]:
                 used[0].add_(part)
-            self._keep_lanes(position)
-            if used:
-                self._sums[position], self._kept[position] = used[0], None
+            total = used[0] if used else None
+            self._keep_lanes(position, total)
+            self._sums[position] = total
 
-    def close_with(self, totals: Sequence[torch.Tensor | None]) -> None:
-        """No more gradients come for this update: these are the sums over all lanes, those of other replicas included.
+    def totals(self, reached: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Where the sums over all lanes are to go, those of other replicas included, before ``close_with``.
+
+        A site's memory is that of the first lane with sums of it here: what is written there overwrites them.
 
         Args:
-            totals: one for each of ``trained``, of any shape, its elements in the order of the accumulator's memory.
+            reached: for each of ``trained``, whether any lane anywhere has something for it; None is given if not.
+        """
+        found: list[torch.Tensor | None] = []
+        for position, is_reached in zip(self._trained_at, reached, strict=True):
+            of_lanes = (sums[position] for sums in self._sums_of_lanes)
+            found.append(next((x for x in of_lanes if x is not None), None))
+            if is_reached and found[-1] is None:
+                found[-1] = self._free(position)
+        return found
+
+    def close_with(self, totals: Sequence[torch.Tensor | None]) -> None:
+        """No more gradients come for this update: these are the sums over all lanes.
+
+        Args:
+            totals: ``totals``, filled.
         """
         self.use_lane(0)
         for position, total in zip(self._trained_at, totals, strict=True):
-            self._keep_lanes(position)
-            if total is not None:
-                into, _ = self._total(position)
-                into.as_strided((into.numel(),), (1,)).copy_(total.reshape(-1))
+            self._keep_lanes(position, total)
+            self._sums[position] = total
 
-    def _keep_lanes(self, position: int) -> None:
-        """Forget the lanes' sums of a site, but keep their memory."""
-        for sums, kept in zip(self._sums_of_lanes, self._kept_of_lanes, strict=True):
-            if sums[position] is not None:
-                sums[position], kept[position] = None, sums[position]
+    def _keep_lanes(self, position: int, total: torch.Tensor | None) -> None:
+        """Forget the lanes' sums of a site, but keep their memory unless the total lies there."""
+        for sums in self._sums_of_lanes:
+            if (x := sums[position]) is not None and x is not total:
+                self._kept[position].append(x)
+            sums[position] = None
+
+    def _free(self, position: int) -> torch.Tensor:
+        """Memory for the sums of a site."""
+        if kept := self._kept[position]:
+            return kept.pop()
+        return torch.empty_like(self._parameters[self._sites[position].parameter].detach())
 
     def exported(self, stages: Collection[int]) -> list[torch.Tensor | None]:
         """Sums of what is shared with any of these stages, as ``StageProgram.shared_sites`` reads them.
@@ -184,6 +202,7 @@ class GradientSink:
     def reset(self) -> None:
         """Forget the sums after the optimizer's step, keeping the memory of those that no link may still be sending."""
         for position, site in enumerate(self._sites):
-            if self._sums[position] is not None and site.parameter not in self._program.shared_with:
-                self._kept[position] = self._sums[position]
+            total = self._sums[position]
+            if total is not None and site.parameter not in self._program.shared_with:
+                self._kept[position].append(total)
             self._sums[position] = None

@@ -14,9 +14,6 @@ from raypipe.ir.schedule import Homes
 
 __all__ = ["Placement"]
 
-DTYPES_OF_SUMS = 6
-"""At most so many types of parameters learn: four of floating-point numbers and two of complex ones."""
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -121,7 +118,7 @@ class Placement:
         if peer in self.replicas:
             own = self.stages
             others = [program for program in programs if program.index not in own]
-            return max(most, 1 + DTYPES_OF_SUMS * self.lanes, *(_shared_sites(other, own) for other in others))
+            return max(most, 1 + self.lanes, *(_shared_sites(other, own) for other in others))
         for mine, other in ((self.worker, peer), (peer, self.worker)):
             theirs = self.stages_of(other)
             for stage in self.stages_of(mine):

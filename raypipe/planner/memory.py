@@ -27,6 +27,9 @@ The numbers per node add up, so a part of a stage never needs more than the stag
 Messages and the workspace are exceptions: those depend on the cut, and this is the most that any node needs while it
 runs, not their sum. ``partition.fit`` finds how much room the solvers must leave for them.
 
+Replicas of a stage exchange their gradients when the activations are gone (``ir.exchange``), so that only what this
+takes beyond activations, messages and workspace adds to the fullest moment.
+
 A message that came is the input of its micro-batch, kept until the backward, and others wait behind it.
 
 The model leaves out: what a kernel takes and gives back inside itself and what the optimizer's step needs, which comes
@@ -44,6 +47,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
+from raypipe.ir.exchange import exchange_bytes
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan_table import human_bytes
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
@@ -220,6 +224,7 @@ class StageMemory:
         input_bytes: of them what came of one micro-batch.
         leaf_bytes: of all versions of the leaves, where they are not the weights.
         recompute: backwards run the forward again.
+        exchange_bytes: what replicas need to sum their gradients, beyond what is free without activations.
     """
 
     stage: int
@@ -239,6 +244,7 @@ class StageMemory:
     input_bytes: int = 0
     recompute: bool = False
     leaf_bytes: int = 0
+    exchange_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -250,7 +256,8 @@ class StageMemory:
             + self.buffer_bytes
             + self.copy_bytes
         )
-        return resident + self.activation_bytes + self.message_bytes + self.workspace_bytes + self.reserve_bytes
+        passing = self.activation_bytes + self.message_bytes + self.workspace_bytes + self.exchange_bytes
+        return resident + passing + self.reserve_bytes
 
     def __str__(self) -> str:
         parts = {
@@ -263,6 +270,7 @@ class StageMemory:
             activations_of(self): self.activation_bytes,
             "messages": self.message_bytes,
             "workspace": self.workspace_bytes,
+            "exchange": self.exchange_bytes,
             "reserve": self.reserve_bytes,
         }
         return ", ".join(f"{name} {human_bytes(count)}" for name, count in parts.items() if count)
@@ -297,6 +305,12 @@ def stage_memory(
     """
     in_flight, sets, versions = model.in_flight(depth), model.activation_sets(depth), model.versions(depth)
     optimizer_bytes = math.ceil(resident.trainable_bytes * model.optimizer_factor)
+    activation_bytes = sets * model.microbatch_size * resident.activation_bytes
+    message_bytes = model.microbatch_size * (
+        receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots
+    )
+    replicas = dict(enumerate(model.spec.replicas)).get(stage, 1)
+    exchanged = exchange_bytes(resident.trainable_bytes, model.spec.lanes, replicas)
     return StageMemory(
         stage=stage,
         action=f"{stage}F{in_flight - 1}",
@@ -309,13 +323,13 @@ def stage_memory(
         optimizer_bytes=optimizer_bytes,
         buffer_bytes=resident.buffer_bytes,
         copy_bytes=model.state_copies * (resident.param_bytes + optimizer_bytes + resident.buffer_bytes),
-        activation_bytes=sets * model.microbatch_size * resident.activation_bytes,
-        message_bytes=model.microbatch_size
-        * (receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots),
+        activation_bytes=activation_bytes,
+        message_bytes=message_bytes,
         input_bytes=model.microbatch_size * receive_bytes,
         recompute=model.recomputes(depth),
         workspace_bytes=workspace_bytes,
         reserve_bytes=model.reserve_bytes,
+        exchange_bytes=max(0, exchanged - activation_bytes - message_bytes - workspace_bytes),
     )
 
 

@@ -106,7 +106,7 @@ def test_lanes_are_summed_in_their_order() -> None:
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, total), name
         sink.reset()
-        kept.append({x.data_ptr() for kept_of_lane in sink._kept_of_lanes for x in kept_of_lane if x is not None})
+        kept.append({x.data_ptr() for kept_of_site in sink._kept for x in kept_of_site})
     assert kept[0] == kept[1]
 
 

@@ -92,13 +92,13 @@ def solve_within(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Li
             return refilled(found, graph, limits.memory) if charges else found
         common = min(m.workspace_bytes for m in memory)
         before = room, dict(charges)
-        room = max(room, common + max(m.message_bytes for m in over))
+        room = max(room, common + max(m.message_bytes + m.exchange_bytes for m in over))
         for m in over:
             if (more := m.workspace_bytes - common) > 0:
                 needy = _neediest(graph, found, found.stages[m.stage], limits.memory.microbatch_size)
                 charges[needy] = max(more, charges.get(needy, 0))
         if (room, charges) == before:
-            room += max(m.message_bytes + m.workspace_bytes for m in over)
+            room += max(m.message_bytes + m.workspace_bytes + m.exchange_bytes for m in over)
     check_memory(memory, caps)
     return found
 

@@ -59,7 +59,10 @@ def _of_replicas(stages: Sequence[StagePrediction], schedule: Schedule) -> str:
     widest = max(range(len(stages)), key=lambda s: stages[s].exchange_s)
     if stages[widest].exchange_s > number * shared_s[slowest]:
         taken = human_s(stages[widest].exchange_s)
-        return f"stage {widest} sums the gradients of its {counts[widest]} workers for {taken}, longer than it computes"
+        return (
+            f"stage {widest} sums the gradients of its {counts[widest]} workers for {taken}, longer than any stage "
+            "computes"
+        )
     shared = f", shared by its {counts[slowest]} workers" if counts[slowest] > 1 else ""
     return f"stage {slowest} computes longest, {human_s(shared_s[slowest])} per micro-batch{shared}"
 

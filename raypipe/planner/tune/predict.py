@@ -99,6 +99,7 @@ def _parts(memory: StageMemory) -> tuple[tuple[str, int], ...]:
         (activations_of(memory), memory.activation_bytes),
         ("messages", memory.message_bytes),
         ("workspace", memory.workspace_bytes),
+        *((("exchange", memory.exchange_bytes),) if memory.exchange_bytes else ()),
         ("reserve", memory.reserve_bytes),
         *((("copies of the state", memory.copy_bytes),) if memory.copy_bytes else ()),
     )

@@ -7,11 +7,13 @@ afterwards. It does not know what replicas exchange at the end of an update; the
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
+from raypipe.ir.exchange import chunk_bytes
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
 from raypipe.planner.memory import StageMemory
@@ -55,14 +57,17 @@ def on_workers(partition: Partition, counts: tuple[int, ...]) -> Partition:
 def exchange_s(memory: StageMemory, devices: Sequence[int], cluster: Cluster, limits: Limits) -> float:
     """Seconds in which a stage's replicas sum their gradients; see ``engine.all_reduce`` for what they send.
 
-    Each of R sends (R - 1) / R of its L / R lanes, and then as much of the totals, over one link, both ways at once.
+    Each of R sends (R - 1) / R of its L / R lanes, and then as much of the totals. All its peers share what one link
+    carries, as they share a worker's network card, both ways at once. Every chunk waits for two messages' latency.
     """
     count, lanes = len(devices), limits.memory.spec.lanes
     if count == 1:
         return 0.0
     link = cluster.link(devices[0], devices[1])
-    nbytes = memory.gradient_bytes / limits.memory.gradient_factor * (count - 1) / count * (lanes / count + 1)
-    return nbytes / link.bandwidth_bytes_s + 2 * link.latency_s
+    gradient_bytes = memory.gradient_bytes / limits.memory.gradient_factor
+    nbytes = gradient_bytes * (count - 1) / count * (lanes / count + 1)
+    chunks = math.ceil(gradient_bytes / chunk_bytes(lanes, count))
+    return nbytes / link.bandwidth_bytes_s + 2 * chunks * link.latency_s
 
 
 def check_workers_of_replicas(request: Request, num_stages: int, offered: int | None) -> None:

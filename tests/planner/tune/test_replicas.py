@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from raypipe.errors import PlanError
+from raypipe.ir.exchange import exchange_bytes
 from raypipe.planner.tune import decide, plan_of
 from raypipe.planner.tune.choose import ASSUMED_LINK
 from tests.planner.tune.test_choose import MIB, REQUEST, chain, rented
@@ -60,3 +61,18 @@ def test_what_cannot_be_planned_is_refused_by_name() -> None:
         decide(wanted, chain(4), rented(4))
     with pytest.raises(PlanError, match="num_replicas=2 needs num_stages beside it"):
         decide(dataclasses.replace(FIXED, num_stages=None, replicas=2), chain(4))
+
+
+def test_memory_of_the_exchange_counts_where_activations_leave_no_room_for_it() -> None:
+    """And a limit is kept with it: what fits without is refused."""
+    request = dataclasses.replace(FIXED, num_stages=1, replicas=2)
+    wide, narrow = (
+        dict(decide(request, chain(4, kept=kept)).prediction.stages[0].memory) for kept in (64 * MIB, 1 << 10)
+    )
+    assert "exchange" not in wide
+    planned = exchange_bytes(4 * MIB, 2, 2)
+    assert 0 < planned - narrow["exchange"] < MIB
+    enough = sum(narrow.values())
+    decide(dataclasses.replace(request, memory_limit_bytes=enough), chain(4, kept=1 << 10))
+    with pytest.raises(PlanError, match="exchange"):
+        decide(dataclasses.replace(request, memory_limit_bytes=enough - MIB), chain(4, kept=1 << 10))
