@@ -21,8 +21,8 @@ class PipelineFields:
             worker, two with "auto" and always in "zb-v". Where scaling_config gives a pair as num_workers, "auto"
             follows the workers there are, and a number is the most there will be (docs/design/0043).
         num_replicas: workers per stage; a list gives one number per stage, and "auto" is one each. Micro-batches are
-            dealt out between the replicas of a stage, which sum their gradients before every update. A stage that
-            changes buffers in training (batch normalisation) has one.
+            dealt out between the replicas of a stage, at least one for each, which sum their gradients before every
+            update. A stage that changes buffers in training (batch normalisation) has one.
         num_lanes: into how many lanes micro-batches are dealt out, m into lane m % num_lanes, and their gradients
             summed, lane after lane: to the same bits for any number of replicas up to this one. "auto" is 1, the order
             of plain PyTorch, or with replicas the fewest that give every one of a stage as many lanes. Every replica

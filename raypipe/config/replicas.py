@@ -53,6 +53,11 @@ def _check_counts(config: PipelineFields) -> None:
             "stage with replicas is plain data parallelism."
         )
     most = max(counts if isinstance(counts, tuple) else (counts,))
+    if config.num_microbatches != "auto" and config.num_microbatches < most:
+        raise ConfigError(
+            f"num_microbatches={config.num_microbatches} leaves replicas of num_replicas={counts!r} without any. Set "
+            f"num_microbatches to {most} or more, or fewer replicas."
+        )
     if config.num_lanes != "auto" and config.num_lanes < most:
         raise ConfigError(
             f"num_lanes={config.num_lanes} leaves replicas of num_replicas={counts!r} without micro-batches. Set "

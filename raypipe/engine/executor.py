@@ -255,7 +255,11 @@ class Executor:
     def _send(self, worker: int, action: Action, tensors: Sequence[torch.Tensor | None]) -> None:
         nbytes = sum(x.nbytes for x in tensors if x is not None)
         assert self._action is not None
-        self.works[self._action.stage].sent(nbytes, nbytes, ahead=worker > self.placement.worker)
+        work = self.works[self._action.stage]
+        if worker in self.placement.replicas:
+            work.exchanged_bytes += nbytes
+        else:
+            work.sent(nbytes, nbytes, ahead=worker > self.placement.worker)
         self.channels[worker].send(action, self.crossing.to_host(tensors, Crosses.REDUCED), 0)
 
     def _recv(self, worker: int, action: Action) -> Message:

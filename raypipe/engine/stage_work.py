@@ -34,7 +34,7 @@ from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError
 from raypipe.ir.links import MessageTimes, stage_sample
 from raypipe.ir.report import StepReport
-from raypipe.ir.schedule import Action, Op
+from raypipe.ir.schedule import Action, Op, lane_of
 from raypipe.ir.segment import Segment
 from raypipe.ir.timeline import Span
 
@@ -143,6 +143,7 @@ class StageWork:
         self._split_microbatch, self._split_marks = middle if splits else None, None
         self._wait_s = self._busy_s = 0.0
         self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._in_flight)
+        self.exchanged_bytes = 0
         self._damaged = 0
         self._losses.clear()
         self._seed_tensors.clear()
@@ -206,6 +207,7 @@ class StageWork:
             worker=self.worker,
             damaged=self._damaged,
             tokens=self._tokens.take(self._segment, step) if self._training else 0,
+            exchanged_bytes=self.exchanged_bytes,
         )
 
     _segment: Segment
@@ -288,11 +290,10 @@ class StageWork:
             self._peak = max(self._peak, len(self._in_flight))
 
     def _lane(self, microbatch: int) -> int:
-        """Counted within the mini-batch; evaluations run on workers that lead, which have the first lane."""
-        if not self._training:
-            return 0
+        """Evaluations run on workers that lead, which have the first lane."""
         segment = self._segment
-        return (microbatch - segment.first_microbatch) % len(segment.microbatch_samples) % self._lanes
+        within = microbatch - segment.first_microbatch
+        return lane_of(within, len(segment.microbatch_samples), self._lanes) if self._training else 0
 
     def _backward(self, op: Op, microbatch: int) -> None:
         self.sink.use_lane(self._lane(microbatch))

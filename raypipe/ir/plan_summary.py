@@ -52,7 +52,7 @@ def _stages(plan: PlanFacts) -> str:
     if shared:
         count += f" on {workers} worker{'s' * (workers > 1)}"
     if wiring.lanes > 1:
-        count += f" on {workers} workers, gradients summed in {wiring.lanes} lanes"
+        count += f" on {workers} workers" * wiring.replicated + f", gradients summed in {wiring.lanes} lanes"
     shown = [one(stage) for stage in stages]
     if len(shown) > FEW:
         shown = [*shown[:2], "...", shown[-1]]

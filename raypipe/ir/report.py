@@ -80,6 +80,7 @@ class StepReport:
         lr: learning rate that the stage's first parameter group stepped with; None where nothing learns or steps.
         metrics: by name, at the end of an evaluation, of the last stage.
         tokens: of the mini-batch, where the stage reads token ids; see engine/token_count.py.
+        exchanged_bytes: handed to other replicas of the stage, most of them sums of gradients.
     """
 
     stage: int
@@ -109,6 +110,7 @@ class StepReport:
     lr: float | None = None
     metrics: Numbers = ()
     tokens: int = 0
+    exchanged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ def merge_reports(
         grad_norm=norm,
         seconds=seconds,
         bubble_fraction=max(0.0, 1.0 - sum(r.busy_s for r in reports) / (seconds * len(workers))),
-        link_bytes_per_s=sum(sum(r.sent_bytes) for r in reports) / seconds,
+        link_bytes_per_s=sum(sum(r.sent_bytes) + r.exchanged_bytes for r in reports) / seconds,
         peak_in_flight=max(r.peak_in_flight for r in reports),
         skipped=any(r.skipped for r in reports),
         lr=next((r.lr for r in reports if r.lr is not None), 0.0),

@@ -16,8 +16,8 @@ from raypipe.ir.action import COMPUTE, Action, Op, parse_action
 from raypipe.ir.packed import OP_CODE, PackedRow
 
 __all__ = [
-    "COMPUTE", "OF_UPDATES", "Action", "Homes", "Op", "Row", "Schedule", "Wiring", "dependencies", "parse_action",
-    "single_homes",
+    "COMPUTE", "OF_UPDATES", "Action", "Homes", "Op", "Row", "Schedule", "Wiring", "dependencies", "lane_of",
+    "parse_action", "single_homes",
 ]  # fmt: skip
 
 
@@ -117,19 +117,23 @@ class Wiring:
         return workers[lane % len(workers)]
 
     def lane_of(self, microbatch: Any) -> Any:
-        """The lane of a micro-batch, or by element those of an array of them.
-
-        They are counted within their update, so that every update is dealt out alike; from the beginning where updates
-        are smaller than that.
-        """
-        within = microbatch % self.update_interval if self.update_interval >= self.lanes else microbatch
-        return within % self.lanes
+        """The lane of a micro-batch, or by element those of an array of them."""
+        return lane_of(microbatch, self.update_interval, self.lanes)
 
     def crosses(self, stage: int, microbatch: int) -> bool:
         """Whether stage and stage + 1 sit on different workers for it, so that a link joins them."""
         return stage + 1 < self.num_stages and self.worker_of(stage, microbatch) != self.worker_of(
             stage + 1, microbatch
         )
+
+
+def lane_of(microbatch: Any, update_interval: int, lanes: int) -> Any:
+    """The lane of a micro-batch, or by element those of an array of them: the one rule of planner and engine.
+
+    They are counted within their update, so that every update is dealt out alike; from the beginning where updates
+    are smaller than that.
+    """
+    return (microbatch % update_interval if update_interval >= lanes else microbatch) % lanes
 
 
 def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:

@@ -28,7 +28,7 @@ from raypipe.engine.initial.tape import KeyedInit
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.stage import GraphFunction
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
-from raypipe.runtime.run.same_run import Settings
+from raypipe.runtime.run.same_run import LANES, Settings
 
 if TYPE_CHECKING:
     from raypipe.prepare.job import Job
@@ -67,7 +67,7 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: str =
         **{name: getattr(pipeline, name) for name in _FREE_FIELDS},
     }
     if (lanes := plan.schedule.wiring.lanes) > 1:  # replicas change no bit, but lanes do
-        free["num_lanes"] = lanes
+        free[LANES] = lanes
     if plan.weights.interval is not None:
         free |= {name: getattr(pipeline, name) for name in _ASYNCHRONOUS_FIELDS}
     free |= source_labels("eval_data", sources["eval"]) if "eval" in sources else {"eval_data": None}

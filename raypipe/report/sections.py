@@ -116,11 +116,11 @@ def _cut(run: RunFacts) -> str:
     if plan is None:
         return ""
     names = dict(plan.reasons)
-    placement = plan.schedule.wiring.placement
+    placement, homes = plan.schedule.wiring.placement, plan.schedule.wiring.homes
     rows = [
         (
             str(stage.index),
-            str(placement[stage.index]),
+            ", ".join(map(str, homes[stage.index])),
             names.get(f"stage {stage.index}", f"{stage.first_node} to {stage.last_node}"),
             human_bytes(stage.param_bytes),
             human_bytes(stage.input_bytes) if stage.index else "data",

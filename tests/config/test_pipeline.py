@@ -104,6 +104,10 @@ def test_values_of_later_releases_are_refused_by_name(name: str, value: object) 
             {"num_replicas": [3, 1], "num_stages": 2, "num_lanes": 2},
             ["num_lanes=2", "num_replicas=(3, 1)", "3 or more"],
         ),
+        (
+            {"num_replicas": [4, 1], "num_stages": 2, "num_microbatches": 2},
+            ["num_microbatches=2", "num_replicas=(4, 1)", "4 or more"],
+        ),
         ({"num_replicas": 2, "num_stages": 2, "partitioner": "hierarchical"}, ["num_replicas=2", "'hierarchical'"]),
         ({"num_replicas": 2, "num_stages": 2, "codec_forward": "auto"}, ["codec_forward='auto'", "num_replicas=2"]),
         ({"num_lanes": 2, "min_gain": 0.1}, ["min_gain=0.1", "num_lanes=2"]),

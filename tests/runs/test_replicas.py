@@ -86,7 +86,8 @@ def test_bytes_of_the_all_reduce_are_those_of_a_ring() -> None:
         run = train("mlp", 1, SHAPES["even"], "1f1b", "sgd", 1, replicas=count, lanes=count)
         gradients = sum(p.numel() * 4 for p in run.parameters.values())
         for report in run.reports[0]:
-            assert 0 <= sum(report.sent_bytes) - 2 * (count - 1) / count * gradients <= 60 * (count - 1)
+            assert report.sent_bytes == (0, 0), "nothing goes to another stage"
+            assert 0 <= report.exchanged_bytes - 2 * (count - 1) / count * gradients <= 60 * (count - 1)
 
 
 X, Y = torch.randn(27, 6), torch.randint(0, 3, (27,))
@@ -128,14 +129,20 @@ def test_a_run_with_replicas_is_the_run_without_and_goes_on_without_them(tmp_pat
     assert rows[5] == others[5]
     assert rows[3] == others[3]
     assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
-    with pytest.raises(ConfigError, match="num_lanes: was 2"):
+    with pytest.raises(ConfigError, match=r"num_lanes \(or num_replicas.*\): was 2, is 1"):
         trainer(tmp_path, "two").fit(num_steps=8, local=True, progress=False)
+    trainer(tmp_path, "plain").fit(num_steps=1, local=True, progress=False)
+    with pytest.raises(ConfigError, match=r"num_lanes \(or num_replicas.*\): was 1, is 2"):
+        trainer(tmp_path, "plain", num_replicas=[2, 1]).fit(num_steps=2, local=True, progress=False)
 
 
 def test_the_plan_says_who_holds_what(tmp_path: Path) -> None:
     plan = trainer(tmp_path, "plan", num_replicas=[2, 1]).plan()
     assert "2 on 3 workers, gradients summed in 2 lanes. Stage 0 (2 workers)" in str(plan)
     assert type(plan).from_json(plan.to_json()) == plan
+    for stages in (1, 2):
+        words = str(trainer(tmp_path, "plan", num_stages=stages, num_lanes=2).plan())
+        assert f"{stages}, gradients summed in 2 lanes. Stage 0" in words
     timed = trainer(tmp_path, "plan", num_replicas=[1, 3], partitioner="auto", profile_budget_s=0.01).plan()
     assert timed.partition.replicas == (1, 3)
     assert timed.prediction is not None

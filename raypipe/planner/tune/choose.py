@@ -32,7 +32,7 @@ from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
 from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.recompute import best_recompute, is_open, most_recompute, only_where_needed, settled
-from raypipe.planner.tune.replicas import check_workers_of_replicas
+from raypipe.planner.tune.replicas import check_shares, check_workers_of_replicas, share_notes
 from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
 from raypipe.planner.tune.resolve import spec_of
 from raypipe.planner.tune.sizes import Sizes
@@ -126,6 +126,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
     as_expected = first == expected and not decision.request.ties  # of which nobody knew before the cut
     sizes = decision.partition.num_stages, decision.num_microbatches
     idle = () if decision.choice or not decision.request.kind.synchronous else idle_notes(decision.request, *sizes)
+    check_shares(decision.request, *sizes)
     spec = spec_of(decision.request, *sizes, first)
     return Plan(
         decision.partition,
@@ -133,7 +134,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
         decision.minibatch_size,
         decision.microbatch_size,
         decision.num_microbatches,
-        notes=(*notes, *single_notes(decision.request, sizes[0]), *idle),
+        notes=(*notes, *single_notes(decision.request, sizes[0]), *idle, *share_notes(decision.request, *sizes)),
         reasons=decision.reasons,
         prediction=decision.prediction if as_expected else predicted(decision, decision.prediction.links, first),
         weights=weight_policy(decision.request, *sizes),

@@ -21,7 +21,7 @@ from raypipe.planner.partition.fit import Solver, fitting_partition
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.request import Request
 
-__all__ = ["check_workers_of_replicas", "cut_for", "exchange_s", "on_workers"]
+__all__ = ["check_shares", "check_workers_of_replicas", "cut_for", "exchange_s", "on_workers", "share_notes"]
 
 
 def cut_for(request: Request, solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
@@ -82,3 +82,28 @@ def check_workers_of_replicas(request: Request, num_stages: int, offered: int | 
             f"The plan has {'-'.join(map(str, counts))} workers for its {num_stages} stages, {sum(counts)} in all, but "
             f"scaling_config offers {offered}. Raise num_workers to {sum(counts)}, or lower num_replicas."
         )
+
+
+def check_shares(request: Request, num_stages: int, num_microbatches: int) -> None:
+    """Refuse replicas that would have no micro-batch.
+
+    Raises:
+        PlanError: names the fields.
+    """
+    most = max(request.replicas_of(num_stages))
+    if num_microbatches < most:
+        raise PlanError(
+            f"A step has {num_microbatches} micro-batches, and num_replicas={request.replicas} gives a stage {most} "
+            f"workers: some would have nothing to do. Give a minibatch_size and num_microbatches of {most} or more, or "
+            "fewer replicas."
+        )
+
+
+def share_notes(request: Request, num_stages: int, num_microbatches: int) -> tuple[str, ...]:
+    """A sentence where replicas have more micro-batches or fewer, or a lane has none."""
+    lanes = request.num_lanes(num_stages)
+    if not request.in_lanes or num_microbatches % lanes == 0:
+        return ()
+    up = -(-num_microbatches // lanes) * lanes
+    what = "lanes, and so replicas, have unequal shares" if request.replicated else "lanes have unequal shares"
+    return (f"{num_microbatches} micro-batches are no multiple of the {lanes} lanes: {what}; {up} would be even.",)

@@ -141,10 +141,19 @@ class Request:
 def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
     """(minibatch_size, microbatch_size, num_microbatches); 4 micro-batches per stage where nothing is said.
 
-    With replicas 4 per worker.
+    With replicas 4 per worker, and as many for each of them where about so many can be.
     """
     minibatch = request.minibatch_size or min(DEFAULT_MINIBATCH, request.num_samples)
     workers = sum(request.replicas_of(num_stages)) if request.replicated else num_stages
     wanted = request.num_microbatches or min(minibatch, 4 * workers)
+    if request.num_microbatches is None and request.in_lanes:
+        lanes = request.num_lanes(num_stages)
+        even = (n for n in range(wanted // lanes * lanes, wanted // 2, -lanes) if _parted(minibatch, n) == n)
+        wanted = next(even, wanted)
     size = math.ceil(minibatch / wanted)
     return minibatch, size, math.ceil(minibatch / size)
+
+
+def _parted(minibatch: int, wanted: int) -> int:
+    """Micro-batches that so many become, all but the last of one size."""
+    return math.ceil(minibatch / math.ceil(minibatch / wanted))

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
@@ -84,8 +85,8 @@ class Publisher:
         now_s = max((report.end_s for report in reports), default=-math.inf)
         if now_s - self._detailed_s >= DETAILS_EVERY_S:
             self._detailed_s = now_s
-            for report in reports:
-                self._stage(report, record.seconds)
+            for of_stage in _by_stage(reports):
+                self._stage(of_stage, record.seconds)
 
     def event(self, name: str, value: float = 1.0, **tags: object) -> None:
         """Something else has happened, or is known now: count it, set it, or observe it, whichever the table says.
@@ -112,14 +113,16 @@ class Publisher:
             assert isinstance(gauge, Gauge)
             gauge.set(value, tags=dict(tags))
 
-    def _stage(self, report: StepReport, seconds: float) -> None:
-        tags = self._stages[report.stage]
-        self._set("raypipe_stage_busy_seconds", report.busy_s, tags)
-        self._set("raypipe_link_wait_seconds", report.wait_s, tags)
-        self._set("raypipe_weight_versions", report.weight_versions, tags)
-        for link, sent, plain in zip(
-            self._links[report.stage], report.sent_bytes, report.uncompressed_bytes, strict=True
-        ):
+    def _stage(self, reports: Sequence[StepReport], seconds: float) -> None:
+        """Of all replicas of one stage."""
+        stage = reports[0].stage
+        tags = self._stages[stage]
+        self._set("raypipe_stage_busy_seconds", fmean(report.busy_s for report in reports), tags)
+        self._set("raypipe_link_wait_seconds", fmean(report.wait_s for report in reports), tags)
+        self._set("raypipe_weight_versions", max(report.weight_versions for report in reports), tags)
+        for direction, link in enumerate(self._links[stage]):
+            sent = sum(report.sent_bytes[direction] for report in reports)
+            plain = sum(report.uncompressed_bytes[direction] for report in reports)
             if link is not None and seconds > 0:
                 self._set("raypipe_link_bytes_per_second", sent / seconds, link)
                 self._set("raypipe_codec_ratio", plain / sent if sent else 1.0, link)
@@ -185,13 +188,13 @@ class Published:
             self._publisher.repeat()
 
     def planned(self, plan: PlanInForce) -> None:
-        self._placement = plan.plan.schedule.wiring.placement
+        self._homes = plan.plan.schedule.wiring.homes
         publisher = self._publisher
-        publisher.resized(plan.plan.schedule.wiring.homes)
+        publisher.resized(self._homes)
         if plan.predicted_step_s > 0:
             publisher.event("predicted_step_seconds", plan.predicted_step_s)
         publisher.event("generation", plan.plan.generation)
-        publisher.event("num_stages", len(self._placement))
+        publisher.event("num_stages", len(self._homes))
         publisher.event("num_workers", plan.plan.schedule.wiring.num_workers)
         publisher.event("num_microbatches", plan.plan.num_microbatches)
         if plan.retune is not None:
@@ -231,16 +234,25 @@ class Published:
 
     def _memory(self) -> None:
         held = self._resident_bytes()
-        for stage, worker in enumerate(self._placement):
-            if found := held.get(worker, 0):
-                self._peaks[worker] = max(found, self._peaks.get(worker, 0))
+        for worker, found in held.items():
+            self._peaks[worker] = max(found, self._peaks.get(worker, 0))
+        for stage, workers in enumerate(self._homes):
+            if found := max(held.get(worker, 0) for worker in workers):
                 self._publisher.event("resident_memory_bytes", found, stage=stage)
-                self._publisher.event("peak_memory_bytes", self._peaks[worker], stage=stage)
+                peak = max(self._peaks.get(worker, 0) for worker in workers)
+                self._publisher.event("peak_memory_bytes", peak, stage=stage)
 
 
 def resident_bytes(members: Sequence[Member]) -> dict[int, int]:
     """Memory of the process of each worker, by its number, as it said last."""
     return {m.worker: m.pulse.resident_bytes for m in members if m.worker is not None and m.pulse is not None}
+
+
+def _by_stage(reports: Sequence[StepReport]) -> list[list[StepReport]]:
+    found: dict[int, list[StepReport]] = {}
+    for report in reports:
+        found.setdefault(report.stage, []).append(report)
+    return list(found.values())
 
 
 def _make(found: Metric) -> Gauge | Counter | Histogram:

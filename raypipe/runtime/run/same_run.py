@@ -23,11 +23,13 @@ from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError
 
 __all__ = [
-    "SETTINGS", "Change", "Settings", "differences", "fresh_after", "fresh_options", "goes_on", "read_settings",
-    "write_settings",
+    "LANES", "SETTINGS", "Change", "Settings", "differences", "fresh_after", "fresh_options", "goes_on",
+    "read_settings", "write_settings",
 ]  # fmt: skip
 
 SETTINGS = "settings.json"
+LANES = "num_lanes"
+"""The label of the lanes that gradients are summed in; runs of one lane do not have it."""
 FORMAT = 1
 MOST_LINES = 12
 MOST_BYTES = 1 << 26
@@ -237,6 +239,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _line(label: str, was: Any, now: Any) -> str:
+    if label == LANES:
+        return f"num_lanes (or num_replicas, which decide it where it is left out): was {was or 1}, is {now or 1}"
     label = re.sub(r"^lr of group", "learning rate of group", label)
     if isinstance(was, dict) and isinstance(now, dict):
         return f"{label}: another content"

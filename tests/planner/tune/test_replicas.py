@@ -10,6 +10,8 @@ from raypipe.errors import PlanError
 from raypipe.ir.exchange import exchange_bytes
 from raypipe.planner.tune import decide, plan_of
 from raypipe.planner.tune.choose import ASSUMED_LINK
+from raypipe.planner.tune.replicas import share_notes
+from raypipe.planner.tune.request import microbatches
 from tests.planner.tune.test_choose import MIB, REQUEST, chain, rented
 
 FIXED = dataclasses.replace(
@@ -76,3 +78,19 @@ def test_memory_of_the_exchange_counts_where_activations_leave_no_room_for_it() 
     decide(dataclasses.replace(request, memory_limit_bytes=enough), chain(4, kept=1 << 10))
     with pytest.raises(PlanError, match="exchange"):
         decide(dataclasses.replace(request, memory_limit_bytes=enough - MIB), chain(4, kept=1 << 10))
+
+
+def test_every_replica_has_something_to_do() -> None:
+    """As many micro-batches for each where that is left to the planner, a note where they are not, none is refused."""
+    open_ = dataclasses.replace(FIXED, minibatch_size=32, num_microbatches=None, replicas=(2, 1))
+    assert microbatches(open_, 2) == (32, 4, 8)
+    assert microbatches(dataclasses.replace(open_, replicas=1), 2) == (32, 4, 8)
+    assert microbatches(dataclasses.replace(open_, replicas=(3, 1)), 2)[2] == 16
+    assert share_notes(open_, 2, 8) == share_notes(dataclasses.replace(FIXED, num_microbatches=7), 2, 7) == ()
+    (note,) = plan_of(decide(dataclasses.replace(FIXED, replicas=(5, 1)), chain(8))).notes
+    assert "12 micro-batches are no multiple of the 5 lanes: lanes, and so replicas, have unequal shares; 15" in note
+    (note,) = share_notes(dataclasses.replace(FIXED, lanes=8), 2, 12)
+    assert "of the 8 lanes: lanes have unequal shares; 16" in note
+    few = dataclasses.replace(FIXED, minibatch_size=6, num_microbatches=6, replicas=(8, 1))
+    with pytest.raises(PlanError, match=r"6 micro-batches, and num_replicas=\(8, 1\) gives a stage 8 workers"):
+        plan_of(decide(few, chain(12)))

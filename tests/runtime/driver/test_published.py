@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from raypipe.engine.local import LocalFleet
+from raypipe.ir.report import StepReport, merge_reports
 from raypipe.runtime.driver import publish
 from raypipe.runtime.driver.publish import Published, Publisher
 from raypipe.runtime.run.blueprint import assemble
@@ -18,6 +19,7 @@ from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.meter import Meter
 from raypipe.runtime.run.requests import Requests
 from tests.prepare.test_resume import trainer
+from tests.runs.test_replicas import trainer as replicated
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
@@ -38,6 +40,33 @@ class Told(Publisher):
 
     def gauge(self, name: str, **tags: str) -> float | None:
         return self._standing.get((f"raypipe_{name}", tuple({**RUN, **tags}.items())))
+
+
+def test_replicas_of_a_stage_are_shown_as_one(tmp_path: Path) -> None:
+    """What they send is added up, without what they exchange; seconds are the mean."""
+    told = Told("published", ((0, 1), (2,)))
+    sent = [(1000, 0), (500, 0), (0, 300)]
+    reports = [
+        StepReport(
+            stage, 0, 8, 2.5, 1.5, 0.0, 1.0, 0.25 * (place + 1), 0.125, sent[place], 1,
+            uncompressed_bytes=(2 * sent[place][0], sent[place][1]), worker=place, exchanged_bytes=7000,
+        )
+        for place, stage in enumerate((0, 0, 1))
+    ]  # fmt: skip
+    record = merge_reports(reports, 0.5)
+    told.step(record, reports)
+    assert record.link_bytes_per_s == (1800 + 3 * 7000) / 0.5
+    assert [told.gauge("stage_busy_seconds", stage=stage) for stage in "01"] == [0.375, 0.75]
+    assert told.gauge("link_bytes_per_second", link="0->1") == 1500 / 0.5
+    assert told.gauge("link_bytes_per_second", link="1->0") == 300 / 0.5
+    assert told.gauge("codec_ratio", link="0->1") == 2.0
+    made = replicated(tmp_path, "two", num_replicas=[2, 1])
+    job = made._prepared()
+    plan = assemble(made._blueprint(job, 3, local=True), job.planned).plan
+    published = Published(Journal("two", str(tmp_path)), told, plan, 0, lambda: {0: 1000, 1: 3000, 2: 2000})
+    published.close()
+    published._memory()
+    assert [told.gauge("peak_memory_bytes", stage=stage) for stage in "01"] == [3000.0, 2000.0]
 
 
 def test_a_run_from_before_its_first_step_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
