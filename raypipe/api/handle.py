@@ -43,7 +43,8 @@ class Result:
     """What a finished run leaves in your hands.
 
     Attributes:
-        metrics: the last step's numbers, and those of the last evaluation: eval_loss, eval_<name> of a metric.
+        metrics: the last step's numbers, None for those that are not known (tokens of data without), and those of the
+            last evaluation: eval_loss, eval_<name> of a metric.
         records: every step, those of earlier submissions of the run included.
         checkpoint: folder of the last checkpoint; ``raypipe.load_state_dict`` reads it.
         path: the run's folder: plan, config, metrics, events, timeline.
@@ -305,4 +306,5 @@ def _result(status: RunStatus, outcome: Outcome, records: Records) -> Result:
     if records:
         metrics = {name: getattr(records[-1], name) for name in StepRecord.__slots__ if name != "evaluation"}
         metrics |= {"samples_per_s": records[-1].samples_per_s, "tokens_per_s": records[-1].tokens_per_s}
+        metrics |= dict.fromkeys(records[-1].unknown)
     return Result(metrics | dict(outcome.evaluation), records, outcome.checkpoint, status.path, outcome.stopped)

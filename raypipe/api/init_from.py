@@ -27,15 +27,15 @@ from raypipe.engine.storage import Place, PlaceError
 from raypipe.engine.user_lines import short
 from raypipe.errors import CheckpointError, ConfigError
 
-__all__ = ["InitialWeights", "located", "matched", "read_weights"]
+__all__ = ["PICKLED", "InitialWeights", "located", "matched", "read_weights"]
 
 T = TypeVar("T")
 
 SHOWN = 3
 """Names of each kind that a refusal lists."""
 MOST_BYTES = 1 << 40
-_PICKLED = (".pt", ".pth", ".bin")
-_FILES = (*_PICKLED, ".safetensors")
+PICKLED = (".pt", ".pth", ".bin")
+_FILES = (*PICKLED, ".safetensors")
 
 
 class InitialWeights:
@@ -114,7 +114,7 @@ def _of_checkpoint(place: Place, title: str) -> dict[str, torch.Tensor]:
 
 def _of_file(place: Place, source: str, title: str) -> dict[str, torch.Tensor]:
     data = place.read_bytes(most_bytes=MOST_BYTES)
-    return _pickled(data, source, title) if source.endswith(_PICKLED) else _safetensors(data, source, title)
+    return _pickled(data, source, title) if source.endswith(PICKLED) else _safetensors(data, source, title)
 
 
 def _safetensors(data: bytes, source: str, title: str) -> dict[str, torch.Tensor]:

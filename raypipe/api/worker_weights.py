@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from raypipe.api.init_from import InitialWeights, located, matched
+from raypipe.api.init_from import PICKLED, InitialWeights, located, matched
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.checkpoint import StateSource, newest_step
 from raypipe.engine.initial.building import built_without_weights
@@ -37,8 +37,6 @@ from raypipe.prepare.inputs import build_model
 __all__ = ["WorkerWeights", "begun_with", "files_for", "stored_weights", "weights_for"]
 
 BuildModel = nn.Module | Callable[[], nn.Module]
-
-_PICKLED = (".pt", ".pth", ".bin")
 
 
 class WorkerWeights:
@@ -146,7 +144,7 @@ def stored_weights(source: str, storage: Place, title: str = "init_from") -> dic
         ConfigError: nothing there, or a file of torch.save.
         CheckpointError: a checkpoint or a file that is damaged.
     """
-    if source.endswith(_PICKLED):
+    if source.endswith(PICKLED):
         raise ConfigError(
             f"{title}={source!r} cannot be read tensor by tensor, as weights_on='workers' asks for. Save the weights "
             "as safetensors (safetensors.torch.save_file, save_pretrained), or set weights_on='client'."
@@ -173,7 +171,7 @@ def _ignored(model: nn.Module, name: str) -> bool:
 
 def _too_many(model: Any, source: str, storage: Place) -> bool:
     """Whether a folder of Hugging Face or a safetensors file has more than half of what this machine could hold."""
-    if isinstance(model, nn.Module) or source.endswith(_PICKLED):
+    if isinstance(model, nn.Module) or source.endswith(PICKLED):
         return False
     place = located(source, storage)
     if place.name.endswith(".safetensors"):

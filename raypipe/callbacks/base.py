@@ -123,11 +123,13 @@ class Newest:
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step by name, without those that are not finite."""
+    """The numbers of a step by name, without those that are not known or not finite."""
     found = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "step"}
     found |= {"samples_per_s": record.samples_per_s, "tokens_per_s": record.tokens_per_s}
     return {
-        name: float(value) for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)
+        name: float(value)
+        for name, value in found.items()
+        if name not in record.unknown and isinstance(value, int | float) and math.isfinite(value)
     }
 
 

@@ -252,11 +252,12 @@ def _driver(node: Node) -> tuple[str, str]:
 
 
 def _cupy(node: Node) -> _Complaints:
-    """Whether the codecs' kernels can run beside torch: one CuPy, of its CUDA."""
+    """Whether the codecs' kernels can run beside torch: one CuPy, of its CUDA. No run uses them yet."""
     wanted = f"cupy-cuda{node.cuda_build.partition('.')[0]}x"
     others = [name for name in node.cupy if name not in (wanted, "cupy")]  # "cupy" is built for what is there
     if others:
         text = f"node {_name(node)} has {' and '.join(node.cupy)} beside a torch for CUDA {node.cuda_build}"
+        text += ": the tests and benchmarks of codecs on GPUs fail there; no run needs CuPy"
         extra = wanted.removeprefix("cupy-").removesuffix("x")
         yield ("warning", "gpus", text, f"`pip uninstall {' '.join(others)}`, then `pip install 'raypipe[{extra}]'`")
 

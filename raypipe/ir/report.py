@@ -155,6 +155,11 @@ class StepRecord:
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of the numbers that are 0 because they are not known: they are not shown."""
+        return (*(() if self.tokens else ("tokens", "tokens_per_s")), *(() if self.goodput else ("goodput",)))
+
 
 def mean_loss(found: Sequence[Averages], *, sums: bool) -> float:
     """The loss over many mini-batches.

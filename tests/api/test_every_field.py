@@ -42,7 +42,8 @@ def trainer(pipeline: PipelineConfig | None = None, **more: Any) -> PipelineTrai
         more["eval_data"] = DATA
     on_workers = pipeline is not None and pipeline.weights_on == "workers"  # which takes a function without weights
     return PipelineTrainer(
-        nets.sequential if on_workers else nets.sequential(), loss_fn=functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        nets.sequential if on_workers else nets.sequential(),
+        loss_fn=functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         train_data=DATA, pipeline=pipeline or PipelineConfig(**BASE), **more,
     )  # fmt: skip
 

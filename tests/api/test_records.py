@@ -148,6 +148,7 @@ class TestHandle:
         (tmp_path / "metrics.parquet").rename(tmp_path / "elsewhere")
         assert [r.step for r in result.records] == list(range(30))
         assert result.metrics["step"] == 29
+        assert (result.metrics["tokens"], result.metrics["tokens_per_s"], result.metrics["goodput"]) == (None,) * 3
         assert result.metrics_dataframe["loss"].tolist() == [0.5] * 30
 
     def test_a_run_in_threads(self, tmp_path: Path) -> None:

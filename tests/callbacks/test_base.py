@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def test_only_finite_numbers_of_a_step_are_told() -> None:
     assert "schedule" not in found
     assert "step" not in found
     assert (found["grad_norm"], found["samples_per_s"], found["peak_in_flight"]) == (1.0, 32.0, 2.0)
+
+
+def test_what_is_not_known_is_not_told_as_0() -> None:
+    """Data without tokens, and a goodput that nobody could tell."""
+    record = StepRecord(3, 8, 0.5, 1.0, 0.25, 0.1, 64.0, 2)
+    assert not {"tokens", "tokens_per_s", "goodput"} & set(scalars(record))
+    known = scalars(replace(record, tokens=64, goodput=0.75))
+    assert (known["tokens"], known["tokens_per_s"], known["goodput"]) == (64.0, 256.0, 0.75)
 
 
 def test_what_is_missing_is_named_with_the_line_to_type() -> None:

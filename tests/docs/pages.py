@@ -6,9 +6,14 @@ import re
 
 from tests.sources import ROOT
 
-__all__ = ["blocks", "sessions"]
+__all__ = ["blocks", "pages", "sessions"]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def pages() -> list[str]:
+    """README and all pages of docs/, the folders below included."""
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: str, language: str) -> list[str]:

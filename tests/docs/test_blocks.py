@@ -10,21 +10,13 @@ from typer.testing import CliRunner
 
 from raypipe.cli import app
 from raypipe.starter import write
-from tests.docs.pages import blocks
+from tests.docs.pages import blocks, pages
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SHORTER = (("fit(num_steps=100)", "fit(num_steps=2, local=True)"),)
 """README's run is on Ray, which has tests of its own."""
-PAGES = (
-    "README.md",
-    "docs/start.md",
-    "docs/loss.md",
-    "docs/huggingface.md",
-    "docs/elastic.md",
-    "docs/checkpoints.md",
-    "docs/metrics.md",
-)
+PAGES = [page for page in pages() if blocks(page, "python")]
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_a_good_cluster_and_a_good_machine_have_no_complaint() -> None:
         ),
         (
             {"gpus": 2, "cuda_build": "13.0", "cuda_gpus": 2, "ray_gpus": 2.0, "cupy": ["cupy-cuda12x"]},
-            "warning", "gpus", ["10.0.0.2", "cupy-cuda12x beside a torch for CUDA 13.0"],
+            "warning", "gpus", ["10.0.0.2", "cupy-cuda12x beside a torch for CUDA 13.0", "no run needs CuPy"],
             "pip uninstall cupy-cuda12x`, then `pip install 'raypipe[cuda13]'",
         ),
         (

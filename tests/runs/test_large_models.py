@@ -76,7 +76,7 @@ def test_shards_and_the_whole_model_train_alike(tmp_path: Path, name: str, field
 
 
 class Blocks(nn.Module):
-    """Traced, with a loss_fn; a buffer that is saved, one that is not, and a large one."""
+    """Traced, with a loss_fn; a buffer that is saved and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()

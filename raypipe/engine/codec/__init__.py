@@ -24,7 +24,8 @@ What a codec is used for is decided in ``choice``: 32-bit floats (by blocks: 16-
 gradient, and of SEND_B. Integers, masks, 64-bit floats, losses and whatever reduces gradients stay exact, and so do
 evaluations, in which nothing requires a gradient. ``arrays`` defines what each codec does, for numpy and CuPy alike;
 ``host`` does the same to torch tensors in host memory, ``cuda`` to those of an NVIDIA device, with the kernels of
-kernels.cu. Left out: entropy coding, error feedback (algorithms that keep state per sample).
+kernels.cu. Runs use ``host`` alone: their stages compute on processors, and only tests and benchmarks use ``cuda``.
+Left out: entropy coding, error feedback (algorithms that keep state per sample).
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ class RunStatus:
         step, num_steps: optimizer steps done, and wanted.
         first_step: steps that earlier submissions of this run had done.
         source: what it went on from then, in words.
-        loss, samples_per_s, tokens_per_s, bubble_fraction, lr, goodput: of the last step, as StepRecord has them.
+        loss, samples_per_s, tokens_per_s, bubble_fraction, lr, goodput: of the last step, as StepRecord has them;
+            tokens_per_s and goodput are 0 where they are not known.
         step_s, seconds_left: smoothed over the last steps.
         checkpoint: the newest one that is complete.
         schedule: that the last step ran with, where the controller may turn it.
@@ -77,8 +78,9 @@ class RunStatus:
         parts = [f"{self.name}: {self.state}, step {self.step}/{self.num_steps}"]
         if self.loss is not None:
             tokens = f"{self.tokens_per_s:.0f} tokens/s, " if self.tokens_per_s else ""
-            idle = f"idle {self.bubble_fraction:.0%}, goodput {self.goodput:.0%}"
-            parts.append(f"loss {self.loss:.4f}, {self.samples_per_s:.0f} samples/s, {tokens}{idle}")
+            goodput = f", goodput {self.goodput:.0%}" if self.goodput else ""
+            idle = f"idle {self.bubble_fraction:.0%}"
+            parts.append(f"loss {self.loss:.4f}, {self.samples_per_s:.0f} samples/s, {tokens}{idle}{goodput}")
         if self.state == "running" and self.step_s:
             minutes, seconds = divmod(round(self.seconds_left), 60)
             parts.append(f"left {minutes}:{seconds:02d}")

@@ -99,10 +99,14 @@ def test_every_16_bit_number_is_converted(launch: Emulated, name: str) -> None:
             check_both_ways(launch, name, numbers.view(dtype), None, backwards=False)
             continue
         wire = numbers.numpy().view(np.uint8)
-        size = wire.size // 2 if name in ("bf16", "fp16") else BLOCK
-        if size == BLOCK:  # every code, by a scale of 1
-            codes = np.arange(256, dtype=np.uint8)[: BLOCK // (2 if name == "int4" else 1)]
-            wire = np.concatenate([np.ones(1, np.float32).view(np.uint8), codes])
+        size = wire.size // 2
+        if name not in (
+            "bf16",
+            "fp16",
+        ):  # every code, negative ones and those that nothing encodes to too, by a scale of 1
+            codes = np.arange(256, dtype=np.uint8)
+            size = codes.size * (2 if name == "int4" else 1)
+            wire = np.concatenate([np.ones(size // BLOCK, np.float32).view(np.uint8), codes])
         back = np.empty(4 * size, np.uint8)
         launch(cuda.kernel_name("decode", name, dtype), grid_of(size), cuda.THREADS, wire, back, size)
         same_numbers(torch.from_numpy(back).view(dtype), decoded(name, dtype, wire, size))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raypipe.ir.report import StepRecord
 from raypipe.runtime.run.goodput import Goodput
+from raypipe.runtime.run.status import RunStatus
 
 pytestmark = pytest.mark.core
 
@@ -56,3 +59,9 @@ def test_a_step_that_is_left_out_is_no_step_further() -> None:
 
 def test_before_the_begin_nothing_is_known() -> None:
     assert Goodput(lambda: 0.0).done(StepRecord(0, 8, 0.5, 1.0, 1.0, 0.1, 0.0, 2)) == 0.0
+
+
+def test_a_status_shows_no_goodput_that_is_not_known() -> None:
+    record = StepRecord(3, 8, 0.5, 1.0, 0.25, 0.1, 64.0, 2)
+    assert "goodput" not in str(RunStatus("run", "", "running").after(record))
+    assert "goodput 75%" in str(RunStatus("run", "", "running").after(replace(record, goodput=0.75)))
