@@ -1,13 +1,14 @@
 """A model built from a function, with parameters that have shapes and no memory, and buffers that have values.
 
-torch's own hooks see every parameter and buffer when it is registered: a parameter is exchanged for one on the meta
-device, in place, so that tied weights stay tied; a buffer that was computed on the meta device is made for real.
+torch's own hook sees every parameter when it is registered: it is exchanged for one on the meta device, in place, so
+that tied weights stay tied. Buffers that were computed on the meta device are made for real once the model is built.
 Constructors run as they are; what they do to parameters later is recorded, see tape.py.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import init
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -43,20 +41,20 @@ def built_without_weights(make: Callable[[], Any], seed: int) -> tuple[Any, Init
     Raises:
         ConfigError: the function looks at the values of a parameter.
     """
-    tape = InitTape()
-    with own_generators(), _registering(tape, seed):
+    tape = InitTape(seed)
+    with own_generators(), _registering(tape):
         seed_generators(seed, 0, 0)
         try:
             with _AsOnHost(), tape:
                 built = make()
         except NotImplementedError as error:
             raise _looks_at_values(error) from None
-        except RuntimeError as error:
-            if "meta" not in str(error):
+        except (RuntimeError, TypeError) as error:
+            if "meta" not in str(error) and "incompatible tensor type" not in str(error):  # p.data = values
                 raise
             raise _looks_at_values(error) from None
     if isinstance(built, nn.Module):
-        _make_attributes(built, tape, seed)
+        _make_others(built, tape, seed)
         _check_buffers(built)
     return built, tape
 
@@ -85,7 +83,7 @@ def _numbers_kept(func: Any, args: Any) -> Any:
 
 
 @contextmanager
-def _registering(tape: InitTape, seed: int) -> Iterator[None]:
+def _registering(tape: InitTape) -> Iterator[None]:
     """Modules that this thread builds inside get parameters of the tape."""
     thread = threading.get_ident()
 
@@ -96,12 +94,6 @@ def _registering(tape: InitTape, seed: int) -> Iterator[None]:
             if given.device.type == "cpu":
                 _exchange(module, name, given, tape.defer(given))
 
-    # torch types the hook as returning nothing, and takes what it returns
-    def buffer(module: nn.Module, name: str, given: torch.Tensor | None) -> Any:
-        if given is None or threading.get_ident() != thread or not tape.knows(given):
-            return None
-        return tape.made(given, seed)
-
     plain = init._no_grad_trunc_normal_
 
     def truncated(tensor: torch.Tensor, *numbers: float, generator: Any = None) -> torch.Tensor:
@@ -110,18 +102,14 @@ def _registering(tape: InitTape, seed: int) -> Iterator[None]:
         tape.fill(tensor, *numbers)
         return tensor
 
-    hooks = [
-        register_module_parameter_registration_hook(parameter),
-        register_module_buffer_registration_hook(buffer),
-    ]
+    hook = register_module_parameter_registration_hook(parameter)
     try:
         # It draws until all numbers lie inside, which nobody can tell of a tensor without numbers.
         init._no_grad_trunc_normal_ = truncated  # type: ignore[assignment]
         yield
     finally:
         init._no_grad_trunc_normal_ = plain
-        for hook in hooks:
-            hook.remove()
+        hook.remove()
 
 
 def _exchange(module: nn.Module, name: str, given: nn.Parameter, bare: torch.Tensor) -> None:
@@ -135,12 +123,26 @@ def _exchange(module: nn.Module, name: str, given: nn.Parameter, bare: torch.Ten
         ) from None
 
 
-def _make_attributes(model: nn.Module, tape: InitTape, seed: int) -> None:
-    """Large tensors that a module keeps beside its parameters and buffers get their values."""
+def _make_others(model: nn.Module, tape: InitTape, seed: int) -> None:
+    """Buffers, and tensors that modules keep beside them, get their values; those that share memory still do."""
+    held: dict[int, torch.Tensor] = {}
+
+    def made(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tape.made(value, seed, held) if not isinstance(value, nn.Parameter) and tape.knows(value) else value
+        if type(value) in (dict, OrderedDict, list):  # of which others may hold the same object
+            for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if (found := made(item)) is not item:
+                    value[key] = found
+        if type(value) is tuple:
+            items = tuple(map(made, value))
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        return value
+
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor) and tape.knows(value):
-                setattr(module, name, tape.made(value, seed))
+            if (found := made(value)) is not value:
+                object.__setattr__(module, name, found)
 
 
 def _check_buffers(model: nn.Module) -> None:
@@ -155,6 +157,6 @@ def _check_buffers(model: nn.Module) -> None:
 def _looks_at_values(error: Exception) -> ConfigError:
     first = " ".join(str(error).split(". ")[0].split())
     return ConfigError(
-        f"weights_on='workers': the model cannot be built without weights, because its constructor looks at the values "
-        f"of a parameter or of a large tensor ({first}). {_CURE}"
+        f"weights_on='workers': the model cannot be built without weights, because its constructor looks at, or "
+        f"sets from elsewhere, the values of a parameter or of a large tensor ({first}). {_CURE}"
     )

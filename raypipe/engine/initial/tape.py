@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from raypipe.engine.checkpoint import Kept, TensorInfo
+from raypipe.engine.initial.aliases import Aliases
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.errors import ConfigError
 
@@ -47,6 +48,8 @@ _FACTORIES = {
 _OVERWRITING = {
     f"aten::{name}_" for name in ("zero", "fill", "normal", "uniform", "exponential", "copy", "log_normal", "cauchy")
 }
+_WRITES_UNSAID = {"aten::native_batch_norm": ("running_mean", "running_var")}
+"""What an operation writes to though its schema does not say so."""
 
 
 class _Ref(NamedTuple):
@@ -82,23 +85,56 @@ class _Entry(NamedTuple):
 class InitTape(TorchDispatchMode):
     """Records while it is entered; one thread's."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
+        self.seed = seed
         self.entries: list[_Entry] = []
         self.sizes: list[int] = []  # bytes of every memory
         self.unknown: set[int] = set()  # memories whose content nobody recorded
         self._numbers: dict[int, int] = {}  # of storages, by address
         self._alive: list[torch.Tensor] = []  # addresses stay unique while these live; they take no memory
+        self._aliases = Aliases()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():  # which tells others that these tensors are on the CPU
             return self._seen(func, args, kwargs or {})
 
     def _seen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        bare = any(t.is_meta for t in _tensors((args, kwargs))) or _is_bare(kwargs.get("device"))
-        if not bare and not _makes_much(func, args, kwargs):
-            return func(*args, **kwargs)
-        return self._recorded(func, args, kwargs)
+        given = _tensors((args, kwargs))
+        bare = any(t.is_meta for t in given) or _is_bare(kwargs.get("device"))
+        real = [t for t in given if not t.is_meta]
+        written = [t for t in _written(func, args, kwargs) if not t.is_meta]
+        self._aliases.check(real, self.entries)
+        if bare and written:
+            result = self._done(func, args, kwargs)
+        elif bare or _makes_much(func, args, kwargs):
+            result = self._recorded(func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self._note(self._aliases.values(written))
+        return result
+
+    def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation that writes to a tensor with values: it is done now, on what the recorded ones hold."""
+        written = [t for t in _written(func, args, kwargs) if t.is_meta]
+        unknown = [t for t in _tensors((args, kwargs)) if t.is_meta and not self.knows(t)]
+        if written or unknown:
+            raise ConfigError(
+                f"weights_on='workers': the model cannot be built without weights, because its constructor writes what "
+                f"follows from parameters to a tensor that has values ({func.name()}), and those of the parameters are "
+                "not known here. Set weights_on='client', which builds the model as it is."
+            )
+        held: dict[int, torch.Tensor] = {}
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda t: self.made(t, self.seed, held) if t.is_meta else t, (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+    def _note(self, values: Iterable[tuple[_Ref, torch.Tensor]]) -> None:
+        """All of a memory has these values now."""
+        for ref, value in values:
+            memory = frozenset({ref.memory})
+            self.entries.append(_Entry("", value.detach().clone(), {}, ((0, ref),), frozenset(), memory, memory))
 
     def fill(self, tensor: torch.Tensor, *numbers: float) -> None:
         """Note that a truncated normal distribution fills this tensor, which torch draws until all of it lies inside.
@@ -120,16 +156,22 @@ class InitTape(TorchDispatchMode):
             if real.nbytes > MOST_VALUE_BYTES:
                 self.unknown.add(ref.memory)
             else:
-                value = real.detach().clone()
-                self.entries.append(
-                    _Entry("", value, {}, ((0, ref),), frozenset(), frozenset({ref.memory}), frozenset({ref.memory}))
-                )
+                self._note([(ref, real)])
+                self._aliases.add(real, ref, len(self.entries))
         return bare
 
-    def made(self, tensor: torch.Tensor, seed: int) -> torch.Tensor:
-        """A tensor of the tape as it is now, with values."""
+    def made(self, tensor: torch.Tensor, seed: int, held: dict[int, torch.Tensor]) -> torch.Tensor:
+        """A tensor of the tape as it is now, with values.
+
+        Args:
+            held: memories that were made before, by number, which this one shares or is added to.
+        """
         with _alone():
-            return _played(self._ref(tensor), self.entries, self.sizes, seed)
+            ref = self._ref(tensor)
+            if ref.memory not in held:
+                whole = _Ref(ref.memory, torch.uint8, (self.sizes[ref.memory],), (1,), 0)
+                held[ref.memory] = _played(whole, self.entries, self.sizes, seed)
+            return _view(held[ref.memory], ref)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether it is on the meta device, and what was done to it is recorded."""
@@ -313,8 +355,9 @@ def _bare(tensor: torch.Tensor) -> torch.Tensor:
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Those of the arguments that the operation changes, by its schema."""
     found = []
+    unsaid = _WRITES_UNSAID.get(func.name(), ())
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in unsaid:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += _tensors(value)
     return found
