@@ -161,7 +161,7 @@ def test_what_is_allowed_and_not_run_is_refused_by_name(name: str) -> None:
 FURTHER: dict[str, Any] = {
     "group_size": 3, "slack": 3, "weight_versions": 2, "update_interval": 3, "vertical_sync": True,
     "codec_forward": "auto", "codec_backward": "auto", "retune_interval_steps": 7, "link_drift_threshold": 0.1,
-    "min_gain": 0.1, "retune_microbatches": True, "num_replicas": [1, 1, 1], "on_nonfinite": "skip",
+    "min_gain": 0.1, "retune_microbatches": True, "num_replicas": [2, 1], "num_lanes": 2, "on_nonfinite": "skip",
 }  # fmt: skip
 SAYS_WHAT_IS_SO = {("weight_versions", "2bw"), ("vertical_sync", "2bw"), ("weight_versions", "pipedream")}
 """2bw has two versions, the same on every stage; two are the most that pipedream keeps on two stages."""
