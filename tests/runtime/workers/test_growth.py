@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +14,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from raypipe import PipelineTrainer
 from raypipe.api.handle import RunHandle
-from tests import processes
-from tests.runtime.raylets import TOKEN
 from tests.runtime.workers.test_recovery import WAIT_S, as_undisturbed, events, reached, surviving
 from tests.waiting import wait_until
 
@@ -114,73 +109,3 @@ def test_a_run_grows_no_further_than_somebody_asked_for(cluster: None, tmp_path:
     assert places_of("asked") == ["CREATED", "CREATED"]
     stopped(handle)
     assert [line["num_stages"] for line in events(tmp_path / "asked", "resize")] == [2]
-
-
-SEQUENCE = """
-import json, sys
-from pathlib import Path
-from tests import processes
-processes.adopt_orphans()
-import ray
-from tests.waiting import wait_until
-from tests.runtime.raylets import private_cluster
-from tests.runtime.workers.test_growth import ENDLESS, growing, has_stages, places_of, stopped
-from tests.runtime.raylets import TOKEN
-from tests.runtime.workers.test_recovery import as_undisturbed, events, reached
-
-folder, nodes, sizes = Path(sys.argv[1]), [], []
-
-def add(count):
-    for _ in range(count):
-        home.start(cpus=1)
-        nodes.append(home.started[-1])
-
-def lose(count):
-    for _ in range(count):
-        process = nodes.pop()
-        processes.end({process.pid: "a node", **processes.descendants(process.pid)})
-
-def grows_to(count):
-    wait_until(has_stages(handle, count))
-    reached(handle, handle.status().step + 5)
-    sizes.append(len(handle.status().stages))
-
-with private_cluster() as home:
-    home.start(cpus=0, RAY_health_check_period_ms="1000", RAY_health_check_failure_threshold="3")
-    ray.init(address=home.address, namespace="raypipe", log_to_driver=False, logging_level="ERROR")
-    handle = growing(folder, "sequence", (1, 2), max_failures=-1, checkpoint_interval_steps=50).start(ENDLESS)
-    waiting = lambda: "for 1 worker of 1 CPU each" in handle.status().message
-    wait_until(waiting)
-    sizes.append(0)
-    add(1)
-    grows_to(1)
-    add(1)
-    grows_to(2)
-    lose(1)
-    grows_to(1)
-    lose(1)
-    wait_until(waiting)
-    sizes.append(0)
-    add(2)
-    grows_to(2)
-    steps, checkpoint = stopped(handle)
-    print(json.dumps({
-        "sizes": sizes,
-        "differ": as_undisturbed(folder, checkpoint, "noisy", steps, num_stages=2),
-        "places": places_of("sequence"),
-        "waits": len(events(folder / "sequence", "wait for workers")),
-    }))
-    ray.shutdown()
-"""
-
-
-@pytest.mark.timeout(600)
-def test_the_elastic_sequence_of_ray(tmp_path: Path) -> None:
-    """Nodes 0 -> 1 -> 2 -> 1 -> all lost -> 2, one worker each; jobs/check/elastic_sequence.py goes to 16."""
-    done = subprocess.run(
-        [sys.executable, "-c", SEQUENCE, str(tmp_path)],
-        env={**os.environ, **TOKEN}, capture_output=True, text=True, timeout=580, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found = processes.said_last(done.stdout)
-    assert found == {"sizes": [0, 1, 2, 1, 0, 2], "differ": [], "places": [], "waits": 2}
