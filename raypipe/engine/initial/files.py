@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from raypipe.engine.checkpoint import MANIFEST, Kept, TensorInfo, find_checkpoint, open_checkpoint
+from raypipe.engine.checkpoint import MANIFEST, Checkpoint, Kept, TensorInfo, find_checkpoint, open_checkpoint
 from raypipe.engine.checkpoint.tensor_file import TensorFile
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError
 
 __all__ = [
     "StoredTensor", "WeightFiles", "checkpoint_tensors", "equal_values", "is_hugging_face", "sampled_digest",
-    "weights_in",
+    "tensors_of", "weights_in",
 ]  # fmt: skip
 
 ONE_FILE = "model.safetensors"
@@ -206,8 +206,21 @@ def checkpoint_tensors(place: Place) -> dict[str, StoredTensor]:
             reason = f" {refusals[0].reason}" if refusals else ""
             raise CheckpointError(f"{place} holds no complete checkpoint, and no {ONE_FILE}.{reason}")
         checkpoint = newest
+    return tensors_of(checkpoint)
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """What its manifest names, as ``load_state_dict`` reads it.
+
+    Raises:
+        CheckpointError: a file has changed since it was found good.
+    """
     found: dict[str, StoredTensor] = {}
     for entry in checkpoint.manifest.stages:
-        for name, tensor in _in_file(checkpoint.files / entry.tensors.file).items():
-            found.setdefault(name, tensor)
+        file = checkpoint.files / entry.tensors.file
+        there = _in_file(file)
+        for name in entry.tensors.names:
+            if name not in there:
+                raise CheckpointError(f"{file} changed while it was read.")
+            found.setdefault(name, there[name])
     return found | {alias: found[name] for alias, name in checkpoint.manifest.aliases.items()}

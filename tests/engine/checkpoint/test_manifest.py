@@ -23,6 +23,7 @@ from raypipe import load_state_dict
 from raypipe.engine.checkpoint import checkpoint_name, find_checkpoint, load_stage, open_checkpoint
 from raypipe.engine.checkpoint.manifest import _digest
 from raypipe.engine.checkpoint.tensor_file import TensorFile, write_tensors
+from raypipe.engine.initial.files import tensors_of
 from raypipe.engine.storage import Place, PlaceError
 from raypipe.errors import CheckpointError
 from tests.checkpoints import small_checkpoint, small_stage
@@ -453,3 +454,15 @@ class TestFinding:
             assert all(same_bits(load_state_dict(path)[name], tensor) for name, tensor in good()[2].items())
         with pytest.raises(CheckpointError, match=r"nowhere holds no complete checkpoint.*Give a run folder"):
             load_state_dict(tmp_path / "nowhere")
+
+
+def test_a_file_that_changes_after_the_check_is_refused() -> None:
+    """Between the manifest and the tensors another run may write there."""
+    run = laid_out(good()[1])
+    found = open_checkpoint(run / FOLDER)
+    assert {name: tensor.shape for name, tensor in tensors_of(found).items()} == {
+        name: tuple(tensor.shape) for name, tensor in good()[2].items()
+    }
+    run.write_bytes(f"{FOLDER}/stage_0.safetensors", good()[1]["stage_1.safetensors"])
+    with pytest.raises(CheckpointError, match=r"stage_0\.safetensors changed while it was read"):
+        tensors_of(found)
