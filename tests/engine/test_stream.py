@@ -160,7 +160,7 @@ def test_a_source_has_columns_epochs_and_travels() -> None:
 
 
 class Rows:
-    """What raypipe reads of a ray.data.Dataset: see tests/api/test_streams_on_ray.py for a real one."""
+    """Stands for a ray.data.Dataset: those of its methods that raypipe calls."""
 
     def __init__(self) -> None:
         self.context = type("Context", (), {"execution_options": type("Options", (), {"preserve_order": False})()})()
