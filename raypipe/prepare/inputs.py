@@ -22,6 +22,7 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.precision import PRECISIONS
 from raypipe.planner.tune import Request, microbatches
 from raypipe.prepare.arguments import Arguments, Unfilled
+from raypipe.prepare.drawn_outputs import rehearse_loss
 from raypipe.prepare.metrics import asked_by, try_metrics
 
 __all__ = [
@@ -87,11 +88,15 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
         asked = asked_by(metrics, built, _by_name(columns, example), precision)
     captured = capture(built, example, columns, loss_fn, evaluates=evaluates, asked=asked, precision=precision)
     rehearse(built, captured, _by_name(columns, example))
+    if unfilled:
+        rehearse_loss(captured, _by_name(columns, example))
     if evaluates:
         check_columns(columns, sources["eval"])
         count = min(NUM_ROWS, sources["eval"].num_samples)
         rows = _by_name(columns, sources["eval"].read(0, 0, count, columns))
         rehearse_evaluation(built, captured, rows)
+        if unfilled:
+            rehearse_loss(captured, rows, data="eval_data")
         if metrics:
             try_metrics(metrics, captured, rows)
     larger: Mapping[Any, torch.Tensor] = {}

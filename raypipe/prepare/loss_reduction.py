@@ -32,6 +32,7 @@ from raypipe.engine.rehearsal import scalar
 from raypipe.engine.remembered import read_memory
 from raypipe.errors import CaptureError, ConfigError
 from raypipe.ir.precision import FP32
+from raypipe.prepare.drawn_outputs import drawn_losses
 from raypipe.prepare.unrun import outputs_unrun
 
 __all__ = ["FoundReduction", "find_reduction"]
@@ -78,14 +79,27 @@ def find_reduction(
     rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
     trial = _Trial(model, loss_fn, pipeline.seed)
     unfilled = any(p.is_meta for p in model.parameters())
-    runs = pipeline.num_microbatches != 1 and not unfilled
-    if asked == "mean" and runs:
-        _refuse_sum(trial.losses(rows))
+    several = pipeline.num_microbatches != 1
+
+    def tries() -> tuple[float, list[Grouping]] | None:
+        if not unfilled:
+            return trial.losses(rows)
+        return drawn_losses(captured, rows) if loss_fn is not None else None
+
+    if asked == "mean" and several:
+        _refuse_sum(tries())
     if asked != "auto":
         return FoundReduction(asked)
     if loss_fn is not None:
         terms = _terms_of_loss_fn(loss_fn, outputs_unrun(captured, rows) if unfilled else trial.outputs(rows), rows)
-    tried = trial.losses(rows) if runs else None
+    tried = tries() if several else None
+    if several and unfilled and terms is None and tried is None:
+        raise ConfigError(
+            "loss_reduction='auto': what the loss averages over cannot be read off it, for it cannot be traced, and it "
+            "cannot be tried, because this process holds no weights (weights_on='workers'). Say what micro-batches "
+            "shall mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that "
+            "counts the items of a target; or set num_microbatches=1 or weights_on='client'."
+        )
     return _fitting(
         _candidates(terms, rows), terms or _NO_TERMS, tried, list(rows)[-1] if loss_fn is not None else None
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from raypipe.engine.capture.analyse import column_with
 from raypipe.engine.initial.stand_ins import empty_like_on_host
 from raypipe.engine.randomness import RandomKey
 
-__all__ = ["outputs_unrun"]
+__all__ = ["bare_outputs", "outputs_unrun"]
 
 
 def outputs_unrun(captured: Capture, rows: Mapping[Any, torch.Tensor]) -> Any:
@@ -20,9 +20,13 @@ def outputs_unrun(captured: Capture, rows: Mapping[Any, torch.Tensor]) -> Any:
 
     They take no memory, for the scores of a vocabulary would take much.
     """
-    bare = _traced(captured, rows) if isinstance(captured.model, TracedModel) else _run_on_meta(captured, rows)
     loss: Any = captured.recipe.loss
-    return loss.as_returned(tuple(empty_like_on_host(tensor) for tensor in bare))
+    return loss.as_returned(tuple(empty_like_on_host(tensor) for tensor in bare_outputs(captured, rows)))
+
+
+def bare_outputs(captured: Capture, rows: Mapping[Any, torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same on the meta device, as a flat list."""
+    return _traced(captured, rows) if isinstance(captured.model, TracedModel) else _run_on_meta(captured, rows)
 
 
 def _traced(captured: Capture, rows: Mapping[Any, torch.Tensor]) -> list[torch.Tensor]:
