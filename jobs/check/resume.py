@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 
 import pyarrow.parquet as pq
 import torch
-from ray.train import ScalingConfig
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -130,7 +129,7 @@ def trainer(folder: Path, name: str, layout: Layout) -> raypipe.PipelineTrainer:
             loss_reduction="mean",
             verify="off",
         ),
-        scaling_config=ScalingConfig(num_workers=layout.workers),
+        scaling_config=SimpleNamespace(num_workers=layout.workers),
         run_config=SimpleNamespace(name=name, storage_path=str(folder)),
     )
 

@@ -257,7 +257,8 @@ def test_places_where_nothing_is(pretrained: Path, tmp_path: Path) -> None:
     for source in ("nobody", str(tmp_path / "nothing.pt"), "./nobody"):
         assert refusal(source, tmp_path) == (
             f"init_from={source!r}: there is no such file or folder, and no run of that name in {tmp_path}. Give the "
-            "name of a run, the path of a run or one of its checkpoints, or of a .pt or .safetensors file."
+            "name of a run, the path of a run or one of its checkpoints, of a folder with model.safetensors or its index, "
+            "or of a .pt or .safetensors file."
         )
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"^init_from: .*empty holds no complete checkpoint"):
@@ -269,6 +270,7 @@ def test_places_where_nothing_is(pretrained: Path, tmp_path: Path) -> None:
 def test_a_model_without_numbers(tmp_path: Path) -> None:
     source = saved(tmp_path, Mlp().state_dict())
     assert refusal(source, tmp_path, Mlp().to("meta")) == (
-        "init_from fills the parameters of the model, but some are on the meta device, which holds no numbers. Build "
-        "the model with numbers."
+        "init_from fills the parameters of the model, but some are on the meta device, which holds no numbers. Give a "
+        "function that builds the model and set weights_on='workers', so that each worker fills its own, or build the "
+        "model with numbers."
     )
