@@ -257,8 +257,8 @@ def test_places_where_nothing_is(pretrained: Path, tmp_path: Path) -> None:
     for source in ("nobody", str(tmp_path / "nothing.pt"), "./nobody"):
         assert refusal(source, tmp_path) == (
             f"init_from={source!r}: there is no such file or folder, and no run of that name in {tmp_path}. Give the "
-            "name of a run, the path of a run or one of its checkpoints, of a folder with model.safetensors or its index, "
-            "or of a .pt or .safetensors file."
+            "name of a run, the path of a run or one of its checkpoints, of a folder with model.safetensors or its "
+            "index, or of a .pt or .safetensors file."
         )
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"^init_from: .*empty holds no complete checkpoint"):
