@@ -47,7 +47,7 @@ class InitialWeights:
         storage: where runs that are named by their name alone lie.
 
     Attributes:
-        digest: checksum of the weights, once a model was built.
+        digest: checksum of the weights by its kind, once a model was built; None before.
     """
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], source: Any, storage: Place) -> None:
@@ -57,14 +57,14 @@ class InitialWeights:
                 "its checkpoints, of a folder with model.safetensors or its index, or of a .pt or .safetensors file."
             )
         self.model, self.source, self.storage = model, os.fspath(source), storage
-        self.digest = ""
+        self.digest: dict[str, str] | None = None
 
     def __call__(self) -> nn.Module:
         built = copy_of(self.model) if isinstance(self.model, nn.Module) else self.model()
         if isinstance(built, nn.Module) and not any(map(nn.parameter.is_lazy, built.parameters())):
             found = read_weights(self.source, self.storage)
             _fill(built, found, self.source)
-            self.digest = _digest(found)
+            self.digest = {"sha256": _digest(found)}
         return built
 
     def note(self, run: str | None, resume: bool | None) -> str:

@@ -366,7 +366,7 @@ class PipelineTrainer:
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         if self._resume is False:
             name = free_name(self._storage(), name)
-        digest = self._weights.digest if self._weights else ""
+        digest = self._weights.digest if self._weights else None
         settings = settings_of(job, self._pipeline, self._arguments.loss_fn, digest)
         refuse_another_run(self._storage() / name, name, settings, num_steps, self._resume)
         num_samples = {mode: source.num_samples for mode, source in job.sources.items()}

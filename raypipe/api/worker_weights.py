@@ -49,7 +49,7 @@ class WorkerWeights:
         seed: of the run.
 
     Attributes:
-        digest: checksum of the files, by their headers and samples, once the model was built; "" without.
+        digest: checksum of the files, by their headers and samples, once the model was built; None without.
     """
 
     def __init__(self, model: BuildModel, source: Any, storage: Place, seed: int) -> None:
@@ -59,7 +59,7 @@ class WorkerWeights:
                 "builds it, as in PipelineTrainer(lambda: Model(config), ...), or leave weights_on out."
             )
         self.model, self.source, self.storage, self.seed = model, source, storage, seed
-        self.digest = ""
+        self.digest: dict[str, str] | None = None
 
     def __call__(self) -> Unfilled:
         tapes: list[InitTape] = []
@@ -72,7 +72,7 @@ class WorkerWeights:
         model = self.model if isinstance(self.model, nn.Module) else build_model(make)
         if self.source is not None:
             found = stored_weights(self.source, self.storage)
-            self.digest = sampled_digest(found)
+            self.digest = {"sampled_sha256": sampled_digest(found)}
             return Unfilled(model, (_files_of(model, found, f"init_from={self.source!r}"),))
         keyed = tapes[0].source(model.named_parameters(), self.seed)
         keyed.check()

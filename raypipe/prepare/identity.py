@@ -44,11 +44,12 @@ _OWN = ("params", "param_names")
 _TURNED = ("base_lrs", "last_epoch", "verbose")
 
 
-def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: str = "") -> Settings:
+def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mapping[str, str] | None = None) -> Settings:
     """The settings of a run that is planned.
 
     Args:
-        weights: checksum of those of init_from, "" where nothing was given.
+        weights: checksum of those of init_from by its kind, "sha256" of all bytes or "sampled_sha256"; None where
+            nothing was given. Those of two kinds are not compared, so that a run can move between client and workers.
     """
     plan, sources, reduction = job.plan, job.sources, job.settings.loss_reduction
     fixed: dict[str, Any] = {
@@ -56,7 +57,7 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: str =
         "minibatch_size": plan.minibatch_size,
         "num_microbatches": plan.num_microbatches,
         "loss_fn": name_of(loss_fn),
-        "init_from": {"sha256": weights} if weights else None,
+        "init_from": dict(weights) if weights else None,
         **({"weights_on": "workers"} if any(isinstance(x, KeyedInit) for x in job.unfilled) else {}),
         **job.model_labels,
         **source_labels("train_data", sources["train"]),

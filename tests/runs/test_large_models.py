@@ -117,14 +117,40 @@ def test_what_the_constructor_makes_does_not_depend_on_the_stages(
     assert any(not torch.equal(one[0][name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("build", [Blocks, sequential])
+class Transposed(nn.Module):
+    """A parameter whose strides its forward relies on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(48.0).view(8, 6).t() / 50)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(x @ self.weight.t().view(48).view(8, 6).t()))
+
+
+@pytest.mark.parametrize("build", [Blocks, sequential, Transposed])
 def test_a_file_and_the_whole_model_train_alike(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     case = plain_case(build)
-    save_file(build().state_dict(), tmp_path / "a.safetensors")
+    save_file({name: x.contiguous() for name, x in build().state_dict().items()}, tmp_path / "a.safetensors")
     given = {"init_from": tmp_path / "a.safetensors", "partitioner": "prefix_sum"}
     whole, parts = (trained(case, tmp_path, on, weights_on=on, **given) for on in ("client", "workers"))
     assert whole[1] == parts[1]
     assert_same(whole[0], parts[0])
+
+
+def test_a_run_may_move_between_client_and_workers(tmp_path: Path) -> None:
+    case = plain_case(sequential)
+    save_file(sequential().state_dict(), tmp_path / "a.safetensors")
+    given = {"init_from": tmp_path / "a.safetensors"}
+    trained(case, tmp_path, "run", weights_on="client", **given)
+    moved = trainer(case, tmp_path, weights_on="workers", **given).fit(num_steps=4, local=True, progress=False)
+    assert [record.step for record in moved.records][-2:] == [2, 3]
+    save_file(sequential().state_dict(), tmp_path / "a.safetensors")  # drawn anew
+    trained(case, tmp_path, "other", weights_on="workers", init_from=tmp_path / "a.safetensors")
+    save_file(sequential().state_dict(), tmp_path / "a.safetensors")
+    with pytest.raises(ConfigError, match="init_from: another content"):
+        trainer(case, tmp_path, "other", weights_on="workers", **given).fit(num_steps=4, local=True, progress=False)
 
 
 def test_what_a_loss_averages_over_is_found_without_weights(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ parameter gets addresses that nothing has written to, which the operating system
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +20,12 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 
 
 
 def empty_like_on_host(like: torch.Tensor) -> torch.Tensor:
-    """Of this shape and type, on the CPU, in addresses that take no memory until they are written to."""
-    count = math.prod(like.shape)
-    if not count:
-        return torch.empty(like.shape, dtype=like.dtype)
+    """Of this shape, type and strides, on the CPU, in addresses that take no memory until they are written to."""
+    if not like.numel():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    count = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     memory = mmap.mmap(-1, count * like.dtype.itemsize, flags=_FLAGS)
-    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+    return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
 
 
 @contextmanager

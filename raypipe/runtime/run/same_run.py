@@ -230,11 +230,16 @@ def _fresh(labels: Iterable[str]) -> FreshOptions:
     return FreshOptions(frozenset(options), scheduled or "lr" in options, every)
 
 
+_DIGESTS = {"sha256", "sampled_sha256"}
+
+
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys() == {"sums", "size"}:
         size = max(abs(one["size"]), abs(other["size"]))
         pairs = zip([*one["sums"], one["size"]], [*other["sums"], other["size"]], strict=True)
         return all(math.isclose(a, b, rel_tol=0.0, abs_tol=SKETCH_TOLERANCE * size) for a, b in pairs)
+    if isinstance(one, dict) and isinstance(other, dict) and {*one, *other} == _DIGESTS:
+        return True  # one of all bytes and one of samples, which tell nothing of each other
     return bool(one == other)
 
 
