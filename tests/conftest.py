@@ -119,7 +119,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         complaints.append(f"process {pid} was left behind and ended: {command[:200]}")
     processes.end(left)
     for module, by in _FORBIDDEN.found.items():
-        complaints.append(f"{module} was imported in a session that forbids it: {by}")
+        if module in sys.modules:  # and was not only looked for
+            complaints.append(f"{module} was imported in a session that forbids it: {by}")
     _STATUS.append(int(session.exitstatus))
     if not complaints:
         return

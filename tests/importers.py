@@ -16,7 +16,7 @@ class Watch:
     """A finder for ``sys.meta_path`` that finds nothing, and notes the first import of each of some modules.
 
     Attributes:
-        found: for each of them that was imported, by whom: the test that ran and the line of code.
+        found: for each of them that was looked for, by whom: the test that ran and the line of code.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
