@@ -59,10 +59,12 @@ class WeightFiles:
     Attributes:
         tensors: by name in the model.
         like: by name in the model, the type that it has there, to which numbers are converted, and its strides.
+        samples: by name in the model, the checksum of a few of its bytes when it was found, see SAMPLE_BYTES.
     """
 
     tensors: Mapping[str, StoredTensor]
     like: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    samples: Mapping[str, bytes]
     title: str
     updates: int = 0
     groups: None = None
@@ -76,7 +78,8 @@ class WeightFiles:
     @classmethod
     def like_model(cls, found: Mapping[str, StoredTensor], own: Mapping[str, torch.Tensor], title: str) -> WeightFiles:
         """In the types and the layout of a model's own tensors."""
-        return cls(found, {name: (own[name].dtype, own[name].stride()) for name in found}, title)
+        like = {name: (own[name].dtype, own[name].stride()) for name in found}
+        return cls(found, like, {name: _checksum(sample) for name, sample in _samples(found)}, title)
 
     @property
     def names(self) -> Collection[str]:
@@ -97,7 +100,7 @@ class WeightFiles:
                 if file is None or str(place) != at:
                     stack.close()
                     file, at = stack.enter_context(TensorFile(place)), str(place)
-                if file.tensors.get(stored) != info:
+                if file.tensors.get(stored) != info or _checksum(_sample(file, stored)) != self.samples[name]:
                     raise CheckpointError(f"{place} changed since the run was planned: {stored!r} is another there.")
                 yield name, self._as_in_model(name, file.read(stored))
 
@@ -139,18 +142,30 @@ def weights_in(place: Place, title: str) -> dict[str, StoredTensor]:
 def sampled_digest(found: Mapping[str, StoredTensor]) -> str:
     """A checksum of names, shapes, types, and of some bytes of every tensor."""
     total = hashlib.sha256()
+    for name, sample in _samples(found):
+        total.update(f"{name} {found[name].info.dtype} {list(found[name].info.shape)}".encode())
+        total.update(sample)
+    return total.hexdigest()
+
+
+def _samples(found: Mapping[str, StoredTensor]) -> Iterator[tuple[str, bytes]]:
+    """Name and sample of each tensor, file by file."""
     by_file: dict[str, list[str]] = {}
     for name in sorted(found):
         by_file.setdefault(str(found[name].file), []).append(name)
     for names in by_file.values():
         with TensorFile(found[names[0]].file) as file:
-            for name in names:
-                info = found[name].info
-                total.update(f"{name} {info.dtype} {list(info.shape)}".encode())
-                size = min(SAMPLE_BYTES, info.size_bytes)
-                for begin in (0, (info.size_bytes - size) // 2, info.size_bytes - size):
-                    total.update(file.read_bytes(found[name].name, begin, size))
-    return total.hexdigest()
+            yield from ((name, _sample(file, found[name].name)) for name in names)
+
+
+def _checksum(sample: bytes) -> bytes:
+    return hashlib.sha256(sample).digest()
+
+
+def _sample(file: TensorFile, name: str) -> bytes:
+    whole = file.tensors[name].size_bytes
+    size = min(SAMPLE_BYTES, whole)
+    return b"".join(file.read_bytes(name, begin, size) for begin in (0, (whole - size) // 2, whole - size))
 
 
 def equal_values(one: StoredTensor, other: StoredTensor) -> bool:
