@@ -29,7 +29,7 @@ from tests.lab.network import ROOT, Network, missing, network
 from tests.processes import outlive
 from tests.runtime.raylets import RAY, TOKEN, Home, private_cluster
 
-__all__ = ["Hosts", "hosts", "missing"]
+__all__ = ["HEALTH", "Hosts", "hosts", "missing"]
 
 START_TIMEOUT_S = 300.0
 GONE_S = 15.0

@@ -6,9 +6,9 @@
     restarted   a run of as many workers as there are machines, started again from its newest checkpoint when one is
                 lost, and, after it has saved one, when one has come
 
-Both are submitted before the first machine is there, play the same trace 100 times as quick as it was, and end with it.
-Goodput is steps done and kept at the end over those of the same machines undisturbed, by the median step that each
-number of stages had in the elastic run.
+Nodes have the health checks that docs/cluster.md recommends. Both runs are submitted before the first machine is there,
+play the same trace 100 times as quick as it was, and end with it. Goodput is steps done and kept at the end over those
+of the same machines undisturbed, by the median step that each number of stages had in the elastic run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ray.train import FailureConfig, ScalingConfig
 from jobs.lib import common, spot
 from jobs.lib.autoscaled import PATIENCE
 from jobs.lib.faults import events
+from jobs.lib.hosts import HEALTH
 from jobs.lib.slow_layers import trainer_of_layers
 from jobs.lib.spot import Change
 from raypipe import PipelineTrainer, RunHandle, load_state_dict
@@ -179,7 +180,7 @@ def _machines() -> int:
 @contextlib.contextmanager
 def _cluster() -> Iterator[Home]:
     with private_cluster() as home:
-        home.start(cpus=0, environment={"RAY_health_check_period_ms": "500", **PATIENCE})
+        home.start(cpus=0, environment={**HEALTH, **PATIENCE})
         ray.init(address=home.address, namespace="raypipe", log_to_driver=False, logging_level="CRITICAL")
         try:
             yield home
