@@ -19,7 +19,7 @@ from raypipe.engine.collate import Collate, collated
 from raypipe.engine.epoch_order import EpochOrder
 from raypipe.engine.item_randomness import generator_states, own_generators, seed_generators
 from raypipe.engine.remembered import Memory, first_change, read_memory_of
-from raypipe.engine.stacking import parts_of, stacked
+from raypipe.engine.stacking import key_of, parts_of, stacked
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import DataError
 
@@ -70,7 +70,7 @@ class MapSource:
             raise DataError(
                 f"Samples {start} to {start + count} were asked of {self._name}, which has {self.num_samples}."
             )
-        keys = [self._key(column) for column in columns]
+        keys = [key_of(self._name, self.columns, column) for column in columns]
         # Two stages in threads may share this source: whoever comes second works with its own order.
         cached = self._order
         if cached is None or cached[0] != epoch:
@@ -82,16 +82,6 @@ class MapSource:
         if all(isinstance(column, int) for column in columns):
             return tuple(read[key] for key in keys)
         return {key: read[key] for key in keys}
-
-    def _key(self, column: Any) -> Any:
-        """A dict's columns also go by number, in the order of its keys."""
-        if column in self.columns:
-            return column
-        if isinstance(column, int) and 0 <= column < len(self.columns):
-            return self.columns[column]
-        raise DataError(
-            f"Items of {self._name} have no column {column!r}. They have {', '.join(map(repr, self.columns))}."
-        )
 
     def _check_repeats(self) -> None:
         """Refuse a dataset that remembers what it served, or whose items come differently each time.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from raypipe.errors import DataError
 
-__all__ = ["parts_of", "stacked"]
+__all__ = ["key_of", "parts_of", "stacked"]
 
 
 def stacked(name: str, column: Any, values: list[Any], rows: list[int]) -> torch.Tensor:
@@ -68,3 +68,19 @@ def _numbers(value: list[Any]) -> bool:
         return np.asarray(value).dtype.kind in "biuf"
     except ValueError:  # ragged within
         return False
+
+
+def key_of(name: str, columns: Sequence[Any], column: Any) -> Any:
+    """The name of a column; a dict's columns also go by number, in the order of its keys.
+
+    Args:
+        name: of the data, for messages.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    if column in columns:
+        return column
+    if isinstance(column, int) and 0 <= column < len(columns):
+        return columns[column]
+    raise DataError(f"Items of {name} have no column {column!r}. They have {', '.join(map(repr, columns))}.")

@@ -19,7 +19,7 @@ import torch
 
 from raypipe.engine.collate import Collate, collated
 from raypipe.engine.item_randomness import own_generators
-from raypipe.engine.stacking import parts_of, stacked
+from raypipe.engine.stacking import key_of, parts_of, stacked
 from raypipe.engine.stream import Mark, StreamReader, copied, resumes
 from raypipe.errors import ConfigError, DataError
 
@@ -150,15 +150,6 @@ class StreamSource:
         keys = names if wanted is None else wanted
         return {key: stacked(self._name, key, [item[key] for item in parts], rows) for key in keys}
 
-    def _key(self, column: Any) -> Any:
-        if column in self.columns:
-            return column
-        if isinstance(column, int) and 0 <= column < len(self.columns):
-            return self.columns[column]
-        raise DataError(
-            f"Items of {self._name} have no column {column!r}. They have {', '.join(map(repr, self.columns))}."
-        )
-
 
 class StreamReading:
     """The reader of a stage: a Source itself. Several threads may read, one at a time."""
@@ -182,7 +173,7 @@ class StreamReading:
                 f"Samples {start} to {start + count} were asked of {source._name}, of which an epoch has "
                 f"{source.num_samples}."
             )
-        keys = [source._key(column) for column in columns]
+        keys = [key_of(source._name, source.columns, column) for column in columns]
         position = epoch * source.num_samples + start
         read = source._columns_of(self.items(position, max(1, count)), position, keys)
         read = read if count else {key: value[:0] for key, value in read.items()}
