@@ -112,6 +112,7 @@ PARTS = {
     "liveness": (),
     "segments": (),
     "copies": (),
+    "regroup": ("schedule", "tune"),
     "rows": ("schedule", "segments"),
 }
 

@@ -103,11 +103,11 @@ def generation_setup(job: Job) -> GenerationSetup:
     )
 
 
-def refuse_replicas(plan: Plan, run: Any = None, scaling: Any = None) -> None:
+def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
     """What runs with replicas cannot do in this release.
 
     Args:
-        run, scaling: ray.train.RunConfig and ScalingConfig, or None.
+        scaling: ray.train.ScalingConfig or None.
 
     Raises:
         PlanError: names the field.
@@ -121,12 +121,6 @@ def refuse_replicas(plan: Plan, run: Any = None, scaling: Any = None) -> None:
         )
     if not wiring.replicated:
         return
-    if failures_of(run):
-        raise PlanError(
-            f"FailureConfig(max_failures={failures_of(run)}) with num_replicas={shown}: in this release a run with "
-            "replicas does not survive failures; started again it goes on from its newest checkpoint. Leave out "
-            "max_failures, or num_replicas."
-        )
     if (workers := worker_range(scaling)) is not None:
         raise PlanError(
             f"ScalingConfig(num_workers=({workers.least}, {workers.most})) with num_replicas={shown}: in this release "

@@ -320,7 +320,7 @@ class PipelineTrainer:
         connected_to_ray: Callable[[], None] = lambda: None,
     ) -> RunHandle:
         job = self._prepared()
-        launch.refuse_replicas(job.plan, self._run, self._scaling)
+        launch.refuse_replicas(job.plan, self._scaling)
         blueprint = self._blueprint(job, launch.steps_of(job, num_steps, num_epochs), local=local)
         spec = blueprint.spec
         self._begun = spec.place

@@ -52,18 +52,27 @@ def copy_interval(costs: CopyCosts, failures_per_hour: float = FAILURES_PER_HOUR
     return min(MOST_STEPS, max(1, math.ceil(max(young_s, least_s) / costs.step_s)))
 
 
-def holders(nodes: Sequence[str]) -> tuple[int | None, ...]:
+def holders(nodes: Sequence[str], homes: Sequence[Sequence[int]] = ()) -> tuple[int | None, ...]:
     """By worker, the worker that holds its copies: on another node where there is one, and each as few as possible.
+
+    Replicas of a stage have the same state, so that each holds what the others copy. They send theirs to nobody, but
+    for the first one where all of them are on one node and other workers are not.
 
     Args:
         nodes: that the workers are on.
+        homes: workers of each stage; empty where no stage has several.
     """
+    fellows = {worker: workers for workers in homes for worker in workers if len(workers) > 1}
     count = len(nodes)
     held = [0] * count
     found: list[int | None] = []
     for worker in range(count):
         others = [(worker + distance) % count for distance in range(1, count)]
-        away = [other for other in others if nodes[other] != nodes[worker]] or others
+        away = [other for other in others if nodes[other] != nodes[worker]]
+        if (replicas := fellows.get(worker)) is not None:
+            together = all(nodes[replica] == nodes[worker] for replica in replicas)
+            others = away if together and worker == replicas[0] else []
+        away = away if others and away else others
         holder = min(away, key=lambda other: held[other], default=None)
         if holder is not None:
             held[holder] += 1

@@ -36,6 +36,21 @@ def test_who_holds(nodes: str, found: tuple[int | None, ...]) -> None:
     assert holders(nodes) == found
 
 
+@pytest.mark.parametrize(
+    ("nodes", "homes", "found"),
+    [
+        ("aaa", ((0, 1), (2,)), (None, None, 0)),  # replicas have each other's state
+        ("aab", ((0, 1), (2,)), (2, None, 0)),  # those of stage 0 would go with node a
+        ("aba", ((0, 1), (2,)), (None, None, 1)),
+        ("aabb", ((0, 2), (1, 3)), (None, None, None, None)),
+    ],
+)
+def test_replicas_hold_what_the_others_copy(
+    nodes: str, homes: tuple[tuple[int, ...], ...], found: tuple[int | None, ...]
+) -> None:
+    assert holders(nodes, homes) == found
+
+
 @given(st.lists(st.sampled_from("abcd"), min_size=2, max_size=12))
 def test_on_another_node_where_there_is_one_and_spread(nodes: list[str]) -> None:
     found = holders(nodes)

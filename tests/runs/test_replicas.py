@@ -107,7 +107,7 @@ def trainer(folder: Path, name: str, model: nn.Module | None = None, **config: A
         train_data=TensorDataset(X, Y),
         eval_data=TensorDataset(X[:11], Y[:11]),
         metrics={"accuracy": lambda output, target: (output.argmax(1) == target).double().mean()},
-        pipeline=PipelineConfig(verify="off", eval_interval_steps=2, **given),
+        pipeline=PipelineConfig(verify="off", **{"eval_interval_steps": 2} | given),
         run_config=SimpleNamespace(name=name, storage_path=str(folder)),
     )
 
@@ -155,11 +155,8 @@ def test_what_cannot_be_replicated_is_refused_by_name(tmp_path: Path) -> None:
         batch_norm.plan()
     trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), num_replicas=[1, 2]).plan()
     plan = trainer(tmp_path, "replicas", num_replicas=[2, 1]).plan()
-    survives = SimpleNamespace(failure_config=SimpleNamespace(max_failures=3))
-    with pytest.raises(PlanError, match=r"FailureConfig\(max_failures=3\) with num_replicas=2-1"):
-        refuse_replicas(plan, survives)
     with pytest.raises(PlanError, match=r"ScalingConfig\(num_workers=\(2, 4\)\) .* Give num_workers=3"):
-        refuse_replicas(plan, None, SimpleNamespace(num_workers=(2, 4)))
+        refuse_replicas(plan, SimpleNamespace(num_workers=(2, 4)))
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,11 @@ class WorkerCopies:
         ]
         return [own.facts() for own in (*self._own, *self._older)] + held
 
+    def has(self, generation: int, stage: int, step: int) -> bool:
+        """Whether there is a copy of a stage of its own after a step."""
+        own = (one for one in (*self._own, *self._older) if step in one.copies.steps)
+        return any((one.generation, one.program.index) == (generation, stage) for one in own)
+
     def source(self, generation: int, stage: int, step: int) -> CopySource:
         """The state of a stage after a step.
 
@@ -203,11 +208,11 @@ class WorkerCopies:
 def joined(copies: Iterable[RemoteCopy], own: WorkerCopies, me: str, names: Iterable[str]) -> tuple[StateSource, Tally]:
     """The copies that hold any of these names, as one source, and the bytes that are read of other workers'.
 
-    Those of this process are read where they lie.
+    Those of this process are read where they lie, its own of a stage of which a replica's was named among them.
     """
     wanted, moved = set(names), Tally()
     sources = [
-        own.source(copy.generation, copy.stage, copy.step) if copy.key == me else copy.opened(moved)
+        own.source(*copy.of) if copy.key == me or own.has(*copy.of) else copy.opened(moved)
         for copy in copies
         if wanted.intersection(copy.names)
     ]

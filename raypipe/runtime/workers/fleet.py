@@ -153,7 +153,7 @@ class Fleet(StateCalls):
         self._links += 1
         self._assign(workers, setup)
         results([member.actor.rest.remote(self._term) for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
-        held_by = holders([member.facts["node"] for member in workers])
+        held_by = holders([member.facts["node"] for member in workers], setup.homes)
         opening = []
         for worker, (actor, at) in enumerate(zip(self.actors, held_by, strict=True)):
             holds = [stage for stages, to in zip(self._held, held_by, strict=True) if to == worker for stage in stages]

@@ -18,6 +18,7 @@ from dataclasses import replace
 from raypipe.engine.checkpoint import find_checkpoint, newest_step
 from raypipe.errors import CheckpointError, PlanError, RanOut, StageError, StageLostError
 from raypipe.planner.recovery import Copy, newest_common
+from raypipe.planner.regroup import counts_for
 from raypipe.planner.replan import Offer
 from raypipe.planner.segments import Position
 from raypipe.planner.tune import Decision
@@ -26,6 +27,7 @@ from raypipe.runtime.run.memory_limits import MemoryLimits
 from raypipe.runtime.run.planned import Asked, Planned
 from raypipe.runtime.run.planning import another, for_workers, later_plan
 from raypipe.runtime.run.recovery import Recovered
+from raypipe.runtime.run.regroup import regroup
 from raypipe.runtime.run.replanning import replanning_of
 from raypipe.runtime.run.same_run import fresh_options
 from raypipe.runtime.run.spec import PlanInForce
@@ -289,6 +291,8 @@ class Recovery:
         if not workers:
             raise StageError(f"No worker of the run is left, and {error}")
         try:
+            if (request := self._blueprint.basis.request).replicated:
+                return self._with_replicas(counts_for(request.replicas_of(len(self._made.setup.programs)), workers))
             if self._growth is not None:
                 if workers < self._growth.least():
                     raise PlanError(f"num_workers asks for {self._growth.least()} at least.")
@@ -297,6 +301,20 @@ class Recovery:
             return self._plan(workers * each, workers)
         except PlanError as impossible:
             raise StageError(f"{error} Nor can the run go on with the {workers} that are left: {impossible}") from None
+
+    def _with_replicas(self, counts: tuple[int, ...] | None) -> Assembled:
+        """The same stages with so many replicas each.
+
+        Raises:
+            PlanError: not even one for each stage.
+        """
+        if counts is None:
+            raise PlanError(f"The run has {len(self._made.setup.programs)} stages, and each needs a worker.")
+        planned = self._planned[self._made.setup.generation]
+        planned, made = regroup(planned, self._made, counts, max(self._num_stages) + 1)
+        self._planned[made.setup.generation] = planned
+        self._num_stages[made.setup.generation] = len(counts)
+        return made
 
     def _plan(self, num_stages: int, num_workers: int | None, decision: Decision | None = None) -> Assembled:
         cluster = None if decision is None else decision.cluster

@@ -55,6 +55,11 @@ class RemoteCopy:
     step: int
     names: tuple[str, ...]
 
+    @property
+    def of(self) -> tuple[int, int, int]:
+        """Generation, stage and step, by which it is known wherever it is."""
+        return self.generation, self.stage, self.step
+
     def opened(self, moved: Tally) -> CopySource:
         """Its header; tensors come when they are asked for.
 
@@ -64,14 +69,15 @@ class RemoteCopy:
         Raises:
             StageLostError: the worker that has it died, or does not answer; also when tensors are asked for.
         """
-        header = self._get(self.actor.copy_header.remote(self.generation, self.stage, self.step))
+        header = self._get(self.actor.copy_header.remote(*self.of))
         return CopySource(CopyHeader.from_json(header), partial(self._fetch, moved))
 
     def _fetch(self, moved: Tally, infos: Sequence[TensorInfo]) -> Iterator[torch.Tensor]:
         """These tensors, in this order."""
         parcels = list(_parcels(infos))
-        which = self.generation, self.stage, self.step
-        calls = (self.actor.copy_data.remote(*which, [(begin, end) for _, begin, end in parcel]) for parcel in parcels)
+        calls = (
+            self.actor.copy_data.remote(*self.of, [(begin, end) for _, begin, end in parcel]) for parcel in parcels
+        )
         asked = deque(islice(calls, AHEAD))
         tensor = torch.empty(0)
         for parcel in parcels:

@@ -1,0 +1,49 @@
+"""Plans of the same stages with other numbers of replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from raypipe.ir.plan import Plan
+from raypipe.ir.segment import RowsKey
+from raypipe.planner.partition.chain import equal_parameters
+from raypipe.planner.regroup import counts_for, left, regrouped
+from raypipe.planner.rows import rows_for
+from raypipe.planner.tune import Request
+from raypipe.planner.tune.unprofiled import make_plan
+from tests.planner.partition_cases import chain_of
+
+
+def plan_of(replicas: tuple[int, ...], lanes: int) -> Plan:
+    request = Request(len(replicas), None, (), 12, 6, 60, "1f1b", replicas=replicas, lanes=lanes)
+    return make_plan(request, equal_parameters(chain_of([1] * 8, params=4), len(replicas)), 0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "workers", "found"),
+    [
+        ((2, 1), 3, (2, 1)),
+        ((2, 1), 2, (1, 1)),
+        ((2, 1), 1, None),
+        ((2, 3, 2), 5, (2, 2, 1)),
+        ((4, 1), 9, (4, 1)),
+    ],
+)
+def test_replicas_for_fewer_workers(wanted: tuple[int, ...], workers: int, found: tuple[int, ...] | None) -> None:
+    assert counts_for(wanted, workers) == found
+
+
+def test_who_is_left_of_each_stage() -> None:
+    assert left(((0, 1), (2,), (3, 4)), {0, 2}) == ((1,), (), (3, 4))
+
+
+@pytest.mark.parametrize("counts", [(1, 1), (2, 1), (1, 2), (3, 3)])
+def test_other_numbers_of_replicas_keep_stages_and_lanes(counts: tuple[int, ...]) -> None:
+    plan = plan_of((3, 2), 6)
+    found = regrouped(plan, counts)
+    assert found.partition.replicas == found.schedule.wiring.replicas == counts
+    assert found.schedule.wiring.lanes == 6
+    assert (found.partition.cuts, found.microbatch_size) == (plan.partition.cuts, plan.microbatch_size)
+    assert regrouped(found, (3, 2)) == plan
+    for key in (RowsKey(6), RowsKey(2), RowsKey(6, training=False)):
+        assert rows_for(found, key).num_workers == sum(counts)
