@@ -23,6 +23,7 @@ from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.norms import norms_told
 from raypipe.engine.out_of_memory import held_bytes, ran_out
 from raypipe.engine.placement import Placement
+from raypipe.engine.reached import Reached, Scalar
 from raypipe.engine.reduction import Reduction
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
@@ -79,6 +80,17 @@ class Executor:
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
         self._alone = self._skipped = False
+        self._training, self._ready = True, False
+        self._made: int | None = None  # steps
+        self._begun_s: float | None = None  # since then another one is under way
+        self._last: tuple[torch.Tensor | None, torch.Tensor | None] | None = None  # totals of the last one made
+
+    @property
+    def reached(self) -> Reached:
+        """How far it has come; where it does not run anything."""
+        norm, loss = (None, None) if self._last is None else self.crossing.to_host(self._last, Crosses.NORMS)
+        totals = None if norm is None or loss is None else (Scalar.of(norm), Scalar.of(loss))
+        return Reached(self._made, self._ready, totals)
 
     @property
     def states(self) -> list[StageState]:
@@ -104,6 +116,43 @@ class Executor:
         """Tell the neighbours that nothing more will come; what was sent before still reaches them."""
         for channel in self.channels.values():
             channel.leave(reason)
+
+    def undo(self) -> None:
+        """A step of a run in lanes that was begun will be begun anew, by another executor of these states."""
+        for work in self.works.values():
+            work.drop()
+            if self._begun_s is not None:
+                work.buffers.bring_back()
+            for parameter in work.state.parameters.values():
+                parameter.grad = None
+        self._begun_s, self._ready = None, False
+
+    def finish(self, norm: Scalar, loss: Scalar) -> list[list[StepReport]]:
+        """Make the step that this worker is ready for, as others have, with what they know of it; see ``run``."""
+        assert self._ready, "a step needs all its gradients"
+        assert self._made is not None
+        step, place = self._made, self._device.place
+        self._totals = totals = norm.tensor(place), loss.tensor(place)
+        with self._device.prepare_thread():
+            for update in self._updates.values():
+                self._skipped = update.step(step, *totals, alone=False)
+        begin_s, end_s = self._begun_s or 0.0, time.monotonic()
+        self._has_made(step)
+        return [
+            [
+                replace(
+                    work.report(
+                        step, begin_s, end_s, totals[1], totals[0], (), alone=False, keep_spans=False, measure=False
+                    ),
+                    skipped=self._skipped,
+                    lr=self._updates[stage].lr,
+                )
+            ]
+            for stage, work in self.works.items()
+        ]
+
+    def _has_made(self, step: int) -> None:
+        self._made, self._ready, self._begun_s, self._last = step + 1, False, None, self._totals
 
     def prepare(self, segment: Segment, *, training: bool) -> None:
         """Read the data of a segment that comes later, from another thread."""
@@ -146,7 +195,7 @@ class Executor:
             StageError: the user's code raised, or the loss is not a finite scalar; names stage and action.
             LinkError: a message did not come; names the link, the action and the micro-batch.
         """
-        self._segment = segment
+        self._segment, self._training = segment, training
         synchronous = segment.update_interval is None
         whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
         whole |= any(work.program.precision.scaled for work in self.works.values())
@@ -190,8 +239,12 @@ class Executor:
         segment = self._segment
         first, step = segment.first_microbatch, segment.first_step + minibatch
         works = self.works
+        if self._training:
+            self._made, self._ready, self._begun_s = step, False, time.monotonic()
         for work in works.values():
             work.begin_minibatch(minibatch, measure=measure)
+            if self._training and self.placement.lanes > 1:
+                work.buffers.keep()
         self._totals = self._norms = None
         self._skipped = False
         mark = self._device.mark
@@ -203,6 +256,8 @@ class Executor:
             done.append(action)
             marks.append(mark())
         self._action = None
+        if self._training:
+            self._has_made(step)
         times = self._device.seconds(marks)
         for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
             if action.op in COMPUTE:
@@ -237,6 +292,7 @@ class Executor:
             case Op.REDUCE_GRAD:
                 self._reduction.reduce_grad(stage, microbatch)
             case Op.REDUCE_NORM:
+                self._ready = True
                 if self._alone:
                     loss = next((known for work in self.works.values() if (known := work.loss()) is not None), None)
                     own = self._updates[stage].own_norm()

@@ -9,7 +9,8 @@ Nothing is waited for before everything has been sent, so stages of one worker c
 finishes its backwards last, so everybody else's norms have arrived by the time it has its own.
 
 Of replicas the one that leads does this, and hands on what it heard to the others, which have the same gradients. Those
-of the last stage tell it their losses.
+tell it when they have them, and on the last stage their losses, before it tells anybody its norms: whoever knows the
+total knows that every worker has all its gradients (``reached``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from raypipe.ir.schedule import Action, Op
 __all__ = ["Reduction"]
 
 Tensors = Sequence[torch.Tensor | None]
+READY: Tensors = (None,)
+"""What a replica tells the one that leads, which has nothing else to tell."""
 
 
 class Reduction:
@@ -121,12 +124,11 @@ class Reduction:
         ends = len(self._programs) - 1 in self._own
         if not placement.leads:
             leader = placement.replicas[0]
-            if ends:
-                self._send(leader, action, told(losses))
+            self._send(leader, action, told(losses) if ends else READY)
             total, loss = self._receive(leader, action)
         else:
-            if ends:
-                losses = merged(losses, [self._receive(other, action) for other in self._others])
+            heard = [self._receive(other, action) for other in self._others]
+            losses = merged(losses, heard) if ends else losses
             total, loss = self._of_leaders(action, summed(losses))
             for other in self._others:
                 self._send(other, action, [total, loss])

@@ -30,6 +30,8 @@ class StageBuffers:
     def __init__(self, modes: Mapping[str, StageFunction], held: Mapping[str, torch.Tensor]) -> None:
         self._held = {mode: {name: held[name] for name in of.buffers} for mode, of in modes.items()}
         self._changing = modes["eval"].changing_buffers if "eval" in modes else ()
+        self._trained = [held[name] for name in modes["train"].changing_buffers]
+        self._before: list[torch.Tensor] = []
         self._evaluation: dict[str, torch.Tensor] | None = None
 
     def begin(self, *, training: bool, anew: bool) -> None:
@@ -43,6 +45,19 @@ class StageBuffers:
         elif anew or self._evaluation is None:
             held = self._held["eval"]
             self._evaluation = held | {name: held[name].detach().clone() for name in self._changing}
+
+    def keep(self) -> None:
+        """A step begins that may be begun anew."""
+        if not self._before:
+            self._before = [x.detach().clone() for x in self._trained]
+        else:
+            for kept, x in zip(self._before, self._trained, strict=True):
+                kept.copy_(x)
+
+    def bring_back(self) -> None:
+        """What they were at the last ``keep``."""
+        for kept, x in zip(self._before, self._trained, strict=bool(self._before)):
+            x.copy_(kept)
 
     def of(self, *, training: bool) -> dict[str, torch.Tensor]:
         """For a forward, which may change them."""

@@ -92,7 +92,7 @@ class StageWork:
             reduction=settings.loss_reduction,
             owner=(stage, worker),
         )
-        self._buffers = StageBuffers(self._modes, state.buffers)
+        self.buffers = StageBuffers(self._modes, state.buffers)
         recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable
         self._loss = placed_loss(self.program.loss, crossing)
         self._second_forward = SecondForward(stage, self.program.train.changing_buffers) if recomputes else None
@@ -117,7 +117,7 @@ class StageWork:
     def begin_segment(self, segment: Segment, *, training: bool) -> None:
         """What comes belongs to this segment."""
         self._segment, self._training = segment, training
-        self._buffers.begin(training=training, anew=segment.offset == 0)
+        self.buffers.begin(training=training, anew=segment.offset == 0)
         if self._meter is not None and not training and segment.offset == 0:
             self._meter.begin()
         if training and segment.phase.begins_empty:
@@ -278,7 +278,7 @@ class StageWork:
                 self._meter.add(*self.program.metric_arguments(seen, data.columns), samples)  # type: ignore[arg-type]
             return parts
 
-        given, again = Given(inputs, columns, self._buffers.of(training=training)), None
+        given, again = Given(inputs, columns, self.buffers.of(training=training)), None
         if training and self._second_forward is not None:
             outputs, again = self._second_forward.first(run, given)
         else:

@@ -1,0 +1,236 @@
+"""A replica that dies anywhere in a step: those that are left make the step, or begin it anew, to the same bits."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from raypipe.engine.capture import capture
+from raypipe.engine.channel import Message
+from raypipe.engine.data import open_data
+from raypipe.engine.executor import Executor
+from raypipe.engine.local import _with_own_functions, one_thread
+from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.reached import Reached, Scalar, newest
+from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.engine.stage import StageProgram
+from raypipe.engine.state import Settings, StageState
+from raypipe.errors import LinkError
+from raypipe.ir.schedule import Row
+from raypipe.ir.schedule_spec import ScheduleSpec
+from raypipe.ir.segment import Segment
+from raypipe.planner.partition.chain import equal_parameters
+from raypipe.planner.regroup import left
+from raypipe.planner.schedule import schedule_of
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.segments import train_segments
+from tests.exactness import same_bits
+
+pytestmark = pytest.mark.engine
+
+LANES, STEPS, SAMPLES = 3, 3, 24
+Counts = tuple[int, ...]
+
+
+@cache
+def made(batch_norm_at: int) -> tuple[Sequence[StageProgram], Mapping[str, torch.Tensor], RunSetup]:
+    """Two stages, with dropout in the first one, and statistics of batches in the one that has a single worker."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(8) if batch_norm_at == stage else nn.Identity() for stage in range(2)]
+    model = nn.Sequential(nn.Linear(6, 8), norms[0], nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 8), norms[1], nn.ReLU())
+    model.append(nn.Linear(8, 3))
+    data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)))
+    source = open_data(data, seed=0)
+    found = capture(model, source.read(0, 0, 2, (0, 1)), (0, 1), functional.cross_entropy)
+    programs = found.programs(equal_parameters(found.graph, 2).cuts)
+    run = RunSetup(
+        lambda named: torch.optim.AdamW(named, lr=1e-2),
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        {"train": source},
+        Settings(0, "mean", 0.5, 20.0),
+    )
+    return programs, {**found.parameters, **found.buffers}, run
+
+
+class Mortal:
+    """Channels of a worker that is gone after so many messages, which it has sent or taken."""
+
+    def __init__(self, most: float = math.inf) -> None:
+        self.used, self.most = 0, most
+        self.channels: dict[int, Any] = {}
+
+    def use(self) -> None:
+        if self.used == self.most:
+            for channel in self.channels.values():
+                channel.within.close()
+        self.used += 1
+
+
+class MortalChannel:
+    def __init__(self, within: InMemoryChannel, life: Mortal) -> None:
+        self.within, self._life = within, life
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.within, name)
+
+    def send(self, *message: Any) -> None:
+        self._life.use()
+        self.within.send(*message)
+
+    def recv(self, *wanted: Any) -> Message:
+        self._life.use()
+        return self.within.recv(*wanted)
+
+
+class Workers:
+    """Executors of these homes, over states that stay."""
+
+    def __init__(
+        self, batch_norm_at: int, counts: Counts, states: Sequence[StageState] = (), mortal: int | None = None
+    ) -> None:
+        programs, tensors, run = made(batch_norm_at)
+        self.schedule = lower(schedule_of(ScheduleSpec("1f1b", 4, replicas=counts, lanes=LANES), 2))
+        setup = GenerationSetup(programs, self.schedule.wiring.homes, lanes=LANES)
+        placements = [setup.placement(worker) for worker in range(setup.num_workers)]
+        self.homes = setup.homes
+        self.states = list(states) or [
+            StageState(
+                programs[placement.stages[0]],
+                {name: x.clone() for name, x in tensors.items()},
+                run.make_optimizer,
+                run.make_scheduler,
+            )
+            for placement in placements
+        ]
+        channels: list[dict[int, Any]] = [{} for _ in placements]
+        for one, placement in enumerate(placements):
+            for other in sorted(placement.neighbours(programs)):
+                if one < other:
+                    ends = InMemoryChannel.pair(f"{one} <-> {other}", 0, placement.message_capacity(programs, other))
+                    channels[one][other], channels[other][one] = ends
+        self.life = Mortal()
+        if mortal is not None:
+            channels[mortal] = {peer: MortalChannel(end, self.life) for peer, end in channels[mortal].items()}
+            self.life.channels = channels[mortal]
+        self.executors = [
+            Executor(run, _with_own_functions(setup, placement), worker, [self.states[worker]], channels[worker])
+            for worker, placement in enumerate(placements)
+        ]
+
+    def run(self, segment: Segment) -> None:
+        """One step; who fails leaves."""
+
+        def work(executor: Executor, row: Row) -> None:
+            try:
+                executor.run(segment, row)
+            except LinkError:
+                executor.leave("it failed")
+
+        with one_thread():
+            pairs = zip(self.executors, self.schedule.rows(), strict=True)
+            threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+
+def segments() -> list[Segment]:
+    return [segment for segment, _ in train_segments(SAMPLES, 8, 2, STEPS)]
+
+
+@cache
+def alone(batch_norm_at: int) -> Workers:
+    """One worker for each stage, in the same lanes, which nobody disturbs."""
+    found = Workers(batch_norm_at, (1, 1))
+    for segment in segments():
+        found.run(segment)
+    return found
+
+
+def disturbed(batch_norm_at: int, counts: Counts, victim: int, messages: int) -> tuple[Workers, int, int]:
+    """The run whose victim dies in the second step after so many messages, and who had made that step, of how many."""
+    first, second, *rest = segments()
+    before = Workers(batch_norm_at, counts, mortal=victim)
+    before.run(first)
+    before.life.most = before.life.used + messages
+    before.run(second)
+    living = [worker for worker in range(len(before.executors)) if worker != victim]
+    reached = [before.executors[worker].reached for worker in living]
+    known = newest(reached, 1)
+    assert known is not None, "nobody may have lost a step that another one has made"
+    step, totals = known
+    for worker, at in zip(living, reached, strict=True):
+        if at.made == step:
+            before.executors[worker].undo()
+        else:
+            assert totals is not None
+            (report,) = before.executors[worker].finish(*totals)[0]
+            assert (report.step, report.grad_norm, report.loss) == (1, totals[0].value, totals[1].value)
+    remaining = left(before.homes, {victim})
+    after = Workers(batch_norm_at, tuple(map(len, remaining)), [before.states[worker] for worker in living])
+    for segment in ([] if step == 2 else [second]) + rest:
+        after.run(segment)
+    return after, sum(at.made == 2 for at in reached), len(living)
+
+
+def messages_of(batch_norm_at: int, counts: Counts, victim: int) -> int:
+    """That a worker sends and takes in a step."""
+    found = Workers(batch_norm_at, counts, mortal=victim)
+    found.run(segments()[0])
+    return found.life.used
+
+
+@pytest.mark.parametrize(
+    ("batch_norm_at", "counts", "victim"),
+    [(1, (2, 1), 0), (1, (3, 1), 1), (0, (1, 2), 1), (0, (1, 2), 2), (2, (2, 2), 0), (2, (2, 2), 3)],
+)
+def test_a_replica_that_dies_after_any_message_loses_no_step(batch_norm_at: int, counts: Counts, victim: int) -> None:
+    wanted = alone(batch_norm_at)
+    shares = []
+    for messages in range(messages_of(batch_norm_at, counts, victim) + 1):
+        found, count, living = disturbed(batch_norm_at, counts, victim, messages)
+        shares.append(count / living)
+        for worker, state in enumerate(found.states):
+            twin = wanted.states[next(stage for stage, homes in enumerate(found.homes) if worker in homes)]
+            assert state.updates == twin.updates == STEPS
+            for ours, theirs in ((state.parameters, twin.parameters), (state.buffers, twin.buffers)):
+                assert all(same_bits(ours[name], x) for name, x in theirs.items()), messages
+            assert state.optimizer is not None
+            assert twin.optimizer is not None
+            assert state.optimizer.param_groups[0]["lr"] == twin.optimizer.param_groups[0]["lr"]
+    assert shares[0] == 0.0, "without the victim the step cannot end"
+    assert any(0.0 < share < 1.0 for share in shares), "some have made the step, and others make it afterwards"
+
+
+NORM, LOSS = Scalar(1.5, "float32"), Scalar(0.25, "float32")
+
+
+@pytest.mark.parametrize(
+    ("workers", "found"),
+    [
+        ([Reached(4), Reached(4, ready=True)], (4, None)),
+        ([Reached(5, totals=(NORM, LOSS)), Reached(4, ready=True)], (5, (NORM, LOSS))),
+        ([Reached(5, totals=(NORM, LOSS)), Reached(None)], None),  # it has none of the gradients
+        ([Reached(None), Reached(None)], (4, None)),
+        ([Reached(6, totals=(NORM, LOSS)), Reached(4, ready=True)], None),
+    ],
+)
+def test_the_newest_step_that_all_can_have_made(
+    workers: list[Reached], found: tuple[int, tuple[Scalar, Scalar] | None] | None
+) -> None:
+    assert newest(workers, 4) == found
+
+
+def test_scalars_keep_their_bits() -> None:
+    for x in (torch.tensor(0.1), torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(3.3, dtype=torch.bfloat16)):
+        assert same_bits(Scalar.of(x).tensor(), x)
