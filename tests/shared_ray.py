@@ -45,7 +45,7 @@ def head() -> Iterator[Home]:
     from tests.runtime.raylets import private_cluster
 
     with private_cluster() as home:
-        home.start(cpus=4, dashboard=True)
+        home.start(cpus=4, dashboard=True, RAY_JOB_STOP_WAIT_TIME_S="60")  # a busy machine needs more than its 3 s
         yield home
 
 

@@ -25,11 +25,11 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
 
 SCRIPT = """
-import json, os, sys, time
+import json, os, subprocess, sys, time
 from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from raypipe.runtime.workers.drains import drain_node, draining_nodes
+from raypipe.runtime.workers.drains import draining_nodes
 from raypipe.runtime.workers.notices import ASKED
 from tests.runtime.workers.test_recovery import STEPS, as_undisturbed, events, reached, surviving
 
@@ -40,9 +40,8 @@ reached(handle, 5)
 here = ray.get_runtime_context().get_node_id()
 before = handle.status().stages
 node = min({stage["node"] for stage in before} - {here})
-if by == "ray":
-    refused = drain_node(node, "a test", time.time() + 60)
-    assert refused == "", refused
+if by == "ray":  # as a pod does it before it stops
+    leaving = subprocess.Popen([sys.executable, "jobs/clusters/leave.py", "worker", "--seconds", "60", "--node", node])
 else:
     there = ray.remote(num_cpus=0)(lambda: os.environ[ASKED])
     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -54,6 +53,8 @@ while not events(folder / "drained", "move"):
 after = handle.status().stages
 # One that is drained and has nothing to do ends.
 known = node in draining_nodes() or not any(one["Alive"] for one in ray.nodes() if one["NodeID"] == node)
+if by == "ray":
+    assert leaving.wait(90) == 0
 result = handle.wait(timeout_s=240)
 drain, = events(folder / "drained", "drain")
 print(json.dumps({
