@@ -46,6 +46,8 @@ class FakeDevice:
 
     place = torch.device("cpu")
     immediate = False
+    title = "a fake device"
+    memory_bytes: int | None = None
 
     def __init__(self, *, eager: bool, without: str = "") -> None:
         self.eager, self.without = eager, without

@@ -16,12 +16,15 @@ __all__ = ["cluster", "fleet", "head", "local_ray"]
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """One node for all tests of a process: 4 CPUs for runs, and "spare" for the fleets that tests keep beside them."""
+    """One node for all tests of a process: 4 CPUs for runs, and "spare" for the fleets that tests keep beside them.
+
+    Its 4 GPUs are numbers that Ray hands out, whatever the machine has.
+    """
     import ray
 
     ray.init(
-        address="local", num_cpus=4, resources={"spare": 9}, object_store_memory=1536 << 20, namespace="raypipe",
-        include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        address="local", num_cpus=4, num_gpus=4, resources={"spare": 9}, object_store_memory=1536 << 20,
+        namespace="raypipe", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
     )  # fmt: skip
     try:
         yield

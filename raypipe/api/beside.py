@@ -54,9 +54,13 @@ class Stages:
 
 
 @contextmanager
-def threads() -> Iterator[Stages]:
-    """Stages in threads of this process."""
-    yield Stages(_in_threads, ListOutputs)
+def threads(resources: Mapping[str, float]) -> Iterator[Stages]:
+    """Stages in threads of this process.
+
+    Args:
+        resources: of one worker.
+    """
+    yield Stages(lambda job: _in_threads(job, resources), ListOutputs)
 
 
 @contextmanager
@@ -75,8 +79,8 @@ def actors(num_workers: int, resources: Mapping[str, float], run: Callable[[Job]
 
 
 @contextmanager
-def _in_threads(job: Job) -> Iterator[AnyFleet]:
-    fleet = local_fleet(dataclasses.replace(job, make_scheduler=None), None)
+def _in_threads(job: Job, resources: Mapping[str, float]) -> Iterator[AnyFleet]:
+    fleet = local_fleet(dataclasses.replace(job, make_scheduler=None), None, resources)
     try:
         yield fleet
     finally:

@@ -158,9 +158,11 @@ def _imported(run: RunFile, path: KeyPath, setting: dict[str, Any]) -> Callable[
 
 def _places(run: RunFile) -> Any:
     """scaling_config as far as a plan needs it; what a run would refuse is refused."""
-    _refuse_faults(run, ("scaling_config",), "ScalingConfig", run.values.get("scaling_config", {}))
+    scaling = run.values.get("scaling_config", {})
+    _refuse_faults(run, ("scaling_config",), "ScalingConfig", scaling)
     _refuse_faults(run, ("run_config",), "RunConfig", run.values.get("run_config", {}))
-    return types.SimpleNamespace(num_workers=run.values.get("scaling_config", {}).get("num_workers"))
+    wanted = {name: scaling[name] for name in ("use_gpu", "resources_per_worker") if name in scaling}
+    return types.SimpleNamespace(num_workers=scaling.get("num_workers"), **wanted)
 
 
 def _refuse_faults(run: RunFile, path: KeyPath, class_name: str, values: dict[str, Any]) -> None:

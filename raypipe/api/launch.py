@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raypipe.api.callbacks import FromRayTrain
+from raypipe.api.devices import in_threads
 from raypipe.api.init_from import InitialWeights
 from raypipe.api.worker_weights import WorkerWeights
 from raypipe.config.early_stopping import EarlyStopping
@@ -55,14 +56,18 @@ DRAIN_EVERY = 20
 """Of an asynchronous schedule, for which a copy costs (stages - 1) / (20 x micro-batches) of the time."""
 
 
-def local_fleet(job: Job, place: Place | None) -> LocalFleet:
-    """All stages in threads of this process."""
-    return LocalFleet(run_setup(job, place), generation_setup(job), job.initial)
+def local_fleet(job: Job, place: Place | None, resources: Mapping[str, float]) -> LocalFleet:
+    """All stages in threads of this process.
+
+    Args:
+        resources: of one worker.
+    """
+    return LocalFleet(run_setup(job, place), generation_setup(job), job.initial, in_threads(resources))
 
 
-def threads_of(job: Job, made: Assembled) -> LocalFleet:
-    """All stages of what a plan made of a run, in threads of this process."""
-    return LocalFleet(made.run, made.setup, job.initial)
+def threads_of(job: Job, resources: Mapping[str, float], made: Assembled) -> LocalFleet:
+    """All stages of what a plan made of a run, in threads of this process; see ``local_fleet``."""
+    return LocalFleet(made.run, made.setup, job.initial, in_threads(resources))
 
 
 def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = None) -> RunSetup:

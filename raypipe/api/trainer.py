@@ -16,13 +16,14 @@ import torch
 from raypipe.api import launch
 from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
 from raypipe.api.callbacks import callbacks_of
+from raypipe.api.devices import device_notes, on_devices
 from raypipe.api.handle import Result, RunHandle
 from raypipe.api.listing import DEFAULT_STORAGE
 from raypipe.api.signals import stopping_on_signals
 from raypipe.api.worker_weights import begun_with, weights_for
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.config.ray import check_ray_settings, most_workers, worker_range
+from raypipe.config.ray import check_ray_settings, most_workers, resources_of, worker_range
 from raypipe.engine.loader import notes_on
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
@@ -152,7 +153,7 @@ class PipelineTrainer:
         if cluster is None and profiled is None:
             made = self._prepared().plan
         else:
-            made = prepare(self._arguments, self._pipeline, self._num_workers(), cluster, profiled).plan
+            made = prepare(self._arguments, self._pipeline, most_workers(self._scaling), cluster, profiled).plan
         return dataclasses.replace(made, explained=explain)
 
     def profile(self) -> Profile:
@@ -161,14 +162,14 @@ class PipelineTrainer:
         Raises:
             RaypipeError: one paragraph that says what to change.
         """
-        return profile(self._arguments, self._pipeline, self._num_workers())
+        return profile(self._arguments, self._pipeline, most_workers(self._scaling))
 
     @in_one_paragraph()
     def simulate(self) -> Timeline:
         """One step as the plan predicts it; a plan that was made without seconds has the model profiled for this."""
         job = self._prepared()
         if job.plan.prediction is None:
-            job = prepare(self._arguments, self._continued(), self._num_workers(), predict=True)
+            job = prepare(self._arguments, self._continued(), most_workers(self._scaling), predict=True)
         predicted = predicted_step(job.plan)
         assert predicted is not None
         return predicted
@@ -266,7 +267,7 @@ class PipelineTrainer:
             job = self._prepared()
         else:
             given = self._arguments._replace(eval_data=self._arguments.train_data)
-            job = self._forward or prepare(given, self._continued(), self._num_workers())
+            job = self._forward or prepare(given, self._continued(), most_workers(self._scaling))
             self._forward = job
         self._check(job)
         return job
@@ -279,7 +280,7 @@ class PipelineTrainer:
     def _stages(self, job: Job, data: Any, *, local: bool) -> contextlib.AbstractContextManager[Stages]:
         launch.refuse_replicas(job.plan)
         if local:
-            return threads()
+            return threads(self._resources())
         self._check_travel()
         check_travel({"data": data})
         return actors(
@@ -294,21 +295,20 @@ class PipelineTrainer:
 
     def _prepared(self) -> Job:
         if self._job is None:
-            job = prepare(self._arguments, self._continued(), self._num_workers())
+            job = prepare(self._arguments, self._continued(), most_workers(self._scaling))
             if self._weights is not None:
                 job = job.noting(self._weights.note(getattr(self._run, "name", None), self._resume))
-            self._job = reduce(Job.noting, notes_on(self._arguments.train_data), job)
+            notes = *notes_on(self._arguments.train_data), *device_notes(self._resources())
+            self._job = reduce(Job.noting, notes, job)
         return self._job
 
     def _continued(self) -> PipelineConfig:
-        return launch.continued(self._pipeline, getattr(self._run, "name", None), self._storage(), self._resume)
+        pipeline = on_devices(self._pipeline, self._resources())
+        return launch.continued(pipeline, getattr(self._run, "name", None), self._storage(), self._resume)
 
     def _storage(self) -> Place:
         storage = getattr(self._run, "storage_path", None) or DEFAULT_STORAGE
         return Place.of(storage, getattr(self._run, "storage_filesystem", None))
-
-    def _num_workers(self) -> int | None:
-        return most_workers(self._scaling)
 
     def _start(
         self,
@@ -327,7 +327,7 @@ class PipelineTrainer:
         if local:
             launch.refuse_in_threads(self._scaling, detached=detached)
             self._check(job)
-            stages = partial(launch.threads_of, job)
+            stages = partial(launch.threads_of, job, self._resources())
             return RunHandle(spec.name, ThreadConnection(blueprint, job.planned, stages))
         return self._start_on_ray(job, blueprint, detached, connected_to_ray)
 
@@ -339,7 +339,9 @@ class PipelineTrainer:
         self._check_travel()
         with contextlib.ExitStack() as stack:
             stack.enter_context(
-                connected(launch.places_of(job, self._num_workers(), self._run), self._resources(), detached=detached)
+                connected(
+                    launch.places_of(job, most_workers(self._scaling), self._run), self._resources(), detached=detached
+                )
             )
             connected_to_ray()  # which takes signals for itself
             check = partial(self._check, job)
@@ -366,17 +368,15 @@ class PipelineTrainer:
         name = getattr(self._run, "name", None) or f"raypipe-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         if self._resume is False:
             name = free_name(self._storage(), name)
-        digest = self._weights.digest if self._weights else None
-        settings = settings_of(job, self._pipeline, self._arguments.loss_fn, digest)
+        settings = settings_of(job, self._pipeline, self._arguments.loss_fn, getattr(self._weights, "digest", None))
         refuse_another_run(self._storage() / name, name, settings, num_steps, self._resume)
-        num_samples = {mode: source.num_samples for mode, source in job.sources.items()}
         return RunSpec(
             name=name,
             place=self._storage() / name,
             config_yaml=self.config_yaml(name) if self.config_yaml else self._described(name, num_steps),
             settings=settings,
             resume=self._resume,
-            num_samples=num_samples,
+            num_samples={mode: source.num_samples for mode, source in job.sources.items()},
             minibatch_size=plan.minibatch_size,
             microbatch_size=plan.microbatch_size,
             num_steps=num_steps,
@@ -386,7 +386,7 @@ class PipelineTrainer:
             checkpoints=launch.policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
             evaluations=self._evaluations,
             max_failures=launch.failures_of(self._run),
-            num_workers=self._num_workers(),
+            num_workers=most_workers(self._scaling),
             workers=worker_range(self._scaling),
             wanted_workers=job.num_workers,
             callbacks=self._callbacks,
@@ -397,4 +397,4 @@ class PipelineTrainer:
         return describe(self._pipeline, self._scaling, self._run, given, name, num_steps)
 
     def _resources(self) -> Mapping[str, float]:
-        return {"CPU": 1, **(getattr(self._scaling, "resources_per_worker", None) or {})}
+        return resources_of(self._scaling)

@@ -1,7 +1,8 @@
 """Ray Train's settings, as far as raypipe reads them: what has no effect here is refused by name.
 
-    ScalingConfig(num_workers=4, use_gpu=True)
-                  ^ read         ^ refused: nothing in this release computes on a GPU
+    ScalingConfig(num_workers=4, use_gpu=True, resources_per_worker={"GPU": 0.5})
+                  ^ read: four workers, each on half of a GPU     topology="2x2"
+                                                                  ^ refused: nothing computes on TPUs
     ScalingConfig(num_workers=(2, 8), elastic_resize_monitor_interval_s=60)
                   ^ a run that begins with 2 and grows up to 8, looking for more workers once a minute
 
@@ -18,10 +19,18 @@ from typing import Any, NamedTuple
 
 from raypipe.errors import ConfigError
 
-__all__ = ["READ", "WorkerRange", "check_ray_settings", "faults", "most_workers", "worker_range"]
+__all__ = [
+    "READ", "WorkerRange", "check_ray_settings", "faults", "gpu_share", "most_workers", "resources_of", "worker_range",
+]  # fmt: skip
 
 READ: Mapping[str, tuple[str, ...]] = {
-    "ScalingConfig": ("num_workers", "resources_per_worker", "elastic_resize_monitor_interval_s"),
+    "ScalingConfig": (
+        "num_workers",
+        "use_gpu",
+        "resources_per_worker",
+        "accelerator_type",
+        "elastic_resize_monitor_interval_s",
+    ),
     "RunConfig": ("name", "storage_path", "storage_filesystem", "checkpoint_config", "failure_config", "callbacks"),
     "CheckpointConfig": ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order"),
     "FailureConfig": ("max_failures",),
@@ -31,13 +40,11 @@ READ: Mapping[str, tuple[str, ...]] = {
 SCORES = ("loss", "grad_norm")
 """Numbers that every checkpoint carries; where there is eval_data, eval_loss and eval_<name> of a metric too."""
 
-_ON_CPU = "stages compute on the CPU in this release, so a GPU would be reserved and left idle"
+_NO_TPU = "stages compute on CPUs and on NVIDIA GPUs"
 _PLACED = "every worker is placed by itself, by its resources_per_worker alone"
 _REASONS: Mapping[str, str] = {
-    "use_gpu": _ON_CPU,
-    "use_tpu": "stages compute on the CPU in this release",
-    "topology": "stages compute on the CPU in this release",
-    "accelerator_type": _ON_CPU,
+    "use_tpu": _NO_TPU,
+    "topology": _NO_TPU,
     "trainer_resources": "the driver of a run computes nothing and asks for nothing",
     "placement_strategy": _PLACED,
     "label_selector": _PLACED,
@@ -79,6 +86,28 @@ def most_workers(scaling: Any) -> int | None:
     """Places for stages that a ScalingConfig offers at most; None where nothing is said."""
     value = getattr(scaling, "num_workers", None)
     return value[1] if isinstance(value, tuple | list) else value
+
+
+ACCELERATOR_SHARE = 0.001
+"""Of Ray's resource for a kind of accelerator, which a node has one of: what Ray Train asks for."""
+
+
+def resources_of(scaling: Any) -> dict[str, float]:
+    """What one worker takes of the cluster, by a ScalingConfig or None; one CPU where nothing is said.
+
+    Args:
+        scaling: anything with the fields as attributes.
+    """
+    found: dict[str, float] = {"CPU": 1, **({"GPU": 1} if getattr(scaling, "use_gpu", False) else {})}
+    found |= getattr(scaling, "resources_per_worker", None) or {}
+    if kind := getattr(scaling, "accelerator_type", None):
+        found.setdefault(f"accelerator_type:{kind}", ACCELERATOR_SHARE)
+    return found
+
+
+def gpu_share(resources: Mapping[str, float]) -> float:
+    """Of a GPU, what a worker with these resources has; 0 for one that computes on the CPU."""
+    return float(resources.get("GPU", 0))
 
 
 def check_ray_settings(scaling: Any, run: Any, evaluated: Collection[str] = ()) -> None:
@@ -172,9 +201,27 @@ def _check_resources(value: Any, given: Any) -> str:
     )
     if not good:
         return "it says how much of each resource a worker takes, as in {'CPU': 1}; give numbers from 0 on by name."
-    if value.get("GPU"):
-        return f"{_ON_CPU}. Leave out 'GPU'."
+    gpus, wanted = value.get("GPU"), bool(getattr(given, "use_gpu", False))
+    if gpus and not wanted:
+        return "a GPU would be reserved and left idle. Set use_gpu=True, or leave out 'GPU'."
+    if wanted and gpus == 0:
+        return "use_gpu=True needs at least a share of a GPU. Leave out 'GPU' for a whole one, or set use_gpu=False."
+    if gpus and gpus > 1:
+        return (
+            f"a worker computes on one GPU, so that {gpus:g} would leave others idle. Give at most 1, or a share of "
+            "one as in {'GPU': 0.5}, and more num_workers."
+        )
     return ""
+
+
+def _check_gpu(value: Any, given: Any) -> str:
+    return "" if isinstance(value, bool) else "it says whether stages compute on GPUs; give True or False."
+
+
+def _check_accelerator(value: Any, given: Any) -> str:
+    if not getattr(given, "use_gpu", False):
+        return "it names the kind of GPU that workers are placed on, and use_gpu is False. Set use_gpu=True."
+    return "" if isinstance(value, str) and value else "give the name of a kind of GPU, as in 'A100'."
 
 
 def _check_kept(value: Any, given: Any) -> str:
@@ -234,6 +281,8 @@ _CHECKS = {
     "callbacks": _check_callbacks,
     "num_workers": _check_workers,
     "elastic_resize_monitor_interval_s": _check_interval,
+    "use_gpu": _check_gpu,
+    "accelerator_type": _check_accelerator,
     "resources_per_worker": _check_resources,
     "max_failures": _check_failures,
     "num_to_keep": _check_kept,

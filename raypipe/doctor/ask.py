@@ -14,8 +14,10 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from raypipe.config.ray import resources_of
 from raypipe.doctor.checks import Facts, Node, Wishes
 from raypipe.runfile.read import RunFile
 
@@ -35,12 +37,12 @@ def wishes_of(run: RunFile | None, ports: tuple[int, int] | None) -> Wishes:
     links = (values.get("pipeline") or {}).get("link_ports", "auto")
     scaling, settings = values.get("scaling_config") or {}, values.get("run_config") or {}
     workers = scaling.get("num_workers", 0)
-    resources = {"CPU": 1.0, **({"GPU": 1.0} if scaling.get("use_gpu") else {})}
     return Wishes(
         ports=ports or (None if links == "auto" else (links[0], links[1])),
         storage=settings.get("storage_path") or str(Path(USUAL_STORAGE).expanduser()),
         num_workers=min(workers) if isinstance(workers, list) else workers,
-        resources={**resources, **(scaling.get("resources_per_worker") or {})},
+        resources=resources_of(SimpleNamespace(**scaling)),
+        transport=(values.get("pipeline") or {}).get("transport", "auto"),
     )
 
 

@@ -50,6 +50,7 @@ class Node:
         cuda_gpus: GPUs that torch sees.
         cuda_driver: newest CUDA version that the driver runs; "" where its library is not found.
         cupy: names of the packages of CuPy that are installed, "cupy-cuda13x" for CUDA 13.
+        nccl: version of torch's NCCL; "" for none.
         port: that it could listen on; 0 for none, with port_error.
         unreachable: address and reason of every listener that it could not connect to.
         storage_error: why the storage folder cannot be written to.
@@ -73,6 +74,7 @@ class Node:
     cuda_gpus: int = 0
     cuda_driver: str = ""
     cupy: Sequence[str] = ()
+    nccl: str = ""
     port: int = 1
     port_error: str = ""
     unreachable: Mapping[str, str] = field(default_factory=dict)
@@ -89,12 +91,19 @@ class Wishes:
         storage: storage_path.
         num_workers: places for stages (the fewest of an elastic run); 0 if not known.
         resources: of one worker.
+        transport: of its links.
     """
 
     ports: tuple[int, int] | None = None
     storage: str = ""
     num_workers: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)
+    transport: str = "auto"
+
+    @property
+    def gpus(self) -> float:
+        """That all workers want together."""
+        return self.num_workers * self.resources.get("GPU", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +232,15 @@ def _gpus(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
             text = f"hidden GPU: node {_name(node)} has {node.cuda_gpus}, Ray hands out {node.ray_gpus:g}"
             cure = f"start Ray there with --num-gpus={node.cuda_gpus}, or without --num-gpus"
             yield ("warning" if node.ray_gpus else "problem", "gpus", text, cure)
+        elif facts.address and wishes.gpus and node.ray_gpus > node.cuda_gpus:
+            text = f"node {_name(node)}: Ray hands out {node.ray_gpus:g} GPUs, torch sees {node.cuda_gpus}, so workers "
+            text += "that are given the others fail"
+            yield ("problem", "gpus", text, f"start Ray there with --num-gpus={node.cuda_gpus}, or without --num-gpus")
         if node.gpus and node.cuda_build:
             yield from _cupy(node)
-    wanted = wishes.num_workers * wishes.resources.get("GPU", 0)
+            if wishes.gpus and wishes.transport == "collective":
+                yield from _nccl(node)
+    wanted = wishes.gpus
     there = sum(node.ray_gpus if facts.address else node.cuda_gpus for node in nodes)
     if wanted > there:
         text = f"the run wants {wanted:g} GPUs, there are {there:g}"
@@ -249,6 +264,21 @@ def _driver(node: Node) -> tuple[str, str]:
         return text, f"{update}, or install a torch for CUDA {driver} (https://pytorch.org/get-started)"
     text = f"its driver runs CUDA {node.cuda_driver}, which torch's {node.cuda_build} fits"
     return text, "look in `nvidia-smi` and `dmesg` for GPUs that have failed, are in MIG mode or belong to others"
+
+
+LEAST_NCCL = (2, 19, 1)
+"""From which on a link can be given up from another thread while it is made or waits."""
+
+
+def _nccl(node: Node) -> _Complaints:
+    """Whether links over NCCL can be made, and given up."""
+    if not node.nccl:
+        text = f"node {_name(node)}: torch has no NCCL, which transport='collective' takes between GPUs"
+        yield ("problem", "gpus", text, "install a torch for CUDA on Linux, or take transport='tcp'")
+    elif tuple(map(int, node.nccl.split(".")[:3])) < LEAST_NCCL:
+        least = ".".join(map(str, LEAST_NCCL))
+        text = f"node {_name(node)}: torch has NCCL {node.nccl}, whose links cannot be given up when a worker dies"
+        yield ("problem", "gpus", text, f"install a torch with NCCL {least} or newer, or take transport='tcp'")
 
 
 def _cupy(node: Node) -> _Complaints:

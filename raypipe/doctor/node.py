@@ -26,8 +26,11 @@ __all__ = ["listen", "machine_facts", "reach", "storage_facts", "versions"]
 _LISTENERS: list[socket.socket] = []
 _TORCH_SAYS = r"""
 import contextlib, ctypes, importlib.metadata, json, re, torch
-found = {"cuda_build": torch.version.cuda or "", "cuda_driver": "", "cupy": []}
+found = {"cuda_build": torch.version.cuda or "", "cuda_driver": "", "cupy": [], "nccl": ""}
 found["cuda_gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+with contextlib.suppress(Exception):
+    if torch.distributed.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 with contextlib.suppress(OSError, AttributeError):
     number = ctypes.c_int()
     if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0:

@@ -22,8 +22,13 @@ import torch
 
 from raypipe.engine.device import Stream
 from raypipe.errors import ConfigError
+from raypipe.ir.plan import human_bytes
 
-__all__ = ["CudaDevice", "CudaMark", "placed_s", "why_not"]
+__all__ = ["CONTEXT_BYTES", "CudaDevice", "CudaMark", "placed_s", "share_of", "why_not"]
+
+CONTEXT_BYTES = 768 << 20
+"""That a process takes of a GPU beside its tensors: CUDA's context, kernels of libraries, their workspaces. An
+estimate."""
 
 
 class CudaMark(NamedTuple):
@@ -38,17 +43,25 @@ class CudaDevice:
 
     Args:
         index: of the GPU among them; Ray shows a worker its own only, as number 0.
+        share: of its memory that this process may take; others have the rest. torch refuses what goes beyond, so that
+            a process that needs too much runs out of memory itself, and none beside it does.
 
     Raises:
-        ConfigError: there is none, and why.
+        ConfigError: there is none, and why; or the share leaves nothing beside what CUDA takes.
     """
 
     immediate = False
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, share: float = 1.0) -> None:
         if reason := why_not(index):
             raise ConfigError(reason)
         self.place = torch.device("cuda", index)
+        self.title = torch.cuda.get_device_name(self.place)
+        total_bytes = torch.cuda.get_device_properties(self.place).total_memory
+        limit_bytes = share_of(self.title, total_bytes, share)
+        self.memory_bytes: int | None = limit_bytes
+        if share < 1.0:
+            torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, self.place)
         self._streams = {name: torch.cuda.Stream(self.place) for name in Stream}
         self._origin: tuple[CudaMark, float] | None = None  # the last mark that was timed, and when it was reached
 
@@ -112,6 +125,22 @@ def why_not(index: int = 0) -> str:
     if index >= torch.cuda.device_count():
         return f"there is no GPU {index}: torch sees {torch.cuda.device_count()}, counted from 0."
     return ""
+
+
+def share_of(title: str, total_bytes: int, share: float) -> int:
+    """Bytes for the tensors of a process with this share of a GPU.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = int(total_bytes * share) - CONTEXT_BYTES
+    if found <= 0:
+        raise ConfigError(
+            f"A share of {share:g} of {title} is {human_bytes(int(total_bytes * share))}, and CUDA takes about "
+            f"{human_bytes(CONTEXT_BYTES)} of it for each process. Give a larger 'GPU' in "
+            "ScalingConfig(resources_per_worker=...), and fewer workers to a GPU."
+        )
+    return found
 
 
 def placed_s(since_s: Sequence[float], asked_s: Sequence[float], known_s: float, guess_s: float | None) -> float:

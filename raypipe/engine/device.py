@@ -62,10 +62,14 @@ class Device(Protocol):
     Attributes:
         place: of the tensors.
         immediate: what was called has been done, in host memory: there is nothing to wait for or to copy.
+        title: what it is, for people.
+        memory_bytes: what a worker may hold there; None where nobody says.
     """
 
     place: torch.device
     immediate: bool
+    title: str
+    memory_bytes: int | None
 
     def prepare_thread(self) -> AbstractContextManager[None]:
         """Inside, the calling thread computes on this device, with one intra-op thread on the host."""
@@ -107,6 +111,8 @@ class CpuDevice:
 
     place = torch.device("cpu")
     immediate = True
+    title = "CPU"
+    memory_bytes: int | None = None
     mark = staticmethod(time.monotonic)
 
     def prepare_thread(self) -> AbstractContextManager[None]:

@@ -64,7 +64,7 @@ class Executor:
         self._codecs = setup.codecs
         self.channels = channels
         self.settings = settings
-        self._device, self.crossing = device, Crossing(device)
+        self.device, self.crossing = device, Crossing(device)
         joined = _joined(programs, placement, channels)
         self.works = {
             stage: StageWork(run, setup, stage, worker, state, joined[stage], self.crossing)
@@ -131,9 +131,9 @@ class Executor:
         """Make the step that this worker is ready for, as others have, with what they know of it; see ``run``."""
         assert self._ready, "a step needs all its gradients"
         assert self._made is not None
-        step, place = self._made, self._device.place
+        step, place = self._made, self.device.place
         self._totals = totals = norm.tensor(place), loss.tensor(place)
-        with self._device.prepare_thread():
+        with self.device.prepare_thread():
             for update in self._updates.values():
                 self._skipped = update.step(step, *totals, alone=False)
         begin_s, end_s = self._begun_s or 0.0, time.monotonic()
@@ -206,7 +206,7 @@ class Executor:
         per_minibatch = len(segment.microbatch_samples)
         reports: list[list[StepReport]] = [[] for _ in self.works]
         try:
-            with self._device.prepare_thread(), torch.set_grad_enabled(training):
+            with self.device.prepare_thread(), torch.set_grad_enabled(training):
                 parts = _split(row, per_minibatch, len(self.works))
                 for minibatch, part in enumerate(_as_many(parts, segment.num_minibatches if training else 1)):
                     found = self._run_minibatch(part, minibatch, keep_spans=keep_spans, measure=measure)
@@ -247,7 +247,7 @@ class Executor:
                 work.buffers.keep()
         self._totals = self._norms = None
         self._skipped = False
-        mark = self._device.mark
+        mark = self.device.mark
         marks = [mark()]
         done = []
         for local in row:
@@ -258,7 +258,7 @@ class Executor:
         self._action = None
         if self._training:
             self._has_made(step)
-        times = self._device.seconds(marks)
+        times = self.device.seconds(marks)
         for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
             if action.op in COMPUTE:
                 works[action.stage].worked(end_s - begin_s)

@@ -27,7 +27,7 @@ from raypipe.runfile.yaml_text import dump
 
 __all__ = ["describe"]
 
-_SCALING_FIELDS = ("num_workers", "use_gpu", "resources_per_worker")
+_SCALING_FIELDS = ("num_workers", "use_gpu", "resources_per_worker", "accelerator_type")
 _GROWING_FIELDS = ("elastic_resize_monitor_interval_s",)
 _KEEPING_FIELDS = ("num_to_keep", "checkpoint_score_attribute", "checkpoint_score_order")
 _DATA = ("train_data", "eval_data")

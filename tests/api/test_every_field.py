@@ -224,6 +224,10 @@ RAY_EFFECTS: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("ScalingConfig", "resources_per_worker"): [
         {"num_workers": 2}, {"num_workers": 2, "resources_per_worker": {"CPU": 0.1}},
     ],
+    ("ScalingConfig", "use_gpu"): [{"num_workers": 2}, {"num_workers": 2, "use_gpu": True}],
+    ("ScalingConfig", "accelerator_type"): [
+        {"num_workers": 2, "use_gpu": True, "accelerator_type": kind} for kind in ("A100", "H100")
+    ],
     ("RunConfig", "name"): [{"name": "a"}, {"name": "b"}],
     ("RunConfig", "callbacks"): [{"callbacks": []}, {"callbacks": [ray.train.UserCallback()]}],
     ("RunConfig", "storage_path"): [{"name": "a", "storage_path": "one"}, {"name": "a", "storage_path": "two"}],
@@ -251,10 +255,8 @@ RAY_EFFECTS: dict[tuple[str, str], list[dict[str, Any]]] = {
 
 # Of every other field, what says something; Ray itself refuses what is "DEPRECATED" before we see it.
 SAID: dict[tuple[str, str], Any] = {
-    ("ScalingConfig", "use_gpu"): True,
     ("ScalingConfig", "trainer_resources"): {"CPU": 2},
     ("ScalingConfig", "placement_strategy"): "SPREAD",
-    ("ScalingConfig", "accelerator_type"): "H100",
     ("ScalingConfig", "label_selector"): {"zone": "a"},
     ("ScalingConfig", "use_tpu"): True,
     ("ScalingConfig", "topology"): "4x4",
@@ -297,14 +299,9 @@ def test_settings_that_say_nothing_are_taken() -> None:
     ("arguments", "message"),
     [
         (
-            {"scaling_config": ray.train.ScalingConfig(num_workers=2, use_gpu=True)},
-            "ScalingConfig(use_gpu=True): it would have no effect: stages compute on the CPU in this release, so a GPU "
-            "would be reserved and left idle. Leave it out.",
-        ),
-        (
             {"scaling_config": SimpleNamespace(num_workers=2, resources_per_worker={"CPU": 1, "GPU": 1})},
-            "ScalingConfig(resources_per_worker={'CPU': 1, 'GPU': 1}): stages compute on the CPU in this release, so a "
-            "GPU would be reserved and left idle. Leave out 'GPU'.",
+            "ScalingConfig(resources_per_worker={'CPU': 1, 'GPU': 1}): a GPU would be reserved and left idle. Set "
+            "use_gpu=True, or leave out 'GPU'.",
         ),
         (
             {"scaling_config": SimpleNamespace(num_workers=(8, 2))},

@@ -271,7 +271,7 @@ def test_a_hugging_face_model_comes_back_from_export(tmp_path: Path, monkeypatch
         ("run_config.callbacks=[]", ["run_config.callbacks: unknown"]),
         ("run_config.checkpoint_config.num_to_kep=1", ["checkpoint_config.num_to_kep: unknown; did you mean num_to_k"]),
         ("run_config.checkpoint_config.num_to_keep=0", ["run_config.checkpoint_config.num_to_keep: 0: give an int"]),
-        ("scaling_config.use_gpu=true", ["scaling_config.use_gpu: True: it would have no effect: stages compute on"]),
+        ("scaling_config.use_gpu=7", ["scaling_config.use_gpu: 7"]),
         ("scaling_config.num_workers=[8, 2]", ["scaling_config.num_workers: [8, 2]: a pair is the least and the most"]),
         ("run_config.failure_config.max_failures=-2", ["run_config.failure_config.max_failures: -2: it is the number"]),
         ("run_config.failure_config={max_failures: many}", ["run_config.failure_config.max_failures: 'many'"]),

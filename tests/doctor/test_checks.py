@@ -20,6 +20,9 @@ CLUSTER = Facts(
 )  # fmt: skip
 WISHES = Wishes(ports=(20000, 20010), storage="runs", num_workers=4, resources={"CPU": 1})
 
+FOUR_GPUS = {"gpus": 4, "cuda_build": "13.0", "cuda_gpus": 4, "ray_gpus": 4.0, "cupy": ("cupy-cuda13x",)}
+ON_GPUS = replace(WISHES, resources={"CPU": 1, "GPU": 1})
+
 
 def wrong(facts: Facts, wishes: Wishes = WISHES) -> list[Finding]:
     """Findings that are not ok; every one has a cure, every ok one has none."""
@@ -116,6 +119,18 @@ def test_a_fault_of_one_node_is_named_alone(
         (CLUSTER, replace(WISHES, num_workers=9), "problem", "cpus", ["9 workers want 9 CPUs", "8", "for ever"]),
         (Facts("", (GOOD,), HERE), replace(WISHES, num_workers=9), "warning", "cpus", ["share 4"]),
         (CLUSTER, replace(WISHES, resources={"CPU": 1, "GPU": 1}), "problem", "gpus", ["wants 4 GPUs, there are 0"]),
+        (
+            second(ray_gpus=4.0), replace(WISHES, resources={"CPU": 1, "GPU": 1}),
+            "problem", "gpus", ["10.0.0.2", "Ray hands out 4 GPUs, torch sees 0"],
+        ),
+        (
+            second(**FOUR_GPUS, nccl="2.18.5"), replace(ON_GPUS, transport="collective"),
+            "problem", "gpus", ["10.0.0.2", "NCCL 2.18.5, whose links cannot be given up"],
+        ),
+        (
+            second(**FOUR_GPUS), replace(ON_GPUS, transport="collective"),
+            "problem", "gpus", ["10.0.0.2", "torch has no NCCL"],
+        ),
     ],
 )  # fmt: skip
 def test_a_fault_of_the_whole_is_named_alone(

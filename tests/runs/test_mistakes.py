@@ -144,10 +144,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
         "their own: define loss_fn at module level, and let it make such things where it is called.",
     ),
     "no GPU": (
-        {"scaling_config": SimpleNamespace(num_workers=2, use_gpu=True)},
-        ["scaling_config={num_workers: 2, use_gpu: true}"],
-        "ScalingConfig(use_gpu=True): it would have no effect: stages compute on the CPU in this release, so a GPU "
-        "would be reserved and left idle. Leave it out.",
+        {"scaling_config": SimpleNamespace(num_workers=2, accelerator_type="A100")},
+        ["scaling_config={num_workers: 2, accelerator_type: A100}"],
+        "ScalingConfig(accelerator_type='A100'): it names the kind of GPU that workers are placed on, and use_gpu is "
+        "False. Set use_gpu=True.",
     ),
     "bad row": (
         {"train_data": Items},
@@ -245,7 +245,7 @@ def test_the_command_answers_alike(
     assert status == 1
     # A file names the key, and its data by their whole path.
     told_of = {
-        "no GPU": "run.yaml, --set: scaling_config.use_gpu: True: " + message.partition(": ")[2],
+        "no GPU": "run.yaml, --set: scaling_config.accelerator_type: 'A100': " + message.partition(": ")[2],
         "wrong path": message.replace("data/trian", str(tmp_path / "data/trian")),
     }
     assert err.splitlines()[-1] == f"raypipe: {told_of.get(name, message)}"

@@ -21,7 +21,9 @@ from ray.exceptions import (
     RayTaskError,
 )
 
+from raypipe.config.ray import gpu_share
 from raypipe.engine.checkpoint import StateSource
+from raypipe.engine.cuda_device import why_not
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.driver import DriverActor, driver_name
@@ -75,9 +77,22 @@ def connected(num_workers: int, resources: Mapping[str, float], *, detached: boo
             **_QUIET,
         )
     try:
+        _check_gpus(num_workers * gpu_share(resources))
         yield
     finally:
         ray.shutdown()
+
+
+def _check_gpus(wanted: float) -> None:
+    """Refuse GPUs that a machine does not have, where no node can join: others are waited for in their places."""
+    there = ray.cluster_resources().get("GPU", 0.0) if wanted and not os.environ.get("RAY_ADDRESS") else wanted
+    if wanted > there:
+        why = f" {why_not()}" if why_not() else ""
+        raise ConfigError(
+            f"ScalingConfig(use_gpu=True): the workers want {wanted:g} GPUs, and Ray finds {there:g} on this "
+            f"machine.{why} Give a share of one, as in resources_per_worker={{'GPU': 0.5}}, fewer num_workers, "
+            "use_gpu=False, or a cluster that has them (RAY_ADDRESS)."
+        )
 
 
 def _join(address: str) -> None:

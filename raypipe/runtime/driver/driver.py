@@ -53,6 +53,7 @@ from raypipe.runtime.run.resuming import stopped_at
 from raypipe.runtime.run.spec import Outcome, PlanInForce, RunSpec, Watcher
 from raypipe.runtime.run.takeover import Done
 from raypipe.runtime.workers.drain_watch import DrainWatch
+from raypipe.runtime.workers.fitting import fit_devices
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.growth import Growth, growth_of
 from raypipe.runtime.workers.packing import StoredTensors
@@ -172,6 +173,10 @@ class _DriverActor:
                     return stopped_at(spec, self._requests.stop_reason)
                 planned, made = first, assemble(blueprint, first)
                 run, setup, plan = made
+            blueprint, fitted, members = fit_devices(fleet, blueprint, planned)
+            if fitted is not planned:
+                planned, made = fitted, assemble(blueprint, fitted)
+                run, setup, plan = made
             for note in shared_memory_notes(fleet.members):
                 RunFolder(spec.place).event("warning", note)
             self._journal.begins(
@@ -179,7 +184,7 @@ class _DriverActor:
                 stages=fleet.facts,
                 num_steps=spec.num_steps,
             )
-            fleet.configure(run, setup, self._sources(spec, tensors))
+            fleet.configure(run, setup, self._sources(spec, tensors), members)
             if not spec.max_failures:
                 # The stages have them now. What no checkpoint holds, buffers that are not persistent, another plan
                 # needs; and a run that survives failures may have to begin anew before its first checkpoint.

@@ -17,6 +17,8 @@ import torch
 
 from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.copy import CopyHeader, CopySource, JoinedSource, StageCopies, views_of
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import CPU, Device
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
 from raypipe.ir.report import StepReport
@@ -90,6 +92,7 @@ class WorkerCopies:
         states: Sequence[StageState],
         holder: Any,
         holds: Collection[int],
+        device: Device = CPU,
     ) -> None:
         """The worker holds these stages from now on.
 
@@ -98,6 +101,7 @@ class WorkerCopies:
         Args:
             holder: the actor of the worker that is sent their copies; None for nobody.
             holds: stages of other workers that send theirs here. Those of others go like those of the time before.
+            device: where the states lie.
         """
         self._sender.send_to(holder, generation)
         self._taken, self._generation, self._holds = 0, generation, holds
@@ -105,7 +109,9 @@ class WorkerCopies:
             return
         self._older = [one for one in (*self._own, *self._older) if one.copies.steps]
         pairs = zip(programs, states, strict=True)
-        self._own = [_Own(generation, program, state, StageCopies(program, state)) for program, state in pairs]
+        self._own = [
+            _Own(generation, program, state, StageCopies(program, state, Crossing(device))) for program, state in pairs
+        ]
 
     def forget_after(self, step: int) -> None:
         """The run has gone back to this step: copies of later ones count no more, its own and those that it holds."""

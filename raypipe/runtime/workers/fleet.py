@@ -24,6 +24,7 @@ from raypipe.planner.liveness import Finding
 from raypipe.runtime.run.takeover import Completion
 from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.flight import Flight
+from raypipe.runtime.workers.granted import DeviceOf, granted
 from raypipe.runtime.workers.leaving import SETTLE_S, leave_work
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, Owner
 from raypipe.runtime.workers.remote_copy import RemoteCopy
@@ -62,6 +63,7 @@ class Fleet(StateCalls):
         lease_s: after which an actor ends itself that hears nothing of this fleet, and counts as lost here that cannot
             be reached.
         tell: is called, from another thread, with what happens to members; it must not raise.
+        device_of: makes the device of a worker with a share of a GPU, or without one, in its process.
 
     Raises:
         ConfigError: the transport cannot keep to ``link_ports``.
@@ -78,6 +80,7 @@ class Fleet(StateCalls):
         roster: Sequence[Member] = (),
         lease_s: float = LEASE_S,
         tell: Callable[[Notice], None] = lambda notice: None,
+        device_of: DeviceOf = granted,
     ) -> None:
         super().__init__(owner.term)
         self._run_setup: RunSetup | None = None
@@ -87,7 +90,7 @@ class Fleet(StateCalls):
         self._halting = threading.Lock()
         self._halted = False
         self._flight: Flight | None = None
-        self._roster = Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s)
+        self._roster = Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s, device_of)
         self.watch = Watch(lambda: self.roster, lease_s, tell, owner.term)
 
     @property

@@ -43,7 +43,8 @@ class Pulse(NamedTuple):
         longest_s: the longest that an earlier action of computation was seen in progress, by looks twice a second.
         segments: done since the run began.
         cpu_s: processor time of all threads since the process began.
-        resident_bytes: of the process; 0 where the system does not tell.
+        resident_bytes: of the process, or on a device the most that its tensors took there; 0 where the system does not
+            tell.
     """
 
     process: int
@@ -136,7 +137,8 @@ class Vitals:
         self._lease.renew(lease_s)
         if executor is None:
             return pulse_of(self._actions, None, segments, reads=False)
-        return pulse_of(self._actions, executor.doing, segments, reads=executor.reads)
+        found, device = pulse_of(self._actions, executor.doing, segments, reads=executor.reads), executor.device
+        return found if device.immediate else found._replace(resident_bytes=device.peak_bytes())
 
     def _end(self) -> None:
         """Give everything back and end this process, whatever its other threads do."""

@@ -14,9 +14,12 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypipe.config.ray import gpu_share
 from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError, StageLostError
 from raypipe.ir.plan import human_bytes
 from raypipe.planner.liveness import Finding
+from raypipe.runtime.workers.granted import DeviceOf
+from raypipe.runtime.workers.granted import granted as granted_device
 from raypipe.runtime.workers.places import (
     NAMESPACE,
     Owner,
@@ -92,7 +95,9 @@ class Roster:
         owner: Owner,
         living: Sequence[Member] = (),
         lease_s: float = LEASE_S,
+        device_of: DeviceOf = granted_device,
     ) -> None:
+        self._device_of = device_of
         self._resources, self._transport, self._link_ports, self._owner = resources, transport, link_ports, owner
         # A lease begins when somebody renews it, or a while after the last process has had the time to start.
         self._lease_s = START_TIMEOUT_S + lease_s
@@ -249,7 +254,8 @@ class Roster:
                 lasting = {"name": actor_name(owner, number), **_LASTING} if owner else {}
                 actor = StageActor.options(scheduling_strategy=strategy, **options, **lasting).remote(self._lease_s)
                 roster.append(Member(actor, place, number=number))
-            _introduce(roster, self._transport, self._link_ports, [member.facts for member in self.members])
+            how = self._transport, self._link_ports, gpu_share(needs), self._device_of
+            _introduce(roster, how, [member.facts for member in self.members])
         except BaseException:
             stop_members(roster, self._owner.term)
             release(list(places.values()))
@@ -307,14 +313,17 @@ def chosen(roster: Sequence[Member], count: int, members: Sequence[int] | None) 
 
 
 def _introduce(
-    roster: Sequence[Member], transport: str, link_ports: tuple[int, int] | None, others: Sequence[Mapping[str, Any]]
+    roster: Sequence[Member],
+    how: tuple[str, tuple[int, int] | None, float, DeviceOf],
+    others: Sequence[Mapping[str, Any]],
 ) -> None:
     """Wait for an actor in each place; its process imports torch, which takes a while on a busy machine.
 
     Args:
+        how: they are to listen, and to compute; see StageActor.listen.
         others: facts of members that are there already.
     """
-    refs = [member.actor.listen.remote(transport, link_ports) for member in roster]
+    refs = [member.actor.listen.remote(*how) for member in roster]
     _, waiting = ray.wait(refs, num_returns=len(refs), timeout=START_TIMEOUT_S)
     if waiting:
         raise PlanError(

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from raypipe.engine.checkpoint import CheckpointSource, StateSource, load_stage, read_all
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import Crosses
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
@@ -22,9 +24,13 @@ def names_of(program: StageProgram) -> tuple[str, ...]:
 
 
 def states_of(
-    run: RunSetup, programs: Sequence[StageProgram], sources: Sequence[StateSource | str]
+    run: RunSetup, programs: Sequence[StageProgram], sources: Sequence[StateSource | str], crossing: Crossing
 ) -> list[StageState]:
-    """Of these stages, with new optimizers; those that share a parameter get a copy each."""
+    """Of these stages, with new optimizers; those that share a parameter get a copy each.
+
+    Args:
+        crossing: to the device where they are to lie.
+    """
     with contextlib.ExitStack() as stack:
         found = []
         for source in sources:
@@ -35,7 +41,7 @@ def states_of(
         return [
             StageState(
                 program,
-                read_all(found, names_of(program)),
+                crossing.named(read_all(found, names_of(program)), Crosses.PARAMETERS),
                 run.make_optimizer,
                 run.make_scheduler,
             )
@@ -43,8 +49,13 @@ def states_of(
         ]
 
 
-def states_from(run: RunSetup, programs: Sequence[StageProgram], source: StateSource) -> list[StageState]:
+def states_from(
+    run: RunSetup, programs: Sequence[StageProgram], source: StateSource, crossing: Crossing
+) -> list[StageState]:
     """Of these stages as they are in the copies of ``source``, with what their optimizers have kept.
+
+    Args:
+        crossing: to the device where they are to lie.
 
     Raises:
         CheckpointError: the copies lack something of a stage.
@@ -56,7 +67,8 @@ def states_from(run: RunSetup, programs: Sequence[StageProgram], source: StateSo
             raise CheckpointError(f"{source.title} lacks {missing[0]!r}, so no stage can hold it.")
         infos = {name: source.info(name) for name in names}
         tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
+        tensors = crossing.named(tensors, Crosses.PARAMETERS)
         state = StageState(program, tensors, run.make_optimizer, run.make_scheduler)
-        load_stage(source, program, state)
+        load_stage(source, program, state, crossing=crossing)
         found.append(state)
     return found

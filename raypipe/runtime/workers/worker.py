@@ -13,14 +13,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import os
-import platform
-import shutil
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -28,6 +24,8 @@ import torch
 
 from raypipe.engine.checkpoint import FreshOptions, StateSource, take_snapshot
 from raypipe.engine.copy import bring_back
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import CPU, Device
 from raypipe.engine.executor import Executor
 from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -46,6 +44,8 @@ from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.copies import joined
 from raypipe.runtime.workers.copying_actor import COPY_GROUPS, CopyingActor
+from raypipe.runtime.workers.granted import DeviceOf, granted
+from raypipe.runtime.workers.identity import facts_of
 from raypipe.runtime.workers.order_gate import OrderGate
 from raypipe.runtime.workers.places import owner_of, release_ended
 from raypipe.runtime.workers.pulse import Pulse, Vitals
@@ -64,6 +64,7 @@ class _StageActor(LinkedActor, CopyingActor):
         torch.set_num_threads(1)
         keep_freed_memory()
         self._endpoint: Endpoint | None = None
+        self._device: Device = CPU
         self._states: list[StageState] = []
         self._next: list[StageState] | None = None  # from load() to configure()
         self._held: list[tuple[str, ...]] = []  # names of the tensors of each
@@ -73,23 +74,25 @@ class _StageActor(LinkedActor, CopyingActor):
         self._vitals = Vitals(lease_s, self._give_up)
 
     @ray.method(concurrency_group="control")
-    def listen(self, transport: str = "tcp", ports: tuple[int, int] | None = None) -> dict[str, Any]:
+    def listen(
+        self, transport: str = "tcp", ports: tuple[int, int] | None = None, share: float = 0.0,
+        device_of: DeviceOf = granted,
+    ) -> dict[str, Any]:  # fmt: skip
         """Be there for the peers; who and where this actor is.
 
         Args:
             transport: how its links travel, as long as it lives.
             ports: lowest and highest port that they may use.
+            share: of a GPU that it computes on; 0 for the CPU.
+            device_of: makes the device of the share.
+
+        Raises:
+            ConfigError: it cannot compute on the GPU that it was given.
         """
         if self._endpoint is None:
+            self._device = device_of(share)
             self._endpoint = make_endpoint(transport, ray.util.get_node_ip_address(), ports)
-        return {
-            "address": self._endpoint.address,
-            "node": ray.get_runtime_context().get_node_id(),
-            "host": platform.node(),
-            "process": os.getpid(),
-            "shm_bytes": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
-            "versions": {"raypipe": _version(), "torch": torch.__version__, "ray": ray.__version__},
-        }
+        return facts_of(self._endpoint.address, self._device)
 
     @ray.method(concurrency_group="pulse")
     def pulse(self, term: int, lease_s: float) -> Pulse | None:
@@ -128,16 +131,17 @@ class _StageActor(LinkedActor, CopyingActor):
         held = [names_of(program) for program in programs]
         self._next = None
         if not copies:
-            self._next = states_of(run, programs, [source for source in sources if not isinstance(source, RemoteCopy)])
+            found = [source for source in sources if not isinstance(source, RemoteCopy)]
+            self._next = states_of(run, programs, found, Crossing(self._device))
             self._copies.forget_after(-1)  # they are of steps that are done again, perhaps with other codecs
             return 0
         me = ray.get_runtime_context().get_actor_id()
         source, moved = joined(copies, self._copies, me, [name for names in held for name in names])
         if held == self._held:
             for program, state in zip(programs, self._states, strict=True):
-                bring_back(source, program, state, run.make_optimizer, run.make_scheduler)
+                bring_back(source, program, state, run.make_optimizer, run.make_scheduler, Crossing(self._device))
         else:
-            self._next = states_from(run, programs, source)
+            self._next = states_from(run, programs, source, Crossing(self._device))
         self._copies.forget_after(copies[0].step)
         return moved.total
 
@@ -173,7 +177,7 @@ class _StageActor(LinkedActor, CopyingActor):
                 "as they are cut now; load its state first."
             )
         mine = [programs[stage] for stage in placement.stages]
-        self._copies.begin(setup.generation, mine, self._states, holder, holds)
+        self._copies.begin(setup.generation, mine, self._states, holder, holds, self._device)
         peers = placement.neighbours(programs)
         opening = Opening(
             me=placement.worker,
@@ -192,7 +196,7 @@ class _StageActor(LinkedActor, CopyingActor):
         self._writers = []
         self._rows, self._inflow = {}, OrderGate()
         self._generation, self._links, self._worker = setup.generation, links, worker
-        self._executor = Executor(run, setup, worker, self._states, channels)
+        self._executor = Executor(run, setup, worker, self._states, channels, self._device)
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
         gc.freeze()
@@ -332,7 +336,9 @@ class _StageActor(LinkedActor, CopyingActor):
             self._writers = [
                 ShardWriter(
                     run.place,
-                    partial(take_snapshot, work.program, work.state, run.persistent, mark=work.feed.mark),
+                    partial(
+                        take_snapshot, work.program, work.state, run.persistent, Crossing(self._device), work.feed.mark
+                    ),
                 )
                 for work in self._works()
             ]
@@ -384,12 +390,6 @@ class _StageActor(LinkedActor, CopyingActor):
             with contextlib.suppress(LinkError):
                 channel.close()
         self._executor = None
-
-
-def _version() -> str:
-    from raypipe import __version__
-
-    return __version__
 
 
 GROUPS = {"control": 4, "orders": 1, "pulse": 1, **COPY_GROUPS, **LINK_GROUPS}

@@ -1,0 +1,95 @@
+"""Plans keep to the memory of the devices that workers have, of several kinds too."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.api.devices import MEASURED_HERE, device_notes, in_threads, on_devices
+from raypipe.engine.cuda_device import CONTEXT_BYTES, share_of
+from raypipe.engine.device import CPU
+from raypipe.errors import ConfigError, PlanError
+from raypipe.runtime.run.device_limits import Offered, within
+from raypipe.runtime.run.planned import Planned
+from raypipe.runtime.run.planning import PlanBasis
+from tests.models import vectors
+
+GPU = {"CPU": 1.0, "GPU": 0.5}
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[PlanBasis, Planned]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 64), *(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 3)]
+    trainer = PipelineTrainer(
+        nn.Sequential(*layers), loss_fn=nn.functional.cross_entropy,
+        optimizer=lambda p: torch.optim.AdamW(p, lr=0.1), train_data=vectors(32),
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="prefix_sum"),
+    )  # fmt: skip
+    job = trainer._prepared()
+    return job.basis, job.planned
+
+
+def needs(planned: Planned) -> list[int]:
+    assert planned.plan.prediction is not None
+    return [stage.memory_bytes for stage in planned.plan.prediction.stages]
+
+
+def test_a_plan_that_fits_stays_and_later_ones_keep_to_the_smallest_device(made: tuple[PlanBasis, Planned]) -> None:
+    basis, planned = made
+    found = within(basis, planned, [Offered("large", 1 << 40), Offered("small", max(needs(planned)))])
+    assert found.planned is planned
+    assert (found.members, found.why) == (None, "")
+    assert found.basis.request.memory_limit_bytes == max(needs(planned))
+    assert within(basis, planned, [Offered("CPU"), Offered("CPU")]).basis is basis
+
+
+def test_devices_of_two_kinds_get_a_plan_that_each_can_hold(made: tuple[PlanBasis, Planned]) -> None:
+    basis, planned = made
+    least, most = int(0.6 * max(needs(planned))), 2 * sum(needs(planned))
+    offered = [Offered("small", least), Offered("large", most)]
+    found = within(basis, planned, offered)
+    assert found.members is not None
+    assert sorted(found.members) == [0, 1]
+    for need, member in zip(needs(found.planned), found.members, strict=True):
+        assert need <= (offered[member].memory_bytes or 0)
+    assert "offers" in found.why
+    assert found.planned.plan.num_microbatches == planned.plan.num_microbatches
+    assert found.planned.plan.schedule.num_workers == 2
+
+
+def test_devices_that_hold_no_plan_are_named_with_bytes_and_field(made: tuple[PlanBasis, Planned]) -> None:
+    basis, planned = made
+    with pytest.raises(PlanError, match=r"Worker 0 was planned to hold .*iB, and its device, tiny, offers 1.0 KiB"):
+        within(basis, planned, [Offered("tiny", 1024)] * 2)
+
+
+def test_a_plan_without_bytes_is_left_alone(made: tuple[PlanBasis, Planned]) -> None:
+    basis, planned = made
+    unknown = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, prediction=None))
+    assert within(basis, unknown, [Offered("tiny", 1)] * 2).planned is unknown
+
+
+def test_shares_of_a_gpu_divide_its_memory() -> None:
+    assert share_of("GPU", 80 << 30, 1.0) == (80 << 30) - CONTEXT_BYTES
+    assert 2 * share_of("GPU", 80 << 30, 0.5) == (80 << 30) - 2 * CONTEXT_BYTES
+    with pytest.raises(ConfigError, match=r"A share of 0.1 of GPU is 409.6 MiB, and CUDA takes about 768.0 MiB"):
+        share_of("GPU", 4 << 30, 0.1)
+
+
+def test_a_client_says_whose_seconds_a_plan_has() -> None:
+    assert device_notes({"CPU": 1.0}) == ()
+    assert device_notes(GPU) == (MEASURED_HERE,)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_here_the_workers_say_what_there_is_and_threads_are_refused() -> None:
+    config = PipelineConfig(num_stages=2)
+    assert on_devices(config, GPU) is config
+    assert in_threads({"CPU": 1.0})(3) is CPU
+    with pytest.raises(ConfigError, match=r"use_gpu=True\) with local=True: worker 0 of threads, 2 to a GPU, has no"):
+        in_threads(GPU)(0)
