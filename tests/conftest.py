@@ -15,7 +15,7 @@ from hypothesis import settings
 from tests import processes, tiers
 from tests.importers import Watch
 from tests.shared_engine import captures_of_a_test, shared_captures, steady_engine  # noqa: F401
-from tests.shared_ray import cluster, fleet, head, local_ray  # noqa: F401
+from tests.shared_ray import cluster, fleet, head, local_ray, pytest_runtest_makereport  # noqa: F401
 
 _PATIENCE_S = 10.0
 
@@ -102,6 +102,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _as_its_tier_runs(request: pytest.FixtureRequest) -> None:
     if request.node.get_closest_marker("engine"):
         request.getfixturevalue("steady_engine")
+    if "local_ray" in request.fixturenames:
+        request.getfixturevalue("cluster")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from raypipe.runtime.workers.fleet import Fleet
     from tests.runtime.raylets import Home
 
-__all__ = ["cluster", "fleet", "head", "local_ray"]
+__all__ = ["cluster", "fleet", "head", "local_ray", "pytest_runtest_makereport"]
+
+FAILED = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +55,21 @@ def head() -> Iterator[Home]:
 
 
 @pytest.fixture
-def cluster(local_ray: None) -> Iterator[None]:
-    """The shared node, for a run that must leave nothing on it."""
-    from tests.runtime.left_over import NOTHING, ours
-    from tests.waiting import wait_until
+def cluster(request: pytest.FixtureRequest, local_ray: None) -> Iterator[None]:
+    """The shared node, on which a test must leave nothing: the next one finds it as it was, and this one fails.
 
-    before = ours()
+    conftest.py has every test that uses the node use this.
+    """
+    from tests.runtime.left_over import AFTER_FAILURE_S, PATIENCE_S, leave_nothing, living, ours
+
+    before, actors = ours(), frozenset(living())
     yield
-    wait_until(lambda: ours().beyond(before) == NOTHING)
+    leave_nothing(before, actors, AFTER_FAILURE_S if request.node.stash.get(FAILED, False) else PATIENCE_S)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test's fixtures can ask whether it failed."""
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report

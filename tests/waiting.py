@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["wait_until"]
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Return when ``condition`` holds; AssertionError when it does not in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
