@@ -27,7 +27,7 @@ from raypipe.ir.plan import Plan
 from raypipe.planner.segments import num_steps_of
 from raypipe.prepare.arguments import Arguments
 from raypipe.prepare.job import Job
-from raypipe.prepare.resume import kept_microbatches
+from raypipe.prepare.resume import kept_lanes, kept_microbatches, kept_plan
 from raypipe.runtime.run.blueprint import Assembled
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 from raypipe.runtime.run.evaluations import EvaluationPolicy
@@ -253,11 +253,16 @@ def refuse_in_threads(scaling: Any, *, detached: bool) -> None:
 
 
 def continued(pipeline: PipelineConfig, name: str | None, storage: Place, resume: bool | None) -> PipelineConfig:
-    """A run that goes on keeps its micro-batches, which a profile taken today might choose differently."""
-    if name is None or resume is False or pipeline.num_microbatches != "auto":
+    """A run that goes on keeps its micro-batches and lanes, which a profile taken today might choose differently."""
+    sizes, lanes = pipeline.num_microbatches == "auto", pipeline.num_replicas == "auto" == pipeline.num_lanes
+    if name is None or resume is False or not (sizes or lanes):
         return pipeline
-    kept = kept_microbatches(storage / name, pipeline.minibatch_size)
-    return pipeline if kept is None else dataclasses.replace(pipeline, num_microbatches=kept)
+    plan = kept_plan(storage / name)
+    if sizes and (count := kept_microbatches(plan, pipeline.minibatch_size)) is not None:
+        pipeline = dataclasses.replace(pipeline, num_microbatches=count)
+    if lanes and (count := kept_lanes(plan)) is not None:
+        pipeline = dataclasses.replace(pipeline, num_lanes=count)
+    return pipeline
 
 
 def described_parts(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from raypipe.config.fields import Auto, PipelineFields
-from raypipe.config.replicas import check_replicas, laned
+from raypipe.config.replicas import check_replicas, laned, replicated
 from raypipe.errors import ConfigError
 from raypipe.ir.precision import PRECISIONS
 from raypipe.ir.schedule_spec import KINDS, ScheduleKind, kinds_to_search, takes
@@ -208,7 +208,7 @@ def _still(config: PipelineFields) -> str:
     """The field, with its value, under which nothing is turned."""
     name = "retune_interval_steps" if _kind(config).turned else "schedule"
     if laned(config):
-        name = "num_lanes" if config.num_replicas == "auto" else "num_replicas"
+        name = "num_replicas" if replicated(config) else "num_lanes"
     return f"{name}={getattr(config, name)!r}"
 
 

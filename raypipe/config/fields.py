@@ -20,13 +20,15 @@ class PipelineFields:
             it, two where nothing was said. Schedules "interleaved" and "zb-v" put num_stages / num_workers on each
             worker, two with "auto" and always in "zb-v". Where scaling_config gives a pair as num_workers, "auto"
             follows the workers there are, and a number is the most there will be (docs/design/0043).
-        num_replicas: workers per stage; a list gives one number per stage, and "auto" is one each. Micro-batches are
-            dealt out between the replicas of a stage, at least one for each, which sum their gradients before every
-            update. A stage that changes buffers in training (batch normalisation) has one.
+        num_replicas: workers per stage; a list gives one number per stage. Micro-batches are dealt out between the
+            replicas of a stage, at least one for each, which sum their gradients before every update. A stage that
+            changes buffers in training (batch normalisation) has one. "auto" compares data parallelism (one stage with
+            several workers), pipelines and stages with replicas by the seconds of a step, within memory, and takes the
+            quickest; the plan shows what was compared (docs/design/0061).
         num_lanes: into how many lanes micro-batches are dealt out, m into lane m % num_lanes, and their gradients
             summed, lane after lane: to the same bits for any number of replicas up to this one. "auto" is 1, the order
-            of plain PyTorch, or with replicas the fewest that give every one of a stage as many lanes. Every replica
-            holds num_lanes / num_replicas sums of gradients.
+            of plain PyTorch, or with replicas the fewest that give every one of a stage as many lanes; a run that goes
+            on keeps them. Every replica holds num_lanes / num_replicas sums of gradients.
         minibatch_size: samples per optimizer step.
         num_microbatches: micro-batches that a mini-batch is cut into; the last may be smaller. "auto"
             follows from the profile, or is 4 per stage with partitioner "parameters".
@@ -125,7 +127,7 @@ class PipelineFields:
     """
 
     num_stages: int | Auto = "auto"
-    num_replicas: int | Sequence[int] | Auto = "auto"
+    num_replicas: int | Sequence[int] | Auto = 1
     num_lanes: int | Auto = "auto"
     minibatch_size: int | Auto = "auto"
     num_microbatches: int | Auto = "auto"

@@ -10,9 +10,9 @@ __all__ = ["check_replicas", "laned", "replicated"]
 
 
 def replicated(config: PipelineFields) -> bool:
-    """Whether any stage is to have several workers."""
+    """Whether any stage is to have several workers, or may get them."""
     counts = config.num_replicas
-    return counts != "auto" and max(counts if isinstance(counts, tuple) else (counts,)) > 1
+    return counts == "auto" or max(counts if isinstance(counts, tuple) else (counts,)) > 1
 
 
 def laned(config: PipelineFields) -> bool:
@@ -29,7 +29,9 @@ def check_replicas(config: PipelineFields) -> None:
     if not laned(config):
         return
     what = f"num_replicas={config.num_replicas!r}" if replicated(config) else f"num_lanes={config.num_lanes!r}"
-    if replicated(config):
+    if config.num_replicas == "auto":
+        _check_auto(config)
+    elif replicated(config):
         _check_counts(config)
     if config.schedule not in ("auto", *REPLICATED):
         raise ConfigError(
@@ -39,8 +41,16 @@ def check_replicas(config: PipelineFields) -> None:
         )
     if config.partitioner == "hierarchical":
         raise ConfigError(
-            f"{what} means nothing to partitioner='hierarchical', which looks for replicas by itself (to plan with, "
-            "not to run yet). Set partitioner='auto'."
+            f"{what} means nothing to partitioner='hierarchical', which looks for replicas by itself, to plan with and "
+            "not to run. Set partitioner='auto'; with num_replicas='auto' the planner chooses them for a run."
+        )
+
+
+def _check_auto(config: PipelineFields) -> None:
+    if config.partitioner == "parameters":
+        raise ConfigError(
+            "num_replicas='auto' compares plans by their seconds, and partitioner='parameters' measures none. Set "
+            "partitioner='auto', or a number of replicas."
         )
 
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypipe.errors import PlanError, ScheduleError
+from raypipe.ir.candidate import Candidate
+from raypipe.ir.candidate_table import candidate_lines
 from raypipe.ir.plan_facts import Partition, PlanFacts, Stage
 from raypipe.ir.plan_summary import summary
 from raypipe.ir.plan_table import human_bytes, table
@@ -51,6 +53,7 @@ class Plan(PlanFacts):
                 "reasons": [list(pair) for pair in self.reasons],
                 "prediction": None if self.prediction is None else self.prediction.to_dict(),
                 "weights": {**asdict(self.weights), "rule": self.weights.rule.value},
+                **({"candidates": [each.to_dict() for each in self.candidates]} if self.candidates else {}),
             },
             indent=2,
         )
@@ -78,6 +81,7 @@ class Plan(PlanFacts):
                 weights=_weights(found["weights"]),
                 spec=ScheduleSpec.from_dict(found["spec"]) if found.get("spec") else None,
                 recompute=tuple(found.get("recompute", ())),
+                candidates=tuple(map(Candidate.from_dict, found.get("candidates", ()))),
             )
         except (AttributeError, KeyError, ScheduleError, TypeError, ValueError) as error:
             raise PlanError(
@@ -85,8 +89,12 @@ class Plan(PlanFacts):
             ) from None
 
     def __str__(self) -> str:
-        """Four lines, stages, step, memory and why, and the notes; all of ``explain`` where it was asked for."""
-        return self.explain() if self.explained else summary(self)
+        """Four lines, stages, step, memory and why, and the notes; all of ``explain`` where it was asked for.
+
+        Where shapes were compared, a table of them follows.
+        """
+        text = self.explain() if self.explained else summary(self)
+        return "\n".join([text, *(candidate_lines(self.candidates) if self.candidates else ())])
 
     def _repr_html_(self) -> str:
         from raypipe.ir.pictures.plan import plan_html

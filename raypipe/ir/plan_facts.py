@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from raypipe.ir.candidate import Candidate
 from raypipe.ir.prediction import Prediction
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.schedule_spec import ScheduleSpec
@@ -89,6 +90,7 @@ class PlanFacts:
         weights: versions of the weights.
         spec: what the schedule was made from; None in a plan that an earlier release saved.
         recompute: by stage, whether backwards run the forward again; empty for none.
+        candidates: shapes that were compared, quickest first; empty where num_replicas was given.
         explained: ``str`` is ``explain()``; how a plan is shown is no part of it.
     """
 
@@ -105,4 +107,5 @@ class PlanFacts:
     weights: WeightPolicy = SYNCHRONOUS
     spec: ScheduleSpec | None = None
     recompute: tuple[bool, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
     explained: bool = field(default=False, compare=False, repr=False)

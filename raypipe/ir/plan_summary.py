@@ -137,5 +137,5 @@ def _why(plan: PlanFacts) -> str:
     elif found.decided_by == "memory":
         texts = [found.bound, words.get("micro-batches", "")]
     else:
-        texts = [found.bound, words.get("stages", "")]
+        texts = [found.bound, words.get("replicas") or words.get("stages", "")]
     return "; ".join(text.partition("; ")[0] for text in texts if text)

@@ -168,6 +168,8 @@ def needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
     """Whether anything is left open that seconds or bytes decide; equal parameters never ask for seconds."""
     if cluster is not None or pipeline.memory_limit_bytes != "auto" or pipeline.retune_microbatches:
         return True
+    if pipeline.num_replicas == "auto":
+        return True
     if pipeline.partitioner == "parameters":
         return False
     return isinstance(pipeline.partitioner, str) or pipeline.num_microbatches == "auto"
@@ -191,7 +193,7 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         minibatch_size=_given(pipeline.minibatch_size),
         num_microbatches=_given(pipeline.num_microbatches),
         num_samples=num_samples,
-        schedule="1f1b" if pipeline.schedule == "auto" and laned(pipeline) else pipeline.schedule,
+        schedule=_schedule(pipeline),
         group_size=_given(pipeline.group_size),
         slack=_given(pipeline.slack),
         partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
@@ -203,9 +205,15 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         skips=pipeline.on_nonfinite == "skip" or PRECISIONS[pipeline.precision].scaled,
         leaf_factor=PRECISIONS[pipeline.precision].leaf_factor,
         recompute=asked_recompute(pipeline, num_stages),
-        replicas=_given(pipeline.num_replicas) or 1,
+        replicas=_given(pipeline.num_replicas),
         lanes=_given(pipeline.num_lanes),
     )
+
+
+def _schedule(pipeline: PipelineConfig) -> str:
+    """As it was asked for; of lanes that were, and of replicas, "auto" is 1f1b."""
+    lanes_are_given = pipeline.num_replicas != "auto" or pipeline.num_lanes not in ("auto", 1)
+    return "1f1b" if pipeline.schedule == "auto" and laned(pipeline) and lanes_are_given else pipeline.schedule
 
 
 def asked_recompute(pipeline: PipelineConfig, num_stages: int | None) -> bool | tuple[bool | None, ...] | None:

@@ -47,7 +47,8 @@ def make_answer(
             limits.memory,
             held,
             index,
-            -(-behind // len(piece.devices)),
+            # Of replicas that have rows of their own, what they hold was counted by stage.
+            len(pieces) - index if limits.memory.spec.replicas else -(-behind // len(piece.devices)),
             receive_bytes=piece.input_bytes,
             send_bytes=after,
             workspace_bytes=workspace_bytes(graph, piece.nodes, limits.memory.microbatch_size),

@@ -28,6 +28,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph, link_nodes
 from raypipe.ir.plan import Partition
+from raypipe.planner.columns import columns_of
 from raypipe.planner.partition.answer import Piece, make_answer
 from raypipe.planner.partition.costs import PICO, Ints, exchange_ps, node_picoseconds
 from raypipe.planner.partition.limits import Limits
@@ -53,6 +54,8 @@ class _Problem(NamedTuple):
         bound_ps: a period that can be kept.
         traffic_ps: of the cut at each state, by bandwidth.
         memory: bytes of each state's nodes, by depth; empty without memory limits.
+        sync_bytes: of each state's parameters that learn.
+        sync_ps_per_byte: what replicas take to sum a byte of those, by depth; empty without replicas.
     """
 
     states: States
@@ -60,6 +63,8 @@ class _Problem(NamedTuple):
     bound_ps: float
     traffic_ps: dict[float, Ints]
     memory: dict[int, Ints]
+    sync_bytes: Ints
+    sync_ps_per_byte: dict[int, float]
 
 
 class _Table(NamedTuple):
@@ -101,6 +106,8 @@ def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
         bound_ps,
         {bandwidth: exchange_ps(cut_bytes, bandwidth) for bandwidth in bandwidths},
         {depth: limits.memory.at_depth(np.stack(parts), depth) for depth in depths},
+        states.sums(columns_of(graph).trainable_bytes),
+        {depth: limits.sync_ps_per_byte(depth) for depth in set(lineup.depths) - {0} if limits.sync_s_per_byte},
     )
     table = _solve(problem)
     goals = [(float(table.best_ps[g, 0]), lineup.depths[g], g) for g in lineup.goals(limits.num_stages)]
@@ -165,10 +172,14 @@ def _periods(problem: _Problem, step: Step, rows: Ints, columns: Ints, gate: Flo
     """Picoseconds by pair; infinite where the pair is no stage. Shape (rows, columns)."""
     states, (speed, capacity, _) = problem.states, problem.lineup.kinds[step.kind]
     spent = states.time_ps[columns] - states.time_ps[rows, None]
-    period = np.maximum(spent / speed, gate)
+    busy = spent / speed
+    depth = problem.lineup.depths[step.after]
+    if rate := problem.sync_ps_per_byte.get(depth, 0.0):
+        busy = busy + rate * (problem.sync_bytes[columns] - problem.sync_bytes[rows, None])
+    period = np.maximum(busy, gate)
     refused = columns == rows[:, None]
     if capacity is not None:
-        memory = problem.memory[problem.lineup.depths[step.after]]
+        memory = problem.memory[depth]
         refused |= memory[columns] - memory[rows, None] > capacity
     inside, outside = states.words[rows], ~states.words[columns]
     # Nodes are numbered in execution order, so most words are full or empty in a whole block.

@@ -24,6 +24,8 @@ class Limits:
             1 is PipeDream's update after every micro-batch.
         max_replicas: devices per stage at most, None for no bound; only ``hierarchical`` replicates.
         in_order: stage s on device s, all of them in use: who asks has placed the stages already.
+        sync_s_per_byte: by stage, seconds per micro-batch for each trainable byte on it, which its replicas sum; with
+            ``in_order`` only. Empty for none.
         max_states: ``antichain`` refuses a graph with more sets of executed nodes than this.
     """
 
@@ -34,12 +36,17 @@ class Limits:
     update_interval: int = 1
     max_replicas: int | None = None
     in_order: bool = False
+    sync_s_per_byte: tuple[float, ...] = ()
     max_states: int = 100_000
 
     def __post_init__(self) -> None:
         optional = (self.num_stages, self.memory_limit_bytes, self.max_replicas)
         if min(1 if x is None else x for x in (*optional, self.update_interval, self.max_states)) < 1:
             raise PlanError(f"{self}: each bound must be at least 1, or None where that is allowed.")
+
+    def sync_ps_per_byte(self, depth: int) -> float:
+        """``sync_s_per_byte`` of the stage at this depth, in picoseconds; the last stage is at depth 1."""
+        return self.sync_s_per_byte[-depth] * 1e12 if self.sync_s_per_byte else 0.0
 
     def capacity_bytes(self, device: Device) -> int | None:
         """Bytes that the nodes of one stage may use on this device, None for no limit."""

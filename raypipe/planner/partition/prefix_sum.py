@@ -44,7 +44,8 @@ class _Problem(NamedTuple):
     """All that probes share.
 
     Attributes:
-        time_ps: picoseconds of all nodes before each place, by depth of the stage: some run their forwards twice.
+        time_ps: picoseconds of all nodes before each place, by depth of the stage: some run their forwards twice, and
+            some have replicas that sum gradients.
         memory: prefix sums of a stage's bytes at the places, by depth.
         traffic_ps: of the cut at each place, by bandwidth.
         by_memory: by depth and bytes, what ``_earliest_by_memory`` found before.
@@ -131,11 +132,24 @@ def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
         chain,
         lineup,
         limits,
-        {depth: twice_ps if limits.memory.recomputes(depth) else chain.time_ps for depth in depths},
+        {
+            depth: (twice_ps if limits.memory.recomputes(depth) else chain.time_ps)
+            + _sync_ps(chain, lineup, limits, depth)
+            for depth in depths
+        },
         {depth: limits.memory.at_depth(parts, depth) for depth in depths},
         {bandwidth: exchange_ps(chain.cut_bytes, bandwidth) for bandwidth in bandwidths},
         {},
     )
+
+
+def _sync_ps(chain: Chain, lineup: Lineup, limits: Limits, depth: int) -> Ints | int:
+    """What replicas of the stage at this depth take to sum gradients, as work of its device."""
+    if not limits.sync_s_per_byte:
+        return 0
+    speed = lineup.kinds[next(step.kind for step in lineup.steps if lineup.depths[step.after] == depth)].speed
+    work: Ints = np.rint(chain.sync_bytes * (limits.sync_ps_per_byte(depth) * speed)).astype(np.int64)
+    return work
 
 
 def _bounds(problem: _Problem) -> tuple[int, int]:

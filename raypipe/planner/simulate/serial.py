@@ -7,7 +7,9 @@ for its message. Rows and links are fixed orders, so no event queue is needed: o
 that respects every wait gives the time of everything.
 
 Left out: the processor time of packing and unpacking, limits on the receiver's buffers, several links
-that share one wire, and the time of REDUCE_GRAD and REDUCE_NORM (the latter is still a barrier).
+that share one wire, what stages take to exchange gradients of tied parameters, and the time of REDUCE_NORM (which is
+still a barrier). What replicas of a stage take to sum theirs is the time of REDUCE_GRAD, which starts behind each one's
+last backward: nobody goes on before the last of them has got there, for all wait for each other in REDUCE_NORM.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from raypipe.planner.simulate import wide as waves
 from raypipe.planner.simulate.wide import SEND, WAIT, WORK, Tables
 from raypipe.planner.tables import BARRIER, OP_CODE, OPS, Ints, Program, build, pack
 
-__all__ = ["Costs", "makespan_s", "simulate"]
+__all__ = ["Costs", "makespan_s", "program_makespan_s", "simulate"]
 
 _ROLE = np.full(len(OPS), WORK, dtype=np.int8)
 _ROLE[[OP_CODE[op] for op in (Op.RECV_F, Op.RECV_B, Op.REDUCE_NORM)]] = WAIT
@@ -47,6 +49,7 @@ class Costs:
         forward_latency_s, backward_latency_s: by hop, from leaving to arrival; empty means none.
         forward_occupancy_s, backward_occupancy_s: by hop, how long a message keeps the link busy; empty means none.
         step_s: by stage, the optimizer step; empty means none.
+        reduce_s: by stage, what its replicas take to sum their gradients behind their last backwards; empty means none.
     """
 
     forward_s: tuple[float, ...]
@@ -58,6 +61,7 @@ class Costs:
     forward_occupancy_s: tuple[float, ...] = ()
     backward_occupancy_s: tuple[float, ...] = ()
     step_s: tuple[float, ...] = ()
+    reduce_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -129,7 +133,11 @@ def simulate(lowered: Schedule, costs: Costs, repeats: int = 1) -> Timeline:
 
 def makespan_s(lowered: Schedule, costs: Costs, repeats: int = 1) -> float:
     """Seconds from the first start to the last end: ``simulate(...).makespan_s`` without making the spans."""
-    program = build(lowered, repeats)
+    return program_makespan_s(build(lowered, repeats), costs)
+
+
+def program_makespan_s(program: Program, costs: Costs) -> float:
+    """The same of tables that were made before, for who asks often."""
     tables = _tables(program, costs)
     if program.num_workers >= WIDE and (last_s := waves.last_end_s(program, tables)) is not None:
         return last_s
@@ -184,6 +192,7 @@ def _tables(program: Program, costs: Costs) -> Tables:
         Op.I: costs.backward_input_s or half,
         Op.W: costs.backward_weight_s or half,
         Op.STEP: costs.step_s,
+        Op.REDUCE_GRAD: costs.reduce_s,
     }
     # A SEND_F of stage s uses hop s, a SEND_B of stage s uses hop s - 1; () means free.
     free = (0.0,) * (stages - 1)

@@ -27,7 +27,7 @@ def what_would_fit(problem: Problem) -> str:
     """
     request, devices = problem.request, problem.cluster.devices
     caps = [cap for d in devices if (cap := _least(d.memory_bytes, request.memory_limit_bytes)) is not None]
-    if not problem.searches or not caps:
+    if not problem.searches or not caps or request.replicated:
         return ""
     thrifty = dataclasses.replace(request, schedule="1f1b" if request.schedule == "auto" else request.schedule)
     minibatch, size, count = microbatches(request, len(devices))

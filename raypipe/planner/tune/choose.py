@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from raypipe.errors import PlanError
+from raypipe.ir.candidate import Candidate
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Plan
@@ -27,12 +28,14 @@ from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tolerance import EVEN
 from raypipe.planner.tune.advice import what_would_fit
 from raypipe.planner.tune.attempt import attempt, in_full, predicted
+from raypipe.planner.tune.compare_shapes import best_shape, of_shape, shape_reason, with_branches
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
 from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.recompute import best_recompute, is_open, most_recompute, only_where_needed, settled
 from raypipe.planner.tune.replicas import check_shares, check_workers_of_replicas, share_notes
+from raypipe.planner.tune.replicated import ShapeError
 from raypipe.planner.tune.request import AUTO_SLACK, DEFAULT_STAGES, Request, microbatches
 from raypipe.planner.tune.resolve import spec_of
 from raypipe.planner.tune.sizes import Sizes
@@ -63,7 +66,16 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     if request.replicated:
         _check_replicas(request, cluster)
     problem = Problem(request, profile, cluster or _assumed(request, profile.graph), described=cluster is not None)
+    if request.replicas is None:
+        return _of_any_shape(problem)
+    if request.replicated and problem.searches:
+        return _of_given_shape(problem)
     found = _compared(problem)
+    return _best_of(problem, found)
+
+
+def _best_of(problem: Problem, found: Sequence[Decision], table: tuple[Candidate, ...] = ()) -> Decision:
+    """The least step, completed; of those that are as good the one with the fewest workers."""
     best_s = min(decision.prediction.step_s for decision in found)
     near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
     chosen = min(near, key=lambda decision: sum(decision.partition.replicas))
@@ -71,20 +83,57 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     fewer = only_where_needed(problem, best)
     if fewer is not best:
         best = dataclasses.replace(fewer, prediction=predicted(fewer, problem.links))
-    return dataclasses.replace(best, reasons=reasons_of(problem, best, found))
+    reasons = reasons_of(problem, best, found)
+    if table:
+        reasons = (("replicas", shape_reason(best, table)), *reasons)
+    return dataclasses.replace(best, reasons=reasons, candidates=table)
+
+
+def _of_any_shape(problem: Problem) -> Decision:
+    """Data parallelism, a pipeline, or anything between: whatever is the quickest."""
+    one_each = problem.asking(dataclasses.replace(problem.request, replicas=1))
+    try:
+        single, refusal = _compared(one_each), None
+    except PlanError as error:
+        single, refusal = [], error
+    try:
+        chosen, table = best_shape(problem, single)
+    except PlanError as error:
+        raise refusal or error from None
+    if chosen is None:
+        return _best_of(one_each, single, table)
+    best = _replicated(problem, chosen)
+    return dataclasses.replace(
+        best, reasons=(("replicas", shape_reason(best, table)), *reasons_of(problem, best, [best])), candidates=table
+    )
+
+
+def _of_given_shape(problem: Problem) -> Decision:
+    """The best cut for the workers that num_replicas gives each stage."""
+    request = problem.request
+    assert request.num_stages is not None, "num_replicas needs num_stages"
+    try:
+        best = _replicated(problem, of_shape(problem, request.replicas_of(request.num_stages)))
+    except ShapeError:  # the solver's refusal has all the numbers
+        plain = "1f1b" if request.schedule == "auto" else request.schedule
+        return _best_of(problem, _compared(problem.asking(dataclasses.replace(request, schedule=plain))))
+    return dataclasses.replace(best, reasons=reasons_of(problem, best, [best]))
+
+
+def _replicated(problem: Problem, found: Decision) -> Decision:
+    """With other orders of execution, no more recomputation than it takes, and the whole prediction."""
+    found = with_branches(problem, found)
+    found = only_where_needed(problem, dataclasses.replace(found, prediction=predicted(found, problem.links)))
+    return dataclasses.replace(found, prediction=predicted(found, problem.links))
 
 
 def _check_replicas(request: Request, cluster: Cluster | None) -> None:
-    """Raises: PlanError where there are no workers for all replicas, or a cluster whose devices are not alike."""
-    if cluster is not None:
-        raise PlanError(
-            f"num_replicas={request.replicas} cannot be planned for a described cluster yet: leave out the cluster, "
-            "for equal workers, or take partitioner='hierarchical', which looks for replicas by itself."
-        )
+    """Raises: PlanError where there are no workers for all replicas, or nobody says how many stages there are."""
     stages = len(request.split_points) + 1 if request.split_points else request.num_stages
     if stages is None:
         raise PlanError(f"num_replicas={request.replicas} needs num_stages beside it: say how many stages there are.")
-    check_workers_of_replicas(request, stages, request.num_workers)
+    offered = request.num_workers if cluster is None else len(cluster.devices)
+    check_workers_of_replicas(request, stages, offered, described=cluster is not None)
 
 
 def _compared(problem: Problem) -> list[Decision]:
@@ -139,6 +188,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
         prediction=decision.prediction if as_expected else predicted(decision, decision.prediction.links, first),
         weights=weight_policy(decision.request, *sizes),
         spec=spec,
+        candidates=decision.candidates,
         recompute=decision.request.recomputed(sizes[0], first),
     )
 

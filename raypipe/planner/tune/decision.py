@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raypipe.ir.candidate import Candidate
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
@@ -27,6 +28,7 @@ class Decision:
         choice: of the micro-batches; None where they were given, or a rule stands in.
         of_all: it was found among all cuts, numbers of micro-batches and schedules, so that nothing is left to search.
         reasons: (what, why) of each choice.
+        candidates: shapes that were compared; empty where the number of replicas was given.
     """
 
     request: Request
@@ -41,3 +43,4 @@ class Decision:
     prediction: Prediction
     of_all: bool = False
     reasons: tuple[tuple[str, str], ...] = ()
+    candidates: tuple[Candidate, ...] = ()

@@ -3,8 +3,8 @@
     nodes' seconds / speed  -->  F and B of a stage  --+
     cut bytes, link         -->  latency, occupancy  --+-->  simulate  -->  step, bubble
 
-A stage for which a solver chose replicas counts as one worker whose period is the replicas' shared one; replicas that
-were asked for have rows of their own, and sum their gradients where the optimizer steps. The model leaves out what the
+A stage for which partitioner="hierarchical" chose replicas counts as one worker whose period is shared by them; all
+others have rows of their own, and sum their gradients behind their last backwards. The model leaves out what the
 simulator leaves out, and the optimizer's own seconds.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from raypipe.ir.cluster import Cluster, Link
+from raypipe.ir.cluster import Cluster
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Plan
 from raypipe.ir.prediction import HopPrediction, Prediction, StagePrediction
@@ -30,7 +30,7 @@ from raypipe.planner.search.replay import STEADY, equal_messages_s
 from raypipe.planner.simulate.serial import Costs, makespan_s, simulate
 from raypipe.planner.tune.bound import bound_of
 from raypipe.planner.tune.decision import Decision
-from raypipe.planner.tune.replicas import exchange_s
+from raypipe.planner.tune.replicas import exchange_s, slowest_link
 from raypipe.planner.tune.resolve import spec_of
 
 __all__ = [
@@ -109,8 +109,7 @@ def hops_of(partition: Partition, cluster: Cluster, microbatch_size: int) -> tup
     """What a message meets between each two stages; nothing where both are on one device."""
     found = []
     for before, after in zip(partition.stages, partition.stages[1:], strict=False):
-        here, there = before.devices[-1], after.devices[0]
-        link = Link() if here == there else cluster.link(here, there)
+        link = slowest_link(cluster, before.devices, after.devices)
         nbytes = after.input_bytes * microbatch_size
         found.append(HopPrediction(nbytes, link.latency_s, nbytes / link.bandwidth_bytes_s))
     return tuple(found)
@@ -121,7 +120,7 @@ def costs_of(stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...
     latency_s, occupancy_s = tuple(h.latency_s for h in hops), tuple(h.occupancy_s for h in hops)
     exchange_s = tuple(stage.exchange_s for stage in stages)
     return Costs(
-        step_s=exchange_s if any(exchange_s) else (),
+        reduce_s=exchange_s if any(exchange_s) else (),
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),
         backward_input_s=tuple(max(0.0, stage.backward_s - stage.weight_s) for stage in stages),

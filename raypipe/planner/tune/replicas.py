@@ -7,12 +7,14 @@ afterwards. It does not know what replicas exchange at the end of an update; the
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from raypipe.errors import PlanError
-from raypipe.ir.cluster import Cluster
+from raypipe.ir.cluster import Cluster, Link
 from raypipe.ir.exchange import chunk_bytes
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
@@ -21,7 +23,12 @@ from raypipe.planner.partition.fit import Solver, fitting_partition
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.request import Request
 
-__all__ = ["check_shares", "check_workers_of_replicas", "cut_for", "exchange_s", "on_workers", "share_notes"]
+__all__ = [
+    "check_shares", "check_workers_of_replicas", "cut_for", "exchange_s", "groups_of", "on_workers", "share_notes",
+    "slowest_link", "summing_s",
+]  # fmt: skip
+
+Numbers = NDArray[np.float64]
 
 
 def cut_for(request: Request, solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
@@ -34,53 +41,80 @@ def cut_for(request: Request, solver: Solver, graph: ModelGraph, cluster: Cluste
         return fitting_partition(solver, graph, cluster, limits)
     assert limits.num_stages is not None, "num_replicas needs num_stages"
     counts = request.replicas_of(limits.num_stages)
-    devices = (
-        dataclasses.replace(device, speed=device.speed * count)
-        for device, count in zip(cluster.devices, counts, strict=False)
-    )
+    groups, devices = groups_of(counts), []
+    for count, group in zip(counts, groups, strict=True):
+        members = [cluster.devices[i] for i in group]
+        caps = [member.memory_bytes for member in members if member.memory_bytes is not None]
+        speed = min(member.speed for member in members) * count
+        devices.append(dataclasses.replace(members[0], speed=speed, memory_bytes=min(caps, default=None)))
     found = fitting_partition(
         solver, graph, Cluster(tuple(devices), cluster.links), dataclasses.replace(limits, in_order=True)
     )
     return on_workers(found, counts)
 
 
+def groups_of(counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """The workers of each stage, numbered stage after stage."""
+    return [tuple(range(first, stop)) for first, stop in pairwise(accumulate(counts, initial=0))]
+
+
 def on_workers(partition: Partition, counts: tuple[int, ...]) -> Partition:
     """The same stages with so many workers each, numbered stage after stage."""
-    bounds = pairwise(accumulate(counts, initial=0))
     stages = (
-        dataclasses.replace(stage, devices=tuple(range(first, stop)))
-        for stage, (first, stop) in zip(partition.stages, bounds, strict=True)
+        dataclasses.replace(stage, devices=group)
+        for stage, group in zip(partition.stages, groups_of(counts), strict=True)
     )
     return dataclasses.replace(partition, stages=tuple(stages))
 
 
 def exchange_s(memory: StageMemory, devices: Sequence[int], cluster: Cluster, limits: Limits) -> float:
-    """Seconds in which a stage's replicas sum their gradients; see ``engine.all_reduce`` for what they send.
+    """Seconds in which a stage's replicas sum their gradients."""
+    gradient_bytes = memory.gradient_bytes / limits.memory.gradient_factor
+    link = slowest_link(cluster, devices, devices)
+    return float(summing_s(np.array(gradient_bytes), len(devices), limits.memory.spec.lanes, link))
+
+
+def summing_s(gradient_bytes: Numbers, replicas: int, lanes: int, link: Link) -> Numbers:
+    """Seconds in which so many replicas sum so many bytes of gradients; see ``engine.all_reduce`` for what they send.
 
     Each of R sends (R - 1) / R of its L / R lanes, and then as much of the totals. All its peers share what one link
     carries, as they share a worker's network card, both ways at once. Every chunk waits for two messages' latency.
     """
-    count, lanes = len(devices), limits.memory.spec.lanes
-    if count == 1:
-        return 0.0
-    link = cluster.link(devices[0], devices[1])
-    gradient_bytes = memory.gradient_bytes / limits.memory.gradient_factor
-    nbytes = gradient_bytes * (count - 1) / count * (lanes / count + 1)
-    chunks = math.ceil(gradient_bytes / chunk_bytes(lanes, count))
-    return nbytes / link.bandwidth_bytes_s + 2 * chunks * link.latency_s
+    if replicas == 1:
+        return np.zeros_like(gradient_bytes, dtype=np.float64)
+    nbytes = gradient_bytes * ((replicas - 1) / replicas * (lanes / replicas + 1))
+    chunks = np.ceil(gradient_bytes / chunk_bytes(lanes, replicas))
+    found: Numbers = nbytes / link.bandwidth_bytes_s + 2 * chunks * link.latency_s
+    return found
 
 
-def check_workers_of_replicas(request: Request, num_stages: int, offered: int | None) -> None:
+def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> Link:
+    """Of all pairs the one with the least bandwidth, and the longest latency of any; free on one device."""
+    links = [cluster.link(a, b) for a in senders for b in receivers if a != b]
+    if not links:
+        return Link()
+    return Link(min(x.bandwidth_bytes_s for x in links), max(x.latency_s for x in links))
+
+
+def check_workers_of_replicas(
+    request: Request, num_stages: int, offered: int | None, *, described: bool = False
+) -> None:
     """Refuse replicas for which there are too few workers.
+
+    Args:
+        described: they are devices of a cluster that was described.
 
     Raises:
         PlanError: says how many there are and how many it takes.
     """
     counts = request.replicas_of(num_stages)
     if offered is not None and sum(counts) > offered:
+        who, cure = "scaling_config offers", f"Raise num_workers to {sum(counts)}"
+        if described:
+            who, cure = "the cluster has", "Describe more devices"
         raise PlanError(
             f"The plan has {'-'.join(map(str, counts))} workers for its {num_stages} stages, {sum(counts)} in all, but "
-            f"scaling_config offers {offered}. Raise num_workers to {sum(counts)}, or lower num_replicas."
+            f"{who} {offered}. {cure}, or lower num_replicas."
         )
 
 

@@ -46,8 +46,10 @@ class Request:
         recompute: stages whose backward runs the forward again: all, none, or by stage; None leaves it to memory, of
             all stages or of one.
         ties: stages share a parameter and exchange its gradients; known once the model is cut.
-        replicas: workers of every stage, one number for all or one for each.
+        replicas: workers of every stage, one number for all or one for each; None leaves them to the planner.
         lanes: into which gradients are summed; None for the fewest that give every replica of a stage as many.
+        changing: positions of the nodes that change buffers in training; their stages have one worker. Known where
+            replicas are left to the planner.
     """
 
     num_stages: int | None
@@ -73,8 +75,9 @@ class Request:
     skips: bool = False
     recompute: bool | tuple[bool | None, ...] | None = False
     ties: bool = False
-    replicas: int | tuple[int, ...] = 1
+    replicas: int | tuple[int, ...] | None = 1
     lanes: int | None = None
+    changing: tuple[int, ...] = ()
 
     @property
     def kind(self) -> ScheduleKind:
@@ -102,8 +105,8 @@ class Request:
 
     @property
     def replicated(self) -> bool:
-        """Whether any stage has several workers."""
-        return max(self.replicas if isinstance(self.replicas, tuple) else (self.replicas,)) > 1
+        """Whether any stage has several workers, as far as that is settled."""
+        return max(self.replicas if isinstance(self.replicas, tuple) else (self.replicas or 1,)) > 1
 
     @property
     def in_lanes(self) -> bool:
@@ -111,12 +114,12 @@ class Request:
         return self.replicated or (self.lanes or 1) > 1
 
     def replicas_of(self, num_stages: int) -> tuple[int, ...]:
-        """Workers of every stage.
+        """Workers of every stage; one each where that is not settled.
 
         Raises:
             PlanError: they were given for another number of stages.
         """
-        found = self.replicas if isinstance(self.replicas, tuple) else (self.replicas,) * num_stages
+        found = self.replicas if isinstance(self.replicas, tuple) else (self.replicas or 1,) * num_stages
         if len(found) != num_stages:
             raise PlanError(
                 f"num_replicas={found} speaks of {len(found)} stages, but the plan has {num_stages}: give one number "

@@ -97,9 +97,10 @@ def another(
     Raises:
         PlanError: stages have replicas.
     """
-    if basis.request.replicated:
+    if max(plan.partition.replicas) > 1:
+        given = "auto" if basis.request.replicas is None else basis.request.replicas
         raise PlanError(
-            f"num_replicas={basis.request.replicas}: a run with replicas keeps the plan that it began with in this "
+            f"num_replicas={given!r}: a run with replicas keeps the plan that it began with in this "
             "release. Stop it, and let it go on with other numbers."
         )
     recompute = basis.request.recompute
@@ -109,6 +110,7 @@ def another(
     request = dataclasses.replace(
         basis.request,
         recompute=recompute,
+        replicas=1,
         num_stages=num_stages,
         num_workers=num_workers,
         minibatch_size=plan.minibatch_size,
@@ -177,7 +179,24 @@ def known_request(basis: PlanBasis) -> Request:
         basis.request,
         optimizer_factor=basis.optimizer_factor,
         least_microbatch=min(sizes) if len(sizes) > 1 else 1,  # the fewest samples that the model ran with
+        changing=_changing(basis.recipe) if basis.request.replicas is None else (),
     )
+
+
+def _changing(recipe: ModelRecipe) -> tuple[int, ...]:
+    """Positions of the nodes of modules that own a buffer which forwards change; all nodes where an owner has none."""
+    (whole,) = recipe.programs(())
+    owners = {name.rpartition(".")[0] for name in whole.train.changing_buffers}
+    nodes = recipe.graph.nodes
+    found = {owner: [i for i, node in enumerate(nodes) if _within(node.module, owner)] for owner in owners}
+    if not all(found.values()):
+        return tuple(range(len(nodes)))
+    return tuple(sorted({i for positions in found.values() for i in positions}))
+
+
+def _within(module: str, owner: str) -> bool:
+    """Whether a module is the owner or a part of it."""
+    return not owner or module == owner or module.startswith(f"{owner}.")
 
 
 def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: int = 0) -> Planned:
