@@ -52,6 +52,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forbid", default="", help="comma-separated modules that this session must not import")
+    parser.addoption("--complaints", default="", help="file for what is held against the whole session, a line each")
     parser.addoption("--must-run", action="store_true", help="what a machine lacks the rights for fails, not skips")
 
 
@@ -134,5 +135,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if reporter is not None:
             reporter.ensure_newline()
             reporter.write_line(f"ERROR {complaint}", red=True)
+    if file := session.config.getoption("--complaints"):
+        Path(file).write_text("".join(f"{' '.join(complaint.splitlines())}\n" for complaint in complaints))
     session.exitstatus = pytest.ExitCode.TESTS_FAILED
     _STATUS.append(int(session.exitstatus))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import tiers
+from tests.lanes import Done, Part
 
 TESTS = Path(__file__).parent
 BY_NAME = {tier.name: tier for tier in tiers.TIERS}
@@ -65,17 +67,47 @@ def test_outcomes(name: str, status: int, ran: int, skipped: int, word: str, cou
     assert (outcome.word, outcome.could_run) == (word, could_run)
 
 
-def outcomes(monkeypatch: pytest.MonkeyPatch, **by_name: tiers.Outcome) -> None:
-    passed = tiers.Outcome("passed", "fine")
-    monkeypatch.setattr(tiers, "run", lambda tier: by_name.get(tier.name, passed))
+@pytest.fixture
+def does(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Part]]:
+    """Lets every tier end with a status that is told here, and 0 else; the list gets what would have been run."""
+
+    def do(**statuses: int) -> list[Part]:
+        carried: list[Part] = []
+
+        def carry_out(parts: list[Part], lanes: int) -> list[Done]:
+            carried.extend(parts)
+            for part in parts:
+                _report(part, failed=statuses.get(part.tier, 0) == 1, skipped=statuses.get(part.tier, 0) == 5)
+            done = [statuses.get(part.tier, 0) for part in parts]
+            return [
+                Done(part, (status,) * len(part.commands), 0.0, 1.0) for part, status in zip(parts, done, strict=True)
+            ]
+
+        monkeypatch.setattr(tiers, "carry_out", carry_out)
+        return carried
+
+    return do
 
 
-def test_a_failure_fails_the_run_and_later_tiers_still_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def _report(part: Part, failed: bool, skipped: bool) -> None:
+    """What pytest writes of one test."""
+    for word in part.commands[0]:
+        if word.startswith("--junitxml="):
+            told = '<failure message="E">def test():\n&gt;   assert 1 == 2\nE   assert 1 == 2\n\nx.py:2</failure>'
+            Path(word.partition("=")[2]).write_text(
+                f'<testsuites><testsuite tests="1" skipped="{int(skipped)}"><testcase classname="tests.test_x.TestY" '
+                f'file="tests/test_x.py" name="test_z">{told if failed else ""}</testcase></testsuite></testsuites>'
+            )
+
+
+def test_a_failure_fails_the_run_and_is_told_again_at_the_end(
+    does: Callable[..., list[Part]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcomes(monkeypatch, core=tiers.Outcome("FAILED", "2 ran"))
+    monkeypatch.setattr(tiers, "has_gpu", lambda: True)
+    does(core=1)
     assert tiers.main([]) == 1
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-6:]] == [
+    out = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in out[-7:-1]] == [
         ["lint", "passed"],
         ["core", "FAILED"],
         ["laws", "passed"],
@@ -83,39 +115,46 @@ def test_a_failure_fails_the_run_and_later_tiers_still_run(
         ["ray", "passed"],
         ["gpu", "passed"],
     ]
+    begin = out.index("=== the first failure: core tests/test_x.py::TestY::test_z")
+    assert out[begin + 1 : begin + 9] == [
+        "def test():",
+        ">   assert 1 == 2",
+        "E   assert 1 == 2",
+        "",
+        "x.py:2",
+        "",
+        "=== all that failed: 1",
+        "core: tests/test_x.py::TestY::test_z",
+    ]
+    assert out[begin + 9] == "    assert 1 == 2"
 
 
 def test_a_skipped_tier_fails_only_where_it_could_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    does: Callable[..., list[Part]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes(monkeypatch, gpu=tiers.Outcome("SKIPPED", "no NVIDIA device on this machine", could_run=False))
+    monkeypatch.setattr(tiers, "has_gpu", lambda: False)
+    does()
     assert tiers.main(["--must-run"]) == 0
     assert "gpu     SKIPPED" in capsys.readouterr().out
-    outcomes(monkeypatch, ray=tiers.Outcome("SKIPPED", "no test ran, 7 skipped"))
+    does(ray=5)
     assert tiers.main([]) == 0
     assert tiers.main(["--must-run"]) == 1
     assert "<- must run on this machine" in capsys.readouterr().out
 
 
-def test_what_must_run_is_told_to_every_test(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_must_run_is_told_to_every_test(does: Callable[..., list[Part]]) -> None:
     """A test that would skip for want of rights then fails, also in a tier of which others ran."""
-    options: list[tuple[str, ...]] = []
-
-    def run(tier: tiers.Tier) -> tiers.Outcome:
-        options.append(tier.options)
-        return tiers.Outcome("passed", "fine")
-
-    monkeypatch.setattr(tiers, "run", run)
+    carried = does()
     assert tiers.main(["ray"]) == tiers.main(["ray", "--must-run"]) == 0
-    assert [("--must-run" in found) for found in options] == [False, True]
+    assert [("--must-run" in part.commands[0]) for part in carried] == [False, False, True, True]
 
 
-def test_every_process_need_not_compile_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setenv("KEPT", "yes")
-    given = tiers._environment()
-    assert "PYTHONDONTWRITEBYTECODE" not in given
-    assert given["KEPT"] == "yes"
+def test_a_tier_s_parts_are_all_its_files_and_only_what_watches_links_runs_beside_the_rest(tmp_path: Path) -> None:
+    for tier in tiers.TIERS[1:5]:
+        parts = tiers.parts_of(tier, tmp_path)
+        files = [Path(word) for part in parts for word in part.commands[0] if word.endswith(".py")]
+        assert sorted(files) == sorted(tiers.files_of(tier))
+        assert [part.beside for part in parts] == ([True, False] if tier.name == "ray" else [False])
 
 
 def test_devices_are_seen(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
     python tests/tiers.py                  all tiers
     python tests/tiers.py lint core        these
     python tests/tiers.py --must-run       fail too if a tier was skipped that this machine can run
+    python tests/tiers.py --in-turn        one after the other, also where there are cores for two
+
+Where there are two cores, actors and links are tested beside the tiers that compute (lanes.py).
 
 Exit status 0 when all is well, 1 when not.
 """
@@ -13,17 +16,20 @@ import argparse
 import ast
 import functools
 import os
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
-
-__all__ = ["TIERS", "Outcome", "Tier", "files_of", "has_gpu", "judge", "main", "run", "tier_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for whoever runs this file by its name
+
+from tests.failures import counts_of, failures_of, in_words  # noqa: E402
+from tests.lanes import Done, Part, carry_out, seconds_of  # noqa: E402
+
+__all__ = ["TIERS", "Outcome", "Tier", "files_of", "has_gpu", "judge", "main", "parts_of", "tier_of"]
+
 PARALLEL = ("-n", "auto")
 """One worker of pytest-xdist per core, for tests that compute and bound no time. The engine's go group by group, as
 conftest.py says, because tests share what they captured."""
@@ -54,8 +60,9 @@ class Tier:
         name: of the tier.
         aim_s: seconds that it should stay below.
         options: further options of pytest.
-        patient: those of them that bound no time tightly, as globs below tests/; they run beside the others, at low
-            priority, in a process of their own.
+        prompt: its tests watch heartbeats and links: they run beside all others, and these at low priority.
+        patient: those of them that bound no time tightly, as globs below tests/; they run with the others, in a process
+            of their own.
         long: those that take longest, as globs: they are begun first, so that no core waits for another at the end.
         optional: may have no tests yet, or a machine that cannot run it.
         of: the tier whose files it takes, where its own are those that ``options`` choose among them.
@@ -64,6 +71,7 @@ class Tier:
     name: str
     aim_s: float
     options: tuple[str, ...] = ()
+    prompt: bool = False
     patient: tuple[str, ...] = ()
     long: tuple[str, ...] = ()
     optional: bool = False
@@ -89,6 +97,7 @@ TIERS = (
     Tier(
         "ray",
         300,
+        prompt=True,
         patient=(
             "jobs/test_*.py",
             "lab/test_two_raylets.py",
@@ -137,7 +146,7 @@ def has_gpu(devices: Path = Path("/dev")) -> bool:
 
 
 def judge(tier: Tier, status: int, ran: int, skipped: int) -> Outcome:
-    """The outcome of a pytest run that ended with ``status``; ran counts passed and failed tests."""
+    """The outcome of pytest runs of which the worst ended with ``status``; ran counts passed and failed tests."""
     counts = f"{ran} ran, {skipped} skipped"
     if status not in (0, 5):
         return Outcome("FAILED", f"{counts}, pytest's exit status {status}")
@@ -146,73 +155,57 @@ def judge(tier: Tier, status: int, ran: int, skipped: int) -> Outcome:
     return Outcome("SKIPPED", f"no test ran, {skipped} skipped", could_run=not tier.optional or has_gpu())
 
 
-def run(tier: Tier) -> Outcome:
-    """Carry out one tier; its output goes to the terminal."""
+def parts_of(tier: Tier, folder: Path, must_run: bool = False) -> list[Part]:
+    """What there is to run of a tier, the patient part last; nothing where it has no tests or no machine.
+
+    Args:
+        folder: gets a report for each command of pytest (see ``_report``).
+        must_run: tests, too, may not be skipped for what this machine lacks.
+    """
     if tier.name == "lint":
-        failed = [" ".join(command) for command in LINT if _tool(*command)]
-        return (
-            Outcome("FAILED", ", ".join(failed))
-            if failed
-            else Outcome("passed", "ruff format, ruff check, mypy, mkdocs")
-        )
+        return [Part(tier.name, LINT)]
     files = files_of(tier)
-    if not files:
-        return Outcome("SKIPPED", "no tests yet", could_run=not tier.optional)
-    if tier.name == "gpu" and not has_gpu():
-        return Outcome("SKIPPED", "no NVIDIA device on this machine", could_run=False)
     patient = [path for path in files if any(path.match(f"tests/{pattern}") for pattern in tier.patient)]
     prompt = [path for path in files if path not in patient]
-    with tempfile.TemporaryDirectory() as folder:
-        reports = [Path(folder) / "prompt.xml", Path(folder) / "patient.xml"]
-        beside = _beside(_pytest(tier, reports[1], patient), Path(folder) / "patient.log") if patient else None
-        statuses = [_tool(*_pytest(tier, reports[0], prompt))]
-        if beside is not None:
-            statuses.append(beside.wait())
-            print((Path(folder) / "patient.log").read_text(), flush=True)
-        counts = [_counts(report) for report in reports]
+    if not files or (tier.name == "gpu" and not has_gpu()):
+        return []
+    options = ("-q", "--durations=8", *tier.options, *(["--must-run"] if must_run else []))
+    return [
+        Part(tier.name, (("pytest", *options, *_report(folder, tier, number), *map(str, chosen)),), beside)
+        for number, (chosen, beside) in enumerate([(prompt, tier.prompt), (patient, False)])
+        if chosen
+    ]
+
+
+def _report(folder: Path, tier: Tier, number: int) -> tuple[str, ...]:
+    """Options that let pytest say what happened in two files, which ``failures_of`` reads."""
+    stem = f"{folder}/{tier.name}-{number}"
+    return "-o", "junit_family=xunit1", f"--junitxml={stem}.xml", f"--complaints={stem}.txt"
+
+
+def _reports(folder: Path, tier: Tier) -> list[Path]:
+    """Of junit, also those that pytest did not get to."""
+    return sorted({path.with_suffix(".xml") for path in folder.glob(f"{tier.name}-*")})
+
+
+def _outcome(tier: Tier, done: Sequence[Done], folder: Path) -> Outcome:
+    if not done:
+        if tier.name == "gpu" and files_of(tier):
+            return Outcome("SKIPPED", "no NVIDIA device on this machine", could_run=False)
+        return Outcome("SKIPPED", "no tests yet", could_run=not tier.optional)
+    statuses = [status for one in done for status in one.statuses]
+    if tier.name == "lint":
+        failed = [" ".join(command) for command, status in zip(LINT, statuses, strict=True) if status]
+        if failed:
+            return Outcome("FAILED", ", ".join(failed))
+        return Outcome("passed", "ruff format, ruff check, mypy, mkdocs")
+    counts = [counts_of(report) for report in _reports(folder, tier)] or [(0, 0)]
     total, skipped = (sum(column) for column in zip(*counts, strict=True))
     return judge(tier, max(statuses, key=abs), total - skipped, skipped)
 
 
-def _pytest(tier: Tier, report: Path, files: list[Path]) -> list[str]:
-    return ["pytest", "-q", "--durations=8", f"--junitxml={report}", *tier.options, *map(str, files)]
-
-
-def _beside(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """A tool of this environment that takes what processor time the others leave; ``log`` gets its output."""
-    nice = [
-        sys.executable,
-        "-c",
-        "import os, sys; os.nice(10); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
-    ]
-    print(f"$ nice {' '.join(command[:4])} ...", flush=True)
-    with log.open("wb") as file:
-        return subprocess.Popen([*nice, "-m", *command], cwd=ROOT, stdout=file, stderr=file, env=_environment())
-
-
-def _tool(*command: str) -> int:
-    """Exit status of a tool of this environment."""
-    print(f"$ {' '.join(command[:6])}{' ...' if len(command) > 6 else ''}", flush=True)
-    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=False, env=_environment()).returncode
-
-
-def _environment() -> dict[str, str]:
-    """This process's own, and a traceback from a process that crashes, also while it ends.
-
-    Modules are compiled once, whatever this shell says of that: the ray tier starts hundreds of processes, and each
-    would compile all of raypipe again.
-    """
-    given = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**given, "PYTHONFAULTHANDLER": "1", "NO_MKDOCS_2_WARNING": "1"}
-
-
-def _counts(report: Path) -> tuple[int, int]:
-    """(tests, skipped ones) of a junit report; nothing where pytest did not get that far."""
-    if not report.exists():
-        return 0, 0
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    tests, skipped = (sum(int(suite.get(key, "0")) for suite in suites) for key in ("tests", "skipped"))
-    return tests, skipped
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def main(arguments: list[str]) -> int:
@@ -220,27 +213,34 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tiers", nargs="*", metavar="TIER", help=", ".join(tier.name for tier in TIERS))
     parser.add_argument("--must-run", action="store_true", help="a tier that this machine can run must run")
+    parser.add_argument("--in-turn", action="store_true", help="nothing runs beside anything else")
     asked = parser.parse_args(arguments)
     unknown = set(asked.tiers) - {tier.name for tier in TIERS}
     if unknown:
         parser.error(f"no tier {min(unknown)!r}: choose from {', '.join(tier.name for tier in TIERS)}")
+    chosen = [tier for tier in TIERS if not asked.tiers or tier.name in asked.tiers]
     rows, bad = [], False
-    for tier in TIERS:
-        if asked.tiers and tier.name not in asked.tiers:
-            continue
-        if asked.must_run:  # also of the tests of a tier that runs
-            tier = replace(tier, options=(*tier.options, "--must-run"))
-        print(f"\n=== {tier.name}", flush=True)
-        start = time.monotonic()
-        outcome = run(tier)
-        seconds = time.monotonic() - start
-        late = f"  (aim: {tier.aim_s:.0f} s)" if seconds > tier.aim_s else ""
-        rows.append(f"{tier.name:<8}{outcome.word:<9}{seconds:7.1f} s   {outcome.reason}{late}")
-        left_out = asked.must_run and outcome.word == "SKIPPED" and outcome.could_run
-        if left_out:
-            rows[-1] += "  <- must run on this machine"
-        bad = bad or outcome.word == "FAILED" or left_out
-    print("\n" + "\n".join(rows))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        parts = [part for tier in chosen for part in parts_of(tier, folder, asked.must_run)]
+        done = carry_out(parts, 1 if asked.in_turn else min(2, _cores()))
+        for tier in chosen:
+            own = [one for one in done if one.part.tier == tier.name]
+            outcome, seconds = _outcome(tier, own, folder), seconds_of(own)
+            late = f"  (aim: {tier.aim_s:.0f} s)" if seconds > tier.aim_s else ""
+            rows.append(f"{tier.name:<8}{outcome.word:<9}{seconds:7.1f} s   {outcome.reason}{late}")
+            left_out = asked.must_run and outcome.word == "SKIPPED" and outcome.could_run
+            if left_out:
+                rows[-1] += "  <- must run on this machine"
+            bad = bad or outcome.word == "FAILED" or left_out
+        failed = [
+            failure
+            for tier in chosen
+            for report in _reports(folder, tier)
+            for failure in failures_of(tier.name, report, report.with_suffix(".txt"))
+        ]
+    print("\n".join(["", *in_words(failed), "", *rows]))
+    print(f"all{seconds_of(done):21.1f} s")
     return int(bad)
 
 
