@@ -28,7 +28,7 @@ from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tolerance import EVEN
 from raypipe.planner.tune.advice import what_would_fit
 from raypipe.planner.tune.attempt import attempt, in_full, predicted
-from raypipe.planner.tune.compare_shapes import best_shape, of_shape, shape_reason, with_branches
+from raypipe.planner.tune.compare_shapes import best_shape, of_shape, shape_reason
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
@@ -121,8 +121,7 @@ def _of_given_shape(problem: Problem) -> Decision:
 
 
 def _replicated(problem: Problem, found: Decision) -> Decision:
-    """With other orders of execution, no more recomputation than it takes, and the whole prediction."""
-    found = with_branches(problem, found)
+    """With no more recomputation than it takes, and the whole prediction."""
     found = only_where_needed(problem, dataclasses.replace(found, prediction=predicted(found, problem.links)))
     return dataclasses.replace(found, prediction=predicted(found, problem.links))
 

@@ -32,6 +32,11 @@ from raypipe.planner.tune.solvers import WORTH, branches
 
 __all__ = ["best_shape", "of_shape", "shape_reason", "with_branches"]
 
+FEW = 3
+"""Shapes, the quickest, for which other orders of execution are looked at."""
+WEIGHTS = (1.0, 4.0, 16.0)
+"""Of sums of gradients against computing. As many seconds of either are as long only where no stage waits for another;
+those of the first stage come behind everything else."""
 MOST_ROWS = 12
 """Of the table: the quickest, and of the others those that were refused."""
 
@@ -65,8 +70,11 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
             continue
         if decision is not None:
             found.append(decision)
-            rows.append(_row(decision))
             best_s = min(best_s, decision.prediction.step_s)
+    found.sort(key=lambda each: each.prediction.step_s)
+    found[:FEW] = [with_branches(problem, each) for each in found[:FEW]]
+    rows += map(_row, found)
+    best_s = min([best_s, *(each.prediction.step_s for each in found)])
     near = [each for each in (*single, *found) if each.prediction.step_s <= best_s * (1 + EVEN)]
     if not near:
         raise PlanError(_nothing(rows))
@@ -83,14 +91,15 @@ def of_shape(problem: Problem, shape: Shape) -> Decision:
     """
     found = _first([ShapeSearch(each) for each in _with_recompute(problem)], shape, math.inf)
     assert found is not None, "any step is shorter than forever"
-    return found
+    return with_branches(problem, found)
 
 
 def with_branches(problem: Problem, found: Decision) -> Decision:
     """The same shape with nodes in another order of execution, where the model allows one that is faster.
 
     PipeDream's optimizer looks for stages of a graph and for their replicas together. Here the antichain method is told
-    how many workers each stage has, and what they take to sum the gradients of its parameters.
+    how many workers each stage has, and what they take to sum the gradients of its parameters. How much of that lies
+    beside other stages' work nobody knows before a plan is simulated, so it is asked with several weights.
     """
     request, graph = found.request, found.graph
     if request.split_points or request.partitioner not in ("auto", "antichain") or not branches(graph):
@@ -101,16 +110,18 @@ def with_branches(problem: Problem, found: Decision) -> Decision:
         link = slowest_link(found.cluster, stage.devices, stage.devices)
         per_byte = float(summing_s(np.array(1e9), len(stage.devices), lanes, link)) / 1e9
         rates.append(per_byte / found.num_microbatches)
-    limits = dataclasses.replace(found.limits, sync_s_per_byte=tuple(rates))
-    try:
-        other = cut_for(request, antichain, graph, found.cluster, limits)
-    except PlanError:  # too many orders, or none that fits
-        return found
-    moved = dataclasses.replace(found, partition=other)
-    step_s = seconds_of(moved)
-    if step_s >= found.prediction.step_s * (1 - WORTH):
-        return found
-    return dataclasses.replace(moved, prediction=dataclasses.replace(found.prediction, step_s=step_s))
+    best = found
+    for weight in WEIGHTS:
+        limits = dataclasses.replace(found.limits, sync_s_per_byte=tuple(weight * rate for rate in rates))
+        try:
+            other = cut_for(request, antichain, graph, found.cluster, limits)
+        except PlanError:  # too many orders, or none that fits
+            return best
+        moved = dataclasses.replace(found, partition=other)
+        step_s = seconds_of(moved)
+        if step_s < best.prediction.step_s * (1 - WORTH):
+            best = dataclasses.replace(moved, prediction=dataclasses.replace(found.prediction, step_s=step_s))
+    return best
 
 
 def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:

@@ -221,17 +221,18 @@ def test_what_is_given_is_kept() -> None:
 
 
 def test_a_graph_with_branches_is_cut_in_another_order_with_replicas() -> None:
-    """Two branches, a wide one and a narrow one: in the nodes' own order no cut shares out the seconds as well."""
-    nodes = [
-        op(i, milliseconds=ms, output=out)
-        for i, (ms, out) in enumerate([(1, 256), (4, 256), (1, 256), (4, 256), (1, 256)])
-    ]
-    graph = link_nodes(nodes, ((0, 1), (0, 2), (2, 3), (1, 4), (3, 4)))
+    """Two branches in turn: in the nodes' own order no cut leaves the parameters of both to the stage of one worker."""
+    heavy = {1: 48 * MIB, 3: 48 * MIB}
+    nodes = [op(i, milliseconds=3.0, output=256, params=heavy.get(i, 1 << 10)) for i in range(6)]
+    graph = link_nodes(nodes, ((0, 1), (0, 2), (2, 3), (2, 4), (0, 4), (4, 5), (3, 5), (1, 5)))
     profile = Profile(graph, 4, tuple((b, graph.busy_s * b / 4) for b in (1, 2, 4, 8)))
-    own = decided(profile, 10.0, replicas=(1, 2), num_stages=2, partitioner="prefix_sum")
-    other = decided(profile, 10.0, replicas=(1, 2), num_stages=2, partitioner="antichain")
-    assert other.prediction.step_s <= own.prediction.step_s
-    assert other.partition.replicas == (1, 2)
+    own = decided(profile, 10.0, replicas=(2, 1), num_stages=2, partitioner="prefix_sum")
+    other = decided(profile, 10.0, replicas=(2, 1), num_stages=2, partitioner="antichain")
+    assert other.prediction.step_s < own.prediction.step_s * 0.8
+    order = other.partition.order
+    assert {1, 3} <= set(order[other.partition.stages[1].start :])
+    free = decided(profile, 10.0, num_stages=2)
+    assert free.prediction.step_s <= other.prediction.step_s
 
 
 def test_the_table_of_the_module() -> None:
