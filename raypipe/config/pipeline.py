@@ -1,8 +1,7 @@
 """PipelineConfig: every choice a person can make about a pipeline, frozen and checked once.
 
-Two tables decide what is accepted. ``_ALLOWED`` says which values make sense at all; ``SUPPORTED``
-says which of those this release runs. A value that only a later release runs is refused by its
-field's name instead of being ignored. ``"auto"`` is always accepted: the plan says what it became.
+A table decides what is accepted, ``_ALLOWED``; anything else is refused by its field's name instead of being ignored.
+``"auto"``: the plan says what it became.
 
 The model leaves out what depends on the model, the data or the cluster: PlanError speaks of those.
 """
@@ -27,14 +26,14 @@ __all__ = ["SUPPORTED", "PipelineConfig"]
 
 _T = TypeVar("_T")
 
-SUPPORTED: Mapping[str, tuple[object, ...]] = {
+SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "schedule": tuple(KINDS),
     "transport": ("tcp", "object_store", "collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "codec_backward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "precision": tuple(PRECISIONS),
 }
-"""Values this release runs besides "auto"; a field that is not listed runs with every allowed value."""
+"""Names of the fields that take names, besides "auto"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,6 @@ def _each(rule: _Rule, text: str) -> _Rule:
 _AUTO = _one_of("auto")
 _FLAG = _Rule(lambda v: isinstance(v, bool), "True or False")
 _NONE = _Rule(lambda v: v is None, "None")
-_CODEC = _one_of("auto", "none", "bf16", "fp16", "int8", "fp8", "int4")
 _RECOMPUTE = _one_of("auto", "never", "always")
 _MODULE = _Rule(lambda v: isinstance(v, str) and v != "", "a module name")
 _PORT = _Rule(lambda v: type(v) is int and 1024 <= v <= 65535, "a port from 1024 to 65535")
@@ -85,7 +83,6 @@ _PORTS = _Rule(
     lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(_PORT.accepts, v)) and v[0] <= v[1],
     "a pair of ports from 1024 to 65535, the lower one first",
 )
-_CSV = _Rule(lambda v: isinstance(v, str) and v.endswith(".csv"), "the path of a schedule .csv file")
 
 _ALLOWED: Mapping[str, _Rule] = {
     "num_stages": _AUTO | _integer(1),
@@ -98,22 +95,22 @@ _ALLOWED: Mapping[str, _Rule] = {
     "partitioner": _one_of("auto", "parameters", "prefix_sum", "antichain", "hierarchical")
     | _each(_MODULE, "a list of module names, each the first of a stage"),
     "profile_budget_s": _number(0),
-    "schedule": _one_of("auto", *KINDS) | _CSV,
+    "schedule": _one_of("auto", *SUPPORTED["schedule"]),
     "group_size": _AUTO | _integer(1),
     "slack": _AUTO | _integer(1) | _each(_integer(1), "a list of integers, one per hop"),
     "weight_versions": _AUTO | _integer(1),
     "update_interval": _AUTO | _integer(1),
     "vertical_sync": _AUTO | _FLAG,
-    "transport": _one_of("auto", "object_store", "collective", "tcp"),
+    "transport": _one_of("auto", *SUPPORTED["transport"]),
     "link_ports": _AUTO | _PORTS,
     "link_checksum": _one_of("auto", "on", "off"),
-    "codec_forward": _CODEC,
-    "codec_backward": _CODEC,
+    "codec_forward": _one_of("auto", *SUPPORTED["codec_forward"]),
+    "codec_backward": _one_of("auto", *SUPPORTED["codec_backward"]),
     "memory_limit_bytes": _AUTO | _integer(1),
     "recompute": _RECOMPUTE
     | _each(_RECOMPUTE | _FLAG, "a list of these or of True and False, one per stage")
     | _each(_integer(0), "a list of stages by number"),
-    "precision": _one_of(*PRECISIONS),
+    "precision": _one_of(*SUPPORTED["precision"]),
     "max_grad_norm": _NONE | _number(0),
     "retune_interval_steps": _AUTO | _integer(0),
     "link_drift_threshold": _AUTO | _number(0),
@@ -157,7 +154,6 @@ class PipelineConfig(PipelineFields):
             value = _plain(getattr(self, field.name))
             object.__setattr__(self, field.name, value)
             _check_allowed(field.name, value)
-            _check_supported(field.name, value)
         check_together(self)
 
 
@@ -177,19 +173,6 @@ def _check_allowed(name: str, value: Any) -> None:
     if not rule.accepts(value):
         hint = _nearest(value, rule.names) if isinstance(value, str) else ". "
         raise ConfigError(f"{name}={value!r} is not possible{hint}Allowed: {rule.text}.")
-
-
-def _check_supported(name: str, value: Any) -> None:
-    if name not in SUPPORTED or value == "auto":
-        return
-    if value not in SUPPORTED[name]:
-        default = PipelineConfig.__dataclass_fields__[name].default
-        running = dict.fromkeys(["auto", *SUPPORTED[name]] if _ALLOWED[name].accepts("auto") else SUPPORTED[name])
-        words = " or ".join(map(repr, running))
-        raise ConfigError(
-            f"{name}={value!r} comes with a later release; this release runs {name} {words}. "
-            f"Leave {name} out to run with {default!r}."
-        )
 
 
 def _nearest(word: str, names: Sequence[str]) -> str:

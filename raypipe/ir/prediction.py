@@ -52,17 +52,30 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True)
 class HopPrediction:
-    """One message between two stages, one way.
+    """One message between two stages, one way, and the gradient that comes back.
 
     Attributes:
-        message_bytes: of one micro-batch.
-        latency_s: from leaving to arrival.
-        occupancy_s: for which it keeps the link busy.
+        message_bytes: of one micro-batch, before any codec.
+        latency_s: from leaving to arrival, what a codec adds to it included.
+        occupancy_s: for which it keeps the link busy, or the thread that encodes or decodes, whichever is longer.
+        back_s: (latency, occupancy) of the gradient; None for the same.
     """
 
     message_bytes: int
     latency_s: float
     occupancy_s: float
+    back_s: tuple[float, float] | None = None
+
+    @property
+    def ways_s(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(latency, occupancy) forwards, and backwards."""
+        there_s = (self.latency_s, self.occupancy_s)
+        return there_s, self.back_s or there_s
+
+    @property
+    def busiest_s(self) -> tuple[float, float]:
+        """(latency, occupancy) of the way that is busy longer."""
+        return max(self.ways_s, key=lambda way: (way[1], way[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +125,11 @@ class Prediction:
     decided_by: str = "given"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; a stage that exchanges nothing has no word about it."""
+        """For JSON; a stage that exchanges nothing has no word about it, nor a hop whose two ways are alike."""
         found = asdict(self)
+        for row in found["hops"]:
+            if row["back_s"] is None:
+                del row["back_s"]
         for row in found["stages"]:
             if not row["exchange_s"]:
                 del row["exchange_s"]
@@ -132,6 +148,9 @@ class Prediction:
             )
             for row in found["stages"]
         )
-        hops = (HopPrediction(**row) for row in found["hops"])
+        hops = (
+            HopPrediction(**{**row, "back_s": tuple(row["back_s"]) if row.get("back_s") else None})
+            for row in found["hops"]
+        )
         curve = (CurvePoint(**row) for row in found["curve"])
         return cls(**{**found, "stages": tuple(stages), "hops": tuple(hops), "curve": tuple(curve)})

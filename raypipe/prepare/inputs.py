@@ -12,6 +12,7 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.replicas import laned
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.checkpoint import StateSource
+from raypipe.engine.codec.cost import codec_cost
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.meter import Asked
 from raypipe.engine.rehearsal import NUM_ROWS, refuse_lazy, refuse_sparse, rehearse, rehearse_evaluation
@@ -19,6 +20,7 @@ from raypipe.engine.remembered import Memory, read_memory
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
+from raypipe.ir.codec_cost import NO_CODEC, CodecCost
 from raypipe.ir.precision import PRECISIONS
 from raypipe.planner.tune import Request, microbatches
 from raypipe.prepare.arguments import Arguments, Unfilled
@@ -207,6 +209,7 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         recompute=asked_recompute(pipeline, num_stages),
         replicas=_given(pipeline.num_replicas),
         lanes=_given(pipeline.num_lanes),
+        codecs=(_codec(pipeline.codec_forward), _codec(pipeline.codec_backward)),
     )
 
 
@@ -214,6 +217,11 @@ def _schedule(pipeline: PipelineConfig) -> str:
     """As it was asked for; of lanes that were, and of replicas, "auto" is 1f1b."""
     lanes_are_given = pipeline.num_replicas != "auto" or pipeline.num_lanes not in ("auto", 1)
     return "1f1b" if pipeline.schedule == "auto" and laned(pipeline) and lanes_are_given else pipeline.schedule
+
+
+def _codec(name: str) -> CodecCost:
+    """What a codec takes here; a run with "auto" begins without one."""
+    return NO_CODEC if name in ("auto", "none") else CodecCost(name, *codec_cost(name))
 
 
 def asked_recompute(pipeline: PipelineConfig, num_stages: int | None) -> bool | tuple[bool | None, ...] | None:

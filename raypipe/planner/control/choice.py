@@ -9,34 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypipe.errors import PlanError
+from raypipe.ir.codec_cost import NO_CODEC, CodecCost
 from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.memory import MemoryModel
 
 __all__ = ["NO_CODEC", "Choice", "CodecCost"]
-
-
-@dataclass(frozen=True, slots=True)
-class CodecCost:
-    """What compressing one direction of a link costs and saves, as measured.
-
-    Attributes:
-        name: as in codec_forward and codec_backward.
-        ratio: bytes before over bytes on the wire.
-        encode_s_per_byte, decode_s_per_byte: per byte before the codec, on the link's own thread.
-    """
-
-    name: str
-    ratio: float = 1.0
-    encode_s_per_byte: float = 0.0
-    decode_s_per_byte: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (self.ratio > 0 and self.encode_s_per_byte >= 0 and self.decode_s_per_byte >= 0):
-            raise PlanError(f"{self}: give a ratio above 0 and seconds per byte from 0 up.")
-
-
-NO_CODEC = CodecCost("none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,10 +152,7 @@ def _wire(measured: Measured, place: int, codec: CodecCost) -> Wire:
         return Wire()
     if codec == NO_CODEC:
         return Wire(link.latency_s, measured.draws_s(place))
-    encode_s = codec.encode_s_per_byte * link.raw_bytes
-    decode_s = codec.decode_s_per_byte * link.raw_bytes
     shorter_s = measured.draws_s(place, codec.ratio)
-    occupancy_s = tuple(max(encode_s, s, decode_s) for s in shorter_s)
-    typical_s = median(shorter_s) if shorter_s else 0.0
-    behind_s = encode_s + typical_s + decode_s - max(encode_s, typical_s, decode_s)
+    occupancy_s = tuple(codec.taken_s(link.raw_bytes, s)[1] for s in shorter_s)
+    behind_s, _ = codec.taken_s(link.raw_bytes, median(shorter_s) if shorter_s else 0.0)
     return Wire(link.latency_s + behind_s, occupancy_s)

@@ -92,7 +92,7 @@ def _with_slack(problem: Problem, request: Request, graph: ModelGraph, limits: L
     """The request with the best of the candidates that fit, which are those of a run's controller."""
     stages, hops = (
         stages_of(graph, partition, problem.cluster, limits),
-        hops_of(partition, problem.cluster, limits.memory.microbatch_size),
+        hops_of(partition, problem.cluster, limits.memory.microbatch_size, request.codecs),
     )
     costs, count = costs_of(stages, hops), limits.memory.spec.num_microbatches
 

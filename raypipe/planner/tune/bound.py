@@ -38,9 +38,9 @@ def bound_of(
     text = f"stage {slowest} computes longest, {human_s(busy_s)} per micro-batch"
     if not hops:
         return f"computing takes {human_s(busy_s)} per micro-batch"
-    widest = max(range(len(hops)), key=lambda h: hops[h].occupancy_s)
-    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message"
-    if 2 * hops[widest].occupancy_s > busy_s:
+    widest = max(range(len(hops)), key=lambda h: hops[h].busiest_s[1])
+    waits = f"{human_s(sum(hops[widest].busiest_s))} per message"
+    if sum(held_s for _, held_s in hops[widest].ways_s) > busy_s:
         return f"the link between stages {widest} and {widest + 1} takes {waits} each way, computing {human_s(busy_s)}"
     if step_s > rounds * busy_s * (1 + NEAR):
         return (
@@ -81,14 +81,14 @@ def _of_workers(
     crossing = [hop for hop in range(len(hops)) if wiring.crosses(hop, 0)]
     if not crossing:
         return text
-    widest = max(crossing, key=lambda hop: hops[hop].occupancy_s + hops[hop].latency_s)
+    widest = max(crossing, key=lambda hop: sum(hops[hop].busiest_s))
     free = dataclasses.replace(
         costs, forward_latency_s=(), backward_latency_s=(), forward_occupancy_s=(), backward_occupancy_s=()
     )
     free_s = makespan_s(lower(schedule), free)
     if step_s <= free_s * (1 + NEAR):
         return text
-    waits = f"{human_s(hops[widest].latency_s + hops[widest].occupancy_s)} per message each way"
+    waits = f"{human_s(sum(hops[widest].busiest_s))} per message each way"
     return (
         f"workers wait for messages: without them the step would take {human_s(free_s)}; the slowest link, between "
         f"stages {widest} and {widest + 1}, takes {waits}"

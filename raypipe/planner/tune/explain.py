@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raypipe.ir.codec_cost import NO_CODEC
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.problem import Problem
@@ -32,6 +33,8 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
         reasons.append(("machine", SHARED))
     reasons.append(("micro-batches", _microbatches(best)))
     reasons.append(("schedule", _schedule(problem, best)))
+    if problem.request.codecs != (NO_CODEC, NO_CODEC) and best.partition.num_stages > 1:
+        reasons.append(("codecs", _codecs(problem.request)))
     if recompute := recompute_reason(problem.request, best.request.recomputed(best.partition.num_stages)):
         reasons.append(("recompute", recompute))
     weights = weight_reason(best.request, best.partition.num_stages, best.num_microbatches)
@@ -106,6 +109,19 @@ def _microbatches(best: Decision) -> str:
     if not best.request.kind.synchronous:
         return f"{what}, 4 per stage; workers do not wait between steps, so the number hardly matters"
     return f"{what}, 4 per stage; only one size was timed, so others could not be compared"
+
+
+def _codecs(request: Request) -> str:
+    """What messages are compressed to, and what it takes."""
+    told = []
+    for which, codec in zip(("activations", "gradients"), request.codecs, strict=True):
+        if codec != NO_CODEC:
+            encode, decode = codec.encode_s_per_byte * 1e9, codec.decode_s_per_byte * 1e9
+            told.append(
+                f"{which} in {codec.name}, {codec.ratio:.1f} times smaller than fp32, {encode:.2f} and {decode:.2f} s "
+                "per GB to encode and decode"
+            )
+    return f"{'; '.join(told)}. The cut was chosen for whole messages"
 
 
 def _schedule(problem: Problem, best: Decision) -> str:

@@ -14,6 +14,7 @@ import dataclasses
 import math
 
 from raypipe.ir.cluster import Cluster
+from raypipe.ir.codec_cost import NO_CODEC, CodecCost
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Plan
 from raypipe.ir.prediction import HopPrediction, Prediction, StagePrediction
@@ -105,19 +106,32 @@ def _parts(memory: StageMemory) -> tuple[tuple[str, int], ...]:
     )
 
 
-def hops_of(partition: Partition, cluster: Cluster, microbatch_size: int) -> tuple[HopPrediction, ...]:
-    """What a message meets between each two stages; nothing where both are on one device."""
+def hops_of(
+    partition: Partition,
+    cluster: Cluster,
+    microbatch_size: int,
+    codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC),
+) -> tuple[HopPrediction, ...]:
+    """What a message meets between each two stages; nothing where both are on one device.
+
+    Args:
+        codecs: forwards and backwards.
+    """
     found = []
     for before, after in zip(partition.stages, partition.stages[1:], strict=False):
         link = slowest_link(cluster, before.devices, after.devices)
         nbytes = after.input_bytes * microbatch_size
-        found.append(HopPrediction(nbytes, link.latency_s, nbytes / link.bandwidth_bytes_s))
+        ways = []
+        for codec in codecs if before.devices != after.devices else (NO_CODEC, NO_CODEC):
+            behind_s, occupancy_s = codec.taken_s(nbytes, nbytes / codec.ratio / link.bandwidth_bytes_s)
+            ways.append((link.latency_s + behind_s, occupancy_s))
+        found.append(HopPrediction(nbytes, *ways[0], None if ways[1] == ways[0] else ways[1]))
     return tuple(found)
 
 
 def costs_of(stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...]) -> Costs:
-    """The simulator's input; gradients travel back in messages of the same size."""
-    latency_s, occupancy_s = tuple(h.latency_s for h in hops), tuple(h.occupancy_s for h in hops)
+    """The simulator's input."""
+    there_s, back_s = ([hop.ways_s[way] for hop in hops] for way in (0, 1))
     exchange_s = tuple(stage.exchange_s for stage in stages)
     return Costs(
         reduce_s=exchange_s if any(exchange_s) else (),
@@ -125,10 +139,10 @@ def costs_of(stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...
         backward_s=tuple(stage.backward_s for stage in stages),
         backward_input_s=tuple(max(0.0, stage.backward_s - stage.weight_s) for stage in stages),
         backward_weight_s=tuple(stage.weight_s for stage in stages),
-        forward_latency_s=latency_s,
-        backward_latency_s=latency_s,
-        forward_occupancy_s=occupancy_s,
-        backward_occupancy_s=occupancy_s,
+        forward_latency_s=tuple(latency_s for latency_s, _ in there_s),
+        backward_latency_s=tuple(latency_s for latency_s, _ in back_s),
+        forward_occupancy_s=tuple(occupancy_s for _, occupancy_s in there_s),
+        backward_occupancy_s=tuple(occupancy_s for _, occupancy_s in back_s),
     )
 
 
@@ -179,7 +193,8 @@ def seconds_of(decision: Decision) -> float:
 
 def _stages_and_hops(decision: Decision) -> tuple[tuple[StagePrediction, ...], tuple[HopPrediction, ...]]:
     stages = stages_of(decision.graph, decision.partition, decision.cluster, decision.limits)
-    return stages, hops_of(decision.partition, decision.cluster, decision.limits.memory.microbatch_size)
+    size, codecs = decision.limits.memory.microbatch_size, decision.request.codecs
+    return stages, hops_of(decision.partition, decision.cluster, size, codecs)
 
 
 def step_of(lowered: Schedule, costs: Costs) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from raypipe.errors import PlanError
+from raypipe.ir.codec_cost import NO_CODEC, CodecCost
 from raypipe.ir.schedule_spec import KINDS, ScheduleKind
 
 __all__ = ["AUTO_SLACK", "DEFAULT_STAGES", "DEFAULT_WORKERS", "PER_WORKER", "Request", "microbatches"]
@@ -50,6 +51,7 @@ class Request:
         lanes: into which gradients are summed; None for the fewest that give every replica of a stage as many.
         changing: positions of the nodes that change buffers in training; their stages have one worker. Known where
             replicas are left to the planner.
+        codecs: of messages forwards and backwards. The step counts them, the cut does not: it weighs whole messages.
     """
 
     num_stages: int | None
@@ -78,6 +80,7 @@ class Request:
     replicas: int | tuple[int, ...] | None = 1
     lanes: int | None = None
     changing: tuple[int, ...] = ()
+    codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
 
     @property
     def kind(self) -> ScheduleKind:

@@ -118,11 +118,11 @@ def _slowest_s(graph: ModelGraph, cut: Partition, cluster: Cluster, limits: Limi
 
 
 def _pipe(request: Request, cut: Partition, cluster: Cluster, count: int) -> Pipe:
-    hops = hops_of(cut, cluster, 1)
+    hops = [hop.busiest_s for hop in hops_of(cut, cluster, 1, request.codecs)]
     exposed = spec_of(request, cut.num_stages, count).kind == "1f1b"
     return Pipe(
         cut.num_stages,
-        Hop(max(h.latency_s for h in hops), max(h.occupancy_s for h in hops), exposed) if hops else None,
+        Hop(max(latency_s for latency_s, _ in hops), max(held_s for _, held_s in hops), exposed) if hops else None,
         chunks=cut.num_stages // request.workers(cut.num_stages),
         rounds=rounds_of(request, cut.num_stages),
         in_rounds=request.schedule == "interleaved",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+from raypipe.ir.codec_cost import NO_CODEC
 from raypipe.planner.microbatch import all_sizes
 from raypipe.planner.partition.answer import cut_at
 from raypipe.planner.tune.attempt import NOTHING, predicted
@@ -96,6 +97,7 @@ def _all_open(problem: Problem) -> bool:
         and request.kind.synchronous
         and not request.kind.several_stages
         and not request.replicated
+        and request.codecs == (NO_CODEC, NO_CODEC)  # messages that are alike both ways
         and len({(device.speed, device.memory_bytes) for device in devices}) == 1
         and len({problem.cluster.link(a, b) for a, b in itertools.combinations(range(len(devices)), 2)}) <= 1
     )

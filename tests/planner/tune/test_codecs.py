@@ -1,0 +1,70 @@
+"""Codecs in plans: smaller messages, and the seconds that encoding and decoding take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.codec_cost import NO_CODEC, CodecCost
+from raypipe.ir.graph import ModelGraph, Node
+from raypipe.ir.plan import Plan
+from raypipe.ir.prediction import HopPrediction, Prediction
+from raypipe.ir.profile import Profile
+from raypipe.planner.tune import Request, decide, plan_of
+
+NODES = tuple(
+    Node(f"op{i}", f"layers.{i}", (), 1 << 10, 1 << 20, forward_s=0.001, backward_weight_s=0.002, source="measured")
+    for i in range(4)
+)
+PROFILE = Profile(ModelGraph(NODES), 1, ((1, 0.012),))
+REQUEST = Request(2, 2, (), 8, 8, num_samples=100, schedule="1f1b")
+SLOW = Cluster((Device("a"), Device("b")), (Link(bandwidth_bytes_s=1e8),))  # 10.5 ms for a message of 1 MiB
+INT8 = CodecCost("int8", 4.0, 1e-9, 5e-10)
+BF16 = CodecCost("bf16", 2.0, 0.0, 0.0)
+
+
+def plan(request: Request, cluster: Cluster | None = SLOW) -> Plan:
+    return plan_of(decide(request, PROFILE, cluster), 0)
+
+
+def predicted(*codecs: CodecCost, cluster: Cluster | None = SLOW) -> Prediction:
+    found = plan(dataclasses.replace(REQUEST, codecs=codecs), cluster).prediction
+    assert found is not None
+    return found
+
+
+def test_a_message_takes_what_its_codec_makes_of_it() -> None:
+    (hop,) = predicted(INT8, BF16).hops
+    encode_s, wire_s, decode_s = (1 << 20) * 1e-9, (1 << 20) / 4e8, (1 << 20) * 5e-10
+    assert hop.message_bytes == 1 << 20
+    assert hop.occupancy_s == pytest.approx(wire_s)  # the longest of the three
+    assert hop.latency_s == pytest.approx(encode_s + decode_s)
+    assert hop.back_s == pytest.approx((0.0, (1 << 20) / 2e8))
+    assert hop.busiest_s == hop.back_s
+
+
+def test_on_a_slow_link_codecs_make_a_step_shorter_and_on_a_free_one_longer() -> None:
+    whole, forward, both = predicted(NO_CODEC, NO_CODEC), predicted(INT8, NO_CODEC), predicted(INT8, INT8)
+    assert both.step_s < forward.step_s < whole.step_s
+    assert whole.hops[0].back_s is None
+    free = predicted(NO_CODEC, NO_CODEC, cluster=None)
+    assert predicted(INT8, INT8, cluster=None).step_s > free.step_s
+
+
+def test_a_plan_says_what_its_codecs_cost() -> None:
+    found = plan(dataclasses.replace(REQUEST, codecs=(INT8, NO_CODEC)))
+    assert dict(found.reasons)["codecs"] == (
+        "activations in int8, 4.0 times smaller than fp32, 1.00 and 0.50 s per GB to encode and decode. The cut was "
+        "chosen for whole messages"
+    )
+    assert "codecs" not in dict(plan(REQUEST).reasons)
+
+
+def test_a_prediction_with_two_ways_is_read_back() -> None:
+    found = predicted(INT8, BF16)
+    row = found.to_dict()
+    assert Prediction.from_dict(row) == found
+    assert "back_s" not in predicted(NO_CODEC, NO_CODEC).to_dict()["hops"][0]
+    assert HopPrediction(8, 0.5, 0.25).ways_s == ((0.5, 0.25), (0.5, 0.25))
