@@ -22,7 +22,8 @@ class PipelineFields:
             follows the workers there are, and a number is the most there will be (docs/design/0043).
         num_replicas: workers per stage; a list gives one number per stage. Micro-batches are dealt out between the
             replicas of a stage, at least one for each, which sum their gradients before every update. A stage that
-            changes buffers in training (batch normalisation) has one. "auto" compares data parallelism (one stage with
+            changes buffers in training (batch normalisation) has one. Not with "zb-h1", "zb-v" and "interleaved". In
+            synchronous schedules "auto" compares data parallelism (one stage with
             several workers), pipelines and stages with replicas by the seconds of a step, within memory, and takes the
             quickest; the plan shows what was compared (docs/design/0061).
         num_lanes: into how many lanes micro-batches are dealt out, m into lane m % num_lanes, and their gradients
@@ -60,8 +61,8 @@ class PipelineFields:
         weight_versions: most weight versions that a stage keeps, in asynchronous schedules ("pipedream" and
             "2bw", which do not run empty between mini-batches). "pipedream" with a number updates as often as
             that many versions allow.
-        update_interval: micro-batches per update of the weights, in "pipedream"; 1 unless weight_versions
-            says otherwise. An update averages the loss over its own samples.
+        update_interval: micro-batches per update of the weights, in "pipedream"; 1, or num_lanes where
+            there are several, unless weight_versions says otherwise. An update averages the loss over its own samples.
         vertical_sync: a micro-batch uses the same weight version on every stage, in "pipedream".
         transport: how boundary tensors travel.
         link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each

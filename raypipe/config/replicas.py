@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from raypipe.config.fields import PipelineFields
 from raypipe.errors import ConfigError
-from raypipe.ir.schedule_spec import REPLICATED
+from raypipe.ir.schedule_spec import KINDS, REPLICATED, ScheduleKind
 
 __all__ = ["check_replicas", "laned", "replicated"]
 
@@ -39,11 +41,17 @@ def check_replicas(config: PipelineFields) -> None:
             f"{', '.join(map(repr, REPLICATED))} and 'auto', which is '1f1b' then. Set one of them, or leave out "
             f"{what.partition('=')[0]}."
         )
+    if not _synchronous(config):
+        _check_shares(config)
     if config.partitioner == "hierarchical":
         raise ConfigError(
             f"{what} means nothing to partitioner='hierarchical', which looks for replicas by itself, to plan with and "
             "not to run. Set partitioner='auto'; with num_replicas='auto' the planner chooses them for a run."
         )
+
+
+def _synchronous(config: PipelineFields) -> bool:
+    return KINDS.get(config.schedule, ScheduleKind()).synchronous
 
 
 def _check_auto(config: PipelineFields) -> None:
@@ -52,6 +60,33 @@ def _check_auto(config: PipelineFields) -> None:
             "num_replicas='auto' compares plans by their seconds, and partitioner='parameters' measures none. Set "
             "partitioner='auto', or a number of replicas."
         )
+    if not _synchronous(config):
+        raise ConfigError(
+            f"num_replicas='auto' compares the seconds of a step, and with schedule={config.schedule!r} other numbers "
+            "of replicas also make other gradients, of older or newer weights. Give numbers, or take a synchronous "
+            "schedule."
+        )
+
+
+def _check_shares(config: PipelineFields) -> None:
+    """Replicas of an asynchronous schedule have equal shares of every update, which all of them make together."""
+    counts = config.num_replicas
+    assert counts != "auto"
+    least = math.lcm(*(counts if isinstance(counts, tuple) else (counts,)))
+    lanes = least if config.num_lanes == "auto" else config.num_lanes
+    if lanes % least:
+        raise ConfigError(
+            f"num_lanes={lanes} gives replicas of num_replicas={counts!r} unequal shares, which schedule="
+            f"{config.schedule!r} cannot have. Set num_lanes to a multiple of {least}, or leave it out."
+        )
+    for name in ("num_microbatches", "update_interval"):
+        value = getattr(config, name)
+        if value != "auto" and value % lanes:
+            raise ConfigError(
+                f"{name}={value} with schedule={config.schedule!r} is no multiple of the {lanes} lanes into which "
+                f"gradients are summed, so that replicas would have unequal shares of an update. Set {name}="
+                f"{-(-value // lanes) * lanes}."
+            )
 
 
 def _check_counts(config: PipelineFields) -> None:

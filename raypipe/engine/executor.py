@@ -80,7 +80,7 @@ class Executor:
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
         self._alone = self._skipped = False
-        self._training, self._ready = True, False
+        self._training, self._ready, self._flows = True, False, False
         self._made: int | None = None  # steps
         self._begun_s: float | None = None  # since then another one is under way
         self._last: tuple[torch.Tensor | None, torch.Tensor | None] | None = None  # totals of the last one made
@@ -90,7 +90,7 @@ class Executor:
         """How far it has come; where it does not run anything."""
         norm, loss = (None, None) if self._last is None else self.crossing.to_host(self._last, Crosses.NORMS)
         totals = None if norm is None or loss is None else (Scalar.of(norm), Scalar.of(loss))
-        return Reached(self._made, self._ready, totals)
+        return Reached(self._made, self._ready, totals, self._flows)
 
     @property
     def states(self) -> list[StageState]:
@@ -197,6 +197,7 @@ class Executor:
         """
         self._segment, self._training = segment, training
         synchronous = segment.update_interval is None
+        self._flows |= not synchronous
         whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
         whole |= any(work.program.precision.scaled for work in self.works.values())
         assert not (alone and synchronous and whole), "clipping and skipping need the whole norm"
@@ -293,13 +294,13 @@ class Executor:
                 self._reduction.reduce_grad(stage, microbatch)
             case Op.REDUCE_NORM:
                 self._ready = True
+                losses = [term for work in self.works.values() for term in work.loss_terms()]
                 if self._alone:
-                    loss = next((known for work in self.works.values() if (known := work.loss()) is not None), None)
+                    loss = self._reduction.loss(microbatch, losses)
                     own = self._updates[stage].own_norm()
                     norm, self._norms = (None, None) if own is None else own
                     self._totals = norm, loss
                 else:
-                    losses = [term for work in self.works.values() for term in work.loss_terms()]
                     self._totals = self._reduction.norm(stage, microbatch, losses)
             case Op.STEP:
                 assert self._totals is not None

@@ -46,11 +46,13 @@ class Reached(NamedTuple):
             was given its state.
         ready: it has all its gradients of the next one.
         totals: gradient norm of the whole model and loss of the step that it made last.
+        flows: it runs an asynchronous schedule, in which other steps are begun before one is made.
     """
 
     made: int | None = None
     ready: bool = False
     totals: tuple[Scalar, Scalar] | None = None
+    flows: bool = False
 
 
 def newest(workers: Sequence[Reached], step: int) -> tuple[int, tuple[Scalar, Scalar] | None] | None:
@@ -59,6 +61,8 @@ def newest(workers: Sequence[Reached], step: int) -> tuple[int, tuple[Scalar, Sc
     Args:
         step: that those are at who have begun none.
     """
+    if any(one.flows for one in workers):
+        return None
     made = [step if one.made is None else one.made for one in workers]
     most = max(made)
     totals = next((one.totals for one, count in zip(workers, made, strict=True) if count == most and one.totals), None)

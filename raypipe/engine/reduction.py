@@ -136,6 +136,20 @@ class Reduction:
         assert loss is not None
         return total, loss
 
+    def loss(self, microbatch: int, losses: Sequence[LossTerm]) -> torch.Tensor | None:
+        """Where no norm is exchanged, the loss on the replica of the last stage that leads; None on every other worker.
+
+        Args:
+            losses: as in ``norm``.
+        """
+        if len(self._programs) - 1 not in self._own or not self._others:
+            return summed(losses)
+        action = Action(self._placement.first_stage(self._placement.worker), Op.REDUCE_NORM, microbatch)
+        if not self._placement.leads:
+            self._send(self._placement.replicas[0], action, told(losses))
+            return None
+        return summed(merged(losses, [self._receive(other, action) for other in self._others]))
+
     def _of_leaders(self, action: Action, loss: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(gradient norm, loss) from what every stage's leading worker has: down to the first, and back up."""
         placement = self._placement

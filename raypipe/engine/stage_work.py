@@ -79,9 +79,8 @@ class StageWork:
         self._lanes, self._leads = placement.lanes, placement.leads
         self._codecs = setup.codecs
         self.sink = GradientSink(self.program, state.parameters, self._lanes)
-        self.ring = WeightRing(
-            self.program, state.parameters, weights.rule, weights.capacity(stage), weights.ahead, self.sink.watch
-        )
+        kept = weights.rule, weights.capacity(stage), weights.ahead, len(placement.replicas)
+        self.ring = WeightRing(self.program, state.parameters, *kept, self.sink.watch)
         self._in_flight = InFlight(self.sink, self.ring, sends_input_grads=stage > self.program.first_trainable)
         self._modes = {mode: placed(function, crossing) for mode, function in self.program.modes.items()}
         self.feed = Feed(
@@ -293,7 +292,7 @@ class StageWork:
         """Evaluations run on workers that lead, which have the first lane."""
         segment = self._segment
         within = microbatch - segment.first_microbatch
-        return lane_of(within, len(segment.microbatch_samples), self._lanes) if self._training else 0
+        return lane_of(within, segment.interval, self._lanes) if self._training else 0
 
     def _backward(self, op: Op, microbatch: int) -> None:
         self.sink.use_lane(self._lane(microbatch))

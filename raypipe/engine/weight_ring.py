@@ -58,6 +58,7 @@ class WeightRing:
         rule: which version a forward takes.
         capacity: slots.
         ahead: forwards that stage 0 runs ahead; under STAMPED, by so much stamps lag behind.
+        replicas: of the stage; the micro-batch that comes behind k is k + replicas.
         watch: told of every new leaf and of the position of its use site.
     """
 
@@ -68,13 +69,14 @@ class WeightRing:
         rule: VersionRule = VersionRule.NEWEST,
         capacity: int = 1,
         ahead: int = 0,
+        replicas: int = 1,
         watch: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         # Below the first stage that trains there are no versions to tell apart, so that stage stamps.
         below = program.index < program.first_trainable
         stamps = rule is VersionRule.STAMPED and program.index == program.first_trainable
         self._rule = VersionRule.NEWEST if below or stamps else rule
-        self._capacity, self._ahead, self._watch = capacity, ahead, watch
+        self._capacity, self._ahead, self._replicas, self._watch = capacity, ahead, replicas, watch
         self._sites = program.train.sites
         self._parameters = parameters
         self._names = [name for name in program.parameters if name in program.trainable]
@@ -122,10 +124,10 @@ class WeightRing:
                 version = self.newest
             case VersionRule.STAMPED:
                 version = stamp
-                self._wanted = self._late(microbatch + 1 - self._ahead)
+                self._wanted = self._late(microbatch + self._replicas - self._ahead)
             case VersionRule.DELAYED:
                 version = self._late(microbatch - self._interval)
-                self._wanted = self._late(microbatch + 1 - self._interval)
+                self._wanted = self._late(microbatch + self._replicas - self._interval)
         slot = next((slot for slot in self._slots if slot.version == version), None)
         if slot is None:
             here = sorted(slot.version for slot in self._slots)

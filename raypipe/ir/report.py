@@ -203,8 +203,8 @@ def merge_reports(
     if parts and total is not None:
         norm = total(parts)
     if norm is None:
-        norms = [r.stage_grad_norm for r in reports if r.stage_grad_norm is not None]
-        norm = math.hypot(*norms) if norms else math.nan
+        norms = {r.stage: r.stage_grad_norm for r in reports if r.stage_grad_norm is not None}  # replicas have the same
+        norm = math.hypot(*norms.values()) if norms else math.nan
     return StepRecord(
         step=reports[0].step,
         samples=reports[0].samples,

@@ -62,8 +62,8 @@ KINDS: Mapping[str, ScheduleKind] = {
     "interleaved": ScheduleKind(("chunks",), stages_per_worker=None, memory_formula=False),
     "zb-h1": ScheduleKind(("slack",), splits_backward=True, searched=True),
     "zb-v": ScheduleKind(splits_backward=True, stages_per_worker=2, memory_formula=False),
-    "pipedream": ScheduleKind(("slack", "update_interval"), synchronous=False),
-    "2bw": ScheduleKind(("slack",), synchronous=False),
+    "pipedream": ScheduleKind(("slack", "update_interval"), synchronous=False, replicated=True),
+    "2bw": ScheduleKind(("slack",), synchronous=False, replicated=True),
 }
 """Every kind of schedule, by the name that a configuration gives it."""
 

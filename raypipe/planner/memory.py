@@ -67,12 +67,14 @@ class Resident:
         activation_sets: how often each stage holds a micro-batch's activations, or as many bytes.
         message_slots: boundary messages that wait at a stage, per direction, besides those of micro-batches in flight.
         recomputed_sets: ``activation_sets`` of a stage that runs its forwards again.
+        versions: of the weights, by stage; empty where the schedule says.
     """
 
     in_flight: tuple[int, ...]
     activation_sets: tuple[int, ...]
     message_slots: int = 1
     recomputed_sets: tuple[int, ...] = ()
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,8 @@ class MemoryModel:
         """Copies of the weights that a stage of this depth holds."""
         if self.weight_versions is not None:
             return self.weight_versions
+        if self.resident is not None and self.resident.versions:
+            return self.resident.versions[-depth]
         needed = {
             "pipedream": math.ceil(self._slack_after(depth - 1) / (self.spec.update_interval or 1)) + 1,
             "2bw": 2,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+from raypipe.errors import PlanError
 from raypipe.ir.plan import Plan
 from raypipe.ir.schedule import Homes
 from raypipe.planner.schedule import schedule_of
@@ -45,8 +46,16 @@ def regrouped(plan: Plan, counts: tuple[int, ...]) -> Plan:
     Args:
         plan: of a run in lanes.
         counts: by stage, no more than there are lanes.
+
+    Raises:
+        PlanError: the schedule is asynchronous, so that other numbers would make gradients of other weights.
     """
     assert plan.spec is not None, "a plan with lanes says what its schedule was made from"
+    if not plan.spec.of_kind.synchronous and counts != plan.spec.replicas:
+        raise PlanError(
+            f"With schedule={plan.spec.kind!r} the numbers of replicas, {'-'.join(map(str, plan.spec.replicas))}, "
+            "decide how old the weights are that gradients are taken at, so that a run keeps them."
+        )
     spec = dataclasses.replace(plan.spec, replicas=counts)
     return dataclasses.replace(
         plan,

@@ -52,8 +52,7 @@ def flow_of(plan: Plan) -> Flow | None:
     interval = plan.weights.interval
     if interval is None:
         return None
-    warmups = tuple(map(len, plan.schedule.prologue))
-    return Flow(interval, minibatches_to_drain(plan.num_microbatches, warmups))
+    return Flow(interval, minibatches_to_drain(plan.num_microbatches, plan.weights.ahead))
 
 
 def flowing_keys(plan: Plan) -> tuple[RowsKey, ...]:

@@ -88,7 +88,20 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
         ({"num_replicas": [1, 1], "num_stages": 3}, ["num_replicas=(1, 1)", "num_stages=3"]),
         ({"num_replicas": 2}, ["num_replicas=2", "num_stages='auto'", "num_stages=2"]),
         ({"num_replicas": 2, "num_stages": 2, "schedule": "zb-v"}, ["num_replicas=2", "schedule='zb-v'", "'1f1b'"]),
-        ({"num_lanes": 2, "schedule": "2bw"}, ["num_lanes=2", "schedule='2bw'", "leave out num_lanes"]),
+        ({"num_replicas": "auto", "schedule": "2bw"}, ["num_replicas='auto'", "schedule='2bw'", "Give numbers"]),
+        ({"num_lanes": 2, "schedule": "zb-h1"}, ["num_lanes=2", "schedule='zb-h1'", "leave out num_lanes"]),
+        (
+            {"num_replicas": [3, 1], "num_stages": 2, "schedule": "2bw", "num_microbatches": 8},
+            ["num_microbatches=8", "schedule='2bw'", "3 lanes", "num_microbatches=9"],
+        ),
+        (
+            {"num_replicas": 2, "num_stages": 2, "schedule": "pipedream", "update_interval": 3},
+            ["update_interval=3", "2 lanes", "update_interval=4"],
+        ),
+        (
+            {"num_replicas": [3, 1], "num_stages": 2, "schedule": "pipedream", "num_lanes": 4},
+            ["num_lanes=4", "num_replicas=(3, 1)", "multiple of 3"],
+        ),
         (
             {"num_replicas": [3, 1], "num_stages": 2, "num_lanes": 2},
             ["num_lanes=2", "num_replicas=(3, 1)", "3 or more"],

@@ -55,6 +55,7 @@ def emulate(
     reduction: str = "mean",
     max_grad_norm: float | None = None,
     dtype: torch.dtype | None = None,
+    lanes: int = 1,
 ) -> Emulated:
     """Train a copy of the model.
 
@@ -66,6 +67,7 @@ def emulate(
         reduction: "mean" weighs a micro-batch by its share of the update's samples, "sum" by 1.
         max_grad_norm: None leaves gradients as they are.
         dtype: forwards and backwards compute in it, with copies of the weights; None for that of the model.
+        lanes: of an update, gradients of micro-batches m, m + lanes, ... are summed first, then these sums in order.
     """
     model = copy.deepcopy(model).train()
     bounds = [0, *cuts, len(model)]
@@ -84,6 +86,7 @@ def emulate(
                 first = update * every
                 group = fill.microbatches[first : first + every]
                 total = 0.0
+                sums: list[dict[nn.Parameter, torch.Tensor]] = [{} for _ in range(lanes)]
                 for k, (inputs, targets) in enumerate(group, start=first):
                     for index, stage in enumerate(using):
                         _load(stage, versions[index][0 if fill.synchronous else mode.version(index, k)])
@@ -93,9 +96,14 @@ def emulate(
                     loss.backward()
                     if used is not model:
                         _add_gradients(used, model)
+                    if lanes > 1:
+                        _keep(model, sums[(k - first) % lanes])
                     total += float(loss.detach())
                 for stage, history in zip(stages, versions, strict=True):
                     _load(stage, history[-1])
+                if lanes > 1:
+                    for own in sums:
+                        _add_lane(own)
                 together = fill.synchronous or every >= len(stages)
                 norms.append(_clip([[p for _, p in named] for named in trained], max_grad_norm, together))
                 for stepper in itertools.chain(optimizers, schedulers):
@@ -131,6 +139,19 @@ def _add_gradients(used: nn.Module, model: nn.Module) -> None:
             found = low.grad.to(parameter.dtype)
             parameter.grad = found if parameter.grad is None else parameter.grad + found
             low.grad = None
+
+
+def _keep(model: nn.Module, lane: dict[nn.Parameter, torch.Tensor]) -> None:
+    """Move the gradients of one micro-batch to the sums of its lane."""
+    for parameter in model.parameters():
+        if (found := parameter.grad) is not None:
+            lane[parameter] = lane[parameter] + found if parameter in lane else found
+            parameter.grad = None
+
+
+def _add_lane(lane: dict[nn.Parameter, torch.Tensor]) -> None:
+    for parameter, found in lane.items():
+        parameter.grad = found if parameter.grad is None else parameter.grad + found
 
 
 def _clip(stages: list[list[nn.Parameter]], limit: float | None, together: bool) -> tuple[float, ...]:

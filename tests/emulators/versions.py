@@ -9,17 +9,29 @@ forward and backward alike. Below, S = 3: the version on stages 0, 1, 2 for k = 
     bounded, u = 2           0 0 0 0 1 1 2 2 3     0 0 0 1 1 2 2 3 3     0 0 1 1 2 2 3 3 4
     vertical sync, u = 1     0 0 0 1 2 3 4 5 6     0 0 0 1 2 3 4 5 6     0 0 0 1 2 3 4 5 6
     2bw, u = 3               0 0 0 0 0 0 1 1 1     0 0 0 0 0 0 1 1 1     0 0 0 0 0 0 1 1 1
+    2-1-1, u = 2             0 0 0 0 1 1 2 2 3     0 0 0 1 1 2 2 3 3     0 0 1 1 2 2 3 3 4
 
-PipeDream: Narayanan et al., SOSP 2019, section 3.3 (stashing, vertical sync). 2BW: arXiv:2006.09503, section 3.1,
+PipeDream: Narayanan et al., SOSP 2019, section 3.2 (1F1B-RR: replicas in turn), 3.3 (stashing, vertical sync).
+2BW: arXiv:2006.09503, section 3.1,
 v(k) = max(floor((k - 1) / m) - 1, 0) with k from 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Mode", "bounded", "flush", "interval_of", "shifted", "stashing", "two_buffered", "vertical_sync"]
+__all__ = [
+    "Mode",
+    "bounded",
+    "flush",
+    "interval_of",
+    "round_robin",
+    "shifted",
+    "stashing",
+    "two_buffered",
+    "vertical_sync",
+]
 
 Rule = Callable[[int, int], int]
 
@@ -64,6 +76,25 @@ def vertical_sync(num_stages: int, every: int = 1) -> Mode:
 def two_buffered(num_microbatches: int) -> Mode:
     """PipeDream-2BW: a mini-batch meets the weights from before the mini-batch before it."""
     return Mode("2bw", num_microbatches, lambda stage, k: max(0, k // num_microbatches - 1))
+
+
+def round_robin(replicas: Sequence[int], every: int, *, vertical: bool = False) -> Mode:
+    """Stages with replicas, micro-batch k on replica k % R of each; all replicas of a stage make an update together.
+
+    Each of them has a queue as in stashing: its own forwards run w = floor((sum of R of this and later stages - 1) / R)
+    ahead of its own backwards, and one in every ``every / R`` of these ends an update.
+
+    Args:
+        replicas: R by stage; each divides ``every``.
+        vertical: all stages use what stage 0 had.
+    """
+
+    def version(stage: int, k: int) -> int:
+        count = replicas[0 if vertical else stage]
+        ahead = (sum(replicas[0 if vertical else stage :]) - 1) // count
+        return max(0, (k // count - ahead) // (every // count))
+
+    return Mode(f"{'-'.join(map(str, replicas))}, u = {every}", every, version)
 
 
 def interval_of(num_stages: int, num_microbatches: int, num_versions: int, depth: int = 1) -> int:

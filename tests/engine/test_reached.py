@@ -223,6 +223,7 @@ NORM, LOSS = Scalar(1.5, "float32"), Scalar(0.25, "float32")
         ([Reached(5, totals=(NORM, LOSS)), Reached(None)], None),  # it has none of the gradients
         ([Reached(None), Reached(None)], (4, None)),
         ([Reached(6, totals=(NORM, LOSS)), Reached(4, ready=True)], None),
+        ([Reached(4, flows=True), Reached(4, flows=True)], None),  # parts of the next steps have been made
     ],
 )
 def test_the_newest_step_that_all_can_have_made(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -13,8 +14,9 @@ from raypipe.engine.stage import Site
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
 from raypipe.ir.weights import VersionRule, versions_needed
-from raypipe.planner.schedule.asynchronous import continuous, warmups_of
+from raypipe.planner.schedule.asynchronous import continuous
 from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.replicas import Replicas, ahead_of
 from tests.engine.rings import program_of
 from tests.weight_rules import version_of
 
@@ -27,13 +29,13 @@ class Stage:
     parameters: dict[str, torch.nn.Parameter]
 
     @classmethod
-    def of(cls, rule: VersionRule, capacity: int, ahead: int = 0, index: int = 1) -> Stage:
+    def of(cls, rule: VersionRule, capacity: int, ahead: int = 0, index: int = 1, replicas: int = 1) -> Stage:
         parameters = {
             "w": torch.nn.Parameter(torch.zeros(3)),
             "f": torch.nn.Parameter(torch.full((2,), 7.0), requires_grad=False),
         }
         program = program_of((Site("w", 0), Site("f", 0), Site("w", 1)), parameters, index=index)
-        return cls(WeightRing(program, parameters, rule, capacity, ahead), parameters)
+        return cls(WeightRing(program, parameters, rule, capacity, ahead, replicas), parameters)
 
     def update(self) -> None:
         self.ring.advance()
@@ -43,24 +45,29 @@ class Stage:
 
 
 @given(
-    st.sampled_from(VersionRule), st.integers(2, 5), st.integers(1, 4), st.integers(1, 2), st.integers(1, 4),
-    st.integers(0, 4),
+    st.sampled_from(VersionRule), st.lists(st.integers(1, 3), min_size=2, max_size=5), st.integers(1, 4),
+    st.integers(1, 2), st.integers(1, 4), st.integers(0, 12),
 )  # fmt: skip
 def test_a_backward_sees_the_weights_of_its_forward(
-    rule: VersionRule, stages: int, interval: int, slack: int, minibatches: int, stage: int
+    rule: VersionRule, replicas: list[int], updates: int, slack: int, minibatches: int, worker: int
 ) -> None:
-    stage = min(stage, stages - 1)
-    warmups = warmups_of(stages, slack)
+    """On any replica of any stage, which never has to put an update off."""
+    holders = [stage for stage, count in enumerate(replicas) for _ in range(count)]
+    worker = min(worker, len(holders) - 1)
+    stage, lanes = holders[worker], math.lcm(*replicas)
+    interval, warmups = updates * lanes, ahead_of(replicas, slack)
     if rule is VersionRule.DELAYED:
-        interval = max(interval, stages * slack)
-    rows = lower(continuous("x", stages, interval, interval, slack=slack)).rows(minibatches)
-    made = Stage.of(rule, versions_needed(rule, interval, warmups, stage), warmups[0], index=stage)
+        interval = -(-max(interval, warmups[0]) // lanes) * lanes
+    placed = Replicas(tuple(replicas), lanes)
+    rows = lower(continuous("x", len(replicas), interval, interval, slack=slack, replicas=placed)).rows(minibatches)
+    capacity = versions_needed(rule, interval, warmups, stage)
+    made = Stage.of(rule, capacity, warmups[0], stage, replicas[stage])
     ring = made.ring
     for fill in range(2):  # a second run on the same ring counts from where the first ended
         base = ring.newest
         first = fill * 1000
         ring.begin(first, interval)
-        for action in rows[stage]:
+        for action in rows[worker]:
             microbatch = first + action.microbatch
             wanted = base + version_of(rule, action.microbatch, interval, warmups, stage)
             match action.op.value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from raypipe.errors import PlanError
 from raypipe.ir.plan import Plan
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.partition.chain import equal_parameters
@@ -35,6 +36,14 @@ def test_replicas_for_fewer_workers(wanted: tuple[int, ...], workers: int, found
 
 def test_who_is_left_of_each_stage() -> None:
     assert left(((0, 1), (2,), (3, 4)), {0, 2}) == ((1,), (), (3, 4))
+
+
+def test_an_asynchronous_run_keeps_its_replicas() -> None:
+    request = Request(2, None, (), 12, 6, 60, "pipedream", replicas=(2, 1))
+    plan = make_plan(request, equal_parameters(chain_of([1] * 8, params=4), 2), 0)
+    assert regrouped(plan, (2, 1)).schedule == plan.schedule
+    with pytest.raises(PlanError, match=r"schedule='pipedream' the numbers of replicas, 2-1, decide how old"):
+        regrouped(plan, (1, 1))
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 1), (1, 2), (3, 3)])

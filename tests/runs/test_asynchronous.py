@@ -73,6 +73,7 @@ SHAPES = {  # samples of an epoch and of a mini-batch
     "one fill": (160, 8),
     "ragged epochs": (44, 8),  # five mini-batches and half of one
     "ragged micro-batches": (70, 7),  # 2 2 2 1
+    "twelves": (66, 12),  # five mini-batches and half of one
 }
 
 
@@ -90,6 +91,7 @@ class Setup:
     drain_every: int | None = None
     recompute: str = "auto"
     precision: str = "fp32"
+    microbatches: int = MICROBATCHES
 
     @property
     def mode(self) -> Mode:
@@ -101,8 +103,12 @@ def decay(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.98)
 
 
-def trained(setup: Setup, folder: Path) -> Tensors:
-    """What the pipeline's last checkpoint holds."""
+def trained(setup: Setup, folder: Path, **more: Any) -> Tensors:
+    """What the pipeline's last checkpoint holds.
+
+    Args:
+        more: further fields of PipelineConfig.
+    """
     net, (samples, minibatch) = NETS[setup.net], SHAPES[setup.shape]
     trainer = PipelineTrainer(
         net.model(),
@@ -113,14 +119,14 @@ def trained(setup: Setup, folder: Path) -> Tensors:
         pipeline=PipelineConfig(
             num_stages=setup.stages,
             minibatch_size=minibatch,
-            num_microbatches=MICROBATCHES,
+            num_microbatches=setup.microbatches,
             partitioner=tuple(map(str, net.cuts[setup.stages])),
             loss_reduction=setup.reduction,
             max_grad_norm=setup.max_grad_norm,
             checkpoint_interval_steps=setup.drain_every or "auto",
             recompute=setup.recompute,
             precision=setup.precision,
-            **POLICIES[setup.policy].fields,
+            **(POLICIES[setup.policy].fields | more),
         ),
         run_config=SimpleNamespace(name="run", storage_path=str(folder)),
     )
@@ -130,7 +136,7 @@ def trained(setup: Setup, folder: Path) -> Tensors:
     return load_state_dict(result.checkpoint)
 
 
-def emulated(setup: Setup, mode: Mode | None = None) -> Emulated:
+def emulated(setup: Setup, mode: Mode | None = None, lanes: int = 1) -> Emulated:
     """The same in one loop; the order of the samples is raypipe's."""
     net, (samples, minibatch) = NETS[setup.net], SHAPES[setup.shape]
     source = open_data(net.data(samples), seed=0)
@@ -142,7 +148,7 @@ def emulated(setup: Setup, mode: Mode | None = None) -> Emulated:
     return emulate(
         net.model(),
         net.cuts[setup.stages],
-        fills_of(epoch_data, minibatch, -(-minibatch // MICROBATCHES), STEPS, setup.drain_every),
+        fills_of(epoch_data, minibatch, -(-minibatch // setup.microbatches), STEPS, setup.drain_every),
         mode or setup.mode,
         loss_fn=net.loss_fn,
         make_optimizer=OPTIMIZERS[setup.optimizer],
@@ -150,6 +156,7 @@ def emulated(setup: Setup, mode: Mode | None = None) -> Emulated:
         reduction=setup.reduction,
         max_grad_norm=setup.max_grad_norm,
         dtype=torch.bfloat16 if setup.precision == "bf16" else None,
+        lanes=lanes,
     )
 
 

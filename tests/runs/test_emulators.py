@@ -24,6 +24,7 @@ from tests.emulators.versions import (
     bounded,
     flush,
     interval_of,
+    round_robin,
     shifted,
     stashing,
     two_buffered,
@@ -59,7 +60,7 @@ def test_they_import_nothing_of_raypipe(path: Path) -> None:
 
 def test_the_picture() -> None:
     docstring = ast.get_docstring(ast.parse((EMULATORS / "versions.py").read_text())) or ""
-    modes = (flush(3), stashing(3), bounded(3, 2), vertical_sync(3), two_buffered(3))
+    modes = (flush(3), stashing(3), bounded(3, 2), vertical_sync(3), two_buffered(3), round_robin((2, 1, 1), 2))
     drawn = [line.split("     ")[-3:] for line in docstring.splitlines() if line.count("0 0") >= 2]
     assert len(drawn) == len(modes)
     for mode, stages in zip(modes, drawn, strict=True):
@@ -89,6 +90,14 @@ def queues(num_stages: int, count: int) -> dict[tuple[int, int], int]:
 def test_stashing_is_pipedreams_queue(num_stages: int, count: int) -> None:
     mode = stashing(num_stages)
     assert queues(num_stages, count) == {(s, k): mode.version(s, k) for s in range(num_stages) for k in range(count)}
+
+
+@given(STAGES, st.integers(6, 20))
+def test_one_replica_each_is_stashing(num_stages: int, count: int) -> None:
+    plain, replicas = stashing(num_stages), (1,) * num_stages
+    for mode, wanted in ((round_robin(replicas, 1), plain), (round_robin(replicas, 2), bounded(num_stages, 2))):
+        found = {(s, k): mode.version(s, k) for s in range(num_stages) for k in range(count)}
+        assert found == {(s, k): wanted.version(s, k) for s, k in found}
 
 
 @given(STAGES, st.integers(6, 12), st.integers(1, 5))

@@ -24,7 +24,7 @@ zb-v         two stages per worker, there and back, B split      memory of 1f1b'
 pipedream    1F1B that never runs empty                          weight versions
 2bw          the same, an update per mini-batch                  two weight versions
 
-Stages may have replicas in the first four kinds: see ``replicas``.
+Stages may have replicas in the first four kinds and the last two: see ``replicas``.
 
 Left out: recomputation, and a limit on the messages
 that wait at a receiver: a stage without backward is held back by nobody and may run a whole step ahead.
@@ -74,10 +74,11 @@ def _continuous(spec: ScheduleSpec, num_stages: int) -> Schedule:
         spec.kind,
         num_stages,
         spec.num_microbatches,
-        spec.num_microbatches if spec.kind == "2bw" else spec.update_interval or 1,
+        spec.num_microbatches if spec.kind == "2bw" else spec.update_interval or spec.lanes,
         slack=spec.slack,
         first_trainable=spec.first_trainable,
         norm_per_stage=spec.overlap,
+        replicas=_replicas(spec),
     )
 
 

@@ -18,6 +18,14 @@ completes the mini-batches that have been begun by then.
 How far ahead is PipeDream's NOAM for slack 1 (w_s = S - 1 - s); more slack, r_h on hop h, hides slower links
 (w_s = r_s + ... + r_(S-2)).
 
+Stages may have replicas (``replicas``): each of them has a prologue, body and epilogue of its own micro-batches, and
+takes part in every update of its stage. As a whole, stage s runs W_s = w_s * R_s forwards ahead. Stages 2-1, an update
+every two micro-batches, in time, with its body twice:
+
+    0: 0F0 0F2   . 0B0 0F4   .   . 0B2   .   .   . 0B4   .   .
+    1: 0F1 0F3   .   .   . 0B1 0F5   .   . 0B3   .   .   . 0B5
+    2:   . 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5   .
+
 Which version of the weights a micro-batch uses is not the schedule's business: see ``raypipe.ir.weights``.
 """
 
@@ -25,32 +33,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
-from raypipe.ir.schedule import Op, Row, Schedule, Wiring, single_homes
+from raypipe.ir.schedule import Op, Row, Schedule, Wiring
 from raypipe.ir.segment import Phase
+from raypipe.planner.schedule.replicas import SINGLE, Replicas, ahead_of
 from raypipe.planner.schedule.sync import check_counts, slack_by_hop
 from raypipe.planner.tables import OP_CODE, pack
 
-__all__ = ["continuous", "finite", "minibatches_to_drain", "part", "warmups_of"]
+__all__ = ["continuous", "finite", "minibatches_to_drain", "part"]
 
 
-def warmups_of(num_stages: int, slack: Sequence[int] | int = 1) -> tuple[int, ...]:
-    """w_s: forwards that each stage runs ahead of its backwards.
+def minibatches_to_drain(num_microbatches: int, ahead: int) -> int:
+    """Mini-batches that the epilogue completes: those that the prologue, or the body before, has begun.
 
     Args:
-        slack: forwards that may be under way over each hop, or over all of them alike.
+        ahead: W_0, forwards that stage 0 runs ahead of its backwards.
     """
-    by_hop = [slack] * (num_stages - 1) if isinstance(slack, int) else list(slack)
-    return tuple(accumulate([0, *reversed(by_hop)]))[::-1]
-
-
-def minibatches_to_drain(num_microbatches: int, warmups: tuple[int, ...]) -> int:
-    """Mini-batches that the epilogue completes: those that the prologue, or the body before, has begun."""
-    return math.ceil(warmups[0] / num_microbatches)
+    return math.ceil(ahead / num_microbatches)
 
 
 def continuous(
@@ -62,6 +65,7 @@ def continuous(
     slack: Sequence[int] | int = 1,
     first_trainable: int = 0,
     norm_per_stage: bool = True,
+    replicas: Replicas = SINGLE,
 ) -> Schedule:
     """1F1B without a flush; see the module for a picture. Compute actions only.
 
@@ -73,23 +77,32 @@ def continuous(
         slack: forwards that may be under way over each hop, or over all of them alike.
         first_trainable: lowest stage with a backward.
         norm_per_stage: see Wiring.
+        replicas: of each stage.
 
     Raises:
-        ScheduleError: a number is out of range, or u does not divide M.
+        ScheduleError: a number is out of range, u does not divide M, or replicas have unequal shares of an update.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
-    warmups = warmups_of(num_stages, slack_by_hop(num_stages, slack))
     _check_interval(interval, num_microbatches)
-    tail = num_microbatches * minibatches_to_drain(num_microbatches, warmups)
-    stages = range(num_stages)
-    wiring = Wiring(single_homes(stages), interval, first_trainable=first_trainable, norm_per_stage=norm_per_stage)
+    counts = replicas.of(num_stages)
+    _check_shares(counts, replicas.lanes, interval)
+    ahead = ahead_of(counts, slack_by_hop(num_stages, slack))
+    tail = num_microbatches * minibatches_to_drain(num_microbatches, ahead[0])
+    wiring = Wiring(
+        replicas.homes(num_stages),
+        interval,
+        first_trainable=first_trainable,
+        norm_per_stage=norm_per_stage,
+        lanes=replicas.lanes,
+    )
+    prologue, body, epilogue = [], [], []
+    for stage, own in _workers(wiring):
+        trains, begun = stage >= first_trainable, ahead[stage]
+        prologue.append(_turns(stage, own, 0, begun, 0, trains))
+        body.append(_turns(stage, own, begun, num_microbatches, num_microbatches, trains))
+        epilogue.append(_turns(stage, own, begun, tail - begun, tail, trains))
     return Schedule(
-        kind,
-        wiring,
-        body=tuple(_turns(s, warmups[s], num_microbatches, num_microbatches, s >= first_trainable) for s in stages),
-        stride=num_microbatches,
-        prologue=tuple(_turns(s, 0, warmups[s], 0, s >= first_trainable) for s in stages),
-        epilogue=tuple(_turns(s, warmups[s], tail - warmups[s], tail, s >= first_trainable) for s in stages),
+        kind, wiring, tuple(body), stride=num_microbatches, prologue=tuple(prologue), epilogue=tuple(epilogue)
     )
 
 
@@ -101,6 +114,16 @@ def _check_interval(interval: int, num_microbatches: int) -> None:
         )
 
 
+def _check_shares(counts: Sequence[int], lanes: int, interval: int) -> None:
+    """With equal shares all replicas of a stage are equally far at every update, with the same versions."""
+    if interval % lanes or any(lanes % count for count in counts):
+        raise ScheduleError(
+            f"An asynchronous schedule of stages {'-'.join(map(str, counts))} with {lanes} lanes and an update every "
+            f"{interval} micro-batches has unequal shares: every number of replicas must divide the lanes, and the "
+            "lanes the update interval."
+        )
+
+
 def finite(schedule: Schedule, num_minibatches: int) -> Schedule:
     """So many mini-batches of a ``continuous`` schedule from an empty pipeline to an empty one: prologue and one body.
 
@@ -108,11 +131,12 @@ def finite(schedule: Schedule, num_minibatches: int) -> Schedule:
     """
     wiring, total = schedule.wiring, num_minibatches * schedule.stride
     prologue, body = [], []
-    for stage, row in enumerate(schedule.prologue):
+    for (stage, own), row in zip(_workers(wiring), schedule.prologue, strict=True):
         trains = stage >= wiring.first_trainable
-        ahead = min(len(row), total) if trains else 0  # without a backward nothing is left over for the body
-        prologue.append(_turns(stage, 0, ahead, 0, trains))
-        body.append(_turns(stage, ahead, total - ahead, total, trains))
+        # Without a backward nothing is left over for the body.
+        ahead = min(len(row) * len(wiring.homes[stage]), total) if trains else 0
+        prologue.append(_turns(stage, own, 0, ahead, 0, trains))
+        body.append(_turns(stage, own, ahead, total - ahead, total, trains))
     return Schedule(schedule.kind, wiring, tuple(body), stride=total, prologue=tuple(prologue))
 
 
@@ -128,12 +152,27 @@ def part(lowered: Schedule, phase: Phase) -> Schedule:
     return Schedule(f"{lowered.kind} {phase.value}", lowered.wiring, rows, stride=lowered.stride)
 
 
-def _turns(stage: int, ahead: int, forwards: int, backwards: int, trains: bool) -> Row:
-    """So many forwards, the first of micro-batch ``ahead``, and backwards in turn; what is left over comes last."""
-    numbers = [np.arange(forwards) + ahead, np.arange(backwards if trains else 0)]
+def _workers(wiring: Wiring) -> list[tuple[int, tuple[int, int]]]:
+    """By worker, its stage and (number among the replicas, replicas) there."""
+    return [(s, (number, len(held))) for s, held in enumerate(wiring.homes) for number in range(len(held))]
+
+
+def _turns(stage: int, own: tuple[int, int], ahead: int, forwards: int, backwards: int, trains: bool) -> Row:
+    """Forwards and backwards in turn, as far as they are this replica's; what is left over comes last.
+
+    Args:
+        own: see ``_workers``.
+        ahead: micro-batch of the stage's first forward.
+        forwards, backwards: of the stage as a whole.
+    """
+    replica, count = own
+    numbers: list[NDArray[np.int64]] = [
+        np.arange(ahead + replica, ahead + forwards, count),
+        np.arange(replica, backwards if trains else 0, count),
+    ]
     ops = [np.full(len(found), OP_CODE[op]) for op, found in zip((Op.F, Op.B), numbers, strict=True)]
     # Forward i stands before backward i; a stable sort by turn keeps that.
     turn = np.concatenate([np.arange(len(found)) for found in numbers])
     order = np.argsort(turn, kind="stable")
-    count = len(order)
-    return pack(np.full(count, stage), np.concatenate(ops)[order], np.concatenate(numbers)[order])
+    total = len(order)
+    return pack(np.full(total, stage), np.concatenate(ops)[order], np.concatenate(numbers)[order])

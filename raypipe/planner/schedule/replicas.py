@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Homes, Wiring
 
-__all__ = ["SINGLE", "Replicas", "in_flight_per_input", "warmups_of"]
+__all__ = ["SINGLE", "Replicas", "ahead_of", "in_flight_per_input", "warmups_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,14 @@ def warmups_of(replicas: Sequence[int], slack: Sequence[int] | int = 1) -> tuple
     ahead_of = (r * count for r, count in zip(reversed(by_hop), reversed(replicas), strict=False))
     behind = [*accumulate(ahead_of, initial=0)]
     return tuple((ahead + count - 1) // count for ahead, count in zip(reversed(behind), replicas, strict=True))
+
+
+def ahead_of(replicas: Sequence[int], slack: Sequence[int] | int = 1) -> tuple[int, ...]:
+    """W_s by stage: forwards that all replicas of a stage together run ahead of their backwards, w_s on each.
+
+    It never grows from a stage to the next, so that no stage waits for forwards that stand behind one of its updates.
+    """
+    return tuple(w * count for w, count in zip(warmups_of(replicas, slack), replicas, strict=True))
 
 
 def in_flight_per_input(replicas: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 from raypipe.ir.schedule import Schedule
@@ -64,6 +65,10 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
     """What decides the memory of a stage under this request."""
     spec = spec_of(request, num_stages, num_microbatches)
     policy = weight_policy(request, num_stages, num_microbatches)
+    counted = None
+    if not spec.of_kind.memory_formula or request.replicated:
+        counted = _resident(spec, num_stages, request.workers(num_stages))
+        counted = dataclasses.replace(counted, versions=policy.capacities)
     return MemoryModel(
         spec,
         microbatch_size=microbatch_size,
@@ -75,9 +80,7 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         # Once per worker, whose stages share it.
         reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),
         gradient_factor=max(-(-spec.lanes // count) for count in request.replicas_of(num_stages)),
-        resident=None
-        if spec.of_kind.memory_formula and not request.replicated
-        else _resident(spec, num_stages, request.workers(num_stages)),
+        resident=counted,
         recompute=request.recomputes,
     )
 
@@ -91,4 +94,6 @@ def _resident(spec: ScheduleSpec, num_stages: int, workers: int) -> Resident:
     enough = max(FULL * num_stages, -(-(workers**2) // num_stages) * num_stages) + count % num_stages
     if spec.replicas:
         enough = 2 * FULL * spec.lanes * (1 + sum(spec.replicas)) + count % spec.lanes
+    if not spec.of_kind.synchronous:  # the prologue fills it, whatever the mini-batch
+        enough = spec.update_interval or spec.lanes
     return resident_of(schedule_of(spec.with_microbatches(min(count, enough)), num_stages))

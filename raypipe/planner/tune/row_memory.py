@@ -36,13 +36,13 @@ _AGAIN[[OP_CODE[Op.I], OP_CODE[Op.W]]] = 2, -2
 
 
 def resident_of(schedule: Schedule) -> Resident:
-    """The most that each stage of a synchronous schedule holds at once.
+    """The most that any worker of each stage holds at once.
 
     Args:
         schedule: compute actions only.
     """
     in_flight, sets, again = ([0] * schedule.num_stages for _ in range(3))
-    for row in schedule.body:
+    for row in schedule.rows():
         stages, ops, _ = encode(row)
         for stage in np.unique(stages).tolist():
             own = ops[stages == stage]

@@ -4,6 +4,9 @@ pipedream                      u = 1             versions w_s + 1      as publis
 pipedream, weight_versions V   u >= w_0/(V - 1)  at most V             a bounded ring (after Lv et al., CCGrid'23)
 2bw                            u = M             2                     PipeDream-2BW, arXiv:2006.09503
 any other schedule             u = M, flushed    1
+
+With replicas w_s is what all of a stage run ahead together (``ahead_of``), and an update, which all of them share, has
+a multiple of L micro-batches, the lanes: u = L is the least in which every replica has as many.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import math
 
 from raypipe.errors import PlanError
 from raypipe.ir.weights import SYNCHRONOUS, VersionRule, WeightPolicy, versions_needed
-from raypipe.planner.schedule.asynchronous import warmups_of
+from raypipe.planner.schedule.replicas import ahead_of
 from raypipe.planner.tune.request import Request
 
 __all__ = ["by_hop", "slack_of", "staleness", "weight_policy", "weight_reason"]
@@ -31,7 +34,8 @@ def slack_of(request: Request, num_stages: int, num_microbatches: int) -> tuple[
     """
     if request.slack is not None:
         return by_hop(request.slack, num_stages)
-    roomy = request.schedule == "2bw" and num_microbatches >= 2 * (num_stages - 1)
+    ahead = ahead_of(request.replicas_of(num_stages), by_hop(2, num_stages))
+    roomy = request.schedule == "2bw" and num_microbatches >= ahead[0]
     return by_hop(2 if roomy else 1, num_stages)
 
 
@@ -43,8 +47,9 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
     """
     if request.kind.synchronous:
         return SYNCHRONOUS
-    warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
-    interval = _interval(request, num_microbatches, warmups[0])
+    _check_lanes(request, num_stages, num_microbatches)
+    warmups = _ahead(request, num_stages, num_microbatches)
+    interval = _interval(request, num_microbatches, request.num_lanes(num_stages), warmups[0])
     if request.schedule == "2bw":
         if num_microbatches < num_stages:
             raise PlanError(
@@ -79,7 +84,7 @@ def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple
         return (0,) * num_stages
     if policy.rule is VersionRule.DELAYED:
         return (1 if num_stages > 1 else 0,) * num_stages
-    warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
+    warmups = _ahead(request, num_stages, num_microbatches)
     ahead = warmups if policy.rule is VersionRule.NEWEST else (warmups[0],) * num_stages
     return tuple(math.ceil(w / policy.interval) for w in ahead)
 
@@ -99,7 +104,7 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
         text += "; a micro-batch uses the same version on every stage"
     if policy.rule is VersionRule.NEWEST and num_stages > 1:
         text += f", and their gradients are {_by_stage(late)} updates late"
-    warmups = warmups_of(num_stages, slack_of(request, num_stages, num_microbatches))
+    warmups = _ahead(request, num_stages, num_microbatches)
     if any(held[s] < versions_needed(policy.rule, policy.interval, warmups, s) for s in range(num_stages)):
         text += "; where a stage has no room for another version, the update is put off and joins the next"
     if request.clips:
@@ -109,7 +114,30 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
     return text
 
 
-def _interval(request: Request, num_microbatches: int, ahead: int) -> int:
+def _ahead(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
+    """By stage, forwards that it runs ahead."""
+    return ahead_of(request.replicas_of(num_stages), slack_of(request, num_stages, num_microbatches))
+
+
+def _check_lanes(request: Request, num_stages: int, num_microbatches: int) -> None:
+    """Replicas have equal shares of every update, so that they have the same versions and make it together."""
+    lanes, counts = request.num_lanes(num_stages), request.replicas_of(num_stages)
+    if any(lanes % count for count in counts):
+        raise PlanError(
+            f"num_lanes={lanes} gives replicas of {'-'.join(map(str, counts))} unequal shares, which schedule="
+            f"{request.schedule!r} cannot have, for all make the same updates. Set num_lanes to a multiple of "
+            f"{math.lcm(*counts)}, or leave it out."
+        )
+    if num_microbatches % lanes:
+        up = -(-num_microbatches // lanes) * lanes
+        raise PlanError(
+            f"{num_microbatches} micro-batches are no multiple of the {lanes} lanes into which gradients are summed, "
+            f"as schedule={request.schedule!r} needs it with num_replicas or num_lanes. Set num_microbatches={up}, "
+            "with a minibatch_size that it divides."
+        )
+
+
+def _interval(request: Request, num_microbatches: int, lanes: int, ahead: int) -> int:
     """Micro-batches per update."""
     given, versions = request.update_interval, request.weight_versions
     if request.schedule == "2bw":
@@ -120,18 +148,24 @@ def _interval(request: Request, num_microbatches: int, ahead: int) -> int:
                 f"update_interval={given} does not divide num_microbatches={num_microbatches}: an update may not span "
                 "two mini-batches."
             )
+        if given % lanes:
+            raise PlanError(
+                f"update_interval={given} is no multiple of the {lanes} lanes into which gradients are summed, so that "
+                f"replicas would have unequal shares of an update. Set it to {-(-given // lanes) * lanes}, or leave it "
+                "out."
+            )
         return given
     if versions is None:
-        return 1
+        return lanes
     if versions == 1:
         if ahead:
             raise PlanError(
                 "weight_versions=1 leaves no version for the micro-batches under way: set at least 2, or take a "
                 "synchronous schedule such as '1f1b'."
             )
-        return 1
+        return lanes
     least = max(1, math.ceil(ahead / (versions - 1)))
-    found = next((u for u in range(least, num_microbatches + 1) if num_microbatches % u == 0), None)
+    found = next((u for u in range(least, num_microbatches + 1) if num_microbatches % u == u % lanes == 0), None)
     if found is None:
         raise PlanError(
             f"weight_versions={versions} allows an update every {least} micro-batches at most often, but a mini-batch "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from raypipe.planner.regroup import regrouped
+from raypipe.planner.rows import flow_of
 from raypipe.runtime.run.blueprint import Assembled
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.spec import PlanInForce
@@ -22,6 +23,6 @@ def regroup(planned: Planned, made: Assembled, counts: tuple[int, ...], generati
     """
     plan = dataclasses.replace(regrouped(planned.plan, counts), generation=generation)
     setup = dataclasses.replace(made.setup, homes=plan.schedule.wiring.homes, generation=generation, addresses=())
-    # Rows are made when they are wanted first. With lanes there is neither a flow nor anything to be retuned.
-    force = PlanInForce(plan, {}, predicted=None, predicted_step_s=0.0)
+    # Rows are made when they are wanted first. With lanes there is nothing to be retuned.
+    force = PlanInForce(plan, {}, predicted=None, predicted_step_s=0.0, flow=flow_of(plan))
     return Planned(plan, planned.budgets), Assembled(made.run, setup, force)

@@ -12,8 +12,9 @@ from raypipe.errors import PlanError, ScheduleError
 from raypipe.ir.schedule import Op, Schedule
 from raypipe.ir.segment import Phase
 from raypipe.ir.weights import VersionRule, versions_needed
-from raypipe.planner.schedule.asynchronous import continuous, finite, minibatches_to_drain, part, warmups_of
+from raypipe.planner.schedule.asynchronous import continuous, finite, minibatches_to_drain, part
 from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.replicas import warmups_of
 from raypipe.planner.schedule.text import draw
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.segments import Flow, Position, flowing_segments
@@ -49,7 +50,7 @@ def test_every_micro_batch_once_and_nothing_waits_forever(shape: tuple[int, ...]
     schedule = made(shape)  # type: ignore[arg-type]
     lowered = lower(schedule)
     validate(lowered, repeats=repeats)
-    drained = minibatches_to_drain(shape[1], warmups_of(shape[0], shape[3]))
+    drained = minibatches_to_drain(shape[1], warmups_of((1,) * shape[0], shape[3])[0])
     total = shape[1] * (repeats + drained)
     assert schedule.num_microbatches(repeats) == total
     for stage, row in enumerate(lowered.rows(repeats)):
@@ -62,7 +63,7 @@ def test_every_micro_batch_once_and_nothing_waits_forever(shape: tuple[int, ...]
 @given(SHAPES, st.integers(1, 4))
 def test_finite_is_prologue_bodies_and_epilogue(shape: tuple[int, ...], more: int) -> None:
     schedule = made(shape)  # type: ignore[arg-type]
-    drained = minibatches_to_drain(shape[1], warmups_of(shape[0], shape[3]))
+    drained = minibatches_to_drain(shape[1], warmups_of((1,) * shape[0], shape[3])[0])
     assert lower(finite(schedule, drained + more)).rows() == lower(schedule).rows(more)
     for fewer in range(1, drained + 1):
         validate(lower(finite(schedule, fewer)))
@@ -110,7 +111,7 @@ def updates_before(row: tuple, forward: int) -> int:
 def test_the_newest_version_is_what_the_row_says(shape: tuple[int, ...]) -> None:
     stages, _count, interval, slack, _ = shape
     rows = lower(made((*shape[:4], 0))).rows(3)  # type: ignore[arg-type]
-    warmups = warmups_of(stages, slack)
+    warmups = warmups_of((1,) * stages, slack)
     for stage, row in enumerate(rows):
         for action in row:
             if action.op is Op.F:
@@ -123,7 +124,7 @@ def test_the_newest_version_is_what_the_row_says(shape: tuple[int, ...]) -> None
 def test_no_more_versions_are_alive_than_needed(shape: tuple[int, ...], rule: VersionRule) -> None:
     """A version lives from the update that makes it to the last backward of a micro-batch that uses it."""
     stages, count, interval, slack, _ = shape
-    warmups = warmups_of(stages, slack)
+    warmups = warmups_of((1,) * stages, slack)
     if rule is VersionRule.DELAYED:
         interval = count = max(count, warmups[0])
     rows = lower(continuous("x", stages, count, interval, slack=slack)).rows(4)

@@ -13,7 +13,7 @@ import raypipe.planner.schedule.replicas as module
 from raypipe.errors import ScheduleError
 from raypipe.ir.plan import peak_in_flight
 from raypipe.ir.schedule import COMPUTE, Op, Wiring
-from raypipe.ir.schedule_spec import REPLICATED, ScheduleSpec
+from raypipe.ir.schedule_spec import KINDS, REPLICATED, ScheduleSpec
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.forward import forward_only
 from raypipe.planner.schedule.lower import lower
@@ -48,7 +48,8 @@ def test_warm_ups_are_pipedreams(replicas, ahead, noam):
 @st.composite
 def specs(draw: st.DrawFn) -> tuple[ScheduleSpec, int]:
     replicas = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    kind, stages = draw(st.sampled_from(REPLICATED)), len(replicas)
+    kind = draw(st.sampled_from([name for name in REPLICATED if KINDS[name].synchronous]))
+    stages = len(replicas)
     more = {"group_size": draw(st.integers(1, 3))} if kind == "kfkb" else {}
     if kind == "slack":
         more = {"slack": tuple(draw(st.lists(st.integers(1, 3), min_size=stages - 1, max_size=stages - 1)))}

@@ -1,0 +1,89 @@
+"""Asynchronous pipelines with replicas end with the weights of their emulator, which imports nothing of raypipe."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.emulators.versions import Mode, round_robin, two_buffered
+from tests.runs.test_asynchronous import SHAPES, Setup, emulated, trained, unequal
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
+
+PIPEDREAM, BUFFERED, SYNC = "stashing", "2bw", "vertical sync"
+PLACED = [(2, 1), (1, 2), (3, 1), (2, 2), (2, 1, 1), (1, 2, 2)]
+
+
+def pair(folder: Path, replicas: tuple[int, ...], policy: str, **more: Any) -> tuple[Any, Any]:
+    """(the pipeline's weights, the emulator's) after 20 mini-batches; an update has a micro-batch for each lane."""
+    lanes = math.lcm(*replicas)
+    fields = {name: more.pop(name) for name in ("update_interval", "num_lanes") if name in more}
+    lanes = fields.get("num_lanes", lanes)
+    setup = Setup(stages=len(replicas), policy=policy, microbatches=lanes * 2, **more)
+    every = fields.get("update_interval", lanes)
+    mode: Mode = (
+        two_buffered(setup.microbatches)
+        if policy == BUFFERED
+        else round_robin(replicas, every, vertical=policy == SYNC)
+    )
+    return trained(setup, folder, num_replicas=replicas, **fields), emulated(setup, mode, lanes)
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step, as they were told."""
+    rows = pq.read_table(folder / "run" / "metrics.parquet").to_pylist()
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+@pytest.mark.parametrize("policy", [PIPEDREAM, BUFFERED])
+@pytest.mark.parametrize("replicas", PLACED)
+def test_weights_are_the_emulators(tmp_path: Path, replicas: tuple[int, ...], policy: str) -> None:
+    """The last mini-batch of an epoch is smaller, and a synchronous step of its own."""
+    shape = "twelves" if 3 in replicas else "ragged epochs"
+    optimizer = "sgd" if sum(replicas) % 2 else "adamw"
+    found, wanted = pair(tmp_path, replicas, policy, shape=shape, optimizer=optimizer)
+    assert unequal(found, wanted) == []
+
+
+@pytest.mark.parametrize(
+    ("net", "replicas", "policy", "more"),
+    [
+        ("transformer", (2, 1), PIPEDREAM, {"max_grad_norm": 0.45, "optimizer": "adamw"}),
+        ("transformer", (2, 1, 2), PIPEDREAM, {"max_grad_norm": 0.45}),
+        ("transformer", (1, 2), BUFFERED, {"max_grad_norm": 0.45, "optimizer": "adamw"}),
+        ("mlp", (2, 1), SYNC, {}),
+        ("mlp", (1, 2, 1), SYNC, {"optimizer": "adamw"}),
+        ("mlp", (2, 1), PIPEDREAM, {"drain_every": 3}),
+        ("mlp", (2, 1), PIPEDREAM, {"update_interval": 4}),
+        ("mlp", (2, 1), PIPEDREAM, {"num_lanes": 4}),
+        ("transformer", (2, 1), BUFFERED, {"precision": "bf16", "recompute": "always"}),
+        ("mlp", (2, 2), PIPEDREAM, {"reduction": "sum"}),
+    ],
+    ids=["clips", "clips apart", "2bw clips", "vertical", "later", "drains", "bounded", "lanes", "bf16", "sums"],
+)  # fmt: skip
+def test_any_policy(tmp_path: Path, net: str, replicas: tuple[int, ...], policy: str, more: dict[str, Any]) -> None:
+    found, wanted = pair(tmp_path, replicas, policy, net=net, shape="ragged epochs", **more)
+    assert unequal(found, wanted) == []
+
+
+def test_2bw_has_the_same_bits_however_many_replicas(tmp_path: Path) -> None:
+    """Its versions do not depend on how far stages run ahead."""
+    setup = Setup(stages=2, policy=BUFFERED, shape="ragged epochs")
+    alone, told = trained(setup, tmp_path / "alone", num_lanes=2), losses(tmp_path / "alone")
+    for replicas in ([2, 1], [1, 2], [2, 2]):
+        found = trained(setup, tmp_path / str(replicas), num_replicas=replicas, num_lanes=2)
+        assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
+        assert losses(tmp_path / str(replicas)) == told
+    assert SHAPES["ragged epochs"][0] % SHAPES["ragged epochs"][1], "the smaller mini-batch is part of it"
+
+
+def test_a_version_shifted_by_one_is_seen(tmp_path: Path) -> None:
+    """What replicas change about versions, the emulator without them does not have."""
+    found, _ = pair(tmp_path, (2, 1), PIPEDREAM, optimizer="sgd")
+    setup = Setup(stages=2, policy=PIPEDREAM)
+    assert unequal(found, emulated(setup, round_robin((1, 1), 2), 2))
