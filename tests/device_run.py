@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from raypipe.engine.codec import Codecs
 from raypipe.engine.copy import StageCopies, bring_back
 from raypipe.engine.data import open_data
 from raypipe.engine.device import Crosses, Device
@@ -26,9 +27,12 @@ from tests.models import case
 __all__ = ["STAGES", "evaluate", "gone_back", "run"]
 
 STAGES, STEPS = 3, 3
+PLAIN = Codecs()
 
 
-def run(device_of: Callable[[int], Device], name: str = "tied-sequential") -> list[torch.Tensor | float | None]:
+def run(
+    device_of: Callable[[int], Device], name: str = "tied-sequential", codecs: Codecs = PLAIN
+) -> list[torch.Tensor | float | None]:  # fmt: skip
     """Losses, norms and parameters of three steps on three stages."""
     stages, (_, made) = programs(name, STAGES), captured(name)
     shape = SHAPES["even"]
@@ -40,7 +44,7 @@ def run(device_of: Callable[[int], Device], name: str = "tied-sequential") -> li
     def rows(key: RowsKey) -> Schedule:
         return lower(build_schedule(request, STAGES, key.num_microbatches, stages[0].first_trainable))
 
-    setup = GenerationSetup(stages, build_schedule(request, STAGES, 1, 0).wiring.homes)
+    setup = GenerationSetup(stages, build_schedule(request, STAGES, 1, 0).wiring.homes, codecs=codecs)
     source = open_data(case(name).data(shape.samples), seed=config.seed)
     sgd = partial(torch.optim.SGD, lr=5e-2, momentum=0.9)
     fleet = LocalFleet(

@@ -11,6 +11,7 @@ is taken to be given away. A wait can be left out by name. What reads a value on
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -22,11 +23,15 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from raypipe.engine.codec.cuda import THREADS, grid_of, kernel_name
 from raypipe.engine.device import Stream
+from tests.emulators.cuda import Emulated
 
 __all__ = ["FakeDevice"]
 
 COMPUTE = "compute"
+_ONE_KERNEL = threading.Lock()
+"""The emulator of kernels has one set of threads."""
 
 
 class Reached(NamedTuple):
@@ -42,6 +47,7 @@ class FakeDevice:
     Args:
         eager: run other streams as far as waits allow, before the one that is waited for; else only what must be.
         without: name of the wait that is left out.
+        kernels: of codecs, run on this processor (tests/emulators/cuda.py); None leaves codecs to the links.
     """
 
     place = torch.device("cpu")
@@ -49,7 +55,10 @@ class FakeDevice:
     title = "a fake device"
     memory_bytes: int | None = None
 
-    def __init__(self, *, eager: bool, without: str = "") -> None:
+    def __init__(self, *, eager: bool, without: str = "", kernels: Emulated | None = None) -> None:
+        self.codes, self._kernels = kernels is not None, kernels
+        self.launched: set[str] = set()
+        """Names of the kernels that were run."""
         self.eager, self.without = eager, without
         self.waits: set[str] = set()
         """Names of all waits that were asked for."""
@@ -102,6 +111,32 @@ class FakeDevice:
     def record_stream(self, tensor: torch.Tensor) -> None:
         if self.without != "record_stream" and self.holds(tensor):
             self._owner[id(tensor.untyped_storage())][1].add(self._current)
+
+    def encode(self, name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = None) -> None:
+        self._launch(kernel_name("encode", name, flat.dtype), flat, wire, flat.numel(), key)
+
+    def decode(self, name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
+        self._launch(kernel_name("decode", name, flat.dtype), wire, flat, flat.numel())
+
+    def _launch(
+        self, kernel: str, source: torch.Tensor, into: torch.Tensor, elements: int, key: int | None = None
+    ) -> None:
+        """Queue a kernel of the codecs in the current stream, as ``codec.cuda`` launches it."""
+        assert self._kernels is not None, "it codes"
+        assert self.holds(source), "kernels read memory of the device"
+        assert self.holds(into), "kernels write memory of the device"
+        stream, kernels = self._current, self._kernels
+
+        def work() -> None:
+            with torch.no_grad(), _disable_current_modes():
+                read, written = (x.detach().view(torch.uint8).numpy() for x in (source, into))
+                with _ONE_KERNEL:
+                    kernels(kernel, grid_of(elements), THREADS, read, written, elements, key)
+                self.launched.add(kernel)
+                if not (self._may_use(source, stream) and self._may_use(into, stream)):
+                    _poison(into)
+
+        self._queues[stream].append(work)
 
     def peak_bytes(self) -> int:
         return sum(held().nbytes() for held, _ in list(self._owner.values()) if held() is not None)

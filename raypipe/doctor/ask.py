@@ -34,7 +34,8 @@ def wishes_of(run: RunFile | None, ports: tuple[int, int] | None) -> Wishes:
         ports: instead of the run's own link_ports.
     """
     values = {} if run is None else run.values
-    links = (values.get("pipeline") or {}).get("link_ports", "auto")
+    pipeline = values.get("pipeline") or {}
+    links = pipeline.get("link_ports", "auto")
     scaling, settings = values.get("scaling_config") or {}, values.get("run_config") or {}
     workers = scaling.get("num_workers", 0)
     return Wishes(
@@ -42,7 +43,8 @@ def wishes_of(run: RunFile | None, ports: tuple[int, int] | None) -> Wishes:
         storage=settings.get("storage_path") or str(Path(USUAL_STORAGE).expanduser()),
         num_workers=min(workers) if isinstance(workers, list) else workers,
         resources=resources_of(SimpleNamespace(**scaling)),
-        transport=(values.get("pipeline") or {}).get("transport", "auto"),
+        transport=pipeline.get("transport", "auto"),
+        codecs=any(pipeline.get(f"codec_{way}", "none") != "none" for way in ("forward", "backward")),
     )
 
 

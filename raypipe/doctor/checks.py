@@ -92,6 +92,7 @@ class Wishes:
         num_workers: places for stages (the fewest of an elastic run); 0 if not known.
         resources: of one worker.
         transport: of its links.
+        codecs: it names a codec, or leaves it to the controller to take one.
     """
 
     ports: tuple[int, int] | None = None
@@ -99,6 +100,7 @@ class Wishes:
     num_workers: int = 0
     resources: Mapping[str, float] = field(default_factory=dict)
     transport: str = "auto"
+    codecs: bool = False
 
     @property
     def gpus(self) -> float:
@@ -237,7 +239,7 @@ def _gpus(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:
             text += "that are given the others fail"
             yield ("problem", "gpus", text, f"start Ray there with --num-gpus={node.cuda_gpus}, or without --num-gpus")
         if node.gpus and node.cuda_build:
-            yield from _cupy(node)
+            yield from _cupy(node, wanted=bool(wishes.gpus) and wishes.codecs)
             if wishes.gpus and wishes.transport == "collective":
                 yield from _nccl(node)
     wanted = wishes.gpus
@@ -281,15 +283,22 @@ def _nccl(node: Node) -> _Complaints:
         yield ("problem", "gpus", text, f"install a torch with NCCL {least} or newer, or take transport='tcp'")
 
 
-def _cupy(node: Node) -> _Complaints:
-    """Whether the codecs' kernels can run beside torch: one CuPy, of its CUDA. No run uses them yet."""
-    wanted = f"cupy-cuda{node.cuda_build.partition('.')[0]}x"
-    others = [name for name in node.cupy if name not in (wanted, "cupy")]  # "cupy" is built for what is there
+def _cupy(node: Node, *, wanted: bool) -> _Complaints:
+    """Whether the codecs' kernels can run beside torch: one CuPy, of its CUDA.
+
+    Args:
+        wanted: a run is to use them.
+    """
+    fits = f"cupy-cuda{node.cuda_build.partition('.')[0]}x"
+    extra = fits.removeprefix("cupy-").removesuffix("x")
+    others = [name for name in node.cupy if name not in (fits, "cupy")]  # "cupy" is built for what is there
     if others:
         text = f"node {_name(node)} has {' and '.join(node.cupy)} beside a torch for CUDA {node.cuda_build}"
-        text += ": the tests and benchmarks of codecs on GPUs fail there; no run needs CuPy"
-        extra = wanted.removeprefix("cupy-").removesuffix("x")
+        text += ": codecs fail on its GPUs"
         yield ("warning", "gpus", text, f"`pip uninstall {' '.join(others)}`, then `pip install 'raypipe[{extra}]'`")
+    elif wanted and not node.cupy:
+        text = f"node {_name(node)} has no CuPy, so that its processor encodes and decodes what stages send"
+        yield ("warning", "gpus", text, f"`pip install 'raypipe[{extra}]'`")
 
 
 def _shared_memory(nodes: list[Node], facts: Facts, wishes: Wishes) -> _Complaints:

@@ -12,11 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from raypipe.engine.codec import Codec
+from raypipe.engine.codec.coded import CodedTensor
 from raypipe.ir.schedule import Action
 
 __all__ = ["Channel", "Message", "Stamp"]
 
-Payload = Sequence[torch.Tensor | None]
+Payload = Sequence[torch.Tensor | CodedTensor | None]
 """Boundary tensors in the order of the boundary; None where there is nothing (a gradient that is not needed)."""
 
 
@@ -48,7 +49,7 @@ class Message(tuple[torch.Tensor | None, ...]):
     stamp: Stamp = Stamp()
 
     @classmethod
-    def of(cls, tensors: Payload, weight_version: int, stamp: Stamp) -> Message:
+    def of(cls, tensors: Sequence[torch.Tensor | None], weight_version: int, stamp: Stamp) -> Message:
         made = cls(tensors)
         made.weight_version, made.stamp = weight_version, stamp
         return made
@@ -90,6 +91,9 @@ class Channel(Protocol):
         For activations that require a gradient (SEND_F) and for gradients (SEND_B); nothing else is ever changed, see
         engine/codec. A channel begins with none. Links with threads of their own encode and decode there.
         """
+
+    def leave_coded(self) -> None:
+        """Deliver tensors that come in a codec as CodedTensor from now on, for a device that decodes them itself."""
 
     def abort(self, reason: str) -> None:
         """End every wait on both sides now, from any thread; the channel stays unusable."""

@@ -2,6 +2,7 @@
 
     to_device   host tensor -> staging -> (copy_in) -> device tensor -> compute waits
     to_host     device tensor -> copy_out waits -> (copy_out) -> staging -> the host waits
+    in a codec  decoded in copy_in, encoded in copy_out, so that its bytes only are copied and computing goes on
 
 Shapes, strides and ``requires_grad`` stay as they are, because kernels, and so bits, depend on them. Where the
 device is immediate, tensors are handed through as they are.
@@ -11,13 +12,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from raypipe.engine import layout
-from raypipe.engine.channel import Message
+from raypipe.engine.channel import Message, Payload
+from raypipe.engine.codec import Codec
+from raypipe.engine.codec.choice import applies, travels_coded, wire_bytes
+from raypipe.engine.codec.coded import CodedTensor
 from raypipe.engine.device import Crosses, Device, Mark, Stream
+from raypipe.engine.frame import key_of
+from raypipe.ir.schedule import Action
 
 __all__ = ["KEPT", "Crossing"]
 
@@ -25,6 +31,13 @@ KEPT = 2
 """Staging buffers of a size: one is filled while another is copied from."""
 
 Tensors = Sequence[torch.Tensor | None]
+
+
+class _Coding(NamedTuple):
+    """A codec, and the key of its random rounding."""
+
+    name: str
+    key: int | None
 
 
 class Crossing:
@@ -40,11 +53,25 @@ class Crossing:
             return message
         return Message.of(self.to_device(message, what), message.weight_version, message.stamp)
 
-    def to_device(self, tensors: Tensors, what: Crosses) -> tuple[torch.Tensor | None, ...]:
-        """Copies on the device, for the stream that computes; the host may change its own at once."""
+    def outgoing(self, action: Action, tensors: Tensors, what: Crosses, codec: Codec) -> Payload:
+        """What a channel is given: copies in host memory, encoded before they are copied where the device does that."""
+        device = self.device
+        if device.immediate or not device.codes or codec.name == "none":
+            return self.to_host(tensors, what)
+        names = [x is not None and travels_coded(codec.name, action.op, x) for x in tensors]
+        codings = [
+            _Coding(codec.name, key_of(codec, action, place)) if coded else None for place, coded in enumerate(names)
+        ]
+        return self._to_host(tensors, what, codings)
+
+    def to_device(self, tensors: Payload, what: Crosses) -> tuple[torch.Tensor | None, ...]:
+        """Copies on the device, for the stream that computes; the host may change its own at once.
+
+        What came in a codec is decoded there.
+        """
         device = self.device
         if device.immediate or not any(tensor is not None for tensor in tensors):
-            return tuple(tensors)
+            return cast(tuple[torch.Tensor | None, ...], tuple(tensors))
         copies: list[torch.Tensor] = []
         shown: list[torch.Tensor | None] = []
         with device.stream(Stream.COPY_IN):
@@ -52,14 +79,16 @@ class Crossing:
                 if tensor is None:
                     shown.append(None)
                     continue
-                flat, plain = _flat(tensor)
-                nbytes = flat.nbytes
-                buffer = self._take(nbytes, what)
-                staged = buffer[:nbytes].view(flat.dtype)
-                staged.copy_(flat)
-                copies.append(device.empty(flat.numel(), flat.dtype).copy_(staged, non_blocking=True))
-                self._staging[buffer.numel()].append((buffer, device.mark()))
-                view = copies[-1].as_strided(plain.shape, plain.stride()).detach()
+                if isinstance(tensor, CodedTensor):
+                    wire = self._staged(tensor.wire, what)
+                    copies.append(device.empty(tensor.elements, tensor.dtype))
+                    device.decode(tensor.codec, wire, copies[-1])
+                    shape, strides = tensor.shape, tensor.strides
+                else:
+                    flat, plain = _flat(tensor)
+                    copies.append(self._staged(flat, what))
+                    shape, strides = tuple(plain.shape), plain.stride()
+                view = copies[-1].as_strided(shape, strides).detach()
                 shown.append(view.requires_grad_(tensor.requires_grad))
             there = device.mark()
         device.wait(there, f"{what}: computed with once they are on the device")
@@ -94,20 +123,37 @@ class Crossing:
 
     def to_host(self, tensors: Tensors, what: Crosses) -> tuple[torch.Tensor | None, ...]:
         """Copies in host memory, which the caller may read at once and keep."""
-        device = self.device
-        if device.immediate or not any(tensor is not None for tensor in tensors):
+        if self.device.immediate or not any(tensor is not None for tensor in tensors):
             return tuple(tensors)
+        return cast(tuple[torch.Tensor | None, ...], self._to_host(tensors, what, [None] * len(tensors)))
+
+    def _to_host(self, tensors: Tensors, what: Crosses, codings: Sequence[_Coding | None]) -> Payload:
+        """See ``to_host``.
+
+        Args:
+            codings: by tensor, what it is encoded in before it is copied, if that applies to it.
+        """
+        device = self.device
         known = [None if tensor is None else (*_flat(tensor), tensor.requires_grad) for tensor in tensors]
         computed = device.mark()
-        shown: list[torch.Tensor | None] = []
+        shown: list[torch.Tensor | CodedTensor | None] = []
         with device.stream(Stream.COPY_OUT):
             device.wait(computed, f"{what}: copied once they are computed")
-            for one in known:
+            for one, coding in zip(known, codings, strict=True):
                 if one is None:
                     shown.append(None)
                     continue
                 flat, plain, requires_grad = one
                 device.record_stream(flat)
+                if coding is not None and applies(coding.name, flat.dtype, flat.numel()):
+                    wire = device.empty(wire_bytes(coding.name, flat.dtype, flat.numel()), torch.uint8)
+                    device.encode(coding.name, flat, wire, coding.key)
+                    copied = device.staging(wire.numel()).copy_(wire, non_blocking=True)
+                    shape, strides = tuple(plain.shape), plain.stride()
+                    shown.append(
+                        CodedTensor(copied, coding.name, flat.dtype, shape, strides, requires_grad, flat.numel())
+                    )
+                    continue
                 copy = device.staging(flat.nbytes).view(flat.dtype)
                 copy.copy_(flat, non_blocking=True)
                 shown.append(copy.as_strided(plain.shape, plain.stride()).detach().requires_grad_(requires_grad))
@@ -125,6 +171,15 @@ class Crossing:
             return None
         begin_s, between_s, end_s = self.device.seconds(marks)
         return between_s - begin_s, end_s - between_s
+
+    def _staged(self, flat: torch.Tensor, what: Crosses) -> torch.Tensor:
+        """A copy on the device, in the current stream, by way of staging memory."""
+        buffer = self._take(flat.nbytes, what)
+        staged = buffer[: flat.nbytes].view(flat.dtype)
+        staged.copy_(flat)
+        copy = self.device.empty(flat.numel(), flat.dtype).copy_(staged, non_blocking=True)
+        self._staging[buffer.numel()].append((buffer, self.device.mark()))
+        return copy
 
     def _take(self, nbytes: int, what: Crosses) -> torch.Tensor:
         """Staging memory of at least so many bytes that no copy reads any more."""

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from time import monotonic
 from typing import NamedTuple
 
 import torch
 
+from raypipe.engine.codec import cuda
 from raypipe.engine.device import Stream
 from raypipe.errors import ConfigError
 from raypipe.ir.plan import human_bytes
@@ -51,6 +53,8 @@ class CudaDevice:
     """
 
     immediate = False
+    encode = staticmethod(cuda.encode)
+    decode = staticmethod(cuda.decode)
 
     def __init__(self, index: int = 0, share: float = 1.0) -> None:
         if reason := why_not(index):
@@ -62,6 +66,7 @@ class CudaDevice:
         self.memory_bytes: int | None = limit_bytes
         if share < 1.0:
             torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, self.place)
+        self.codes = find_spec("cupy") is not None
         self._streams = {name: torch.cuda.Stream(self.place) for name in Stream}
         self._origin: tuple[CudaMark, float] | None = None  # the last mark that was timed, and when it was reached
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from raypipe.engine.codec import host
 from raypipe.engine.out_of_memory import process_bytes
 
 __all__ = ["CPU", "CpuDevice", "Crosses", "Device", "Mark", "Stream"]
@@ -63,12 +64,14 @@ class Device(Protocol):
         place: of the tensors.
         immediate: what was called has been done, in host memory: there is nothing to wait for or to copy.
         title: what it is, for people.
+        codes: ``encode`` and ``decode`` are its own, for tensors that lie there; else links do that in host memory.
         memory_bytes: what a worker may hold there; None where nobody says.
     """
 
     place: torch.device
     immediate: bool
     title: str
+    codes: bool
     memory_bytes: int | None
 
     def prepare_thread(self) -> AbstractContextManager[None]:
@@ -102,6 +105,12 @@ class Device(Protocol):
     def record_stream(self, tensor: torch.Tensor) -> None:
         """The current stream uses this memory of another stream's, which must not be given away before it has."""
 
+    def encode(self, name: str, flat: torch.Tensor, wire: torch.Tensor, key: int | None = None) -> None:
+        """Fill ``wire`` from ``flat``, in the current stream; both lie on the device. See ``codec.host.encode``."""
+
+    def decode(self, name: str, wire: torch.Tensor, flat: torch.Tensor) -> None:
+        """Fill ``flat`` from ``wire``, in the current stream; both lie on the device. See ``codec.host.decode``."""
+
     def peak_bytes(self) -> int:
         """Most memory that was in use on the device; on the CPU what the process uses now, 0 where nobody tells."""
 
@@ -112,8 +121,11 @@ class CpuDevice:
     place = torch.device("cpu")
     immediate = True
     title = "CPU"
+    codes = False
     memory_bytes: int | None = None
     mark = staticmethod(time.monotonic)
+    encode = staticmethod(host.encode)
+    decode = staticmethod(host.decode)
 
     def prepare_thread(self) -> AbstractContextManager[None]:
         # The number of intra-op threads belongs to the calling thread, and sums over several round differently.

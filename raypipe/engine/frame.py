@@ -21,7 +21,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ import torch
 from raypipe.engine import layout
 from raypipe.engine.codec import NONE, Codec, host
 from raypipe.engine.codec.choice import rounding_key, travels_coded
+from raypipe.engine.codec.coded import CodedTensor
 from raypipe.engine.record import (
     ALIGNMENT_BYTES,
     NO_TENSOR,
@@ -53,6 +54,7 @@ __all__ = [
     "gather",
     "header_bytes",
     "is_coded",
+    "key_of",
     "parse",
 ]
 
@@ -65,6 +67,9 @@ _PRELUDE = struct.Struct("<4sHIBHQHIQd")
 _OPS = tuple(Op)
 _OP_CODES = {op: code for code, op in enumerate(_OPS)}
 _PADDING = memoryview(bytes(ALIGNMENT_BYTES))
+
+Payload = Sequence[torch.Tensor | CodedTensor | None]
+"""What a message has; what a device has encoded travels as it is."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Bytes -> memory as a uint8 tensor, at a multiple of 64 bytes."""
@@ -98,7 +103,7 @@ def header_bytes(max_tensors: int) -> int:
     return _PRELUDE.size + max_tensors * RECORD_BYTES
 
 
-def check_count(action: Action, tensors: Sequence[torch.Tensor | None], max_tensors: int) -> None:
+def check_count(action: Action, tensors: Payload, max_tensors: int) -> None:
     """Refuse a message with more tensors than its channel's header has room for; names the action."""
     if len(tensors) > max_tensors:
         raise LinkError(f"{action.words} has {len(tensors)} tensors, its channel was opened for at most {max_tensors}.")
@@ -106,7 +111,7 @@ def check_count(action: Action, tensors: Sequence[torch.Tensor | None], max_tens
 
 def encode(
     action: Action,
-    tensors: Sequence[torch.Tensor | None],
+    tensors: Payload,
     *,
     generation: int,
     max_tensors: int,
@@ -133,19 +138,23 @@ def encode(
         if tensor is None:
             records.append(NO_TENSOR)
             continue
-        name = codec.name if travels_coded(codec.name, action.op, tensor) else "none"
-        known = None
-        if layout.is_plain(tensor):
-            known = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)
-        if known is None:
-            tensor, known = prepare(action, tensor, name)
-        record, used, _, extent_bytes = known
+        if isinstance(tensor, CodedTensor):
+            described, tensor = _as_encoded(tensor), tensor.wire
+        else:
+            name = codec.name if travels_coded(codec.name, action.op, tensor) else "none"
+            known = None
+            if layout.is_plain(tensor):
+                known = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)
+            if known is None:
+                tensor, known = prepare(action, tensor, name)
+            described = known
+            if known.codec != "none" and known.extent_bytes:
+                tensor = _coded(action, place, tensor, known, codec)
+        record, _, _, extent_bytes = described
         records.append(record)
         if extent_bytes:
             if padding_bytes := -end_bytes % ALIGNMENT_BYTES:
                 buffers.append(_PADDING[:padding_bytes])
-            if used != "none":
-                tensor = _coded(action, place, tensor, known, codec)
             buffers.append(layout.raw_bytes(tensor, extent_bytes))
             end_bytes += padding_bytes + extent_bytes
     if end_bytes > PAYLOAD_LIMIT_BYTES:
@@ -202,17 +211,29 @@ def parse(
     return Head(theirs, Action(stage, _OPS[op], microbatch), weight_version, payload_bytes, sent_at_s, records)
 
 
+def key_of(codec: Codec, action: Action, place: int) -> int | None:
+    """Of random rounding, for the tensor at this place of a message; None for a codec that rounds to the nearest."""
+    if codec.rounding_seed is None:
+        return None
+    return rounding_key(codec.rounding_seed, action.stage, _OP_CODES[action.op], action.microbatch, place)
+
+
 def is_coded(head: Head) -> bool:
     """Whether a tensor of the message is in a codec, so that it does not lie in the payload as it is."""
     return any(record is not None and record.codec != "none" for record in head.records)
 
 
-def decode(head: Head, payload: torch.Tensor, allocate: Allocate | None = None) -> tuple[torch.Tensor | None, ...]:
+def decode(
+    head: Head, payload: torch.Tensor, allocate: Allocate | None = None, *, coded: bool = False
+) -> tuple[torch.Tensor | None, ...]:
     """Tensors over ``payload``, a uint8 tensor of exactly ``head.payload_bytes`` that nobody else uses.
 
     Each is a leaf with a version counter of its own: a stage that writes to one in place does not
     make autograd distrust its neighbours, which views of one buffer would. A tensor in a codec gets memory of its own,
     from ``allocate`` where it is given.
+
+    Args:
+        coded: leave those in a codec as they came: as CodedTensor, which whoever asks for them knows of.
 
     Raises:
         LinkError: the payload has another size.
@@ -223,6 +244,9 @@ def decode(head: Head, payload: torch.Tensor, allocate: Allocate | None = None) 
     for record in head.records:
         if record is None:
             tensors.append(None)
+            continue
+        if coded and record.codec != "none":
+            tensors.append(cast(torch.Tensor, _as_it_came(record, payload)))
             continue
         memory, start = payload, record.offset_bytes // record.dtype.itemsize
         if record.codec != "none":
@@ -245,12 +269,24 @@ def gather(frame: Frame, into: torch.Tensor | None = None) -> torch.Tensor:
 
 def _coded(action: Action, place: int, tensor: torch.Tensor, known: Described, codec: Codec) -> torch.Tensor:
     """The bytes of a dense tensor in its codec; its elements are taken in the order of memory."""
-    key = None
-    if codec.rounding_seed is not None:
-        key = rounding_key(codec.rounding_seed, action.stage, _OP_CODES[action.op], action.microbatch, place)
     wire = torch.empty(known.extent_bytes, dtype=torch.uint8)
-    host.encode(known.codec, tensor.detach().as_strided((known.elements,), (1,)), wire, key)
+    flat = tensor.detach().as_strided((known.elements,), (1,))
+    host.encode(known.codec, flat, wire, key_of(codec, action, place))
     return wire
+
+
+def _as_encoded(tensor: CodedTensor) -> Described:
+    """The record of what a device has encoded, by the same rules as here."""
+    known = describe(tensor.dtype, tensor.shape, tensor.strides, tensor.requires_grad, tensor.codec)
+    assert known is not None, "a device encodes dense tensors"
+    assert known.codec == tensor.codec, "in codecs that apply to them"
+    return known
+
+
+def _as_it_came(record: TensorRecord, payload: torch.Tensor) -> CodedTensor:
+    wire = payload[record.offset_bytes : record.offset_bytes + record.extent_bytes]
+    _, shape, strides, requires_grad, codec, elements, _, _ = record
+    return CodedTensor(wire, codec, record.dtype, shape, strides, requires_grad, elements)
 
 
 def _decoded(record: TensorRecord, payload: torch.Tensor, allocate: Allocate | None) -> torch.Tensor:

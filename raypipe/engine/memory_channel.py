@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-
-import torch
 
 from raypipe.engine import frame
-from raypipe.engine.channel import Message
+from raypipe.engine.channel import Message, Payload
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.inbox import Inbox
 from raypipe.errors import LinkAbortedError, LinkError
@@ -32,6 +29,7 @@ class InMemoryChannel:
         self.max_tensors = max_tensors
         self._inbox = Inbox(name)
         self._codecs = Codecs()
+        self._coded = False
         self._peer = self
         self._lock = threading.Lock()
         self._error: LinkError | None = None
@@ -47,7 +45,7 @@ class InMemoryChannel:
         a._peer, b._peer = b, a
         return a, b
 
-    def send(self, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
+    def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         self._raise_if_failed()
         message = frame.encode(
             action,
@@ -65,13 +63,17 @@ class InMemoryChannel:
         if head.generation == self._peer.generation:
             payload = frame.gather(message)
             arrived_at_s = time.time()
-            self._peer._inbox.deliver(head, frame.decode(head, payload), arrived_at_s)
+            found = frame.decode(head, payload, coded=self._peer._coded)
+            self._peer._inbox.deliver(head, found, arrived_at_s)
 
     def recv(self, action: Action, timeout_s: float) -> Message:
         return self._inbox.take(action, timeout_s)
 
     def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
         self._codecs = Codecs(codec_forward, codec_backward)
+
+    def leave_coded(self) -> None:
+        self._coded = True
 
     def abort(self, reason: str) -> None:
         error = LinkAbortedError(f"{self.name}: aborted: {reason}")

@@ -364,9 +364,8 @@ class StageWork:
         if peer not in self._co_located:
             self.sent(*message_bytes(action.op, tensors, self._codecs), ahead=peer > self.stage)
         what = Crosses.OUTPUTS if action.op is Op.SEND_F else Crosses.INPUT_GRADS
-        self._channels[peer][self._lane(action.microbatch)].send(
-            action, self._crossing.to_host(tensors, what), weight_version
-        )
+        payload = self._crossing.outgoing(action, tensors, what, self._codecs.of(action.op))
+        self._channels[peer][self._lane(action.microbatch)].send(action, payload, weight_version)
 
     def _hear_seeds(self, microbatch: int) -> None:
         above = self.stage + 1

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from raypipe.engine.channel import Channel
-from raypipe.engine.codec import NONE, Codec
+from raypipe.engine.codec import NONE, Codec, host
+from raypipe.engine.codec.coded import CodedTensor
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action, Op
 
@@ -220,6 +221,24 @@ class ChannelContract:
         assert torch.equal(got[2], x.half().float())
         assert torch.equal(got[-2], x)
         assert torch.equal(got[-1], got[3])
+
+    def test_whoever_decodes_itself_gets_the_bytes_and_what_it_encoded_goes_as_it_is(self, pair: Pair) -> None:
+        x = torch.linspace(-3.0, 3.0, 384).view(2, 192).t().requires_grad_()
+        for end, other, action in ((*pair, f(0)), (*pair[::-1], b(0))):
+            end.use(Codec("int8"), Codec("int8"))
+            other.leave_coded()
+            end.send(action, (x, torch.arange(3)))
+            came, exact = other.recv(action, WAIT_S)
+            assert isinstance(came, CodedTensor)  # type: ignore[unreachable]
+            assert torch.equal(exact, torch.arange(3))  # type: ignore[unreachable]
+            assert (came.codec, came.dtype, came.shape, came.strides) == ("int8", x.dtype, tuple(x.shape), x.stride())
+            assert (came.requires_grad, came.nbytes, came.elements) == (True, x.nbytes, 384)
+            wire = torch.empty(came.wire.numel(), dtype=torch.uint8)
+            host.encode("int8", x.detach().t().reshape(-1), wire)
+            assert torch.equal(came.wire, wire)
+            end.send(action._replace(microbatch=1), (came,))  # whatever codec the link has
+            (again,) = other.recv(action._replace(microbatch=1), WAIT_S)
+            assert torch.equal(again.wire, wire)
 
     def test_the_backward_of_a_codec_is_the_identity(self, pair: Pair) -> None:
         """What the receiver differentiates by is what it received: nothing has to be put straight."""

@@ -12,8 +12,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from raypipe.engine import frame
+from raypipe.engine.codec import Codec
+from raypipe.engine.codec.coded import CodedTensor
 from raypipe.engine.crossing import KEPT, Crossing
 from raypipe.engine.device import Crosses, Device, Stream
+from raypipe.ir.schedule import Action, Op
 
 __all__ = ["DeviceContract"]
 
@@ -35,6 +39,12 @@ def sample(dtype: torch.dtype = torch.float32, *shape: int) -> torch.Tensor:
     """Reproducible values of any type, in host memory."""
     raw = torch.randn(*(shape or (2, 3, 4, 6)), generator=torch.Generator().manual_seed(7)) * 50
     return raw > 0 if dtype is torch.bool else raw.to(dtype)
+
+
+def _sent(action: Action, tensor: torch.Tensor, codec: Codec) -> tuple[frame.Head, torch.Tensor]:
+    """Header and payload of a message that a link has encoded."""
+    made = frame.encode(action, (tensor,), generation=0, max_tensors=1, codec=codec)
+    return frame.parse(made.header, generation=0, max_tensors=1), frame.gather(made)
 
 
 class DeviceContract:
@@ -126,6 +136,26 @@ class DeviceContract:
         thread.start()
         thread.join(60)
         assert torch.equal(found[0]["a"], sample())
+
+    @pytest.mark.parametrize("name", ["bf16", "int8"])
+    def test_a_message_is_encoded_and_decoded_as_links_do_it(
+        self, device: Device, crossing: Crossing, name: str
+    ) -> None:
+        if not device.codes:
+            pytest.skip("links encode for it")
+        x, action = sample(torch.float32, 3, 200).t().requires_grad_(), Action(0, Op.SEND_F, 1)
+        (there,) = crossing.to_device((x,), WHAT)
+        assert there is not None
+        self.busy(device)
+        codec = Codec(name, 5 if name == "int8" else None)
+        (coded,) = crossing.outgoing(action, (there * 2,), WHAT, codec)
+        assert isinstance(coded, CodedTensor)
+        (plain,) = frame.decode(*_sent(action, (x.detach() * 2).requires_grad_(), codec))
+        (back,) = crossing.to_host(crossing.to_device((coded,), WHAT), WHAT)
+        assert back is not None
+        assert plain is not None
+        assert torch.equal(back, plain)
+        assert (back.stride(), back.requires_grad) == (plain.stride(), plain.requires_grad)
 
     def test_scalars_are_read(self, crossing: Crossing) -> None:
         there = crossing.to_device((torch.tensor(2.5), None, torch.tensor(float("nan"))), WHAT)

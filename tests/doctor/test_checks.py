@@ -71,7 +71,7 @@ def test_a_good_cluster_and_a_good_machine_have_no_complaint() -> None:
         ),
         (
             {"gpus": 2, "cuda_build": "13.0", "cuda_gpus": 2, "ray_gpus": 2.0, "cupy": ["cupy-cuda12x"]},
-            "warning", "gpus", ["10.0.0.2", "cupy-cuda12x beside a torch for CUDA 13.0", "no run needs CuPy"],
+            "warning", "gpus", ["10.0.0.2", "cupy-cuda12x beside a torch for CUDA 13.0", "codecs fail"],
             "pip uninstall cupy-cuda12x`, then `pip install 'raypipe[cuda13]'",
         ),
         (
@@ -122,6 +122,10 @@ def test_a_fault_of_one_node_is_named_alone(
         (
             second(ray_gpus=4.0), replace(WISHES, resources={"CPU": 1, "GPU": 1}),
             "problem", "gpus", ["10.0.0.2", "Ray hands out 4 GPUs, torch sees 0"],
+        ),
+        (
+            second(**{**FOUR_GPUS, "cupy": ()}), replace(ON_GPUS, codecs=True),
+            "warning", "gpus", ["10.0.0.2", "has no CuPy, so that its processor encodes"],
         ),
         (
             second(**FOUR_GPUS, nccl="2.18.5"), replace(ON_GPUS, transport="collective"),

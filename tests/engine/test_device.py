@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from raypipe.engine import cuda_device
+from raypipe.engine.codec import cuda
 from raypipe.engine.cuda_device import CudaDevice, placed_s
 from raypipe.engine.device import CPU, Device
 from raypipe.errors import ConfigError
 from tests.contract.device import DeviceContract
+from tests.emulators.cuda import Emulated, emulated
 from tests.fake_device import FakeDevice
 
 
@@ -19,10 +21,15 @@ class TestCpu(DeviceContract):
         return CPU
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
+    return emulated(cuda.SOURCE, tmp_path_factory.mktemp("kernels"))
+
+
 class TestFake(DeviceContract):
     @pytest.fixture(params=[False, True], ids=["late", "eager"])
-    def device(self, request: pytest.FixtureRequest) -> Device:
-        return FakeDevice(eager=request.param)
+    def device(self, request: pytest.FixtureRequest, kernels: Emulated) -> Device:
+        return FakeDevice(eager=request.param, kernels=kernels)
 
 
 ASKED = [10.0, 10.001, 10.002]

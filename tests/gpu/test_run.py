@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from raypipe.engine.codec import Codec, Codecs, cuda, host
 from raypipe.engine.cuda_device import CudaDevice
 from raypipe.engine.device import CPU
 from tests.device_run import run
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_codecs_in_a_run_are_kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Links see bytes only: what a stage sends is encoded and decoded where it computes."""
+    launched: list[str] = []
+    launch = cuda._launch
+    monkeypatch.setattr(cuda, "_launch", lambda kernel, *rest: (launched.append(kernel), launch(kernel, *rest))[1])
+    for way in ("encode", "decode"):
+        monkeypatch.delattr(host, way)
+    codecs = Codecs(Codec(name), Codec(name))
+    first, again = run(lambda worker: CudaDevice(), codecs=codecs), run(lambda worker: CudaDevice(), codecs=codecs)
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(first, again, strict=True))  # type: ignore[arg-type]
+    assert {cuda.kernel_name(way, name, torch.float32) for way in ("encode", "decode")} <= set(launched)
+    monkeypatch.undo()
+    for a, b in zip(run(lambda worker: CPU, codecs=codecs), first, strict=True):
+        if isinstance(a, torch.Tensor):  # a code may be another where a sum was taken in another order
+            torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-3)
 
 
 def test_a_run_on_a_gpu_computes_what_the_cpu_does() -> None:

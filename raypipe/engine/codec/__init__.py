@@ -24,7 +24,8 @@ What a codec is used for is decided in ``choice``: 32-bit floats (by blocks: 16-
 gradient, and of SEND_B. Integers, masks, 64-bit floats, losses and whatever reduces gradients stay exact, and so do
 evaluations, in which nothing requires a gradient. ``arrays`` defines what each codec does, for numpy and CuPy alike;
 ``host`` does the same to torch tensors in host memory, ``cuda`` to those of an NVIDIA device, with the kernels of
-kernels.cu. Runs use ``host`` alone: their stages compute on processors, and only tests and benchmarks use ``cuda``.
+kernels.cu. Threads of a link use ``host``; a stage on a GPU uses ``cuda`` before its outputs are copied to host memory
+and after they were copied from there, so that a link sees bytes only (``coded``), and where there is no CuPy ``host``.
 Left out: entropy coding, error feedback (algorithms that keep state per sample).
 """
 

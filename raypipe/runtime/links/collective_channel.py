@@ -216,7 +216,7 @@ class CollectiveChannel(QueuedChannel):
             raise _damaged(head.action.words)
         if head.generation == self.generation:
             arrived_at_s = time.time()
-            self.inbox.deliver(head, frame.decode(head, payload), arrived_at_s)
+            self.inbox.deliver(head, frame.decode(head, payload, coded=self.coded), arrived_at_s)
         expected.saw(head.payload_bytes)
         return True
 

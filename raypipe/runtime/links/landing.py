@@ -88,6 +88,12 @@ class Landing(NamedTuple):
         tensors = None if coded else frame.decode(head, payload)
         return cls(head.records, layout.raw_bytes(payload, head.payload_bytes), payload, tensors)
 
-    def landed(self, head: frame.Head, memory: Memory) -> tuple[torch.Tensor | None, ...]:
-        """The tensors, now that all bytes are here; once."""
-        return frame.decode(head, self.payload, memory.take) if self.tensors is None else self.tensors
+    def landed(self, head: frame.Head, memory: Memory, *, coded: bool = False) -> tuple[torch.Tensor | None, ...]:
+        """The tensors, now that all bytes are here; once.
+
+        Args:
+            coded: see ``frame.decode``.
+        """
+        if self.tensors is not None:
+            return self.tensors
+        return frame.decode(head, self.payload, memory.take, coded=coded)

@@ -258,7 +258,7 @@ class ObjectStoreChannel(QueuedChannel):
         one_core()
         payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
         np.concatenate(arrays, out=payload.numpy())
-        self.deliver(head, frame.decode(head, payload), arrived_at_s)
+        self.deliver(head, frame.decode(head, payload, coded=self.coded), arrived_at_s)
         return True
 
 

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 import torch
 
 from raypipe.engine import frame
-from raypipe.engine.channel import Message
+from raypipe.engine.channel import Message, Payload
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.codec.host import one_core
 from raypipe.engine.inbox import Inbox
@@ -33,7 +33,7 @@ __all__ = ["CLOSE_TIMEOUT_S", "QueuedChannel"]
 
 CLOSE_TIMEOUT_S = 5.0
 """How long ``close`` waits for the peer to take what was handed over."""
-_Order = tuple[Action, Sequence[torch.Tensor | None], int, Codec]
+_Order = tuple[Action, Payload, int, Codec]
 _ATTEND: tuple[()] = ()
 END_TIMEOUT_S = 1.0
 """How long ``close`` waits for a thread whose waits were interrupted: a medium may have lost one of them."""
@@ -68,6 +68,8 @@ class QueuedChannel(ABC):
         self._send_error: LinkError | None = None
         self._leaving: str | None = None
         self._codecs = Codecs()
+        self.coded = False
+        """Whoever receives leaves tensors in their codec."""
         # A queue of C code: putting something in wakes the sending thread without giving it the interpreter lock, as a
         # system call would. It describes and copies once the caller computes or waits.
         self._orders: SimpleQueue[_Order | tuple[()] | None] = SimpleQueue()
@@ -110,7 +112,7 @@ class QueuedChannel(ABC):
     def start(self) -> None:
         self._sender.start()
 
-    def send(self, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
+    def send(self, action: Action, tensors: Payload, weight_version: int = 0) -> None:
         frame.check_count(action, tensors, self.max_tensors)
         if self._send_error is not None:
             raise type(self._send_error)(f"{self._send_error} (sending {action.words})")
@@ -121,6 +123,9 @@ class QueuedChannel(ABC):
 
     def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
         self._codecs = Codecs(codec_forward, codec_backward)
+
+    def leave_coded(self) -> None:
+        self.coded = True
 
     def abort(self, reason: str) -> None:
         self.fail(LinkAbortedError(f"{self.name}: aborted: {reason}"), tell_peer=reason)

@@ -207,7 +207,7 @@ class SocketChannel(QueuedChannel):
                 return True
             taken.take()
         if head.generation == self.generation:
-            self.deliver(head, landing.landed(head, self._memory), arrived_at_s)
+            self.deliver(head, landing.landed(head, self._memory, coded=self.coded), arrived_at_s)
         if head.payload_bytes <= LANDING_BYTES:
             # The next message is likely of the same shape: make room for it now, while nobody waits.
             self._landing = Landing.prepare(head, self._memory)

@@ -14,6 +14,12 @@ from raypipe.runtime.workers.fleet import Fleet
 __all__ = ["FittedRun", "fit_devices"]
 
 
+NO_KERNELS = (
+    "{where} has no CuPy, so the processor encodes and decodes what stages send, and more bytes are copied: "
+    "pip install 'raypipe[cuda13]' (or raypipe[cuda12]) there."
+)
+
+
 class FittedRun(NamedTuple):
     """See ``device_limits.Fitted``."""
 
@@ -28,11 +34,15 @@ def fit_devices(fleet: Fleet, blueprint: Blueprint, planned: Planned) -> FittedR
     Raises:
         PlanError: there is none, or no place for another worker.
     """
+    note = RunFolder(blueprint.spec.place).event
+    if blueprint.pipeline.codec_forward != "none" or blueprint.pipeline.codec_backward != "none":
+        for where in sorted({f"{facts['device']} on {facts['host']}" for facts in fleet.members if not facts["codes"]}):
+            note("warning", NO_KERNELS.format(where=where))
     offered = [Offered(facts["device"], facts["device_bytes"]) for facts in fleet.members]
     found = within(blueprint.basis, planned, offered)
     if found.basis is not blueprint.basis:
         blueprint = dataclasses.replace(blueprint, basis=found.basis)
     if found.why:
-        RunFolder(blueprint.spec.place).event("fit the devices", found.why)
+        note("fit the devices", found.why)
         fleet.grow(found.planned.plan.schedule.num_workers)
     return FittedRun(blueprint, found.planned, found.members)

@@ -31,6 +31,7 @@ def facts_of(address: Any, device: Device) -> dict[str, Any]:
         "versions": {"raypipe": _version(), "torch": torch.__version__, "ray": ray.__version__},
         "device": device.title,
         "device_bytes": device.memory_bytes,
+        "codes": device.codes or device.immediate,  # what stages send is encoded where they compute
     }
 
 
