@@ -6,6 +6,7 @@ Each `Case` builds a fresh model and its data from fixed seeds. Hugging Face's m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tests import nets
 
-__all__ = ["CASES", "FAST", "TIED", "Case", "Records", "case", "tokens", "vectors"]
+__all__ = ["CASES", "FAST", "TIED", "Case", "Paced", "Records", "case", "tokens", "vectors"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,20 @@ class Records(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.items[index]
+
+
+class Paced(Dataset):
+    """Samples that take a while to read, for a run that shall not be over before a test has done something to it."""
+
+    def __init__(self, samples: Any, seconds: float) -> None:
+        self._samples, self._seconds = samples, seconds
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self._seconds)
+        return self._samples[index]
 
 
 def vectors(count: int) -> TensorDataset:

@@ -32,7 +32,7 @@ from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.journal import News
 from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.workers.packing import StoredTensors, stored
-from raypipe.runtime.workers.places import NAMESPACE, PREFIX, is_driver, release_orphans
+from raypipe.runtime.workers.places import NAMESPACE, PREFIX, is_driver, release_abandoned, release_orphans
 
 __all__ = ["NAMESPACE", "RayConnection", "connected", "find_run", "start_run"]
 
@@ -281,6 +281,7 @@ def start_run(
     spec = blueprint.spec
     if detached:
         check()
+    release_abandoned()
     options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
     options["max_restarts"] = spec.max_failures  # each takes the stages over, see runtime/driver/succession.py
     if detached:

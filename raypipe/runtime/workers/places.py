@@ -37,6 +37,7 @@ __all__ = [
     "living",
     "owner_of",
     "release",
+    "release_abandoned",
     "release_ended",
     "release_orphans",
     "release_unused",
@@ -173,6 +174,18 @@ def release_ended(owner: str) -> None:
             ray.get_actor(owner, namespace=NAMESPACE)
         except ValueError:
             release_unused(owner)
+
+
+def release_abandoned() -> None:
+    """Remove what runs whose actors were all killed left on the cluster: nobody of theirs is there to do so.
+
+    A place that stays keeps its share of a node for ever, and an autoscaler keeps a node for it.
+    """
+    with contextlib.suppress(RayError):
+        table = placement_group_table().values()
+        names = {row["name"].rpartition("/")[0] for row in table if row["state"] != "REMOVED"}
+        for owner in sorted(name for name in names if is_driver(name)):
+            release_ended(owner)
 
 
 def release_unused(owner: str) -> None:

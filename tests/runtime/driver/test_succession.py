@@ -19,7 +19,7 @@ from raypipe.runtime.workers.places import NAMESPACE, is_driver
 from tests import processes
 from tests.runtime.left_over import NOTHING, Held, ours
 from tests.runtime.run.test_planning import trainer
-from tests.runtime.workers.test_recovery import as_undisturbed, events, reached, surviving
+from tests.runtime.workers.test_recovery import SAMPLE_S, as_undisturbed, events, reached, surviving
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("shared_captures")]
@@ -76,8 +76,9 @@ def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
     stages = stages_of(handle)
     os.kill(stages[0], signal.SIGKILL)
     kill_driver(tmp_path / "both")
-    reached(handle, STEPS // 2)
-    assert stages_of(handle)[1] == stages[1]
+    wait_until(
+        lambda: [one != old for one, old in zip(stages_of(handle), stages, strict=False)] == [True, False], WAIT_S
+    )
     whole(tmp_path, "both", handle.wait(timeout_s=WAIT_S), "noisy")
     found = events(tmp_path / "both", "recovery")
     assert found != []
@@ -86,7 +87,7 @@ def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
 
 def killed(folder: Path, run: str, name: str, **pipeline: Any) -> tuple[RunHandle, list[int]]:
     """A detached run whose driver is killed and does not come again by itself."""
-    handle = trainer(folder, run, name, **pipeline).start(STEPS, detached=True)
+    handle = trainer(folder, run, name, SAMPLE_S, **pipeline).start(STEPS, detached=True)
     reached(handle, 10)
     stages = stages_of(handle)
     kill_driver(folder / run)
@@ -97,7 +98,7 @@ def killed(folder: Path, run: str, name: str, **pipeline: Any) -> tuple[RunHandl
 
 def test_the_same_script_submitted_again_goes_on(before: Held, tmp_path: Path) -> None:
     _, stages = killed(tmp_path, "submitted", "noisy")
-    handle = trainer(tmp_path, "submitted", "noisy").start(STEPS)
+    handle = trainer(tmp_path, "submitted", "noisy", SAMPLE_S).start(STEPS)
     reached(handle, 30)
     assert stages_of(handle) == stages
     whole(tmp_path, "submitted", handle.wait(timeout_s=WAIT_S), "noisy")
@@ -109,15 +110,25 @@ def test_another_script_goes_on_from_a_checkpoint_of_these_stages(before: Held, 
     priced = {"worker_price_per_hour": 3600.0}
     _, stages = killed(tmp_path, "other", "noisy", **priced)
     with pytest.raises(ConfigError, match="seed"):
-        trainer(tmp_path, "other", "noisy", seed=5).start(STEPS).wait(timeout_s=WAIT_S)
+        trainer(tmp_path, "other", "noisy", SAMPLE_S, seed=5).start(STEPS).wait(timeout_s=WAIT_S)
     assert all(map(processes.alive, stages))
-    handle = trainer(tmp_path, "other", "noisy", num_stages=3, **priced).start(STEPS)
+    handle = trainer(tmp_path, "other", "noisy", SAMPLE_S, num_stages=3, **priced).start(STEPS)
     whole(tmp_path, "other", handle.wait(timeout_s=WAIT_S), "noisy")
     assert not any(map(processes.alive, stages))
     (resumed,) = events(tmp_path / "other", "resume")
     assert resumed["step"] >= 10
     saved, trained = (line["cost"] for line in events(tmp_path / "other", "cost"))
     assert 0 < saved < trained, "stages that only save a checkpoint are paid too"
+
+
+def test_what_a_killed_run_left_is_removed_when_another_one_starts(before: Held, tmp_path: Path) -> None:
+    """Nobody of it is left that could give its places back."""
+    reached(trainer(tmp_path, "all", "noisy", SAMPLE_S).start(STEPS, detached=True), 1)
+    for name in ours().drivers - before.drivers:
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+    assert len(ours().beyond(before).groups) == 2
+    trainer(tmp_path, "next", "noisy").fit(1, progress=False)
+    assert ours().beyond(before).groups == frozenset()
 
 
 def test_nobody_comes(before: Held, tmp_path: Path) -> None:

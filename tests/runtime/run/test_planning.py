@@ -22,7 +22,7 @@ from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.planning import another, plan_for
 from raypipe.runtime.run.requests import Requests
 from tests.exactness import same_bits
-from tests.models import CASES
+from tests.models import CASES, Paced
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -37,14 +37,15 @@ def halved(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def trainer(folder: Path, run: str, name: str, **pipeline: Any) -> PipelineTrainer:
+def trainer(folder: Path, run: str, name: str, sample_seconds: float = 0.0, **pipeline: Any) -> PipelineTrainer:
     case = CASES[name]
+    samples = case.data(30)  # the last mini-batch of an epoch is short
     return PipelineTrainer(
         case.model(),
         loss_fn=case.loss_fn,
         optimizer=adamw,
         lr_scheduler=halved,
-        train_data=case.data(30),  # the last mini-batch of an epoch is short
+        train_data=Paced(samples, sample_seconds) if sample_seconds else samples,
         pipeline=PipelineConfig(
             **{"num_stages": 2, "minibatch_size": 8, "num_microbatches": 4, "partitioner": "parameters", **pipeline}
         ),

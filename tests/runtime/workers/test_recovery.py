@@ -24,10 +24,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytes
 
 STEPS = 120
 WAIT_S = 120.0
+SAMPLE_S = 0.002
+"""Without it a quick machine ends the run before a test has done its harm."""
 
 
 def surviving(folder: Path, run: str, name: str, max_failures: int = -1, **pipeline: Any) -> PipelineTrainer:
-    made = trainer(folder, run, name, **pipeline)
+    made = trainer(folder, run, name, SAMPLE_S, **pipeline)
     made._run = SimpleNamespace(
         name=run, storage_path=str(folder), failure_config=FailureConfig(max_failures=max_failures)
     )
