@@ -8,28 +8,36 @@ and not on the number of replicas. An element that a lane has nothing for (a use
 is left out of the sum, as it is where one worker has all lanes. With as many lanes as replicas R each of them sends
 2 (R - 1) / R times the bytes of the gradients, as in a ring.
 
-The gradients go chunk by chunk, so that little memory is needed beside the sums (``ir.exchange`` counts it). A replica
-begins with a chunk once it has the totals of the one before from all others, so that no two messages of one name are on
-their way. Totals are written over the sums of a lane, whose elements were copied for the exchange.
+The gradients go chunk by chunk (``chunks``), so that little memory is needed beside the sums (``ir.exchange`` counts
+it). A replica begins with a chunk once it has the totals of the one before from all others, so that no two messages of
+one name are on their way. Totals are written over the sums of a lane, whose elements were copied for the exchange.
+
+Chunks go in a fixed order, the last layers first, and each as soon as its gradients are complete: in a thread of its
+own, beside the rest of the update's last backward. Who has nothing more to compute only waits.
+
+    last backward    layer 3   layer 2   layer 1   layer 0
+    chunks                     [ 3 ]     [ 2 ]     [ 1 ]     [ 0 ]        what is left behind it is waited for
 
 On links the two messages are known by actions of the stage: the scatter by its REDUCE_GRAD, the gather by its STEP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, groupby
+import threading
+from collections.abc import Callable, Sequence
 
 import torch
 
+from raypipe.engine.chunks import Chunk, chunks_of
+from raypipe.engine.codec.host import one_core
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.placement import Placement
-from raypipe.ir.exchange import chunk_bytes
 from raypipe.ir.schedule import Action, Op
 
 __all__ = ["AllReduce"]
 
 Tensors = Sequence[torch.Tensor | None]
+LONGEST_BACKWARD_S = 3600.0
 
 
 class AllReduce:
@@ -38,8 +46,8 @@ class AllReduce:
     Args:
         placement: who the replicas are, and which lanes each has.
         sink: of the stage.
-        send: (worker, action, tensors) hands a message to another worker.
-        receive: (worker, the sender's action) waits for one.
+        send: (worker, action, tensors) hands a message to another worker, from any thread.
+        receive: (worker, the sender's action) waits for one, in any thread.
     """
 
     def __init__(
@@ -52,8 +60,26 @@ class AllReduce:
     ) -> None:
         self._stage, self._placement, self._sink = stage, placement, sink
         self._send, self._receive = send, receive
-        self._chunks = list(_chunks(sink.trained, placement))
         self._peers = [worker for worker in placement.replicas if worker != placement.worker]
+        self._chunks = chunks_of(sink.trained, placement) if self._peers else []
+        self._begun: _Begun | None = None
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether there is anything to exchange."""
+        return bool(self._peers and self._chunks)
+
+    def begin(self, microbatch: int) -> None:
+        """The update's last backward is about to run: exchange, beside it, what it completes.
+
+        Args:
+            microbatch: last of the update.
+        """
+        assert self._begun is None, "one update at a time"
+        if self.exchanges:
+            self._begun = _Begun(self._chunks, lambda wait: self._exchange(microbatch, wait))
+            self._sink.tell(self._begun.completed)
+            self._begun.start()
 
     def run(self, microbatch: int) -> None:
         """Close the sink with the totals over all lanes.
@@ -64,30 +90,52 @@ class AllReduce:
         Raises:
             LinkError: a replica did not answer.
         """
-        sink = self._sink
-        if not self._peers or not self._chunks:
-            sink.close()
+        if not self.exchanges:
+            self._sink.close()
             return
-        own = {lane: sink.sums(lane) for lane in self._placement.lanes_of(self._placement.worker)}
+        if self._begun is None:
+            self._sink.close_with(self._exchange(microbatch, lambda _: None))
+            return
+        begun, self._begun = self._begun, None
+        self._sink.tell(None)
+        self._sink.close_with(begun.finish())
+
+    def abandon(self) -> None:
+        """The step will not end: whatever was begun ends by itself, without waiting for more gradients."""
+        if self._begun is not None:
+            self._begun.abandon()
+            self._begun = None
+        self._sink.tell(None)
+
+    def _exchange(self, microbatch: int, wait: Callable[[int], None]) -> Tensors:
+        """All chunks; the totals, for each of the sink's ``trained``.
+
+        Args:
+            wait: (chunk) returns once this replica has all gradients of it.
+        """
+        sink, me = self._sink, self._placement.worker
         scatter, gather = (Action(self._stage, op, microbatch) for op in (Op.REDUCE_GRAD, Op.STEP))
-        into: list[torch.Tensor | None] = []
-        for chunk in self._chunks:
-            reached, total = self._summed(chunk, own, scatter)
+        into: list[torch.Tensor | None] = [None] * len(sink.trained)
+        known: set[int] = set()
+        for number, chunk in enumerate(self._chunks):
+            wait(number)
+            reached, total = self._summed(chunk, scatter)
             for peer in self._peers:
                 self._send(peer, gather, (total,))
-            totals = {self._placement.worker: total} | {peer: self._receive(peer, gather)[0] for peer in self._peers}
-            if not into:
-                into = sink.totals([any(of_lane) for of_lane in zip(*reached.values(), strict=True)])
+            totals = {me: total} | {peer: self._receive(peer, gather)[0] for peer in self._peers}
+            for site, is_reached in zip(chunk.sites, map(any, zip(*reached.values(), strict=True)), strict=True):
+                if site not in known:
+                    known.add(site)
+                    into[site] = sink.total_of(site, reached=is_reached)
             chunk.write([totals[worker] for worker in self._placement.replicas], into)
-        sink.close_with(into)
+        return into
 
-    def _summed(
-        self, chunk: _Chunk, own: dict[int, list[torch.Tensor | None]], scatter: Action
-    ) -> tuple[dict[int, list[int]], torch.Tensor]:
-        """Of every lane, for which use sites it has anything; this replica's slice of the chunk, summed."""
+    def _summed(self, chunk: Chunk, scatter: Action) -> tuple[dict[int, list[int]], torch.Tensor]:
+        """Of every lane, for which of the chunk's sites it has anything; this replica's slice of the chunk, summed."""
         me = self._placement.worker
-        place = self._sink.trained[0].device
-        there = torch.tensor([[x is not None for x in sums] for sums in own.values()], dtype=torch.uint8, device=place)
+        own = {lane: self._sink.sums_of(lane, chunk.sites) for lane in self._placement.lanes_of(me)}
+        there = torch.tensor([[x is not None for x in sums] for sums in own.values()], dtype=torch.uint8)
+        there = there.to(chunk.place)
         flat = {lane: chunk.flattened(sums) for lane, sums in own.items()}
         for peer in self._peers:
             self._send(peer, scatter, [there, *(chunk.slice_of(peer, x) for x in flat.values())])
@@ -102,94 +150,68 @@ class AllReduce:
         return reached, chunk.summed(me, [(slices[lane], reached[lane]) for lane in sorted(reached)])
 
 
-def _chunks(trained: Sequence[torch.Tensor], placement: Placement) -> Iterator[_Chunk]:
-    """All elements, by type, in parts of so many bytes."""
-    most = chunk_bytes(placement.lanes, len(placement.replicas))
-    for dtype in sorted({x.dtype for x in trained}, key=str):
-        room, pieces = most // dtype.itemsize, list[_Piece]()
-        left = room
-        for site, tensor in enumerate(trained):
-            first = 0
-            while tensor.dtype == dtype and first < tensor.numel():
-                stop = min(first + left, tensor.numel())
-                pieces.append((site, first, stop))
-                left -= stop - first
-                first = stop
-                if not left:
-                    yield _Chunk(pieces, trained[site], placement)
-                    pieces, left = [], room
-        if pieces:
-            yield _Chunk(pieces, trained[pieces[0][0]], placement)
-
-
-_Piece = tuple[int, int, int]
-"""Place among the sink's ``trained``; first element, and that behind the last, in the order of memory."""
-
-
-class _Chunk:
-    """Some elements of one type, and how replicas share them out.
+class _Begun:
+    """An exchange in a thread of its own, which goes from chunk to chunk as these become complete.
 
     Args:
-        like: a tensor of this type, on the device.
+        exchange: all of it, given what waits for a chunk; returns the totals.
     """
 
-    def __init__(self, pieces: Sequence[_Piece], like: torch.Tensor, placement: Placement) -> None:
-        self._pieces, self._like = pieces, like
-        self._sizes = [stop - first for _, first, stop in pieces]
-        workers = placement.replicas
-        count = sum(self._sizes)
-        self._bounds = {
-            worker: (count * place // len(workers), count * (place + 1) // len(workers))
-            for place, worker in enumerate(workers)
-        }
+    def __init__(self, chunks: Sequence[Chunk], exchange: Callable[[Callable[[int], None]], Tensors]) -> None:
+        self._missing = [set(chunk.sites) for chunk in chunks]
+        self._of_site: dict[int, list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            for site in chunk.sites:
+                self._of_site.setdefault(site, []).append(number)
+        self._complete = [threading.Event() for _ in chunks]
+        self._exchange = exchange
+        self._error: BaseException | None = None
+        self._totals: Tensors = ()
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._run, name="raypipe-sum", daemon=True)
 
-    def flattened(self, sums: Tensors) -> torch.Tensor | None:
-        """A lane's sums as one vector, with zeros where there is none; None where there is none at all."""
-        if all(sums[site] is None for site, _, _ in self._pieces):
-            return None
-        return torch.cat(
-            [
-                self._like.new_zeros(stop - first) if (x := sums[site]) is None else _flat(x)[first:stop]
-                for site, first, stop in self._pieces
-            ]
-        )
+    def start(self) -> None:
+        self._thread.start()
 
-    def slice_of(self, worker: int, flat: torch.Tensor | None) -> torch.Tensor | None:
-        """What a replica sums."""
-        first, stop = self._bounds[worker]
-        return None if flat is None else flat[first:stop]
+    def completed(self, site: int) -> None:
+        """The last gradient of a use site was added."""
+        for number in self._of_site.get(site, ()):
+            self._missing[number].discard(site)
+            if not self._missing[number]:
+                self._complete[number].set()
 
-    def summed(self, worker: int, lanes: Sequence[tuple[torch.Tensor | None, Sequence[int]]]) -> torch.Tensor:
-        """The slice of a replica, summed over lanes in their order.
+    def finish(self) -> Tensors:
+        """No gradients come any more: wait for the totals.
 
-        Args:
-            lanes: of each, the slice, and by site whether it has anything for it.
+        Raises:
+            LinkError: a replica did not answer.
         """
-        first, stop = self._bounds[worker]
-        ends = [*accumulate(self._sizes, initial=0)]
-        total = self._like.new_zeros(stop - first)
-        # Neighbouring sites that the same lanes have something for are summed together: mostly all of them.
-        patterns = [tuple(bool(reached[site]) for _, reached in lanes) for site, _, _ in self._pieces]
-        for pattern, run in groupby(range(len(patterns)), key=patterns.__getitem__):
-            places = list(run)
-            low, high = max(ends[places[0]], first) - first, min(ends[places[-1] + 1], stop) - first
-            if low < high:
-                parts = [x[low:high] for (x, _), has in zip(lanes, pattern, strict=True) if has]  # type: ignore[index]
-                for number, part in enumerate(parts):
-                    if number:
-                        total[low:high] += part
-                    else:
-                        total[low:high] = part
-        return total
+        for event in self._complete:
+            event.set()
+        self._thread.join()  # every wait in it has the deadline of a message
+        if self._error is not None:
+            raise self._error
+        return self._totals
 
-    def write(self, totals: Tensors, into: Tensors) -> None:
-        """What all replicas summed, in their order, to the sites that any lane has something for."""
-        whole = torch.cat([x for x in totals if x is not None])
-        for (site, first, stop), total in zip(self._pieces, whole.split(self._sizes), strict=True):
-            if (target := into[site]) is not None:
-                _flat(target)[first:stop] = total
+    def abandon(self) -> None:
+        """End it where it waits for gradients; a wait for a message ends with its channel."""
+        self._abandoned = True
+        for event in self._complete:
+            event.set()
+
+    def _run(self) -> None:
+        try:
+            one_core()
+            with torch.no_grad():
+                self._totals = self._exchange(self._wait)
+        except BaseException as error:  # noqa: BLE001  (told where the stage waits for it)
+            self._error = error
+
+    def _wait(self, number: int) -> None:
+        # ``finish`` or ``abandon`` comes, whatever becomes of the backward, unless it never ends.
+        if not self._complete[number].wait(LONGEST_BACKWARD_S) or self._abandoned:
+            raise _AbandonedError
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in the order of memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))
+class _AbandonedError(Exception):
+    """Nobody waits for this exchange."""

@@ -10,7 +10,7 @@ here every action is a few lines, and whatever goes wrong is raised with the act
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
+from raypipe.engine.exchange import Exchange, last_backwards
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.norms import norms_told
 from raypipe.engine.out_of_memory import held_bytes, ran_out
@@ -77,7 +78,8 @@ class Executor:
             for stage, work in self.works.items()
         }
         sinks = {stage: work.sink for stage, work in self.works.items()}
-        self._reduction = Reduction(programs, placement, sinks, self._updates, self._send, self._recv)
+        self._exchange = Exchange(placement, self.works, channels, self.crossing, settings.timeout_s)
+        self._reduction = Reduction(programs, placement, sinks, self._updates, self._exchange, self._send, self._recv)
         self.use_codecs(((), ()))
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -222,6 +224,8 @@ class Executor:
             if self._action is not None:
                 stage, where = self._action.stage, f" in {self._action.label}"
             raise self._failure(error, f"Stage {stage}", where) from error
+        finally:
+            self._exchange.abandon()
         return reports
 
     def _failure(self, error: Exception, name: str, where: str) -> StageError:
@@ -237,7 +241,7 @@ class Executor:
         return found
 
     def _run_minibatch(
-        self, row: Iterable[Action], minibatch: int, *, keep_spans: bool, measure: bool
+        self, row: Sequence[Action], minibatch: int, *, keep_spans: bool, measure: bool
     ) -> list[StepReport]:
         segment = self._segment
         first, step = segment.first_microbatch, segment.first_step + minibatch
@@ -253,8 +257,11 @@ class Executor:
         mark = self.device.mark
         marks = [mark()]
         done = []
-        for local in row:
+        closing = last_backwards(row) if self._training and segment.update_interval is None else {}
+        for place, local in enumerate(row):
             action = self._action = local.shifted(first)
+            if place in closing:
+                self._exchange.begin(action.stage, action.microbatch, closing[place] + first)
             self._do(action)
             done.append(action)
             marks.append(mark())

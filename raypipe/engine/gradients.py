@@ -17,20 +17,22 @@ With one lane the order is that of the micro-batches, as in plain PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from raypipe.engine.stage import Site, StageProgram
 
-__all__ = ["LARGE_BYTES", "Accumulators", "GradientSink"]
+__all__ = ["EARLY_BYTES", "LARGE_BYTES", "Accumulators", "GradientSink"]
 
 Accumulators = dict[Site, torch.Tensor | None]
 """By use site, over one update."""
 
 LARGE_BYTES = 1 << 20
 """From here on adding a gradient takes so long that a hook's 5 us do not show."""
+EARLY_BYTES = 1 << 16
+"""The same where replicas wait for it: what is complete early is exchanged beside the rest of the backward."""
 
 
 class GradientSink:
@@ -38,9 +40,17 @@ class GradientSink:
 
     Args:
         lanes: into which gradients are summed.
+        exchanged: replicas wait for gradients, so that smaller ones are added as soon as they are known.
     """
 
-    def __init__(self, program: StageProgram, parameters: Mapping[str, torch.nn.Parameter], lanes: int = 1) -> None:
+    def __init__(
+        self,
+        program: StageProgram,
+        parameters: Mapping[str, torch.nn.Parameter],
+        lanes: int = 1,
+        *,
+        exchanged: bool = False,
+    ) -> None:
         self._program = program
         self._parameters = parameters
         self._sites = program.train.sites
@@ -50,6 +60,9 @@ class GradientSink:
         self._sums_of_lanes: list[list[torch.Tensor | None]] = [[None] * len(self._sites) for _ in range(lanes)]
         self._kept: list[list[torch.Tensor]] = [[] for _ in self._sites]  # memory that any lane may use again
         self.use_lane(0)
+        self._large_bytes = EARLY_BYTES if exchanged else LARGE_BYTES
+        self._told: Callable[[int], None] | None = None
+        self._number = {position: number for number, position in enumerate(self._trained_at)}
         self._early: set[int] = set()
         self._positions: dict[str, list[int]] = {}
         for position, site in enumerate(self._sites):
@@ -65,10 +78,14 @@ class GradientSink:
         Args:
             position: of its use site.
         """
-        if leaf.requires_grad and leaf.nbytes >= LARGE_BYTES:
+        if leaf.requires_grad and leaf.nbytes >= self._large_bytes:
             # What stands in for a gradient that was taken: its shape, without its memory.
             nothing = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
             leaf.register_hook(partial(self._take, position, nothing))
+
+    def tell(self, told: Callable[[int], None] | None) -> None:
+        """From now on have this called with the place among ``trained`` of what a hook has added; None calls nobody."""
+        self._told = told
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add one micro-batch's gradients of the ring's ``trained``; the order of calls is the order of the sums.
@@ -99,6 +116,8 @@ class GradientSink:
         else:
             total.add_(gradient)
         self._early.add(position)
+        if self._told is not None:
+            self._told(self._number[position])
         return nothing
 
     def _total(self, position: int) -> tuple[torch.Tensor, bool]:
@@ -114,10 +133,6 @@ class GradientSink:
         """The parameters whose use sites train, one for each site."""
         return [self._parameters[self._sites[position].parameter].detach() for position in self._trained_at]
 
-    def sums(self, lane: int) -> list[torch.Tensor | None]:
-        """The accumulators of a lane, one for each of ``trained``; None where nothing was added."""
-        return [self._sums_of_lanes[lane][position] for position in self._trained_at]
-
     def close(self) -> None:
         """No more gradients come for this update: sum the lanes in their order."""
         self.use_lane(0)
@@ -130,27 +145,28 @@ class GradientSink:
             self._keep_lanes(position, total)
             self._sums[position] = total
 
-    def totals(self, reached: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Where the sums over all lanes are to go, those of other replicas included, before ``close_with``.
+    def sums_of(self, lane: int, sites: Sequence[int]) -> list[torch.Tensor | None]:
+        """The accumulators of a lane for these places among ``trained``; None where nothing was added."""
+        return [self._sums_of_lanes[lane][self._trained_at[site]] for site in sites]
 
-        A site's memory is that of the first lane with sums of it here: what is written there overwrites them.
+    def total_of(self, site: int, *, reached: bool) -> torch.Tensor | None:
+        """Where the sum of a site over all lanes is to go, those of other replicas included, before ``close_with``.
+
+        Its memory is that of the first lane with sums of it here: what is written there overwrites them.
 
         Args:
-            reached: for each of ``trained``, whether any lane anywhere has something for it; None is given if not.
+            site: place among ``trained``.
+            reached: whether any lane anywhere has something for it; None is given if not.
         """
-        found: list[torch.Tensor | None] = []
-        for position, is_reached in zip(self._trained_at, reached, strict=True):
-            of_lanes = (sums[position] for sums in self._sums_of_lanes)
-            found.append(next((x for x in of_lanes if x is not None), None))
-            if is_reached and found[-1] is None:
-                found[-1] = self._free(position)
-        return found
+        position = self._trained_at[site]
+        found = next((x for sums in self._sums_of_lanes if (x := sums[position]) is not None), None)
+        return self._free(position) if reached and found is None else found
 
     def close_with(self, totals: Sequence[torch.Tensor | None]) -> None:
         """No more gradients come for this update: these are the sums over all lanes.
 
         Args:
-            totals: ``totals``, filled.
+            totals: for each of ``trained``, what ``total_of`` gave, filled.
         """
         self.use_lane(0)
         for position, total in zip(self._trained_at, totals, strict=True):

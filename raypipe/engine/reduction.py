@@ -1,6 +1,6 @@
 """The end of an update on one worker: shared gradients are summed and the norm is taken, over all of its stages.
 
-    REDUCE_GRAD   replicas of a stage sum their gradients (``all_reduce``);
+    REDUCE_GRAD   replicas of a stage sum their gradients (``exchange``);
                   each stage hands the accumulators of what it shares to the workers that hold it too; behind the
                   worker's last one, each stage sums all of them in the order of use
     REDUCE_NORM   norms of single tensors travel down to worker 0, the total travels back up
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from raypipe.engine.all_reduce import AllReduce
+from raypipe.engine.exchange import Exchange
 from raypipe.engine.gradients import Accumulators, GradientSink
 from raypipe.engine.losses import LossTerm, merged, summed, told
 from raypipe.engine.norms import total_norm
@@ -42,6 +42,7 @@ class Reduction:
         programs: of all stages.
         placement: who holds which stage.
         sinks, updates: of this worker's stages.
+        exchange: with the replicas of these.
         send: (worker, action, tensors) hands a message to another worker.
         receive: (worker, the sender's action) waits for one.
     """
@@ -52,6 +53,7 @@ class Reduction:
         placement: Placement,
         sinks: Mapping[int, GradientSink],
         updates: Mapping[int, Update],
+        exchange: Exchange,
         send: Callable[[int, Action, Tensors], None],
         receive: Callable[[int, Action], tuple[torch.Tensor | None, ...]],
     ) -> None:
@@ -59,7 +61,7 @@ class Reduction:
         self._sinks, self._updates = sinks, updates
         self._send, self._receive = send, receive
         self._own = frozenset(sinks)
-        self._all_reduce = {stage: AllReduce(stage, placement, sink, send, receive) for stage, sink in sinks.items()}
+        self._exchange = exchange
         self._others = [worker for worker in placement.replicas if worker != placement.worker]
         self._done: set[int] = set()
         self._known: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -69,7 +71,7 @@ class Reduction:
         """The stage has all gradients of its update; behind the last stage's, fill every ``parameter.grad``."""
         if not self._updates[stage].begin():
             return
-        self._all_reduce[stage].run(microbatch)
+        self._exchange.run(stage, microbatch)
         if self._placement.leads:
             for worker, stages in self._placement.sharing(self._programs, stage).items():
                 self._send(worker, Action(stage, Op.REDUCE_GRAD, microbatch), self._sinks[stage].exported(stages))

@@ -78,7 +78,7 @@ class StageWork:
         self._co_located = placement.co_located(stage)
         self._lanes, self._leads = placement.lanes, placement.leads
         self._codecs = setup.codecs
-        self.sink = GradientSink(self.program, state.parameters, self._lanes)
+        self.sink = GradientSink(self.program, state.parameters, self._lanes, exchanged=len(placement.replicas) > 1)
         kept = weights.rule, weights.capacity(stage), weights.ahead, len(placement.replicas)
         self.ring = WeightRing(self.program, state.parameters, *kept, self.sink.watch)
         self._in_flight = InFlight(self.sink, self.ring, sends_input_grads=stage > self.program.first_trainable)
@@ -139,7 +139,7 @@ class StageWork:
         count = len(segment.microbatch_samples)
         step, middle = segment.first_step + minibatch, segment.first_microbatch + minibatch * count + count // 2
         splits = measure and (step < SPLIT_FIRST or step % SPLIT_EVERY == 0)
-        self._split_microbatch, self._split_marks = middle if splits else None, None
+        self.split_microbatch, self._split_marks = middle if splits else None, None
         self._wait_s = self._busy_s = 0.0
         self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._in_flight)
         self.exchanged_bytes = 0
@@ -211,7 +211,7 @@ class StageWork:
 
     _segment: Segment
     _times: dict[Op, MessageTimes]
-    _split_microbatch: int | None = None
+    split_microbatch: int | None = None
     _split_marks: tuple[Mark, Mark, Mark] | None = None
 
     def do(self, action: Action) -> None:
@@ -298,7 +298,7 @@ class StageWork:
         self.sink.use_lane(self._lane(microbatch))
         if op is Op.I:
             self._in_flight.backward_input(microbatch)
-        elif microbatch == self._split_microbatch:
+        elif microbatch == self.split_microbatch:
             # To the same bits, and it tells what a schedule that splits backwards would be worth.
             begin = self._mark()
             self._in_flight.backward_input(microbatch)

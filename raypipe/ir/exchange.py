@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["CHUNK_BYTES", "chunk_bytes", "exchange_bytes"]
+__all__ = ["CHUNK_BYTES", "CLOSED_AT", "chunk_bytes", "exchange_bytes"]
 
 CHUNK_BYTES = 8 << 20
 """Of all lanes of a replica together. Each chunk takes two messages' latency, and several of them lie in memory."""
+CLOSED_AT = 1 / 8
+"""Of a chunk: filled so far, it ends with the use site in it, so that it need not wait for an earlier layer."""
 
 
 def chunk_bytes(lanes: int, replicas: int) -> int:

@@ -1,0 +1,110 @@
+"""What a worker exchanges with the replicas of its stages: when it begins, over which links, how long it is waited for.
+
+    row    ... 0F5 0B3 0F7 0B5 | 0B7 | 0SEND_B7 0REDUCE_GRAD7
+                                 ^ the update's last backward here: the exchange begins beside it
+
+It begins early where the CPU computes and the update will surely be made, which is so in synchronous schedules;
+elsewhere, and where the backward is split to be timed, behind the backward. Its bits are the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from raypipe.engine.all_reduce import AllReduce
+from raypipe.engine.channel import Channel, Message
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.device import CpuDevice, Crosses
+from raypipe.engine.placement import Placement
+from raypipe.engine.stage_work import StageWork
+from raypipe.errors import LinkError
+from raypipe.ir.schedule import Action, Op
+
+__all__ = ["Exchange", "last_backwards"]
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Exchange:
+    """Of one worker.
+
+    Args:
+        works: of its stages.
+        channels: to the other workers.
+        crossing: to the device that computes and back.
+        timeout_s: for each message.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        works: Mapping[int, StageWork],
+        channels: Mapping[int, Channel],
+        crossing: Crossing,
+        timeout_s: float,
+    ) -> None:
+        self._works, self._channels = works, channels
+        self._crossing, self._timeout_s = crossing, timeout_s
+        self._all_reduce = {
+            stage: AllReduce(
+                stage, placement, work.sink, partial(self._hand_over, stage), partial(self._wait_for, stage)
+            )
+            for stage, work in works.items()
+        }
+
+    def begin(self, stage: int, backward: int, last: int) -> None:
+        """The last backward of an update that surely will be made is about to run.
+
+        Args:
+            backward: its micro-batch.
+            last: micro-batch of the update, as in ``run``.
+        """
+        if isinstance(self._crossing.device, CpuDevice) and backward != self._works[stage].split_microbatch:
+            self._all_reduce[stage].begin(last)
+
+    def run(self, stage: int, last: int) -> None:
+        """Close the stage's sink with the totals over all lanes; what this takes is waited for.
+
+        Args:
+            last: micro-batch of the update.
+
+        Raises:
+            LinkError: a replica did not answer.
+        """
+        all_reduce, begin_s = self._all_reduce[stage], time.monotonic()
+        all_reduce.run(last)
+        if all_reduce.exchanges:
+            self._works[stage].waited(time.monotonic() - begin_s)
+
+    def abandon(self) -> None:
+        """What was begun will not end."""
+        for all_reduce in self._all_reduce.values():
+            all_reduce.abandon()
+
+    def _hand_over(self, stage: int, worker: int, action: Action, tensors: Tensors) -> None:
+        self._works[stage].exchanged_bytes += sum(x.nbytes for x in tensors if x is not None)
+        self._channels[worker].send(action, self._crossing.to_host(tensors, Crosses.REDUCED), 0)
+
+    def _wait_for(self, stage: int, worker: int, action: Action) -> Message:
+        try:
+            message = self._channels[worker].recv(action, self._timeout_s)
+        except LinkError as error:
+            label = Action(stage, Op.REDUCE_GRAD, action.microbatch).label
+            raise type(error)(f"Stage {stage} in {label}: {error}") from error
+        return self._crossing.message(message, Crosses.REDUCED)
+
+
+def last_backwards(row: Sequence[Action]) -> dict[int, int]:
+    """Places in a row of backwards that are the last of their stage's update, with the micro-batch of its end."""
+    found: dict[int, int] = {}
+    newest: dict[int, int] = {}
+    for place, action in enumerate(row):
+        if action.op is Op.B:
+            newest[action.stage] = place
+        elif action.op is Op.REDUCE_GRAD and action.stage in newest:
+            found[newest.pop(action.stage)] = action.microbatch
+    return found

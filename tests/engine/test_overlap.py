@@ -1,0 +1,170 @@
+"""Replicas exchange gradients beside the backward that makes them: early, to the same bits, and abandoned with it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from raypipe.engine.all_reduce import AllReduce
+from raypipe.engine.chunks import chunks_of
+from raypipe.engine.exchange import last_backwards
+from raypipe.engine.gradients import GradientSink
+from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.placement import Placement
+from raypipe.engine.stage import Site
+from raypipe.errors import LinkError
+from raypipe.ir import exchange
+from raypipe.ir.schedule import Action, Op, parse_action
+from raypipe.planner.schedule.lower import lower
+from raypipe.planner.schedule.replicas import Replicas
+from raypipe.planner.schedule.sync import one_f_one_b
+from tests.engine.rings import program_of
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("small_chunks")]
+
+SHAPES = {"first": (300, 200), "bias": (7,), "second": (200, 99), "third": (1000, 90)}
+REPLICAS = 2
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 500 kB, which end at a site from 62 kB on."""
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", 500_000)
+
+
+class Pair:
+    """Two replicas of a stage, with their sinks."""
+
+    def __init__(self) -> None:
+        known = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
+        program = program_of(tuple(Site(name, 0) for name in known), known)
+        ends = InMemoryChannel.pair("0 <-> 1", 0, 1 + REPLICAS)
+        self.ends = ends
+        self.sinks = [GradientSink(program, known, REPLICAS, exchanged=True) for _ in range(REPLICAS)]
+        self.gathered = [threading.Event() for _ in range(REPLICAS)]
+        """That a replica has told its first totals."""
+
+        def works(me: int) -> AllReduce:
+            def send(peer: int, action: Action, tensors: object) -> None:
+                ends[me].send(action, tensors)  # type: ignore[arg-type]
+                if action.op is Op.STEP:
+                    self.gathered[me].set()
+
+            placement = Placement(((0, 1),), me, REPLICAS)
+            return AllReduce(0, placement, self.sinks[me], send, lambda _, action: ends[me].recv(action, TIMEOUT_S))
+
+        self.works = [works(me) for me in range(REPLICAS)]
+
+    def leaves(self, me: int) -> list[torch.Tensor]:
+        """Leaves that a backward would have, watched by the sink of a replica."""
+        found = []
+        for position, shape in enumerate(SHAPES.values()):
+            leaf = torch.ones(shape).requires_grad_()
+            self.sinks[me].watch(position, leaf)
+            found.append(leaf)
+        return found
+
+
+def draws(lane: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(lane)
+    return [torch.randn(shape, generator=draw) for shape in SHAPES.values()]
+
+
+class Late(torch.autograd.Function):
+    """Its backward waits until something has happened."""
+
+    @staticmethod
+    def forward(ctx, x, happened):  # type: ignore[no-untyped-def]
+        ctx.happened = happened
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        assert ctx.happened.wait(TIMEOUT_S), "nothing was exchanged while the backward ran"
+        return gradient, None
+
+
+def backward(pair: Pair, me: int, lane: int, happened: threading.Event | None) -> None:
+    """Gradients that are drawn for the lane, the last leaf's first; those of the first leaf wait for an event."""
+    leaves = pair.leaves(me)
+    terms = [(leaf * drawn).sum() for leaf, drawn in zip(leaves, draws(lane), strict=True)]
+    if happened is not None:
+        terms[0] = Late.apply(terms[0], happened)  # type: ignore[no-untyped-call]
+    pair.sinks[me].use_lane(lane)
+    found: list[torch.Tensor | None] = [None] * len(leaves)
+    for site in reversed(range(len(leaves))):  # as a chain of layers would
+        (found[site],) = torch.autograd.grad(terms[site], [leaves[site]])
+    pair.sinks[me].add(found)
+
+
+def test_the_last_layers_are_exchanged_before_the_first_has_its_gradient() -> None:
+    """Each replica's backward does not end before the other has told totals; the sums are those of one worker."""
+    pair, alone = Pair(), Pair()
+
+    def run(me: int) -> None:
+        pair.works[me].begin(3)
+        backward(pair, me, me, pair.gathered[1 - me])
+        with torch.no_grad():
+            pair.works[me].run(3)
+
+    with ThreadPoolExecutor(REPLICAS) as pool:
+        list(pool.map(run, range(REPLICAS)))
+    one = alone.sinks[0]
+    for lane in range(REPLICAS):
+        one.use_lane(lane)
+        one.add(draws(lane))
+    one.close()
+    sites = range(len(SHAPES))
+    for sink, site in itertools.product(pair.sinks, sites):
+        assert torch.equal(sink.sums_of(0, [site])[0], one.sums_of(0, [site])[0])  # type: ignore[arg-type]
+
+
+def test_a_replica_that_is_gone_is_told_where_the_stage_waits() -> None:
+    pair = Pair()
+    pair.works[0].begin(3)
+    backward(pair, 0, 0, None)
+    pair.ends[1].abort("it died")
+    with pytest.raises(LinkError, match="it died"):
+        pair.works[0].run(3)
+
+
+def test_an_exchange_is_abandoned_with_its_step() -> None:
+    """The thread ends by itself, whether it waits for a gradient or for a replica whose channel is aborted."""
+    before = set(threading.enumerate())
+    pair = Pair()
+    pair.works[0].begin(3)
+    backward(pair, 0, 0, None)  # the thread waits for the other replica
+    pair.works[1].begin(3)  # and the other one for a gradient
+    for work in pair.works:
+        work.abandon()
+    pair.ends[0].abort("the step failed")
+    for thread in set(threading.enumerate()) - before:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def test_large_use_sites_come_first_and_the_last_layer_first_of_them() -> None:
+    """What a backward completes early is exchanged early; every element is in one chunk."""
+    trained = [torch.zeros(shape) for shape in SHAPES.values()]
+    chunks = chunks_of(trained, Placement(((0, 1),), 0, REPLICAS))
+    assert [chunk.sites for chunk in chunks] == [[3], [2], [0], [1]]
+    into: list[torch.Tensor | None] = [torch.full_like(x, -1.0) for x in trained]
+    for chunk in chunks:
+        flat = chunk.flattened([trained[site] for site in chunk.sites])
+        chunk.write([chunk.slice_of(worker, flat) for worker in (0, 1)], into)
+    assert all(torch.equal(x, y) for x, y in zip(into, trained, strict=True))  # type: ignore[arg-type]
+
+
+def test_the_last_backward_of_a_row_is_found() -> None:
+    words = "0F5 0B3 0F7 0B5 0B7 0SEND_B7 0REDUCE_GRAD7 0REDUCE_NORM7 0STEP7"
+    row = [parse_action(word) for word in words.split()]
+    assert last_backwards(row) == {4: 7}
+    lowered = lower(one_f_one_b(2, 4, 0, Replicas((2, 1), 2)))
+    for row in lowered.body:
+        (place,) = last_backwards(row)
+        assert all(action.op is not Op.B for action in row[place + 1 :])
