@@ -244,7 +244,7 @@ class Fleet(StateCalls):
             self._flight = flight
         submitted = yielded = 0
         more = True
-        while more or yielded < min(submitted, flight.limit):
+        while yielded < flight.limit and (more or yielded < submitted):
             while more and submitted < yielded + ahead:
                 following = None if self._halted and not last else next(orders, None)
                 more = following is not None

@@ -232,6 +232,24 @@ def test_a_segment_of_another_plan_is_refused(fleet: Fleet) -> None:
         list(fleet.run(orders, lambda key: schedule))
 
 
+def test_a_halt_while_an_order_is_on_its_way_ends_the_run(fleet: Fleet) -> None:
+    """Every order that had begun was reported before; the one that comes after the halt is not carried out."""
+    shape = SHAPES["even"]
+    stages, tensors = faulty(2, 1, Fuse("F", 10**6))
+    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(shape.samples), Settings(0, "mean", None, LINK_S))
+    request = request_of(config_of(shape, 2, "1f1b"), shape.samples)
+    minibatch, size, _ = microbatches(request, 2)
+    schedule = lower(build_schedule(request, 2, math.ceil(minibatch / size), stages[0].first_trainable))
+
+    def orders() -> Iterator[Order]:
+        for count, (segment, _) in enumerate(train_segments(shape.samples, minibatch, size, 3)):
+            if count == 1:
+                fleet.halt()
+            yield Order(segment)
+
+    assert len(list(fleet.run(orders(), lambda key: schedule, ahead=1))) == 1
+
+
 def test_one_of_several_stages_raises(fleet: Fleet) -> None:
     """It is named, and not the worker."""
     shape = SHAPES["even"]
