@@ -89,6 +89,8 @@ def _predicted(found: Prediction) -> list[Column]:
     ]
     if any(s.exchange_s for s in found.stages):
         columns.append(("sums of gradients", [human_s(s.exchange_s) if s.exchange_s else "-" for s in found.stages]))
+        behind = [human_s(s.exchange_s - s.hidden_s) if s.exchange_s else "-" for s in found.stages]
+        columns.append(("waited for", behind))
     if any(s.limit_bytes is not None for s in found.stages):
         columns.append(
             ("limit", ["none" if s.limit_bytes is None else human_bytes(s.limit_bytes) for s in found.stages])

@@ -28,6 +28,7 @@ class StagePrediction:
         recompute: backwards run the forward again, which is in backward_s.
         limit_bytes: what the device offers, None where nobody said; of several stages on it, to all of them together.
         exchange_s: seconds of a step in which replicas sum their gradients, where they have rows of their own.
+        hidden_s: the part of these that lies beside the last backward.
     """
 
     devices: tuple[str, ...]
@@ -40,6 +41,7 @@ class StagePrediction:
     weight_s: float = 0.0
     recompute: bool = False
     exchange_s: float = 0.0
+    hidden_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -132,7 +134,7 @@ class Prediction:
                 del row["back_s"]
         for row in found["stages"]:
             if not row["exchange_s"]:
-                del row["exchange_s"]
+                del row["exchange_s"], row["hidden_s"]
         return found
 
     @classmethod

@@ -27,8 +27,9 @@ The numbers per node add up, so a part of a stage never needs more than the stag
 Messages and the workspace are exceptions: those depend on the cut, and this is the most that any node needs while it
 runs, not their sum. ``partition.fit`` finds how much room the solvers must leave for them.
 
-Replicas of a stage exchange their gradients when the activations are gone (``ir.exchange``), so that only what this
-takes beyond activations, messages and workspace adds to the fullest moment.
+Replicas of a stage exchange their gradients beside the last backward, when the activations of all other micro-batches
+are gone, or behind it in asynchronous schedules. Only what this takes (``ir.exchange``) beyond what is free by then
+adds to the fullest moment.
 
 A message that came is the input of its micro-batch, kept until the backward, and others wait behind it.
 
@@ -228,7 +229,7 @@ class StageMemory:
         input_bytes: of them what came of one micro-batch.
         leaf_bytes: of all versions of the leaves, where they are not the weights.
         recompute: backwards run the forward again.
-        exchange_bytes: what replicas need to sum their gradients, beyond what is free without activations.
+        exchange_bytes: what replicas need to sum their gradients, beyond what is free by then.
     """
 
     stage: int
@@ -315,6 +316,9 @@ def stage_memory(
     )
     replicas = dict(enumerate(model.spec.replicas)).get(stage, 1)
     exchanged = exchange_bytes(resident.trainable_bytes, model.spec.lanes, replicas)
+    free_bytes = activation_bytes + message_bytes + workspace_bytes
+    if model.spec.of_kind.synchronous:
+        free_bytes = model.microbatch_size * ((sets - 1) * resident.activation_bytes + (in_flight - 1) * receive_bytes)
     return StageMemory(
         stage=stage,
         action=f"{stage}F{in_flight - 1}",
@@ -333,7 +337,7 @@ def stage_memory(
         recompute=model.recomputes(depth),
         workspace_bytes=workspace_bytes,
         reserve_bytes=model.reserve_bytes,
-        exchange_bytes=max(0, exchanged - activation_bytes - message_bytes - workspace_bytes),
+        exchange_bytes=max(0, exchanged - free_bytes),
     )
 
 

@@ -56,9 +56,10 @@ def _of_replicas(stages: Sequence[StagePrediction], schedule: Schedule) -> str:
     counts, number = schedule.wiring.replicas, schedule.num_microbatches()
     shared_s = [stage.busy_s / count for stage, count in zip(stages, counts, strict=True)]
     slowest = max(range(len(stages)), key=shared_s.__getitem__)
-    widest = max(range(len(stages)), key=lambda s: stages[s].exchange_s)
-    if stages[widest].exchange_s > number * shared_s[slowest]:
-        taken = human_s(stages[widest].exchange_s)
+    behind_s = [stage.exchange_s - stage.hidden_s for stage in stages]
+    widest = max(range(len(stages)), key=behind_s.__getitem__)
+    if behind_s[widest] > number * shared_s[slowest]:
+        taken = human_s(behind_s[widest])
         return (
             f"stage {widest} sums the gradients of its {counts[widest]} workers for {taken}, longer than any stage "
             "computes"

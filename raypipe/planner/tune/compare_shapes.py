@@ -14,8 +14,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from raypipe.errors import PlanError
 from raypipe.ir.candidate import Candidate
 from raypipe.ir.plan_table import human_s
@@ -25,7 +23,7 @@ from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.predict import seconds_of
 from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.recompute import is_open, most_recompute, settled
-from raypipe.planner.tune.replicas import cut_for, slowest_link, summing_s
+from raypipe.planner.tune.replicas import cut_for, slowest_link, summing_rate_s
 from raypipe.planner.tune.replicated import ShapeError, ShapeSearch
 from raypipe.planner.tune.shapes import Shape, shapes
 from raypipe.planner.tune.solvers import WORTH, branches
@@ -108,8 +106,7 @@ def with_branches(problem: Problem, found: Decision) -> Decision:
     lanes = request.num_lanes(len(stages))
     for stage in stages:
         link = slowest_link(found.cluster, stage.devices, stage.devices)
-        per_byte = float(summing_s(np.array(1e9), len(stage.devices), lanes, link)) / 1e9
-        rates.append(per_byte / found.num_microbatches)
+        rates.append(summing_rate_s(len(stage.devices), lanes, link) / found.num_microbatches)
     best = found
     for weight in WEIGHTS:
         limits = dataclasses.replace(found.limits, sync_s_per_byte=tuple(weight * rate for rate in rates))

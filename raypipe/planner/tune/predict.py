@@ -72,6 +72,9 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
         again_s = forward_s if memory.recompute and stage.index >= first else 0.0
         backward_s += again_s
         weight_s = math.fsum(n.backward_weight_s for n in nodes) if stage.index > first else backward_s
+        summed_s, hidden_s = 0.0, 0.0
+        if limits.memory.spec.replicas:
+            summed_s, hidden_s = exchange_s(nodes, factor, stage.devices, cluster, limits)
         caps = [cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None]
         found.append(
             StagePrediction(
@@ -84,7 +87,8 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
                 limit_bytes=min(caps, default=None),
                 weight_s=factor * weight_s,
                 recompute=again_s > 0.0,
-                exchange_s=exchange_s(memory, stage.devices, cluster, limits) if limits.memory.spec.replicas else 0.0,
+                exchange_s=summed_s,
+                hidden_s=hidden_s,
             )
         )
     return tuple(found)
@@ -132,9 +136,9 @@ def hops_of(
 def costs_of(stages: tuple[StagePrediction, ...], hops: tuple[HopPrediction, ...]) -> Costs:
     """The simulator's input."""
     there_s, back_s = ([hop.ways_s[way] for hop in hops] for way in (0, 1))
-    exchange_s = tuple(stage.exchange_s for stage in stages)
+    behind_s = tuple(stage.exchange_s - stage.hidden_s for stage in stages)
     return Costs(
-        reduce_s=exchange_s if any(exchange_s) else (),
+        reduce_s=behind_s if any(behind_s) else (),
         forward_s=tuple(stage.forward_s for stage in stages),
         backward_s=tuple(stage.backward_s for stage in stages),
         backward_input_s=tuple(max(0.0, stage.backward_s - stage.weight_s) for stage in stages),

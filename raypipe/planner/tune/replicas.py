@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Link
 from raypipe.ir.exchange import chunk_bytes
-from raypipe.ir.graph import ModelGraph
+from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.plan import Partition
-from raypipe.planner.memory import StageMemory
 from raypipe.planner.partition.fit import Solver, fitting_partition
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.request import Request
 
 __all__ = [
-    "check_shares", "check_workers_of_replicas", "cut_for", "exchange_s", "groups_of", "on_workers", "share_notes",
-    "slowest_link", "summing_s",
+    "check_shares", "check_workers_of_replicas", "cut_for", "exchange_s", "exposed_s", "groups_of", "on_workers",
+    "share_notes", "slowest_link", "summing_rate_s",
 ]  # fmt: skip
 
 Numbers = NDArray[np.float64]
@@ -67,25 +66,56 @@ def on_workers(partition: Partition, counts: tuple[int, ...]) -> Partition:
     return dataclasses.replace(partition, stages=tuple(stages))
 
 
-def exchange_s(memory: StageMemory, devices: Sequence[int], cluster: Cluster, limits: Limits) -> float:
-    """Seconds in which a stage's replicas sum their gradients."""
-    gradient_bytes = memory.gradient_bytes / limits.memory.gradient_factor
-    link = slowest_link(cluster, devices, devices)
-    return float(summing_s(np.array(gradient_bytes), len(devices), limits.memory.spec.lanes, link))
+def exchange_s(
+    nodes: Sequence[Node], factor: float, devices: Sequence[int], cluster: Cluster, limits: Limits
+) -> tuple[float, float]:
+    """Seconds in which replicas of a stage sum their gradients, and the part of them beside the last backward.
+
+    Args:
+        nodes: of the stage.
+        factor: seconds of its workers for each of the nodes'.
+    """
+    sync_bytes = np.append(0.0, np.cumsum([float(node.param_bytes - node.frozen_bytes) for node in nodes]))
+    if len(devices) == 1 or not sync_bytes[-1]:
+        return 0.0, 0.0
+    spec, link = limits.memory.spec, slowest_link(cluster, devices, devices)
+    rate_s = summing_rate_s(len(devices), spec.lanes, link)
+    whole_s = rate_s * float(sync_bytes[-1])
+    backward_s = np.append(0.0, np.cumsum([factor * node.backward_s for node in nodes]))
+    behind_s = whole_s
+    if spec.of_kind.synchronous:
+        behind_s = float(exposed_s(rate_s, backward_s, sync_bytes, 0, [len(nodes)])[0])
+    return whole_s + 2 * link.latency_s, whole_s - behind_s
 
 
-def summing_s(gradient_bytes: Numbers, replicas: int, lanes: int, link: Link) -> Numbers:
-    """Seconds in which so many replicas sum so many bytes of gradients; see ``engine.all_reduce`` for what they send.
+def summing_rate_s(replicas: int, lanes: int, link: Link) -> float:
+    """Seconds for each byte of gradients that so many replicas sum; see ``engine.all_reduce`` for what they send.
 
     Each of R sends (R - 1) / R of its L / R lanes, and then as much of the totals. All its peers share what one link
-    carries, as they share a worker's network card, both ways at once. Every chunk waits for two messages' latency.
+    carries, as they share a worker's network card, both ways at once. Every chunk waits for two messages' latency, and
+    the last one, which need not be full, once more.
     """
-    if replicas == 1:
-        return np.zeros_like(gradient_bytes, dtype=np.float64)
-    nbytes = gradient_bytes * ((replicas - 1) / replicas * (lanes / replicas + 1))
-    chunks = np.ceil(gradient_bytes / chunk_bytes(lanes, replicas))
-    found: Numbers = nbytes / link.bandwidth_bytes_s + 2 * chunks * link.latency_s
-    return found
+    sent = (replicas - 1) / replicas * (lanes / replicas + 1)
+    return sent / link.bandwidth_bytes_s + 2 * link.latency_s / chunk_bytes(lanes, replicas) if replicas > 1 else 0.0
+
+
+def exposed_s(rate_s: float, backward_s: Numbers, sync_bytes: Numbers, first: int, ends: Sequence[int]) -> Numbers:
+    """What of an exchange comes behind the last backward, which it runs beside, by end of the stage.
+
+    A backward goes from the last node to the first, and what a node trains is exchanged once that is over, one node
+    after the other. So node i is exchanged no sooner than its own backward ends, and with it all before it:
+
+        max over the stage's nodes i of (rate x bytes of the nodes up to i - seconds of the backwards before i)
+
+    Args:
+        rate_s: seconds for each byte.
+        backward_s, sync_bytes: sums over the nodes before each position, shape (nodes + 1,).
+        first: position where the stage begins.
+        ends: positions where it may end.
+    """
+    behind_s = rate_s * (sync_bytes[first + 1 :] - sync_bytes[first]) - (backward_s[first:-1] - backward_s[first])
+    longest: Numbers = np.maximum.accumulate(behind_s)[np.asarray(ends) - first - 1]
+    return longest
 
 
 def slowest_link(cluster: Cluster, senders: Sequence[int], receivers: Sequence[int]) -> Link:

@@ -33,15 +33,17 @@ from raypipe.planner.partition.chain import split_before
 from raypipe.planner.partition.fit import fits_within, refilled
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
-from raypipe.planner.simulate.serial import Costs, program_makespan_s
+from raypipe.planner.search.replay import STEADY
+from raypipe.planner.simulate.serial import program_makespan_s
 from raypipe.planner.tables import Program, build
 from raypipe.planner.tune.attempt import NOTHING
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.pool_bounds import CutCosts, cut_costs, stage_bytes
 from raypipe.planner.tune.problem import Problem, limits_of
-from raypipe.planner.tune.replicas import groups_of, slowest_link, summing_s
+from raypipe.planner.tune.replicas import exposed_s, groups_of, slowest_link, summing_rate_s
 from raypipe.planner.tune.request import AUTO_SLACK, Request, microbatches
 from raypipe.planner.tune.resolve import memory_model, spec_of
+from raypipe.planner.tune.shape_costs import SizedCuts, bounds_s
 from raypipe.planner.tune.shapes import Shape, cuts_into
 
 __all__ = ["ShapeError", "ShapeSearch"]
@@ -58,46 +60,10 @@ class ShapeError(PlanError):
     """No plan of a shape can be; the message is a few words for a table."""
 
 
-class _Sized(NamedTuple):
-    """All cuts of one shape with one number of micro-batches.
-
-    Attributes:
-        costs: of the cuts, at speed 1 and without links.
-        forward_s, backward_s, reduce_s: by cut and stage, on the workers of the shape.
-        latency_s: by hop; shape (hops,).
-        occupancy_s: by cut and hop.
-        bounds_s: a step that no simulation of the cut beats.
-    """
-
-    number: int
-    size: int
-    costs: CutCosts
-    forward_s: Floats
-    backward_s: Floats
-    reduce_s: Floats
-    latency_s: Floats
-    occupancy_s: Floats
-    bounds_s: Floats
-
-    def of(self, cut: int) -> Costs:
-        """The simulator's input for one cut."""
-        latency_s, occupancy_s = tuple(self.latency_s.tolist()), tuple(self.occupancy_s[cut].tolist())
-        reduce_s = tuple(self.reduce_s[cut].tolist())
-        return Costs(
-            forward_s=tuple(self.forward_s[cut].tolist()),
-            backward_s=tuple(self.backward_s[cut].tolist()),
-            forward_latency_s=latency_s,
-            backward_latency_s=latency_s,
-            forward_occupancy_s=occupancy_s,
-            backward_occupancy_s=occupancy_s,
-            reduce_s=reduce_s if any(reduce_s) else (),
-        )
-
-
 class _Best(NamedTuple):
     step_s: float
     request: Request
-    sized: _Sized
+    sized: SizedCuts
     cut: int
 
 
@@ -113,6 +79,7 @@ class ShapeSearch:
         self._cuts: dict[int, Ints | None] = {}
         self._costs: dict[tuple[int, int], CutCosts] = {}
         self._graphs: dict[int, ModelGraph] = {}
+        self._reduced: dict[tuple[object, ...], Floats] = {}
         changing = problem.request.changing
         self._changing = np.append(0, np.cumsum([i in changing for i in range(len(problem.profile.graph.nodes))]))
 
@@ -147,7 +114,7 @@ class ShapeSearch:
             return None
         return self._decision(self._moved(shape, found))
 
-    def _all_sized(self, shape: Shape) -> list[_Sized]:
+    def _all_sized(self, shape: Shape) -> list[SizedCuts]:
         """Every number of micro-batches."""
         cuts = self._cuts_into(len(shape))
         if cuts is None:
@@ -196,25 +163,47 @@ class ShapeSearch:
             self._costs[stages, size] = found
         return found
 
-    def _sized(self, shape: Shape, cuts: Ints, count: int, size: int) -> _Sized:
+    def _sized(self, shape: Shape, cuts: Ints, count: int, size: int) -> SizedCuts:
         costs, cluster = self._costs_of(cuts, size), self._problem.cluster
         lanes, groups, speed = self._request(shape).num_lanes(len(shape)), groups_of(shape), self._speeds(shape)
         forward_s, backward_s = costs.forward_s / speed, costs.backward_s / speed
-        summed = [
-            summing_s(
-                costs.held_bytes[1][:, stage].astype(np.float64), len(group), lanes, slowest_link(cluster, group, group)
-            )
-            for stage, group in enumerate(groups)
-        ]
+        reduce_s = np.stack(
+            [
+                self._reduce_s(costs, stage, size, lanes, len(group), speed[stage], slowest_link(cluster, group, group))
+                for stage, group in enumerate(groups)
+            ],
+            axis=1,
+        )
         links = [slowest_link(cluster, a, b) for a, b in itertools.pairwise(groups)]
         bandwidth = np.array([link.bandwidth_bytes_s for link in links])
         latency_s = np.array([link.latency_s for link in links])
         occupancy_s = costs.crossing_bytes * size / bandwidth
-        reduce_s = np.stack(summed, axis=1)
-        bounds_s = _bounds_s(
-            np.array(shape), count, costs.first, forward_s, backward_s, reduce_s, occupancy_s + latency_s
-        )
-        return _Sized(count, size, costs, forward_s, backward_s, reduce_s, latency_s, occupancy_s, bounds_s)
+        least_s = bounds_s(
+            np.array(shape), count, costs.first, forward_s, backward_s, reduce_s, occupancy_s + latency_s,
+            empties=self._problem.request.kind.synchronous,
+        )  # fmt: skip
+        return SizedCuts(count, size, costs, forward_s, backward_s, reduce_s, latency_s, occupancy_s, least_s)
+
+    def _reduce_s(
+        self, costs: CutCosts, stage: int, size: int, lanes: int, replicas: int, speed: float, link: Link
+    ) -> Floats:
+        """By cut, what a stage's replicas take to sum gradients behind the last backward."""
+        key = (id(costs), stage, lanes, replicas, speed, link)
+        if key in self._reduced:
+            return self._reduced[key]
+        graph, rate_s = costs.graph, summing_rate_s(replicas, lanes, link)
+        sync_bytes = columns_of(graph).before[1].astype(np.float64)
+        starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
+        found: Floats = rate_s * (sync_bytes[ends] - sync_bytes[starts])
+        if replicas > 1 and self._problem.request.kind.synchronous:
+            backward_s = np.append(0.0, np.cumsum([node.backward_s for node in graph.nodes])) / speed
+            for first in np.unique(starts).tolist():
+                rows = np.flatnonzero(starts == first)
+                found[rows] = exposed_s(rate_s, backward_s, sync_bytes, first, ends[rows].tolist())
+        found = np.where(sync_bytes[ends] > sync_bytes[starts], found + 2 * link.latency_s * (replicas > 1), 0.0)
+        if any(costs is known for known in self._costs.values()):
+            self._reduced[key] = found
+        return found
 
     def _whole(self, shape: Shape, cuts: Ints, costs: CutCosts) -> NDArray[np.bool_]:
         """Which cuts leave what changes buffers to stages of one worker."""
@@ -234,7 +223,7 @@ class ShapeSearch:
         ]
         return [min([math.inf if limit is None else limit, *caps]) for caps in own]
 
-    def _total_bytes(self, request: Request, sized: _Sized) -> Ints:
+    def _total_bytes(self, request: Request, sized: SizedCuts) -> Ints:
         """By cut and stage, without workspace and what is exchanged, which do not add up."""
         stages = len(request.replicas_of(request.num_stages or 1))
         model = memory_model(request, stages, sized.number, sized.size)
@@ -242,7 +231,7 @@ class ShapeSearch:
         held = (np.array([model.in_flight(d) for d in depths]), np.array([model.activation_sets(d) for d in depths]))
         return stage_bytes(sized.costs, model, *held, np.array(model.message_slots))
 
-    def _fitting(self, request: Request, sized: _Sized, whole: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _fitting(self, request: Request, sized: SizedCuts, whole: NDArray[np.bool_]) -> NDArray[np.bool_]:
         caps = self._caps(request)
         if all(map(math.isinf, caps)):
             return whole
@@ -250,7 +239,7 @@ class ShapeSearch:
         found: NDArray[np.bool_] = whole & (self._total_bytes(plain, sized) <= np.array(caps)).all(axis=1)
         return found
 
-    def _unfit(self, request: Request, sized: _Sized) -> str:
+    def _unfit(self, request: Request, sized: SizedCuts) -> str:
         """Where memory is lacking in the cut that comes nearest, with the smallest micro-batches."""
         plain = self._kinds(request.replicas_of(request.num_stages or 1))[0]
         total, caps = self._total_bytes(plain, sized), np.array(self._caps(plain))
@@ -261,17 +250,19 @@ class ShapeSearch:
             return f"stage {stage} would need more than its {human_bytes(caps[stage])} while it runs"
         return f"stage {stage} would need {human_bytes(int(total[cut, stage]))} of {human_bytes(caps[stage])}"
 
-    def _least(self, shape: Shape, sized: Sequence[_Sized], whole: NDArray[np.bool_], below_s: float) -> _Best | None:
+    def _least(
+        self, shape: Shape, sized: Sequence[SizedCuts], whole: NDArray[np.bool_], below_s: float
+    ) -> _Best | None:
         """The quickest candidate that fits and is quicker than so many seconds."""
         kinds = self._kinds(shape)
         which = np.concatenate([np.full(len(whole), i) for i in range(len(sized))])
         cut_of = np.tile(np.arange(len(whole)), len(sized))
-        bounds_s = np.concatenate(
+        least_s = np.concatenate(
             [np.where(self._fitting(kinds[0], each, whole), each.bounds_s, np.inf) for each in sized]
         )
         best: _Best | None = None
-        for at in np.argsort(bounds_s, kind="stable").tolist():
-            if bounds_s[at] >= below_s:
+        for at in np.argsort(least_s, kind="stable").tolist():
+            if least_s[at] >= below_s:
                 break
             each, cut = sized[which[at]], int(cut_of[at])
             for request in kinds:
@@ -282,11 +273,15 @@ class ShapeSearch:
                     best, below_s = _Best(step_s, request, each, cut), step_s
         return best
 
-    def _step_s(self, request: Request, sized: _Sized, cut: int) -> float:
+    def _step_s(self, request: Request, sized: SizedCuts, cut: int) -> float:
         spec = spec_of(request, request.num_stages or 1, sized.number, int(sized.costs.first[cut]))
-        return program_makespan_s(_program(spec, request.num_stages or 1), sized.of(cut))
+        stages, costs = request.num_stages or 1, sized.of(cut)
+        if spec.of_kind.synchronous:
+            return program_makespan_s(_program(spec, stages), costs)
+        fewer, more = (program_makespan_s(_program(spec, stages, repeats), costs) for repeats in STEADY)
+        return (more - fewer) / (STEADY[1] - STEADY[0])
 
-    def _fits(self, request: Request, sized: _Sized, cut: int) -> bool:
+    def _fits(self, request: Request, sized: SizedCuts, cut: int) -> bool:
         if not self._problem.bounded:
             return True
         made = self._decision(_Best(0.0, request, sized, cut))
@@ -342,15 +337,15 @@ class ShapeSearch:
 
 
 @functools.lru_cache(maxsize=64)
-def _program(spec: ScheduleSpec, num_stages: int) -> Program:
-    return build(lower(schedule_of(spec, num_stages)))
+def _program(spec: ScheduleSpec, num_stages: int, repeats: int = 1) -> Program:
+    return build(lower(schedule_of(spec, num_stages)), repeats)
 
 
 def _sizes(problem: Problem, request: Request) -> list[tuple[int, int]]:
     """(micro-batches, samples of each) to compare, for a request with given replicas; the fewest first."""
     stages = request.num_stages or 1
     minibatch, size, count = microbatches(request, stages)
-    if request.num_microbatches is not None or problem.times is None:
+    if request.num_microbatches is not None or problem.times is None or not request.kind.synchronous:
         return [(count, size)]
     shape, lanes = request.replicas_of(stages), request.num_lanes(stages)
     least = min(request.least_microbatch, minibatch)
@@ -360,26 +355,6 @@ def _sizes(problem: Problem, request: Request) -> list[tuple[int, int]]:
         if b >= least and max(shape) <= n <= MOST_EACH * sum(shape) and (minibatch % n == 0 or n % lanes == 0)
     ]
     return found or [(count, size)]
-
-
-def _bounds_s(
-    shape: Ints, count: int, first: Ints, forward_s: Floats, backward_s: Floats, reduce_s: Floats, hop_s: Floats
-) -> Floats:
-    """By cut, a step that no simulation beats: a stage waits for its first message, and its last backward goes down.
-
-    Args:
-        first: by cut, the lowest stage that trains.
-        hop_s: of one message, by cut and hop.
-    """
-    stages = len(shape)
-    trains = np.arange(stages) >= first[:, None]
-    backward_s = np.where(trains, backward_s, 0.0)
-    none = np.zeros((len(forward_s), 1))
-    arrives_s = np.hstack([none, np.cumsum(forward_s[:, :-1] + hop_s, axis=1)])
-    returns_s = np.hstack([none, np.cumsum(backward_s[:, :-1] + np.where(trains[:, :-1], hop_s, 0.0), axis=1)])
-    busy_s = -(-count // shape) * (forward_s + backward_s)
-    found: Floats = (arrives_s + busy_s + np.maximum(returns_s, reduce_s)).max(axis=1) * (1 - 1e-9)
-    return found
 
 
 def _neighbours(cut: Sequence[int]) -> Iterator[list[int]]:

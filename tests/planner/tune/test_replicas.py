@@ -38,10 +38,27 @@ def test_a_step_takes_longer_by_what_replicas_exchange() -> None:
     for count in (2, 4):
         request = dataclasses.replace(FIXED, num_stages=1, replicas=count)
         found = decide(request, chain(4)).prediction
-        exchange_s = 2 * (count - 1) / count * 4 * MIB / ASSUMED_LINK.bandwidth_bytes_s + 2 * ASSUMED_LINK.latency_s
-        assert found.stages[0].exchange_s == pytest.approx(exchange_s)
-        assert found.step_s == pytest.approx(12 / count * 4e-3 + exchange_s)
+        (stage,) = found.stages
+        chunks = 1 + 4 * MIB / (8 * MIB)
+        sent_s = 2 * (count - 1) / count * 4 * MIB / ASSUMED_LINK.bandwidth_bytes_s
+        assert stage.exchange_s == pytest.approx(sent_s + 2 * chunks * ASSUMED_LINK.latency_s)
+        assert found.step_s == pytest.approx(12 / count * 4e-3 + stage.exchange_s - stage.hidden_s)
     assert decide(dataclasses.replace(FIXED, lanes=4), chain(4)).prediction.stages[0].exchange_s == 0.0
+
+
+def test_what_lies_beside_the_last_backward_is_not_waited_for() -> None:
+    """Written out layer by layer: one is exchanged when its backward is over and the one behind it has been."""
+    for params, milliseconds in ((MIB, 1.0), (16 * MIB, 1.0), (MIB, 20.0)):
+        profile = chain(6, params=params, milliseconds=milliseconds)
+        found = decide(dataclasses.replace(FIXED, num_stages=1, replicas=2), profile).prediction
+        (stage,) = found.stages
+        each_s = (stage.exchange_s - 2 * ASSUMED_LINK.latency_s) / 6
+        now_s = done_s = 0.0
+        for _ in range(6):
+            now_s += stage.backward_s / 6
+            done_s = max(done_s, now_s) + each_s
+        assert stage.exchange_s - stage.hidden_s == pytest.approx(done_s - now_s + 2 * ASSUMED_LINK.latency_s)
+        assert found.step_s == pytest.approx(6 * stage.busy_s + stage.exchange_s - stage.hidden_s)
 
 
 def test_memory_is_that_of_the_rows_and_of_the_most_lanes() -> None:
@@ -66,18 +83,21 @@ def test_what_cannot_be_planned_is_refused_by_name() -> None:
 
 
 def test_memory_of_the_exchange_counts_where_activations_leave_no_room_for_it() -> None:
-    """And a limit is kept with it: what fits without is refused."""
-    request = dataclasses.replace(FIXED, num_stages=1, replicas=2)
-    wide, narrow = (
-        dict(decide(request, chain(4, kept=kept)).prediction.stages[0].memory) for kept in (64 * MIB, 1 << 10)
-    )
-    assert "exchange" not in wide
-    planned = exchange_bytes(4 * MIB, 2, 2)
-    assert 0 < planned - narrow["exchange"] < MIB
-    enough = sum(narrow.values())
-    decide(dataclasses.replace(request, memory_limit_bytes=enough), chain(4, kept=1 << 10))
+    """Beside the last backward those of other micro-batches are gone. A limit is kept with it."""
+    request = dataclasses.replace(FIXED, replicas=(2, 1))
+    wide, narrow = (decide(request, chain(4, kept=kept)) for kept in (64 * MIB, 1 << 10))
+    assert [stage.in_flight for stage in wide.prediction.stages] == [2, 1]
+    assert "exchange" not in dict(wide.prediction.stages[0].memory)
+    held = dict(narrow.prediction.stages[0].memory)
+    planned = exchange_bytes(narrow.partition.stages[0].param_bytes, 2, 2)
+    assert 0 < planned - held["exchange"] < MIB
+    alone = dataclasses.replace(FIXED, num_stages=1, replicas=2)
+    (only,) = decide(alone, chain(4, kept=64 * MIB)).prediction.stages
+    assert dict(only.memory)["exchange"] == exchange_bytes(4 * MIB, 2, 2), "no other micro-batch is under way"
+    enough = only.memory_bytes
+    decide(dataclasses.replace(alone, memory_limit_bytes=enough), chain(4, kept=64 * MIB))
     with pytest.raises(PlanError, match="exchange"):
-        decide(dataclasses.replace(request, memory_limit_bytes=enough - MIB), chain(4, kept=1 << 10))
+        decide(dataclasses.replace(alone, memory_limit_bytes=enough - MIB), chain(4, kept=64 * MIB))
 
 
 def test_every_replica_has_something_to_do() -> None:

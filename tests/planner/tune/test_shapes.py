@@ -123,9 +123,13 @@ def plain_step_s(request: Request, profile: Profile, cluster: Cluster, ends: tup
         forward_s.append(grown * sum(node.forward_s for node in nodes))
         backward_s.append(grown * sum(node.backward_s for node in nodes))
         parameters = sum(node.param_bytes for node in nodes)
-        chunks = math.ceil(parameters * -(-lanes // replicas) / (8 << 20))
-        sent = parameters * (replicas - 1) / replicas * (1 + lanes / replicas)
-        reduce_s.append((sent / link.bandwidth_bytes_s + 2 * chunks * link.latency_s) * (replicas > 1))
+        sent = (replicas - 1) / replicas * (1 + lanes / replicas)
+        each_s = sent / link.bandwidth_bytes_s + 2 * link.latency_s * -(-lanes // replicas) / (8 << 20)
+        now_s = done_s = 0.0
+        for node in reversed(nodes):  # the last layers first, each behind its own backward
+            now_s += grown * node.backward_s
+            done_s = max(done_s, now_s) + node.param_bytes * each_s
+        reduce_s.append((done_s - now_s + 2 * link.latency_s) * (replicas > 1 and parameters > 0))
         if first:
             crossing_s.append(profile.graph.nodes[first - 1].output_bytes * (12 // count) / link.bandwidth_bytes_s)
     latency_s = (link.latency_s,) * len(crossing_s)
