@@ -15,6 +15,7 @@ from raypipe.api.worker_weights import WorkerWeights
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import worker_range
+from raypipe.config.replicas import laned
 from raypipe.engine.loader import batch_size_of
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.meter import check_metrics
@@ -45,7 +46,7 @@ __all__ = [
     "refuse_in_threads",
     "refuse_replicas",
     "run_setup",
-    "sized_by",
+    "settled",
     "steps_of",
     "threads_of",
 ]
@@ -78,7 +79,7 @@ def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = N
     """
     setup = RunSetup(
         job.make_optimizer, job.make_scheduler, job.sources, job.settings, job.persistent, place, metrics=job.metrics,
-        token_column=token_column(job.sources["train"].columns, job.example),
+        token_column=token_column(job.sources["train"].columns, job.example), compile_stages=job.compile_stages,
     )  # fmt: skip
     if pipeline is None:
         return setup
@@ -187,14 +188,18 @@ def places_of(job: Job, num_workers: int | None, run: Any) -> int:
     return max(job.num_workers, (num_workers if failures_of(run) else None) or 0)
 
 
-def sized_by(train_data: Any, pipeline: PipelineConfig) -> PipelineConfig:
-    """With the mini-batches of a DataLoader, where train_data is one.
+def settled(train_data: Any, pipeline: PipelineConfig) -> PipelineConfig:
+    """With the mini-batches of a DataLoader, where train_data is one, and a schedule that compiled stages can follow.
 
     Raises:
-        ConfigError: it says another size than the pipeline.
+        ConfigError: the loader says another size than the pipeline.
     """
     size = batch_size_of(train_data, pipeline.minibatch_size)
-    return pipeline if size == pipeline.minibatch_size else dataclasses.replace(pipeline, minibatch_size=size)
+    if size != pipeline.minibatch_size:
+        pipeline = dataclasses.replace(pipeline, minibatch_size=size)
+    if pipeline.compile_stages != "off" and pipeline.schedule == "auto" and not laned(pipeline):
+        return dataclasses.replace(pipeline, schedule="slack")  # "auto" but for "zb-h1", which splits backwards
+    return pipeline
 
 
 def steps_of(job: Job, num_steps: int | None, num_epochs: int | None) -> int:

@@ -109,7 +109,7 @@ class PipelineTrainer:
         callbacks: Sequence[Any] = (),
     ) -> None:
         check_arguments(model, loss_fn, optimizer, lr_scheduler, train_data, pipeline)
-        self._pipeline = launch.sized_by(train_data, pipeline or PipelineConfig())
+        self._pipeline = launch.settled(train_data, pipeline or PipelineConfig())
         self._evaluations = launch.evaluations_of(
             self._pipeline, metrics, early_stopping, evaluates=eval_data is not None
         )

@@ -36,6 +36,7 @@ def check_together(config: PipelineFields) -> None:
     _check_weights(config)
     _check_skipping(config)
     _check_precision(config)
+    _check_compiling(config)
     _check_chunked(config)
     _check_codecs(config)
     _check_retuning(config)
@@ -168,6 +169,16 @@ def _check_precision(config: PipelineFields) -> None:
             f"precision={config.precision!r} is not possible with schedule={config.schedule!r}: its stages update "
             "without waiting for each other, so that some have taken a step before another one finds that gradients "
             "overflowed. Take precision='bf16', or a synchronous schedule, such as '1f1b'."
+        )
+
+
+def _check_compiling(config: PipelineFields) -> None:
+    """The backward of a compiled stage is one piece."""
+    if config.compile_stages != "off" and _kind(config).splits_backward:
+        raise ConfigError(
+            f"compile_stages={config.compile_stages!r} is not possible with schedule={config.schedule!r}, which runs a "
+            "backward in two parts: that of a compiled stage is one piece. Take schedule='slack' or '1f1b', or "
+            "compile_stages='off'."
         )
 
 

@@ -86,6 +86,12 @@ class PipelineFields:
             under torch.autocast(cache_enabled=False). "fp16" is as "bf16" in fp16, with a loss that is scaled as
             torch.amp.GradScaler does by default: a step whose gradients overflow is left out on all stages, and the
             scale halved. At a scale of 1 ``on_nonfinite`` decides.
+        compile_stages: the backend of torch.compile for the forward of each stage and its backward, in training:
+            "inductor" generates kernels, which needs a C++ compiler on workers, or Triton on GPUs; "aot_eager" runs
+            torch's own, to the bits of plain PyTorch; "off" compiles nothing. Backwards of compiled stages are one
+            piece: schedules that split them are refused, and schedule="auto" is "slack". A stage that draws random
+            numbers (dropout) is not compiled, and the plan says so; nor is an nn.Sequential. The first step, and the
+            first of every other size of micro-batch, takes seconds more.
         max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before
             every step; None leaves it. Where updates come more often than once per num_stages micro-batches, each
             stage clips its own to this times the root of its share of the parameters.
@@ -149,6 +155,7 @@ class PipelineFields:
     memory_limit_bytes: int | Auto = "auto"
     recompute: str | Sequence[str | bool | int] = "auto"
     precision: str = "fp32"
+    compile_stages: str = "off"
     max_grad_norm: float | None = None
     retune_interval_steps: int | Auto = "auto"
     link_drift_threshold: float | Auto = "auto"

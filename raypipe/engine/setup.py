@@ -42,6 +42,7 @@ class RunSetup:
         worker_price_per_hour: for the driver, which counts what the run costs; None counts nothing.
         metrics: of evaluations, by name; the last stage computes them.
         token_column: that holds token ids; None where none does.
+        compile_stages: see PipelineConfig.
     """
 
     make_optimizer: MakeOptimizer
@@ -60,6 +61,7 @@ class RunSetup:
     worker_price_per_hour: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     token_column: Any = None
+    compile_stages: str = "off"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import torch
 from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import NONE, Codec, Codecs
 from raypipe.engine.codec.choice import message_bytes
+from raypipe.engine.compiling import modes_of
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import Crosses, Mark
 from raypipe.engine.feed import Feed, MicrobatchData
@@ -23,7 +24,7 @@ from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.losses import LossTerm, loss_parts, summed
 from raypipe.engine.meter import Meter
 from raypipe.engine.microbatch import counting
-from raypipe.engine.placing import placed, placed_loss
+from raypipe.engine.placing import placed_loss
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.second_forward import Given, SecondForward
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -82,7 +83,8 @@ class StageWork:
         kept = weights.rule, weights.capacity(stage), weights.ahead, len(placement.replicas)
         self.ring = WeightRing(self.program, state.parameters, *kept, self.sink.watch)
         self._in_flight = InFlight(self.sink, self.ring, sends_input_grads=stage > self.program.first_trainable)
-        self._modes = {mode: placed(function, crossing) for mode, function in self.program.modes.items()}
+        self._modes = modes_of(self.program, crossing, run.compile_stages)
+        self._splits = run.compile_stages == "off"
         self.feed = Feed(
             run.sources,
             {m: (*f.columns, *(self.program.asked.columns if m == "eval" else ())) for m, f in self._modes.items()},
@@ -138,7 +140,7 @@ class StageWork:
         self._times = _message_times(self.stage) if measure else {}
         count = len(segment.microbatch_samples)
         step, middle = segment.first_step + minibatch, segment.first_microbatch + minibatch * count + count // 2
-        splits = measure and (step < SPLIT_FIRST or step % SPLIT_EVERY == 0)
+        splits = self._splits and measure and (step < SPLIT_FIRST or step % SPLIT_EVERY == 0)
         self.split_microbatch, self._split_marks = middle if splits else None, None
         self._wait_s = self._busy_s = 0.0
         self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._in_flight)

@@ -67,6 +67,8 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mappi
         "schedule": "synchronous" if plan.weights.interval is None else pipeline.schedule,
         **{name: getattr(pipeline, name) for name in _FREE_FIELDS},
     }
+    if pipeline.compile_stages != "off":
+        free["compile_stages"] = pipeline.compile_stages
     if (lanes := plan.schedule.wiring.lanes) > 1:  # replicas change no bit, but lanes do
         free[LANES] = lanes
     if plan.weights.interval is not None:

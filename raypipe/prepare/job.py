@@ -45,6 +45,7 @@ class Job:
         metrics: of evaluations, by name.
         collate: of the items of datasets.
         unfilled: where workers find the tensors that this process does not hold.
+        compile_stages: see PipelineConfig.
     """
 
     basis: PlanBasis
@@ -64,6 +65,7 @@ class Job:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     collate: Collate | None = None
     unfilled: tuple[StateSource, ...] = ()
+    compile_stages: str = "off"
 
     @property
     def initial(self) -> tuple[StateSource, ...]:

@@ -17,6 +17,7 @@ from raypipe.errors import ConfigError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.profile import Profile
 from raypipe.prepare.arguments import Arguments, in_one_paragraph
+from raypipe.prepare.compiling import noting_compiled
 from raypipe.prepare.identity import model_labels
 from raypipe.prepare.inputs import Opened, example_of, needs_profile, open_arguments, wants_curve
 from raypipe.prepare.job import Job
@@ -70,7 +71,7 @@ def prepare(
     )
     planned = plan_for(basis, None if profiled is None else decided(basis))
     settings = Settings(pipeline.seed, reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, pipeline.on_nonfinite)
-    return _job(given, found, pipeline, basis, planned, settings)
+    return noting_compiled(_job(given, found, pipeline, basis, planned, settings))
 
 
 @in_one_paragraph()
@@ -143,6 +144,7 @@ def _job(
         metrics=given.metrics or {},
         collate=given.collate_fn,
         unfilled=found.unfilled,
+        compile_stages=pipeline.compile_stages,
     )
 
 

@@ -41,8 +41,9 @@ def trainer(pipeline: PipelineConfig | None = None, **more: Any) -> PipelineTrai
     if pipeline is not None and pipeline.eval_interval_steps:
         more["eval_data"] = DATA
     on_workers = pipeline is not None and pipeline.weights_on == "workers"  # which takes a function without weights
+    traced = pipeline is not None and pipeline.compile_stages != "off"  # which takes no nn.Sequential
     return PipelineTrainer(
-        nets.sequential if on_workers else nets.sequential(),
+        nets.sequential if on_workers else nets.Mlp() if traced else nets.sequential(),
         loss_fn=functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         train_data=DATA, pipeline=pipeline or PipelineConfig(**BASE), **more,
     )  # fmt: skip
@@ -107,6 +108,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "memory_limit_bytes": ({}, ["auto", 1]),
     "recompute": ({}, ["never", "always", ["never", "always"], [True, False]]),
     "precision": ({}, list(SUPPORTED["precision"])),
+    "compile_stages": ({}, ["off", "inductor", "aot_eager"]),
     "weights_on": ({}, ["client", "workers"]),
     "max_grad_norm": ({}, [None, 0.5, 2]),
     "retune_interval_steps": ({}, ["auto", 0, 7]),
