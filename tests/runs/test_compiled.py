@@ -126,8 +126,11 @@ class Narrow(nn.Module):
         return self.last(functional.gelu(self.norm(self.first(x))))
 
 
-def test_generated_kernels_have_the_bits_of_the_whole_model_compiled(tmp_path: Path) -> None:
+def test_generated_kernels_have_the_bits_of_the_whole_model_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One stage is the graph of the model; rounding differs from eager's by a few units in the last place."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
     even = {"num_stages": 1, "partitioner": "parameters", "num_microbatches": 2, "minibatch_size": 10}
     found = trained(tmp_path, "compiled", Narrow, compile_stages="inductor", **even)
     torch.manual_seed(0)
