@@ -63,6 +63,8 @@ class PipelineFields:
             that many versions allow.
         update_interval: micro-batches per update of the weights, in "pipedream"; 1, or num_lanes where
             there are several, unless weight_versions says otherwise. An update averages the loss over its own samples.
+            "per_replica", as published: a stage of R replicas updates every R micro-batches, at R / (replicas of stage
+            0) times the learning rate, and the learning rate's schedule counts every num_lanes micro-batches.
         vertical_sync: a micro-batch uses the same weight version on every stage, in "pipedream".
         transport: how boundary tensors travel.
         link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each
@@ -145,7 +147,7 @@ class PipelineFields:
     group_size: int | Auto = "auto"
     slack: int | Sequence[int] | Auto = "auto"
     weight_versions: int | Auto = "auto"
-    update_interval: int | Auto = "auto"
+    update_interval: int | Literal["per_replica"] | Auto = "auto"
     vertical_sync: bool | Auto = "auto"
     transport: str = "auto"
     link_ports: tuple[int, int] | Auto = "auto"

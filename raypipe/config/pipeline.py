@@ -99,7 +99,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "group_size": _AUTO | _integer(1),
     "slack": _AUTO | _integer(1) | _each(_integer(1), "a list of integers, one per hop"),
     "weight_versions": _AUTO | _integer(1),
-    "update_interval": _AUTO | _integer(1),
+    "update_interval": _one_of("auto", "per_replica") | _integer(1),
     "vertical_sync": _AUTO | _FLAG,
     "transport": _one_of("auto", *SUPPORTED["transport"]),
     "link_ports": _AUTO | _PORTS,

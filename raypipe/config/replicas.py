@@ -28,6 +28,8 @@ def check_replicas(config: PipelineFields) -> None:
     Raises:
         ConfigError: names both fields, their values and the cure.
     """
+    if config.update_interval == "per_replica":
+        _check_per_replica(config)
     if not laned(config):
         return
     what = f"num_replicas={config.num_replicas!r}" if replicated(config) else f"num_lanes={config.num_lanes!r}"
@@ -47,6 +49,30 @@ def check_replicas(config: PipelineFields) -> None:
         raise ConfigError(
             f"{what} means nothing to partitioner='hierarchical', which looks for replicas by itself, to plan with and "
             "not to run. Set partitioner='auto'; with num_replicas='auto' the planner chooses them for a run."
+        )
+
+
+def _check_per_replica(config: PipelineFields) -> None:
+    """Stages that update more or less often than others, each by its replicas."""
+    name = "update_interval='per_replica'"
+    if config.schedule != "pipedream":
+        return  # which has no update interval, as is said elsewhere
+    if not replicated(config):
+        raise ConfigError(
+            f"{name} means nothing with num_replicas={config.num_replicas!r}: no stage has several replicas. Set "
+            "num_replicas, as in num_replicas=[2, 1], or leave update_interval out."
+        )
+    for field in ("weight_versions", "vertical_sync"):
+        value = getattr(config, field)
+        if value not in ("auto", False):
+            raise ConfigError(
+                f"{name} with {field}={value!r}: stages update at different times, so that each has as many versions "
+                f"as it needs, and no two the same. Leave {field} out, or give update_interval a number."
+            )
+    if config.loss_reduction not in ("auto", "mean", "sum"):
+        raise ConfigError(
+            f"{name} with loss_reduction={config.loss_reduction!r}: a stage takes the mean over its own samples, whose "
+            "targets only the last stage could count. Take 'mean' or 'sum', or give update_interval a number."
         )
 
 
@@ -81,7 +107,7 @@ def _check_shares(config: PipelineFields) -> None:
         )
     for name in ("num_microbatches", "update_interval"):
         value = getattr(config, name)
-        if value != "auto" and value % lanes:
+        if isinstance(value, int) and value % lanes:
             raise ConfigError(
                 f"{name}={value} with schedule={config.schedule!r} is no multiple of the {lanes} lanes into which "
                 f"gradients are summed, so that replicas would have unequal shares of an update. Set {name}="

@@ -300,6 +300,7 @@ class Executor:
         stage, op, microbatch = action
         match op:
             case Op.REDUCE_GRAD:
+                self._updates[stage].of(self._segment, microbatch)
                 self._reduction.reduce_grad(stage, microbatch)
             case Op.REDUCE_NORM:
                 self._ready = True

@@ -7,7 +7,8 @@ for another one, nothing is done and the gradients join those of the next update
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -20,6 +21,7 @@ from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
+from raypipe.ir.segment import Segment
 from raypipe.ir.weights import WeightPolicy
 
 __all__ = ["MOST_SKIPPED", "Update"]
@@ -49,13 +51,33 @@ class Update:
         self._limit = settings.max_grad_norm
         shares = weights.shares
         self._share = shares[program.index] if shares else 1.0
+        self._weights, self._unscaled, self._rate, self._counts = weights, 1.0, 1.0, True
         self._put_off = 0  # updates since the last one that was made
         self._waits = False  # whether this one is put off
+        self._sums = settings.loss_reduction == "sum"
         self._skips = settings.on_nonfinite == "skip"
         self._skipped = 0  # steps since the last one that was taken
         self._scale_of_loss = LossScale(state) if program.precision.scaled else None
         self.lr: float | None = None
         """Learning rate of the first group in the last step."""
+
+    def of(self, segment: Segment, microbatch: int) -> None:
+        """The update that comes ends with this micro-batch.
+
+        Gradients are those of the mean over ``segment.interval`` micro-batches. A stage that updates more often takes
+        the mean over its own, has a learning rate for that, and its schedule goes on when all stages have updated.
+        """
+        intervals = self._weights.intervals if segment.update_interval is not None else ()
+        if not intervals:
+            self._unscaled, self._rate, self._counts = 1.0, 1.0, True
+            return
+        index, own = self._program.index, intervals[self._program.index]
+        at, sizes = microbatch - segment.first_microbatch, segment.microbatch_samples
+        end = at % len(sizes) + 1
+        of_all = (end - 1) // segment.interval * segment.interval
+        samples = sum(sizes[of_all : of_all + segment.interval])
+        self._unscaled = 1.0 if self._sums else samples / sum(sizes[end - own : end])
+        self._rate, self._counts = self._weights.rate(index), end % segment.interval == 0
 
     def begin(self) -> bool:
         """Whether it can be made now; if not, it is put off."""
@@ -70,6 +92,8 @@ class Update:
         """
         if self._scale_of_loss is not None and self._state.optimizer is not None:
             self._scale(1.0 / self._scale_of_loss.value)
+        if self._unscaled != 1.0:
+            self._scale(self._unscaled)
         if self._put_off:
             self._scale(1.0 / (1 + self._put_off))
             self._put_off = 0
@@ -130,7 +154,8 @@ class Update:
         self._state.wait_until_read()
         self._ring.advance()
         if self._state.optimizer is not None:
-            self._state.optimizer.step()
+            with at_rate(self._state.optimizer, self._rate):
+                self._state.optimizer.step()
             self._ring.follow()
         self._advance_scheduler()
         self._sink.reset()
@@ -146,6 +171,8 @@ class Update:
 
     def _advance_scheduler(self) -> None:
         """Put-off updates count too, so that the learning rate is the same on every stage."""
+        if not self._counts:
+            return
         self._state.updates += 1
         if self._state.scheduler is not None:
             self._state.scheduler.step()
@@ -154,6 +181,22 @@ class Update:
         for parameter in self._state.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
+
+
+@contextmanager
+def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """So many times its learning rates inside; afterwards they are what they were, for schedulers and checkpoints."""
+    if factor == 1.0:
+        yield
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _not_finite(step: int, stage: int, known: Sequence[float | None], alone: bool, skipped: int) -> str:

@@ -114,6 +114,8 @@ def _partition(found: Mapping[str, Any]) -> Partition:
 def _wiring_fields(wiring: Wiring) -> dict[str, Any]:
     """For JSON, where a stage is named with its one worker unless it has several."""
     fields = asdict(wiring)
+    if not wiring.intervals:
+        del fields["intervals"]
     if wiring.replicated or wiring.lanes > 1:
         return fields
     del fields["homes"], fields["lanes"]
@@ -124,7 +126,8 @@ def _schedule(found: Mapping[str, Any]) -> Schedule:
     fields = dict(found["wiring"])
     given = fields.pop("homes", None)
     homes = single_homes(fields.pop("placement")) if given is None else tuple(map(tuple, given))
-    wiring = Wiring(homes, **fields)
+    intervals = tuple(fields.pop("intervals", ()))
+    wiring = Wiring(homes, intervals=intervals, **fields)
     body, prologue, epilogue = (
         tuple(tuple(parse_action(word) for word in row.split()) for row in found[name])
         for name in ("rows", "prologue", "epilogue")
@@ -133,7 +136,7 @@ def _schedule(found: Mapping[str, Any]) -> Schedule:
 
 
 def _weights(found: Mapping[str, Any]) -> WeightPolicy:
-    numbers = {name: tuple(found[name]) for name in ("capacities", "shares")}
+    numbers = {name: tuple(found[name]) for name in ("capacities", "shares", "intervals") if name in found}
     return WeightPolicy(**{**found, **numbers, "rule": VersionRule(found["rule"])})
 
 

@@ -50,10 +50,12 @@ class Wiring:
         first_trainable: lowest stage with a trainable parameter; the ones below have no backward.
         norm_per_stage: REDUCE_NORM takes the norm of its own stage and waits for no other.
         lanes: into how many micro-batches are dealt out in turn, at least one for each replica of a stage.
+        intervals: micro-batches per optimizer step by stage, where stages step more often than every update_interval,
+            a multiple of each; empty where they do not. Each then takes the norm of its own.
 
     Raises:
         ScheduleError: a stage has no worker, or one twice; a worker shares some of its stages with others but not all;
-            there are fewer lanes than replicas.
+            there are fewer lanes than replicas; intervals are no parts of update_interval.
     """
 
     homes: Homes
@@ -62,10 +64,20 @@ class Wiring:
     first_trainable: int = 0
     norm_per_stage: bool = False
     lanes: int = 1
+    intervals: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.lanes < 1:
             raise ScheduleError(f"lanes={self.lanes}: micro-batches need at least one.")
+        if self.intervals and not (
+            self.norm_per_stage
+            and len(self.intervals) == len(self.homes)
+            and all(interval > 0 and self.update_interval % interval == 0 for interval in self.intervals)
+        ):
+            raise ScheduleError(
+                f"intervals={self.intervals} with update_interval={self.update_interval}: give each stage a part of "
+                "it, and let it take its own norm."
+            )
         together: dict[int, tuple[int, ...]] = {}
         for stage, workers in enumerate(self.homes):
             listed = ", ".join(map(str, workers)) or "none"
@@ -86,6 +98,10 @@ class Wiring:
     @property
     def num_stages(self) -> int:
         return len(self.homes)
+
+    def interval_of(self, stage: int) -> int:
+        """Micro-batches per optimizer step of a stage."""
+        return self.intervals[stage] if self.intervals else self.update_interval
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -181,7 +197,7 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
             if stage < wiring.first_trainable:
                 return ()
             last = Op.W if wiring.split_backward else Op.B
-            first = microbatch - wiring.update_interval + 1
+            first = microbatch - wiring.interval_of(stage) + 1
             return _of_all(stage, last, range(first, microbatch + 1))
         case Op.REDUCE_NORM:
             stages = (stage,) if wiring.norm_per_stage else range(wiring.num_stages)

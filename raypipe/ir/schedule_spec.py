@@ -106,6 +106,7 @@ class ScheduleSpec:
         update_interval: u of pipedream, micro-batches per update.
         replicas: workers by stage; empty for one each.
         lanes: into which gradients are summed, at least as many as any stage has replicas.
+        per_replica: a stage of pipedream updates as soon as each of its replicas has done one more micro-batch.
 
     Raises:
         ScheduleError: an unknown kind, a field that it does not have, or a number out of range.
@@ -121,6 +122,7 @@ class ScheduleSpec:
     update_interval: int | None = None
     replicas: tuple[int, ...] = ()
     lanes: int = 1
+    per_replica: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -142,6 +144,10 @@ class ScheduleSpec:
             raise ScheduleError(
                 f"replicas={self.replicas} with lanes={self.lanes}: every stage needs at least one worker, and there "
                 "must be as many lanes as the most of them."
+            )
+        if self.per_replica and not (takes(self.kind, "update_interval") and self.replicas):
+            raise ScheduleError(
+                f"per_replica means nothing to the schedule {str(self)!r}: it is of 'pipedream' with replicas."
             )
         least = {"num_microbatches": 1, "group_size": 1, "chunks": 1, "first_trainable": 0, "update_interval": 1}
         least["lanes"] = 1
@@ -188,7 +194,7 @@ class ScheduleSpec:
         parts = [self.name, f"M={self.num_microbatches}"]
         if self.first_trainable:
             parts.append(f"first_trainable={self.first_trainable}")
-        parts += ["overlap"] * self.overlap
+        parts += ["overlap"] * self.overlap + ["per_replica"] * self.per_replica
         if self.replicas:
             parts.append(f"replicas={'-'.join(map(str, self.replicas))}")
         return ", ".join(parts + [f"lanes={self.lanes}"] * (self.lanes > 1))
@@ -207,7 +213,7 @@ class ScheduleSpec:
             name, _, value = part.partition("=")
             field = fields.get(name, name)
             try:
-                if field == "overlap" and not value:
+                if field in ("overlap", "per_replica") and not value:
                     found[field] = True
                 elif field in ("slack", "replicas"):
                     found[field] = tuple(map(int, value.split("," if field == "slack" else "-")))
@@ -224,7 +230,7 @@ class ScheduleSpec:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without replicas and lanes where there is one of each."""
         found = asdict(self)
-        for name, single in (("replicas", ()), ("lanes", 1)):
+        for name, single in (("replicas", ()), ("lanes", 1), ("per_replica", False)):
             if found[name] == single:
                 del found[name]
         return found

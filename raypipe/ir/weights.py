@@ -37,6 +37,8 @@ class WeightPolicy:
     Attributes:
         rule: which version a forward takes.
         interval: u, micro-batches per update; None for one update per mini-batch with an empty pipeline around it.
+        intervals: u_s by stage, where stages update more often than every ``interval``, which is a multiple of all;
+            empty where they do not.
         capacities: versions that each stage has room for, by stage; empty for one. An update that finds no room is
             put off, and its gradients join those of the next.
         ahead: w_0, forwards that stage 0 runs ahead of its backwards.
@@ -51,6 +53,20 @@ class WeightPolicy:
     ahead: int = 0
     norm_per_stage: bool = False
     shares: tuple[float, ...] = ()
+    intervals: tuple[int, ...] = ()
+
+    def interval_of(self, stage: int) -> int:
+        """Micro-batches per update of a stage of an asynchronous schedule."""
+        assert self.interval is not None
+        return self.intervals[stage] if self.intervals else self.interval
+
+    def rate(self, stage: int) -> float:
+        """By what a stage multiplies the learning rate: u_s / u_0.
+
+        A stage that takes a mean over twice as many micro-batches updates half as often, so that with the same rate its
+        weights would move half as far for the same gradients (PipeDream's runtime; the rate that is set is stage 0's).
+        """
+        return self.intervals[stage] / self.intervals[0] if self.intervals else 1.0
 
     @property
     def synchronous(self) -> bool:

@@ -188,6 +188,7 @@ def _given(value: Any) -> Any:
 def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int) -> Request:
     split_points = () if isinstance(pipeline.partitioner, str) else tuple(pipeline.partitioner)
     num_stages = len(split_points) + 1 if split_points else _given(pipeline.num_stages)
+    per_replica = pipeline.update_interval == "per_replica"
     return Request(
         num_stages=_given(pipeline.num_stages),
         num_workers=num_workers,
@@ -201,7 +202,8 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         partitioner=pipeline.partitioner if isinstance(pipeline.partitioner, str) else "auto",
         memory_limit_bytes=_given(pipeline.memory_limit_bytes),
         weight_versions=_given(pipeline.weight_versions),
-        update_interval=_given(pipeline.update_interval),
+        update_interval=None if per_replica else _given(pipeline.update_interval),
+        per_replica=per_replica,
         vertical_sync=_given(pipeline.vertical_sync) or False,
         clips=pipeline.max_grad_norm is not None,
         skips=pipeline.on_nonfinite == "skip" or PRECISIONS[pipeline.precision].scaled,

@@ -35,7 +35,7 @@ from raypipe.ir.precision import FP32
 from raypipe.prepare.drawn_outputs import drawn_losses
 from raypipe.prepare.unrun import outputs_unrun
 
-__all__ = ["FoundReduction", "find_reduction"]
+__all__ = ["FoundReduction", "check_per_replica", "find_reduction"]
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 Columns = Mapping[Any, torch.Tensor]
@@ -48,6 +48,21 @@ class FoundReduction(NamedTuple):
 
     reduction: Reduction
     note: str = ""
+
+
+def check_per_replica(pipeline: PipelineConfig, found: Reduction) -> None:
+    """Refuse stages with updates of their own where only the last one could weigh them.
+
+    Raises:
+        ConfigError: names the fields and what would do.
+    """
+    if pipeline.update_interval == "per_replica" and found not in ("mean", "sum"):
+        counted = found.words if isinstance(found, LossCounts) else getattr(found, "__name__", str(found))
+        raise ConfigError(
+            f"update_interval='per_replica' with a loss that averages over {counted}: a stage takes the mean over its "
+            "own samples, and only the last one has what is counted. Set loss_reduction='mean' where every sample "
+            "weighs the same, or give update_interval a number."
+        )
 
 
 def find_reduction(

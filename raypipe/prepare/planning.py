@@ -21,7 +21,7 @@ from raypipe.prepare.compiling import noting_compiled
 from raypipe.prepare.identity import model_labels
 from raypipe.prepare.inputs import Opened, example_of, needs_profile, open_arguments, wants_curve
 from raypipe.prepare.job import Job
-from raypipe.prepare.loss_reduction import find_reduction
+from raypipe.prepare.loss_reduction import check_per_replica, find_reduction
 from raypipe.prepare.profile import (
     optimizer_facts,
     profile_of,
@@ -61,6 +61,7 @@ def prepare(
     """
     found = _opened(given, pipeline, None if cluster else num_workers)
     reduction, counted = find_reduction(found.model, given.loss_fn, found.captured, found.example, pipeline)
+    check_per_replica(pipeline, reduction)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
     if here:
         profiled = _measured(found, pipeline, by_size=wants_curve(pipeline))

@@ -88,6 +88,18 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
         ({"num_replicas": [1, 1], "num_stages": 3}, ["num_replicas=(1, 1)", "num_stages=3"]),
         ({"num_replicas": 2}, ["num_replicas=2", "num_stages='auto'", "num_stages=2"]),
         ({"num_replicas": 2, "num_stages": 2, "schedule": "zb-v"}, ["num_replicas=2", "schedule='zb-v'", "'1f1b'"]),
+        ({"update_interval": "per_replica", "schedule": "pipedream"}, ["'per_replica'", "num_replicas=1", "[2, 1]"]),
+        ({"update_interval": "per_replica"}, ["'per_replica'", "schedule='auto'", "schedule='pipedream'"]),
+        (
+            {"update_interval": "per_replica", "schedule": "pipedream", "num_replicas": 2, "num_stages": 2}
+            | {"vertical_sync": True},
+            ["'per_replica'", "vertical_sync=True", "Leave vertical_sync out"],
+        ),
+        (
+            {"update_interval": "per_replica", "schedule": "pipedream", "num_replicas": 2, "num_stages": 2}
+            | {"loss_reduction": "valid_tokens"},
+            ["'per_replica'", "loss_reduction='valid_tokens'", "'mean' or 'sum'"],
+        ),
         ({"num_replicas": "auto", "schedule": "2bw"}, ["num_replicas='auto'", "schedule='2bw'", "Give numbers"]),
         ({"num_lanes": 2, "schedule": "zb-h1"}, ["num_lanes=2", "schedule='zb-h1'", "leave out num_lanes"]),
         (

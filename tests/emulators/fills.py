@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Fill", "fills_of"]
+__all__ = ["Fill", "Sample", "fills_of"]
 
 Sample = tuple[torch.Tensor, torch.Tensor]
 

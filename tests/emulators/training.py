@@ -24,7 +24,7 @@ from torch import nn
 from tests.emulators.fills import Fill
 from tests.emulators.versions import Mode
 
-__all__ = ["Emulated", "emulate"]
+__all__ = ["Emulated", "add_lane", "emulate", "keep", "load", "one_thread", "weights"]
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def emulate(
     optimizers = [make_optimizer(named) for named in trained if named]
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
     losses, norms = [], []
-    with _one_thread():
+    with one_thread():
         for fill in fills:
             every = len(fill.microbatches) if fill.synchronous else mode.every
-            versions = [[_weights(stage)] for stage in stages]
+            versions = [[weights(stage)] for stage in stages]
             for update in range(len(fill.microbatches) // every):
                 first = update * every
                 group = fill.microbatches[first : first + every]
@@ -89,7 +89,7 @@ def emulate(
                 sums: list[dict[nn.Parameter, torch.Tensor]] = [{} for _ in range(lanes)]
                 for k, (inputs, targets) in enumerate(group, start=first):
                     for index, stage in enumerate(using):
-                        _load(stage, versions[index][0 if fill.synchronous else mode.version(index, k)])
+                        load(stage, versions[index][0 if fill.synchronous else mode.version(index, k)])
                     loss = loss_fn(used(_converted(inputs, dtype)), targets)
                     if reduction == "mean":
                         loss = loss * (len(inputs) / sum(len(x) for x, _ in group))
@@ -97,31 +97,31 @@ def emulate(
                     if used is not model:
                         _add_gradients(used, model)
                     if lanes > 1:
-                        _keep(model, sums[(k - first) % lanes])
+                        keep(model, sums[(k - first) % lanes])
                     total += float(loss.detach())
                 for stage, history in zip(stages, versions, strict=True):
-                    _load(stage, history[-1])
+                    load(stage, history[-1])
                 if lanes > 1:
                     for own in sums:
-                        _add_lane(own)
+                        add_lane(own)
                 together = fill.synchronous or every >= len(stages)
                 norms.append(_clip([[p for _, p in named] for named in trained], max_grad_norm, together))
                 for stepper in itertools.chain(optimizers, schedulers):
                     stepper.step()
                 model.zero_grad(set_to_none=True)
                 for stage, history in zip(stages, versions, strict=True):
-                    history.append(_weights(stage))
+                    history.append(weights(stage))
                 losses.append(total)
     return Emulated(
         {name: p.detach() for name, p in model.named_parameters()}, dict(model.named_buffers()), losses, norms
     )
 
 
-def _weights(stage: nn.Module) -> list[torch.Tensor]:
+def weights(stage: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in stage.parameters()]
 
 
-def _load(stage: nn.Module, weights: list[torch.Tensor]) -> None:
+def load(stage: nn.Module, weights: list[torch.Tensor]) -> None:
     """Gradients stay where they are: they add up over micro-batches of several versions."""
     with torch.no_grad():
         for parameter, saved in zip(stage.parameters(), weights, strict=True):
@@ -141,7 +141,7 @@ def _add_gradients(used: nn.Module, model: nn.Module) -> None:
             low.grad = None
 
 
-def _keep(model: nn.Module, lane: dict[nn.Parameter, torch.Tensor]) -> None:
+def keep(model: nn.Module, lane: dict[nn.Parameter, torch.Tensor]) -> None:
     """Move the gradients of one micro-batch to the sums of its lane."""
     for parameter in model.parameters():
         if (found := parameter.grad) is not None:
@@ -149,7 +149,7 @@ def _keep(model: nn.Module, lane: dict[nn.Parameter, torch.Tensor]) -> None:
             parameter.grad = None
 
 
-def _add_lane(lane: dict[nn.Parameter, torch.Tensor]) -> None:
+def add_lane(lane: dict[nn.Parameter, torch.Tensor]) -> None:
     for parameter, found in lane.items():
         parameter.grad = found if parameter.grad is None else parameter.grad + found
 
@@ -164,7 +164,7 @@ def _clip(stages: list[list[nn.Parameter]], limit: float | None, together: bool)
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Sums over several threads round differently."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

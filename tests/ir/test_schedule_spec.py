@@ -23,6 +23,8 @@ VALUES = {
 def specs(draw: st.DrawFn) -> ScheduleSpec:
     kind = draw(st.sampled_from(sorted(KINDS)))
     numbers = {name: draw(VALUES[name]) for name in KINDS[kind].takes}
+    if kind == "pipedream" and draw(st.booleans()):
+        numbers |= {"replicas": (2, 1), "lanes": 2, "per_replica": draw(st.booleans())}
     return ScheduleSpec(
         kind, draw(st.integers(1, 99)), first_trainable=draw(st.integers(0, 3)), overlap=draw(st.booleans()), **numbers
     )

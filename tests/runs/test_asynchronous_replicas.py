@@ -10,8 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from raypipe.engine.data import open_data
+from raypipe.errors import ConfigError
+from tests.emulators.apart import emulate_apart
+from tests.emulators.fills import fills_of
+from tests.emulators.nets import NETS
+from tests.emulators.training import Emulated
 from tests.emulators.versions import Mode, round_robin, two_buffered
-from tests.runs.test_asynchronous import SHAPES, Setup, emulated, trained, unequal
+from tests.runs.test_asynchronous import OPTIMIZERS, SHAPES, STEPS, Setup, decay, emulated, trained, unequal
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -87,3 +93,53 @@ def test_a_version_shifted_by_one_is_seen(tmp_path: Path) -> None:
     found, _ = pair(tmp_path, (2, 1), PIPEDREAM, optimizer="sgd")
     setup = Setup(stages=2, policy=PIPEDREAM)
     assert unequal(found, emulated(setup, round_robin((1, 1), 2), 2))
+
+
+def apart(setup: Setup, replicas: tuple[int, ...], *, scales: bool = True) -> Emulated:
+    """The emulator of ``update_interval="per_replica"``."""
+    net, (samples, minibatch) = NETS[setup.net], SHAPES[setup.shape]
+    source = open_data(net.data(samples), seed=0)
+
+    def epoch_data(epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = source.read(epoch, 0, samples, (0, 1))
+        return inputs, targets
+
+    fills = fills_of(epoch_data, minibatch, -(-minibatch // setup.microbatches), STEPS, setup.drain_every)
+    parameters = emulate_apart(
+        net.model(), net.cuts[setup.stages], replicas, fills, loss_fn=net.loss_fn,
+        make_optimizer=OPTIMIZERS[setup.optimizer], make_scheduler=decay, max_grad_norm=setup.max_grad_norm,
+        scales=scales,
+    )  # fmt: skip
+    return Emulated(parameters, {}, [], [])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "more"),
+    [
+        ((2, 1), {"optimizer": "sgd"}),
+        ((2, 1), {"optimizer": "adamw", "shape": "ragged epochs", "drain_every": 3}),
+        ((1, 2), {"optimizer": "adamw", "shape": "ragged micro-batches"}),
+        ((3, 1), {"optimizer": "sgd", "shape": "twelves", "microbatches": 6}),
+        ((2, 1, 1), {"optimizer": "adamw", "net": "transformer", "max_grad_norm": 0.45, "shape": "ragged epochs"}),
+        ((2, 3), {"optimizer": "sgd", "shape": "twelves", "microbatches": 6}),
+    ],
+)
+def test_stages_update_as_often_as_their_replicas_are_done(
+    tmp_path: Path, replicas: tuple[int, ...], more: dict[str, Any]
+) -> None:
+    """As published, with the learning rate scaled; without that, and with updates in step, the weights are others."""
+    setup = Setup(stages=len(replicas), policy=PIPEDREAM, **more)
+    found = trained(setup, tmp_path, num_replicas=replicas, update_interval="per_replica")
+    assert unequal(found, apart(setup, replicas)) == []
+    assert unequal(found, apart(setup, replicas, scales=False))
+    if replicas == (2, 1) and setup.drain_every is None:
+        assert unequal(found, emulated(setup, round_robin(replicas, 2), 2))
+
+
+def test_updates_per_replica_of_a_loss_that_counts_are_refused(tmp_path: Path) -> None:
+    """Only the last stage could weigh them."""
+    setup = Setup(stages=2, policy=PIPEDREAM, reduction="auto")
+    with pytest.raises(
+        ConfigError, match=r"update_interval='per_replica' with a loss that averages over labels other than -100"
+    ):
+        trained(setup, tmp_path, num_replicas=[2, 1], update_interval="per_replica")

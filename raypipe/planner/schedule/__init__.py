@@ -79,6 +79,7 @@ def _continuous(spec: ScheduleSpec, num_stages: int) -> Schedule:
         first_trainable=spec.first_trainable,
         norm_per_stage=spec.overlap,
         replicas=_replicas(spec),
+        per_replica=spec.per_replica,
     )
 
 

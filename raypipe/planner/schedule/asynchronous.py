@@ -66,6 +66,7 @@ def continuous(
     first_trainable: int = 0,
     norm_per_stage: bool = True,
     replicas: Replicas = SINGLE,
+    per_replica: bool = False,
 ) -> Schedule:
     """1F1B without a flush; see the module for a picture. Compute actions only.
 
@@ -78,6 +79,7 @@ def continuous(
         first_trainable: lowest stage with a backward.
         norm_per_stage: see Wiring.
         replicas: of each stage.
+        per_replica: a stage updates every R_s micro-batches, one on each replica, whatever the interval.
 
     Raises:
         ScheduleError: a number is out of range, u does not divide M, or replicas have unequal shares of an update.
@@ -94,6 +96,7 @@ def continuous(
         first_trainable=first_trainable,
         norm_per_stage=norm_per_stage,
         lanes=replicas.lanes,
+        intervals=counts if per_replica else (),
     )
     prologue, body, epilogue = [], [], []
     for stage, own in _workers(wiring):

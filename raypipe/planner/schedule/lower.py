@@ -82,8 +82,9 @@ def lower(schedule: Schedule) -> Schedule:
         middle = _lower_row(worker, body, rules, after)
         if schedule.wiring.replicated:
             middle = _with_empty_update(middle, worker, schedule.wiring)
-        shift = schedule.stride // interval
-        _check_periodic(worker, {(s, u + shift): n for (s, u), n in before.items()}, after, interval)
+        wiring = schedule.wiring
+        shifted = {(s, u + schedule.stride // wiring.interval_of(s)): n for (s, u), n in before.items()}
+        _check_periodic(worker, shifted, after, wiring)
         # The epilogue counts from the end of the body as the body counts from its own beginning.
         epilogue = _lower_row(worker, schedule.epilogue[worker] if schedule.epilogue else (), rules, before)
         lowered.append((prologue, middle, epilogue))
@@ -200,8 +201,7 @@ def _closings(
         places: of the actions in the row that finish a micro-batch on a stage.
         stage, microbatch: of those.
     """
-    interval = wiring.update_interval
-    update = microbatch // interval
+    update = microbatch // np.array([wiring.interval_of(s) for s in range(wiring.num_stages)], dtype=np.int32)[stage]
     # Of one stage and update, all but the last place are counted at once: only there can the update be complete.
     key = (update * wiring.num_stages + stage)[::-1]
     keys, last, counts = np.unique(key, return_index=True, return_counts=True)
@@ -220,7 +220,7 @@ def _closings(
 
 def _own_count(wiring: Wiring, stage: int, update: int, worker: int) -> int:
     """Micro-batches of an update that this worker has, of a stage that it holds."""
-    interval, lanes = wiring.update_interval, wiring.lanes
+    interval, lanes = wiring.interval_of(stage), wiring.lanes
     if len(wiring.homes[stage]) == 1:
         return interval
     first = 0 if interval >= lanes else update * interval
@@ -247,7 +247,7 @@ def _finishing_op(wiring: Wiring, stage: int) -> Op:
 
 def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: int) -> list[Action]:
     """A stage has finished an update; if it is the last of its worker, the worker steps."""
-    last = (update + 1) * wiring.update_interval - 1
+    last = (update + 1) * wiring.interval_of(stage) - 1
     co_located = [s for s, workers in enumerate(wiring.homes) if worker in workers]
     actions = [Action(stage, Op.REDUCE_GRAD, last)]
     if all(progress[s, update] == _own_count(wiring, s, update, worker) for s in co_located):
@@ -257,11 +257,12 @@ def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: 
     return actions
 
 
-def _check_periodic(worker: int, before: dict[tuple[int, int], int], after: Progress, interval: int) -> None:
+def _check_periodic(worker: int, before: dict[tuple[int, int], int], after: Progress, wiring: Wiring) -> None:
     """After the body every update must stand where the same update, one repetition earlier, stood before it."""
     for stage, update in sorted(before.keys() | after.keys()):
         expected, found = before.get((stage, update), 0), after[stage, update]
         if expected != found:
+            interval = wiring.interval_of(stage)
             raise ScheduleError(
                 f"Worker {worker}: at the end of the body stage {stage} has finished {found} of the {interval} "
                 f"micro-batches of the update that ends with {stage}{Op.STEP.value}{(update + 1) * interval - 1}, but "

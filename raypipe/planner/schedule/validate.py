@@ -57,11 +57,13 @@ def validate(lowered: Schedule, repeats: int = 1) -> None:
 
 
 def _check_steps(program: Program) -> None:
-    interval = program.wiring.update_interval
+    wiring = program.wiring
     steps = np.flatnonzero(program.op == OP_CODE[Op.STEP])
     if not len(steps):
         raise ScheduleError("No row contains a STEP, so nothing would be learnt: pass the schedule through lower().")
-    for node in steps[(program.microbatch[steps] + 1) % interval != 0][:1].tolist():
+    intervals = np.array([wiring.interval_of(stage) for stage in range(wiring.num_stages)])
+    for node in steps[(program.microbatch[steps] + 1) % intervals[program.stage[steps]] != 0][:1].tolist():
+        interval = wiring.interval_of(int(program.stage[node]))
         raise ScheduleError(
             f"{program.where(node)} ends no update: with {interval} micro-batches per update the last "
             f"ones are {interval - 1}, {2 * interval - 1}, and so on."
@@ -69,9 +71,8 @@ def _check_steps(program: Program) -> None:
     columns = (program.stage, program.worker, program.microbatch)
     present = set(zip(*(column[steps].tolist() for column in columns), strict=True))
     last = max(microbatch for _, _, microbatch in present)
-    holders = [(stage, worker) for stage, workers in enumerate(program.wiring.homes) for worker in workers]
-    for microbatch in range(interval - 1, last + 1, interval):
-        for stage, worker in holders:
+    for stage, worker in [(stage, worker) for stage, workers in enumerate(wiring.homes) for worker in workers]:
+        for microbatch in range(wiring.interval_of(stage) - 1, last + 1, wiring.interval_of(stage)):
             if (stage, worker, microbatch) not in present:
                 raise ScheduleError(
                     f"{Action(stage, Op.STEP, microbatch)} is missing (worker {worker}): every stage takes every "

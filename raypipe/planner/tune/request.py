@@ -42,6 +42,7 @@ class Request:
         reserve_bytes: kept free on every worker.
         least_microbatch: samples that the model needs at once.
         weight_versions, update_interval, vertical_sync: of asynchronous schedules.
+        per_replica: stages update every R_s micro-batches, as in PipeDream.
         clips: gradients are clipped by their norm.
         skips: no stage takes a step that is not finite, and the run goes on.
         recompute: stages whose backward runs the forward again: all, none, or by stage; None leaves it to memory, of
@@ -72,6 +73,7 @@ class Request:
     least_microbatch: int = 1
     weight_versions: int | None = None
     update_interval: int | None = None
+    per_replica: bool = False
     vertical_sync: bool = False
     clips: bool = False
     skips: bool = False

@@ -48,6 +48,7 @@ def spec_of(request: Request, num_stages: int, num_microbatches: int, first_trai
         update_interval=policy.interval if takes(kind, "update_interval") else None,
         replicas=request.replicas_of(num_stages) if request.in_lanes else (),
         lanes=request.num_lanes(num_stages) if request.in_lanes else 1,
+        per_replica=bool(policy.intervals),
     )
 
 

@@ -1,6 +1,7 @@
 """Weight versions of a request: the rule, the update interval, how many versions each stage has room for, and in words.
 
 pipedream                      u = 1             versions w_s + 1      as published (PipeDream, SOSP'19, 3.3)
+pipedream, "per_replica"       u_s = R_s         w_s + 1               as published, of stages with replicas
 pipedream, weight_versions V   u >= w_0/(V - 1)  at most V             a bounded ring (after Lv et al., CCGrid'23)
 2bw                            u = M             2                     PipeDream-2BW, arXiv:2006.09503
 any other schedule             u = M, flushed    1
@@ -65,7 +66,11 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
         rule = VersionRule.DELAYED
     else:
         rule = VersionRule.STAMPED if request.vertical_sync else VersionRule.NEWEST
-    needed = [versions_needed(rule, interval, warmups, stage) for stage in range(num_stages)]
+    intervals: tuple[int, ...] = ()
+    if request.per_replica and any(count < interval for count in request.replicas_of(num_stages)):
+        intervals = request.replicas_of(num_stages)
+    by_stage = intervals or (interval,) * num_stages
+    needed = [versions_needed(rule, by_stage[stage], warmups, stage) for stage in range(num_stages)]
     given = request.weight_versions or max(needed)
     if given < max(needed) and (given == 1 or rule is not VersionRule.NEWEST or interval >= num_stages):
         raise PlanError(
@@ -73,8 +78,9 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
             f"update every {interval} micro-batches: it takes {max(needed)}. Raise it or update_interval."
         )
     # Who must see the whole model's norm waits for all stages at every update.
-    alone = interval < num_stages or not request.clips
-    return WeightPolicy(rule, interval, tuple(min(given, n) for n in needed), warmups[0], alone)
+    alone = interval < num_stages or not request.clips or bool(intervals)
+    capacities = tuple(min(given, n) for n in needed)
+    return WeightPolicy(rule, interval, capacities, warmups[0], alone, intervals=intervals)
 
 
 def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
@@ -86,7 +92,7 @@ def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple
         return (1 if num_stages > 1 else 0,) * num_stages
     warmups = _ahead(request, num_stages, num_microbatches)
     ahead = warmups if policy.rule is VersionRule.NEWEST else (warmups[0],) * num_stages
-    return tuple(math.ceil(w / policy.interval) for w in ahead)
+    return tuple(math.ceil(w / policy.interval_of(stage)) for stage, w in enumerate(ahead))
 
 
 def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> str:
@@ -96,8 +102,12 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
         return ""
     late = staleness(request, num_stages, num_microbatches)
     held = [policy.capacity(stage) for stage in range(num_stages)]
+    every = _count(policy.interval, "micro-batch", "micro-batches")
+    if policy.intervals:
+        rates = ", ".join(f"{policy.rate(stage):g}" for stage in range(num_stages))
+        every = f"{_by_stage(policy.intervals)} micro-batches, one for each replica, at {rates} times the learning rate"
     text = (
-        f"weights are updated every {_count(policy.interval, 'micro-batch', 'micro-batches')} with gradients that are "
+        f"weights are updated every {every} with gradients that are "
         f"{_updates(late)} late; stages keep {_by_stage(held)} versions of their weights"
     )
     if policy.rule is VersionRule.STAMPED and num_stages > 1:
@@ -105,7 +115,7 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
     if policy.rule is VersionRule.NEWEST and num_stages > 1:
         text += f", and their gradients are {_by_stage(late)} updates late"
     warmups = _ahead(request, num_stages, num_microbatches)
-    if any(held[s] < versions_needed(policy.rule, policy.interval, warmups, s) for s in range(num_stages)):
+    if any(held[s] < versions_needed(policy.rule, policy.interval_of(s), warmups, s) for s in range(num_stages)):
         text += "; where a stage has no room for another version, the update is put off and joins the next"
     if request.clips:
         text += "; gradients are clipped by the norm of " + (

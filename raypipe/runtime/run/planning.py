@@ -266,6 +266,12 @@ def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgra
     if interval is None:
         return plan
     shared = sorted({name for program in programs for name in program.shared_with})
+    if shared and plan.weights.intervals:
+        raise PlanError(
+            f"{shared[0]!r} belongs to several stages, which add its gradients before every update, and with "
+            "update_interval='per_replica' they update at different times. Give update_interval a number of at least "
+            f"{len(programs)}, or split points that keep its uses on one stage."
+        )
     if shared and interval < len(programs):
         raise PlanError(
             f"{shared[0]!r} belongs to several stages, which add its gradients before every update; with one every "

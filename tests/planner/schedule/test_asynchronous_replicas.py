@@ -26,7 +26,7 @@ from raypipe.planner.schedule.text import draw
 from raypipe.planner.schedule.validate import validate
 from raypipe.planner.simulate.serial import Costs, simulate
 from raypipe.planner.tables import build
-from raypipe.planner.tune import Request, plan_of, weight_policy
+from raypipe.planner.tune import Request, plan_of, weight_policy, weight_reason
 from raypipe.planner.tune.choose import decide
 from tests.planner.schedule.test_replicas import PIPEDREAM
 from tests.planner.tune.test_choose import MIB, chain
@@ -45,12 +45,8 @@ def made(draw: st.DrawFn) -> tuple[Schedule, tuple[int, ...], int | tuple[int, .
     slack = draw(st.integers(1, 2) | hops)
     first = draw(st.integers(0, len(counts) - 1))
     count = interval * draw(st.integers(1, 2))
-    placed = Replicas(counts, lanes)
-    return (
-        continuous("x", len(counts), count, interval, slack=slack, first_trainable=first, replicas=placed),
-        counts,
-        slack,
-    )
+    given = {"first_trainable": first, "replicas": Replicas(counts, lanes), "per_replica": draw(st.booleans())}
+    return continuous("x", len(counts), count, interval, slack=slack, **given), counts, slack
 
 
 def test_the_picture_of_the_module() -> None:
@@ -78,7 +74,7 @@ def test_each_micro_batch_once_in_turn_and_nothing_waits_forever(
     found: tuple[Schedule, tuple[int, ...], int | tuple[int, ...]], repeats: int
 ) -> None:
     schedule, counts, slack = found
-    lowered, interval = lower(schedule), schedule.wiring.update_interval
+    lowered = lower(schedule)
     validate(lowered, repeats)
     ahead = ahead_of(counts, slack)
     assert all(before >= after for before, after in pairwise(ahead)), "no stage is ahead of the one before"
@@ -88,6 +84,7 @@ def test_each_micro_batch_once_in_turn_and_nothing_waits_forever(
     holders = [(stage, number) for stage, count in enumerate(counts) for number in range(count)]
     for (stage, number), row in zip(holders, rows, strict=True):
         assert [a.microbatch for a in row if a.op is Op.F] == list(range(number, total, counts[stage]))
+        interval = counts[stage] if schedule.wiring.intervals else schedule.wiring.update_interval
         assert [a.microbatch for a in row if a.op is Op.STEP] == list(range(interval - 1, total, interval))
 
 
@@ -112,18 +109,20 @@ def test_the_parts_make_up_the_whole(found: tuple[Schedule, tuple[int, ...], int
 def test_versions_are_those_of_the_rows(found: tuple[Schedule, tuple[int, ...], int | tuple[int, ...]]) -> None:
     """The newest one is what updates before the forward made, the same on all replicas; no more are alive than said."""
     schedule, counts, slack = found
-    interval, ahead = schedule.wiring.update_interval, ahead_of(counts, slack)
+    ahead = ahead_of(counts, slack)
     holders = [stage for stage, count in enumerate(counts) for _ in range(count)]
     for stage, row in zip(holders, lower(schedule).rows(3), strict=True):
         if stage < schedule.wiring.first_trainable:
             continue
         newest, used = 0, dict[int, int]()
+        interval = schedule.wiring.interval_of(stage)
         for action in row:
             if action.op is Op.F:
                 used[action.microbatch] = newest
                 wanted = version_of(VersionRule.NEWEST, action.microbatch, interval, ahead, stage)
                 assert newest == wanted
-                assert version_of(VersionRule.STAMPED, action.microbatch, interval, ahead, stage) <= newest
+                if not schedule.wiring.intervals:
+                    assert version_of(VersionRule.STAMPED, action.microbatch, interval, ahead, stage) <= newest
             elif action.op is Op.B:
                 del used[action.microbatch]
             elif action.op is Op.STEP:
@@ -199,6 +198,23 @@ def test_policies_that_cannot_be(changes: dict[str, object], count: int, words: 
         return
     with pytest.raises(PlanError, match=words):
         weight_policy(request, 2, count)
+
+
+def test_updates_per_replica_are_a_policy_of_their_own() -> None:
+    """u_s = R_s, w_s + 1 versions and R_s / R_0 times the learning rate; where all stages are alike, nothing new."""
+    request = dataclasses.replace(REQUEST, replicas=(2, 1, 1), num_stages=3, per_replica=True)
+    policy = weight_policy(request, 3, 12)
+    assert (policy.interval, policy.intervals, policy.capacities) == (2, (2, 1, 1), (2, 2, 1))
+    assert (policy.norm_per_stage, [policy.rate(stage) for stage in range(3)]) == (True, [1.0, 0.5, 0.5])
+    words = weight_reason(request, 3, 12)
+    assert "every 2, 1, 1 micro-batches, one for each replica, at 1, 0.5, 0.5 times the learning rate" in words
+    assert "1, 1, 0 updates late" in words
+    alike = dataclasses.replace(REQUEST, replicas=(2, 2), per_replica=True)
+    assert weight_policy(alike, 2, 12) == weight_policy(dataclasses.replace(alike, per_replica=False), 2, 12)
+    plan = plan_of(decide(request, chain(6)))
+    assert plan.schedule.wiring.intervals == (2, 1, 1)
+    assert str(plan.spec).endswith("per_replica, replicas=2-1-1, lanes=2")
+    assert type(plan).from_json(plan.to_json()) == plan
 
 
 def test_unequal_shares_make_no_schedule() -> None:

@@ -22,3 +22,14 @@ def test_equal_to_threads_without_replicas(fleet: Fleet, tmp_path: Path) -> None
     (rows, one), (others, many) = told(tmp_path / "one"), told(tmp_path / "many")
     assert rows == others
     assert all(same_bits(tensor, many[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), [("pipedream", [2, 1]), ("2bw", [1, 2])])
+def test_asynchronous_schedules_too(fleet: Fleet, tmp_path: Path, schedule: str, replicas: list[int]) -> None:
+    """Equal to threads, which are equal to an emulator (tests/runs/test_asynchronous_replicas)."""
+    given = {"schedule": schedule, "num_replicas": replicas}
+    trainer(tmp_path, "threads", **given).fit(num_steps=7, local=True, progress=False)
+    start_on(fleet, trainer(tmp_path, "actors", **given), 7).wait()
+    (rows, threads), (others, actors) = told(tmp_path / "threads"), told(tmp_path / "actors")
+    assert repr(rows) == repr(others)
+    assert all(same_bits(tensor, actors[name]) for name, tensor in threads.items())
