@@ -61,6 +61,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 if "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
+# torch remembers what operations on stand-ins for tensors give, which pays from six equal layers on. The nets of tests
+# have fewer, and are traced in three quarters of the time without; see docs/design/0066. It is read with torch.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
 # Profiles of one session; nobody's own cache is read or filled.
 _CACHE = tempfile.TemporaryDirectory(prefix="raypipe-cache-")
 os.environ["RAYPIPE_CACHE_DIR"] = _CACHE.name

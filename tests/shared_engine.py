@@ -59,8 +59,9 @@ def _captured(
 
     contents = hashlib.sha256()
     for tensor in [*model.state_dict().values(), *_pytree.tree_leaves(example)]:
-        contents.update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} ".encode())
-        contents.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        contents.update(f"{tensor.device} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} ".encode())
+        if not tensor.is_meta:  # which has no contents
+            contents.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     modes = (*(p.requires_grad for p in model.parameters()), *(module.training for module in model.modules()))
     key = (type(model), str(model), modes, contents.digest(), columns, loss_fn, *sorted(how.items()))
     if key not in made:

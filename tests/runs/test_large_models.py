@@ -19,7 +19,7 @@ from raypipe.errors import ConfigError
 from tests.hugging_face import hugging_face
 from tests.models import Case
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 
 def trainer(case: Case, folder: Path, name: str = "run", **given: Any) -> raypipe.PipelineTrainer:

@@ -75,7 +75,7 @@ class Row:
         loss_fn: None where the model returns its own loss.
         note: a sentence for the table, besides the verdict's.
         stages: of the pipeline.
-        microbatches: numbers that a mini-batch of 8 samples is cut into, one run each.
+        microbatches: numbers that a mini-batch is cut into, one run each.
         evaluated: samples of the evaluation.
         twin: what plain PyTorch trains in place of the model: the same without recomputation, whose second forward
             would draw other numbers under the keys that make draws comparable.

@@ -74,9 +74,10 @@ _PAGE = """# The zoo
 {refused} refused before the first step. Written by `python -m tests.zoo.table` from the results of `tests/zoo`.
 
 Each row is trained with `PipelineTrainer.fit(local=True)` in 2 or 3 stages, over four steps and into a second epoch,
-with mini-batches of 8, 8, 4 and 8 samples, in one and in four micro-batches; dropout is on where the model has it, and
-settings are the defaults but for `partitioner="parameters"`, which times nothing. Beside it plain PyTorch trains the
-same model on the same micro-batches with the same weights (`raypipe.testing.reference`).
+with mini-batches of 8, 8, 4 and 8 samples in four micro-batches, and again with mini-batches of 2 samples in one;
+dropout is on where the model has it, and settings are the defaults but for `partitioner="parameters"`, which times
+nothing. Beside it plain PyTorch trains the same model on the same micro-batches with the same weights
+(`raypipe.testing.reference`).
 
 - **equal**: losses, gradient norms, every gradient of every step, parameters and buffers, to the bit.
 - **rounding**: the same, within the stated part of the largest entry.

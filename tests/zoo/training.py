@@ -21,8 +21,12 @@ from tests.zoo.row import Rounding, Row
 
 __all__ = ["differences_of", "refusal_of"]
 
-SAMPLES, MINIBATCH, STEPS = 20, 8, 4
-"""An epoch is mini-batches of 8, 8 and 4 samples, so that the last step is in the second epoch."""
+SAMPLES, MICROBATCH, STEPS = 20, 2, 4
+"""With four micro-batches an epoch is mini-batches of 8, 8 and 4 samples, so that the last step is in the second epoch.
+
+With one, mini-batches have 2 samples: micro-batches of one size let both runs of a row use one capture, which takes
+most of the time.
+"""
 LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND = 3e-6, 1e-5, 1e-4
 """Between micro-batches and the whole mini-batch, whose sums are taken in another order."""
 LEAST_SCALE = 1e-3
@@ -39,7 +43,7 @@ def _trainer(row: Row, count: int, recorder: Recorder, folder: Path, **fields: A
         optimizer=recorder,
         train_data=row.make_data(SAMPLES),
         eval_data=row.make_data(row.evaluated),
-        pipeline=_config(row, count, **fields),
+        pipeline=_config(row, count, minibatch=_minibatch(row, count), **fields),
         run_config=SimpleNamespace(name=f"m{count}", storage_path=str(folder)),
     )
 
@@ -76,7 +80,7 @@ def differences_of(row: Row, count: int, folder: Path, **fields: Any) -> list[st
         train_data=row.make_data(SAMPLES),
         num_steps=STEPS,
         loss_fn=row.loss_fn,
-        pipeline=_config(row, 1 if row.whole else count),
+        pipeline=_config(row, 1 if row.whole else count, minibatch=_minibatch(row, count)),
     )
     ours = Run(
         losses,
@@ -95,9 +99,14 @@ def differences_of(row: Row, count: int, folder: Path, **fields: Any) -> list[st
     return found + _unlike_whole(row, count, ours) + _unlike_evaluation(row, theirs.model, result.metrics["eval_loss"])
 
 
-def _config(row: Row, count: int, **fields: Any) -> PipelineConfig:
+def _minibatch(row: Row, count: int) -> int:
+    """Samples of a mini-batch; a row that is run once only has all 8 of them."""
+    return MICROBATCH * (count if len(row.microbatches) > 1 else 4)
+
+
+def _config(row: Row, count: int, *, minibatch: int, **fields: Any) -> PipelineConfig:
     return PipelineConfig(
-        num_stages=row.stages, minibatch_size=MINIBATCH, num_microbatches=count, partitioner="parameters", **fields
+        num_stages=row.stages, minibatch_size=minibatch, num_microbatches=count, partitioner="parameters", **fields
     )
 
 
@@ -146,7 +155,7 @@ def _unlike_whole(row: Row, count: int, ours: Run) -> list[str]:
     """The first step against the whole mini-batch at once, where that is the same function."""
     model = row.made(row.twin).train()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    rows = _rows(row, MINIBATCH, shuffle=True)
+    rows = _rows(row, _minibatch(row, count), shuffle=True)
     with KeyedRandomness(RandomKey(0, 0, 0)) as drawn:
         loss = _loss(row, model, rows)
     changed = any(not torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
