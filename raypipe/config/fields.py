@@ -22,7 +22,7 @@ class PipelineFields:
             follows the workers there are, and a number is the most there will be (docs/design/0043).
         num_replicas: workers per stage; a list gives one number per stage. Micro-batches are dealt out between the
             replicas of a stage, at least one for each, which sum their gradients before every update. A stage that
-            changes buffers in training (batch normalisation) has one. Not with "zb-h1", "zb-v" and "interleaved". In
+            changes buffers in training (batch normalisation) has one. Not with "zb-v" and "interleaved". In
             synchronous schedules "auto" compares data parallelism (one stage with
             several workers), pipelines and stages with replicas by the seconds of a step, within memory, and takes the
             quickest; the plan shows what was compared (docs/design/0061).

@@ -60,7 +60,7 @@ KINDS: Mapping[str, ScheduleKind] = {
     "kfkb": ScheduleKind(("group_size",), searched=True, replicated=True),
     "slack": ScheduleKind(("slack",), searched=True, replicated=True),
     "interleaved": ScheduleKind(("chunks",), stages_per_worker=None, memory_formula=False),
-    "zb-h1": ScheduleKind(("slack",), splits_backward=True, searched=True),
+    "zb-h1": ScheduleKind(("slack",), splits_backward=True, searched=True, replicated=True),
     "zb-v": ScheduleKind(splits_backward=True, stages_per_worker=2, memory_formula=False),
     "pipedream": ScheduleKind(("slack", "update_interval"), synchronous=False, replicated=True),
     "2bw": ScheduleKind(("slack",), synchronous=False, replicated=True),

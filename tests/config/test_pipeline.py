@@ -101,7 +101,7 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
             ["'per_replica'", "loss_reduction='valid_tokens'", "'mean' or 'sum'"],
         ),
         ({"num_replicas": "auto", "schedule": "2bw"}, ["num_replicas='auto'", "schedule='2bw'", "Give numbers"]),
-        ({"num_lanes": 2, "schedule": "zb-h1"}, ["num_lanes=2", "schedule='zb-h1'", "leave out num_lanes"]),
+        ({"num_lanes": 2, "schedule": "zb-v"}, ["num_lanes=2", "schedule='zb-v'", "leave out num_lanes"]),
         (
             {"num_replicas": [3, 1], "num_stages": 2, "schedule": "2bw", "num_microbatches": 8},
             ["num_microbatches=8", "schedule='2bw'", "3 lanes", "num_microbatches=9"],
@@ -123,7 +123,7 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
             ["num_microbatches=2", "num_replicas=(4, 1)", "4 or more"],
         ),
         ({"num_replicas": "auto", "partitioner": "parameters"}, ["num_replicas='auto'", "'parameters'", "'auto'"]),
-        ({"num_replicas": "auto", "schedule": "zb-h1"}, ["num_replicas='auto'", "schedule='zb-h1'", "'1f1b'"]),
+        ({"num_replicas": "auto", "schedule": "zb-v"}, ["num_replicas='auto'", "schedule='zb-v'", "'1f1b'"]),
         ({"num_replicas": "auto", "codec_forward": "auto"}, ["codec_forward='auto'", "num_replicas='auto'"]),
         ({"num_replicas": 2, "num_stages": 2, "partitioner": "hierarchical"}, ["num_replicas=2", "'hierarchical'"]),
         ({"num_replicas": 2, "num_stages": 2, "codec_forward": "auto"}, ["codec_forward='auto'", "num_replicas=2"]),

@@ -50,6 +50,8 @@ def test_the_same_bits_as_one_worker_per_stage(replicas: tuple[int, ...]) -> Non
         ("frozen-middle", (1, 2, 1), "1f1b", "indivisible-by-k", {}),
         ("dropout-sequential", (2, 1), "gpipe", "even", {"recompute": "always"}),
         ("tied-lm", (2, 1, 2), "1f1b", "even", {}),
+        ("mlp", (2, 1, 2), "zb-h1", "even", {}),
+        ("frozen-below", (1, 2), "zb-h1", "ragged-epoch", {}),
     ],
 )
 def test_any_model_and_schedule(

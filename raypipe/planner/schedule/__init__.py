@@ -24,7 +24,7 @@ zb-v         two stages per worker, there and back, B split      memory of 1f1b'
 pipedream    1F1B that never runs empty                          weight versions
 2bw          the same, an update per mini-batch                  two weight versions
 
-Stages may have replicas in the first four kinds and the last two: see ``replicas``.
+Stages may have replicas where each worker has one: see ``replicas``.
 
 Left out: recomputation, and a limit on the messages
 that wait at a receiver: a stage without backward is held back by nobody and may run a whole step ahead.
@@ -98,7 +98,12 @@ _MAKERS: Mapping[str, Callable[[ScheduleSpec, int], Schedule]] = {
     ),
     "interleaved": _interleaved,
     "zb-h1": lambda spec, stages: zb_h1(
-        stages, spec.num_microbatches, spec.slack, spec.first_trainable, overlap=spec.overlap
+        stages,
+        spec.num_microbatches,
+        spec.slack,
+        spec.first_trainable,
+        overlap=spec.overlap,
+        replicas=_replicas(spec),
     ),
     "zb-v": lambda spec, stages: zb_v(stages, spec.num_microbatches, spec.first_trainable),
     "pipedream": _continuous,

@@ -25,6 +25,9 @@ A later stage begins every step later and ends it as much later, so that with en
 the parallelogram of the same paper, which checks the norm afterwards; here nobody may clip by it. They do not
 overlap with fewer than 1 + sum r_h micro-batches, for forwards of the next step would wait beside weights'
 gradients of this one, nor where a stage has no backward, for nothing would hold it back from running steps ahead.
+
+Replicas of a stage (``replicas``) have such rows of their own micro-batches, W coming as many of those later as all
+replicas of earlier stages together hold more. Their steps do not overlap.
 """
 
 from __future__ import annotations
@@ -33,8 +36,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
-from raypipe.ir.schedule import Op, Row, Schedule, Wiring, single_homes
+from raypipe.ir.schedule import Op, Row, Schedule, Wiring
+from raypipe.planner.schedule.replicas import SINGLE, Replicas, warmups_of
 from raypipe.planner.schedule.sync import check_counts, slack_by_hop, take_turns
 from raypipe.planner.tables import OP_CODE, pack
 
@@ -48,6 +53,7 @@ def zb_h1(
     first_trainable: int = 0,
     *,
     overlap: bool = False,
+    replicas: Replicas = SINGLE,
 ) -> Schedule:
     """Slack 1F1B with split backwards, in the memory of 1F1B's first stage on every stage; see the module for pictures.
 
@@ -57,35 +63,49 @@ def zb_h1(
         slack: r_h by hop, or one number for all hops; 1 is ZB-H1 of the paper, more hides slow links.
         first_trainable: lowest stage with a backward; stages below have none, so none is put off for them.
         overlap: steps may overlap.
+        replicas: of each stage.
 
     Raises:
         ScheduleError: a number is out of range, or not one r_h for each hop.
     """
     check_counts(num_stages, num_microbatches, first_trainable)
     by_hop = slack_by_hop(num_stages, slack)
-    warmups = [*accumulate(reversed(by_hop), initial=0)][::-1]
-    lags = [*accumulate((r if hop >= first_trainable else 0 for hop, r in enumerate(by_hop)), initial=0)]
-    rows = tuple(
-        _row(s, num_microbatches, warmup, lag, s >= first_trainable)
-        for s, (warmup, lag) in enumerate(zip(warmups, lags, strict=True))
-    )
+    counts = replicas.of(num_stages)
+    warmups = warmups_of(counts, by_hop)
+    # Micro-batches that wait over the hops before a stage, shared out among its replicas.
+    waiting = (r * counts[hop + 1] if hop >= first_trainable else 0 for hop, r in enumerate(by_hop))
+    lags = [-(-all_of // count) for all_of, count in zip(accumulate(waiting, initial=0), counts, strict=True)]
     wiring = Wiring(
-        single_homes(range(num_stages)),
+        replicas.homes(num_stages),
         num_microbatches,
         split_backward=True,
         first_trainable=first_trainable,
-        norm_per_stage=overlap and not first_trainable and num_microbatches > sum(by_hop),
+        norm_per_stage=overlap and replicas.lanes == 1 and not first_trainable and num_microbatches > sum(by_hop),
+        lanes=replicas.lanes,
+    )
+    rows = tuple(
+        _row(s, replicas.microbatches(wiring, s, worker), warmups[s], lags[s], s >= first_trainable)
+        for s, workers in enumerate(wiring.homes)
+        for worker in workers
     )
     return Schedule("zb-h1", wiring, rows, stride=num_microbatches)
 
 
-def _row(stage: int, count: int, warmup: int, lag: int, trains: bool) -> Row:
+def _row(stage: int, own: NDArray[np.int64], warmup: int, lag: int, trains: bool) -> Row:
+    """Of one worker.
+
+    Args:
+        own: its micro-batches, in their order.
+        warmup: forwards before the first I.
+        lag: how many of its own later a W comes.
+    """
+    count = len(own)
+    if not trains or not count:
+        return pack(np.full(count, stage), np.full(count, OP_CODE[Op.F]), own)
     number = np.arange(count)
-    if not trains:
-        return pack(np.full(count, stage), np.full(count, OP_CODE[Op.F]), number)
     forward, backward = take_turns(count, warmup)
     behind = backward[np.minimum(count - 1, number + lag)]
     # A W stands behind the I that it waits for, and behind the W before it.
     order = np.lexsort((np.tile(number, 3), np.repeat([0, 0, 1], count), np.concatenate([forward, backward, behind])))
     ops = np.repeat([OP_CODE[op] for op in (Op.F, Op.I, Op.W)], count)
-    return pack(np.full(3 * count, stage), ops[order], np.tile(number, 3)[order])
+    return pack(np.full(3 * count, stage), ops[order], np.tile(own, 3)[order])

@@ -46,9 +46,9 @@ def resident_of(schedule: Schedule) -> Resident:
         stages, ops, _ = encode(row)
         for stage in np.unique(stages).tolist():
             own = ops[stages == stage]
-            in_flight[stage] = int(np.cumsum(_FLIGHT[own]).max())
-            sets[stage] = int(np.cumsum(_SETS[own]).max())
-            again[stage] = int((np.cumsum(_AGAIN[own]) + (own == OP_CODE[Op.B])).max())
+            in_flight[stage] = max(in_flight[stage], int(np.cumsum(_FLIGHT[own]).max()))
+            sets[stage] = max(sets[stage], int(np.cumsum(_SETS[own]).max()))
+            again[stage] = max(again[stage], int((np.cumsum(_AGAIN[own]) + (own == OP_CODE[Op.B])).max()))
     timeline = simulate(lower(schedule), Costs.uniform(schedule.num_stages))
     return Resident(tuple(in_flight), tuple(sets), _most_waiting(timeline, schedule), tuple(again))
 
