@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("callbacks", "data", "testing")
+_MODULES = ("callbacks", "data", "testing", "tune")
 """Found as ``raypipe.data`` and so on, without an import of their own."""
 
 

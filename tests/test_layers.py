@@ -1,6 +1,6 @@
 """The layers of the house, as one table: who may import what, at any place in a file.
 
-       use        api/  cli/  runfile/  starter/  doctor/  report/  dashboards/  testing.py
+       use        api/  cli/  runfile/  starter/  doctor/  report/  dashboards/  testing.py  tune.py
         |
        run        prepare/  runtime/  progress.py
      +--+---+
@@ -77,6 +77,7 @@ ROOMS = (
     "data",
     "starter",
     "api",
+    "tune",
     "cli",
 )
 """From the ground up: a room imports from those above it in this list, never from one below it."""

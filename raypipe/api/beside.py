@@ -72,10 +72,15 @@ def actors(num_workers: int, resources: Mapping[str, float], run: Callable[[Job]
         run: (job) -> what its workers know of the run.
     """
     from raypipe.runtime.driver.client import connected
+    from raypipe.runtime.driver.reading import refuse_without_cpus
     from raypipe.runtime.workers.actor_outputs import ActorOutputs
 
+    def started(job: Job) -> AbstractContextManager[AnyFleet]:
+        refuse_without_cpus(job.sources, (num_workers, num_workers), resources)
+        return _as_actors(job, run(job), resources)
+
     with connected(num_workers, resources):
-        yield Stages(lambda job: _as_actors(job, run(job), resources), ActorOutputs)
+        yield Stages(started, ActorOutputs)
 
 
 @contextmanager

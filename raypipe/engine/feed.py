@@ -132,6 +132,12 @@ class Feed:
         if mark is not None and isinstance(reader, StreamReading):
             reader.learn(mark)
 
+    def close(self) -> None:
+        """Nothing more is read."""
+        for source in self._sources.values():
+            if isinstance(source, StreamReading):
+                source.close()
+
     @property
     def items(self) -> Weights:
         """How many items each part of the current mini-batch's loss averages over; of the last stage, in evaluation."""

@@ -150,10 +150,12 @@ class LocalFleet:
             restore_stages(executor.works.values(), self._setup, folder, fresh, executor.crossing)
 
     def stop(self) -> None:
-        """Close the channels; safe to call twice."""
+        """Close the channels and the data; safe to call twice."""
         for writer in self._writers:
             writer.close()
         for executor in self.executors:
+            for work in executor.works.values():
+                work.feed.close()
             for channel in executor.channels.values():
                 channel.close()
 

@@ -79,6 +79,12 @@ class StreamReader:
             self._keep_mark()
         return self._marks.get(position)
 
+    def close(self) -> None:
+        """Let go of the iteration, which may hold threads and tasks; who reads on begins another one."""
+        items, self._items = self._items, None
+        if (close := getattr(items, "close", None)) is not None:
+            close()
+
     def learn(self, mark: Mark) -> None:
         """A place that an earlier process has marked; it counts once somebody reads from there on."""
         self._marks[mark.position] = mark

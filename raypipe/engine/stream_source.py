@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,9 +78,10 @@ class StreamSource:
     def __init__(self, stream: Any, *, seed: int, collate: Collate | None = None) -> None:
         given = stream if isinstance(stream, Stream) else Stream(stream)
         self._name = type(given.dataset).__name__
-        rows = callable(getattr(given.dataset, "iter_rows", None))
+        self.read_by_tasks = callable(getattr(given.dataset, "iter_rows", None))
+        """By tasks of Ray: a ray.data.Dataset."""
         # Copies for readers are made of one that nobody else looks at, for they are made in several threads.
-        self._items = _Rows(given.dataset) if rows else _copy_of(given.dataset)
+        self._items = _Rows(given.dataset) if self.read_by_tasks else _copy_of(given.dataset)
         self._seed, self._collate = seed, collate
         self.num_samples = given.num_samples or ENDLESS
         self.shown_samples = min(NUM_READ_TWICE, self.num_samples)
@@ -90,6 +92,7 @@ class StreamSource:
         self._lock = threading.Lock()
         self.columns: tuple[Any, ...] = ()
         self.columns = tuple(self._columns_of(self.reader(None).items(0, 1), 0, None))
+        self._pause()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_readers", "_lock")}
@@ -108,7 +111,15 @@ class StreamSource:
         self, epoch: int, start: int, count: int, columns: Sequence[str] | Sequence[int]
     ) -> tuple[torch.Tensor, ...] | dict[str, torch.Tensor]:
         """See ``raypipe.engine.data.Source.read``."""
-        return self.reader(None).read(epoch, start, count, columns)
+        try:
+            return self.reader(None).read(epoch, start, count, columns)
+        finally:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Whoever plans reads now and then, and keeps no tasks of Ray under way meanwhile."""
+        if self.read_by_tasks:
+            self.reader(None).close()
 
     def _check_repeats(self) -> None:
         """Refuse what can be read once only, or differs each time.
@@ -122,10 +133,7 @@ class StreamSource:
                 "Give an object whose __iter__ begins anew each time, a torch IterableDataset for one."
             )
         # Of two copies, for both to know nothing of each other.
-        once, again = (
-            StreamReader(_copy_of(self._items), self._name, self._seed, saves=False).read(0, self.shown_samples)
-            for _ in range(2)
-        )
+        once, again = self._first(), self._first()
         for row, (one, other) in enumerate(zip(once, again, strict=True)):
             if not _same_items(one, other):
                 raise DataError(
@@ -134,6 +142,10 @@ class StreamSource:
                     "numpy's or Python's global generators, which raypipe seeds by (seed, position) around each item, "
                     "or from a generator that __iter__ makes anew of a fixed seed."
                 )
+
+    def _first(self) -> list[Any]:
+        with closing(StreamReader(_copy_of(self._items), self._name, self._seed, saves=False)) as reader:
+            return reader.read(0, self.shown_samples)
 
     def _columns_of(self, items: list[Any], first: int, wanted: Sequence[Any] | None) -> dict[Any, torch.Tensor]:
         rows = list(range(first, first + len(items)))
@@ -187,6 +199,11 @@ class StreamReading:
             return tuple(read[key] for key in keys)
         return {key: read[key] for key in keys}
 
+    def close(self) -> None:
+        """Let go of the iteration; the samples that come next are those that would have come."""
+        with self._lock:
+            self._reader.close()
+
     def mark(self, epoch: int, offset: int) -> Mark | None:
         """How to get to this sample again, see StreamReader."""
         with self._lock:
@@ -207,7 +224,13 @@ class _Rows:
             options.preserve_order = True
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._dataset.iter_rows())
+        """Closed, it ends the execution of the dataset, which else would start Ray again when a process ends."""
+        rows = iter(self._dataset.iter_rows())
+        try:
+            yield from rows
+        finally:
+            if (close := getattr(rows, "close", None)) is not None:
+                close()
 
 
 def _copy_of(stream: Any) -> Any:

@@ -20,8 +20,9 @@ CHANGES = ("recovery", "resize", "replan", "move", "take over", "drain")
 FAILURES = ("failure", "give up", "fail", "damage", "skip")
 CONTROL = ("switch", "undo", "paid", "open", "keep", "wait", "drift")
 DASHED = (
-    '<p class="hint">Dashed lines: red, something failed; green, a recovery, a resize or another cut; grey, another '
-    "schedule. The pointer on one of them says what it was.</p>"
+    '<p class="hint">Upright lines: red with long dashes, something failed; green with short ones, a recovery, resize '
+    "or another cut; dotted, another schedule. The pointer on one of them says what it was. A short red mark on the "
+    "axis: no finite number there.</p>"
 )
 MOST_STAGES = 8
 MOST_METRICS = 12

@@ -22,6 +22,9 @@ Point = tuple[float, float]
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 62.0, 52.0
 LETTER_PX = 7.6
 
+DASHES = {"bad": "10 3", "good": "4 3", "note": "2 2"}
+"""Of marks, so that kinds differ without their colours too."""
+
 
 class Line(NamedTuple):
     """One line: its name in the legend, its points (x, y), and whether y stays until the next point."""
@@ -32,7 +35,7 @@ class Line(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Something that happened at ``x``: a dashed line; ``kind`` is "bad", "good" or "note"."""
+    """Something that happened at ``x``: a broken line; ``kind`` is "bad", "good" or "note"."""
 
     x: float
     words: str
@@ -67,7 +70,7 @@ def chart_svg(
         at = box.x(mark.x)
         parts.append(
             f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{box.bottom}" class="rp-{mark.kind}" '
-            f'stroke-dasharray="4 3" stroke-width="1.5"><title>{html.escape(mark.words)}</title></line>'
+            f'stroke-dasharray="{DASHES[mark.kind]}" stroke-width="1.5"><title>{html.escape(mark.words)}</title></line>'
         )
     for number, line in enumerate(lines):
         parts += _line(line, number % len(LINES), box)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
+from raypipe.ir.pictures.legend import ROW as LEGEND_ROW
+from raypipe.ir.pictures.legend import legend
 from raypipe.ir.pictures.schedule import schedule_svg
 from raypipe.ir.pictures.theme import frame, text
 from raypipe.ir.pictures.timeline import Drawn, timeline_svg
@@ -92,8 +94,11 @@ def stage_bars_svg(found: Prediction, width: int = 1200, placement: Sequence[int
             end = max(end, at)
         parts.append(text(end + 8, top + BAR + 16, words))
     top = HEAD + len(found.stages) * ROW
-    parts += _legend([("F", "forward"), ("B", "backward"), *((f"area{_colour(kinds, k)}", k) for k in kinds)], top)
-    return frame(width, top + FOOT - 24, "Seconds and bytes of every stage", "".join(parts))
+    entries = [("F", "forward"), ("B", "backward"), *((f"area{_colour(kinds, k)}", k) for k in kinds)]
+    explained, rows = legend(entries, LEFT, top, width - LEFT / 4)
+    return frame(
+        width, top + FOOT - 24 + (rows - 1) * LEGEND_ROW, "Seconds and bytes of every stage", "".join(parts + explained)
+    )
 
 
 def _kind(name: str) -> str:
@@ -103,15 +108,6 @@ def _kind(name: str) -> str:
 
 def _colour(kinds: Sequence[str], name: str) -> int:
     return BYTES[kinds.index(_kind(name)) % len(BYTES)]
-
-
-def _legend(entries: Sequence[tuple[str, str]], top: float) -> list[str]:
-    parts, at = list[str](), LEFT
-    for kind, words in entries:
-        parts.append(f'<rect x="{at:.1f}" y="{top:g}" width="16" height="14" class="rp-{kind}"/>')
-        parts.append(text(at + 22, top + 12, words, "mute"))
-        at += 22 + 7.3 * len(words) + 22
-    return parts
 
 
 def _bar(parts: list[str], top: float, pieces: Sequence[tuple[float, str, str]]) -> float:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from raypipe.ir.action import COMPUTE, Action, Op
 from raypipe.ir.messages import Box, Message, messages_of
 from raypipe.ir.pictures.axis import in_unit, ticks
+from raypipe.ir.pictures.legend import ROW, legend
 from raypipe.ir.pictures.theme import frame, text
 
 __all__ = ["Drawn", "timeline_svg"]
@@ -75,10 +76,11 @@ def timeline_svg(timelines: Sequence[Drawn], width: int = 1200, slots: bool = Fa
         parts += drawn
     seen = {span.action.op for timeline in timelines for span in timeline.spans}
     linked = not slots and any(_links(timeline.spans[:MOST_BOXES]) for timeline in timelines)
-    parts += _legend(seen, top, linked)
+    explained, rows = legend(_legend(seen, linked), LEFT, top + 6, width - RIGHT)
+    parts += explained
     names = " and ".join(_title(timeline) for timeline in timelines)
     span = f'data-plot="{LEFT:g} {width - RIGHT:g} {longest / unit_s:.9g} {unit}"'
-    return frame(width, top + 40, f"Timeline, {names}", "".join(parts), "rp-timeline", span)
+    return frame(width, top + 40 + (rows - 1) * ROW, f"Timeline, {names}", "".join(parts), "rp-timeline", span)
 
 
 class _Scale(NamedTuple):
@@ -202,10 +204,9 @@ def _links(spans: Sequence[Box]) -> list[tuple[tuple[int, int], list[Message]]]:
     return sorted(found.items())
 
 
-def _legend(seen: set[Op], top: float, messages: bool) -> list[str]:
-    """One row of what occurs."""
-    entries = [(op.value, op.value) for op in (Op.F, Op.B, Op.I, Op.W) if op in seen]
-    named = [(kind, f"{label} {WORDS[Op(label)]}") for kind, label in entries]
+def _legend(seen: set[Op], messages: bool) -> list[tuple[str, str]]:
+    """Class and words of what occurs."""
+    named = [(op.value, f"{op.value} {WORDS[op]}") for op in (Op.F, Op.B, Op.I, Op.W) if op in seen]
     if Op.STEP in seen:
         named.append(("STEP", "optimizer step"))
     if seen & {Op.REDUCE_GRAD, Op.REDUCE_NORM}:
@@ -213,11 +214,5 @@ def _legend(seen: set[Op], top: float, messages: bool) -> list[str]:
     if seen & {Op.RECV_F, Op.RECV_B}:
         named.append(("wait", "waits for a message"))
     if messages:
-        named.append(("F", "message, pale until it is taken"))
-    parts, at = list[str](), LEFT
-    for number, (kind, words) in enumerate(named):
-        pale = ' opacity="0.35"' if words.startswith("message") else ""
-        parts.append(f'<rect x="{at:.1f}" y="{top + 6:g}" width="16" height="14" class="rp-{kind}"{pale}/>')
-        parts.append(text(at + 22, top + 18, words, "mute"))
-        at += 22 + 7.3 * len(words) + 22 if number + 1 < len(named) else 0
-    return parts
+        named.append(('F opacity="0.35"', "message, pale until it is taken"))
+    return named

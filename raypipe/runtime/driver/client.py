@@ -28,6 +28,7 @@ from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.driver import DriverActor, driver_name
 from raypipe.runtime.driver.knock import knock
+from raypipe.runtime.driver.reading import refuse_without_cpus
 from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.journal import News
 from raypipe.runtime.run.status import RunStatus
@@ -279,6 +280,9 @@ def start_run(
         RaypipeError: from the check; nothing is left running.
     """
     spec = blueprint.spec
+    spares = (spec.num_workers or 0) if spec.max_failures else 0
+    workers = spec.workers[:2] if spec.workers else (max(spec.wanted_workers, spares),) * 2
+    refuse_without_cpus(blueprint.setup.sources, workers, resources)
     if detached:
         check()
     release_abandoned()

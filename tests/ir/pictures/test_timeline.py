@@ -39,6 +39,21 @@ def test_measured_micro_batches_are_labelled_from_zero_and_names_are_escaped() -
     assert "&lt;model &amp; co&gt;" in text
 
 
+def test_a_legend_that_is_too_long_for_one_row_has_two() -> None:
+    """Split backwards, with messages: everything that there is to explain."""
+    names = ["0F0", "0SEND_F0", "0RECV_B0", "0I0", "0W0", "0REDUCE_GRAD0", "0STEP0"]
+    spans = [Span(0, parse_action(name), float(i), i + 1.0) for i, name in enumerate(names)]
+    spans += [Span(1, parse_action(name), i + 2.0, i + 3.0) for i, name in enumerate(("1RECV_F0", "1F0", "1I0"))]
+    picture = ElementTree.fromstring(timeline_svg([Timeline(tuple(spans), "measured")], width=1000))
+    shown = ("message, pale until it is taken", "optimizer step", "I backward, gradients of inputs")
+    words = [text for text in picture.iter(f"{SVG}text") if text.text in shown]
+    ends = [float(text.get("x", "")) + 7.3 * len(text.text or "") for text in words]
+    lows = {float(text.get("y", "")) for text in picture.iter(f"{SVG}text")}
+    assert len(words) == 3
+    assert max(ends) < 1000
+    assert max(lows) < float(picture.get("height", "")) - 10
+
+
 def test_an_empty_timeline_has_a_picture() -> None:
     ElementTree.fromstring(timeline_svg([Timeline((), "measured")]))
 
