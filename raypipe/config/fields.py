@@ -66,7 +66,8 @@ class PipelineFields:
             "per_replica", as published: a stage of R replicas updates every R micro-batches, at R / (replicas of stage
             0) times the learning rate, and the learning rate's schedule counts every num_lanes micro-batches.
         vertical_sync: a micro-batch uses the same weight version on every stage, in "pipedream".
-        transport: how boundary tensors travel.
+        transport: how boundary tensors travel: "tcp" (sockets; "auto" is the same), "object_store" (Ray's),
+            "collective" (gloo; NCCL where workers compute on GPUs).
         link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each
             worker on a host takes one of its own. "auto" leaves the choice to the system.
         link_checksum: whether messages carry a checksum of header and payload, so that bits that change on the way are

@@ -61,6 +61,9 @@ class Channel(Protocol):
     name: str
     """For messages to people: ``stage 0 <-> stage 1``."""
 
+    on_device: bool
+    """Tensors that lie on the device that computes are taken and given there, encoded and decoded too."""
+
     @property
     def busy(self) -> bool:
         """Whether something that was handed over has not left yet, so that other traffic would delay it."""

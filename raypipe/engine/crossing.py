@@ -53,9 +53,17 @@ class Crossing:
             return message
         return Message.of(self.to_device(message, what), message.weight_version, message.stamp)
 
-    def outgoing(self, action: Action, tensors: Tensors, what: Crosses, codec: Codec) -> Payload:
-        """What a channel is given: copies in host memory, encoded before they are copied where the device does that."""
+    def outgoing(
+        self, action: Action, tensors: Tensors, what: Crosses, codec: Codec, *, on_device: bool = False
+    ) -> Payload:
+        """What a channel is given: copies in host memory, encoded before they are copied where the device does that.
+
+        Args:
+            on_device: the channel takes them where they are.
+        """
         device = self.device
+        if on_device:
+            return tuple(tensors)
         if device.immediate or not device.codes or codec.name == "none":
             return self.to_host(tensors, what)
         names = [x is not None and travels_coded(codec.name, action.op, x) for x in tensors]
@@ -72,6 +80,12 @@ class Crossing:
         device = self.device
         if device.immediate or not any(tensor is not None for tensor in tensors):
             return cast(tuple[torch.Tensor | None, ...], tuple(tensors))
+        if all(x is None or (isinstance(x, torch.Tensor) and x.device.type == "cuda") for x in tensors):
+            there = cast(tuple[torch.Tensor | None, ...], tuple(tensors))  # a link between devices brought them
+            for x in there:
+                if x is not None:
+                    device.record_stream(x)
+            return there
         copies: list[torch.Tensor] = []
         shown: list[torch.Tensor | None] = []
         with device.stream(Stream.COPY_IN):
@@ -90,8 +104,8 @@ class Crossing:
                     shape, strides = tuple(plain.shape), plain.stride()
                 view = copies[-1].as_strided(shape, strides).detach()
                 shown.append(view.requires_grad_(tensor.requires_grad))
-            there = device.mark()
-        device.wait(there, f"{what}: computed with once they are on the device")
+            copied = device.mark()
+        device.wait(copied, f"{what}: computed with once they are on the device")
         for copy in copies:
             device.record_stream(copy)
         return tuple(shown)
@@ -148,10 +162,10 @@ class Crossing:
                 if coding is not None and applies(coding.name, flat.dtype, flat.numel()):
                     wire = device.empty(wire_bytes(coding.name, flat.dtype, flat.numel()), torch.uint8)
                     device.encode(coding.name, flat, wire, coding.key)
-                    copied = device.staging(wire.numel()).copy_(wire, non_blocking=True)
+                    bytes_there = device.staging(wire.numel()).copy_(wire, non_blocking=True)
                     shape, strides = tuple(plain.shape), plain.stride()
                     shown.append(
-                        CodedTensor(copied, coding.name, flat.dtype, shape, strides, requires_grad, flat.numel())
+                        CodedTensor(bytes_there, coding.name, flat.dtype, shape, strides, requires_grad, flat.numel())
                     )
                     continue
                 copy = device.staging(flat.nbytes).view(flat.dtype)

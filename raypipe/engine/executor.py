@@ -68,7 +68,8 @@ class Executor:
         self.device, self.crossing = device, Crossing(device)
         joined = _joined(programs, placement, channels)
         for channel in channels.values() if device.codes else ():
-            channel.leave_coded()
+            if not channel.on_device:
+                channel.leave_coded()
         self.works = {
             stage: StageWork(run, setup, stage, worker, state, joined[stage], self.crossing)
             for stage, state in zip(placement.stages, states, strict=True)

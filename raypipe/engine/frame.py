@@ -53,6 +53,7 @@ __all__ = [
     "encode",
     "gather",
     "header_bytes",
+    "header_of",
     "is_coded",
     "key_of",
     "parse",
@@ -131,32 +132,60 @@ def encode(
         LinkError: too many tensors, or a tensor of an unsupported type, device or size; names the action.
     """
     check_count(action, tensors, max_tensors)
-    records: list[bytes] = []
-    buffers: list[memoryview] = []
-    end_bytes = 0
+    described: list[Described | None] = []
+    held: list[torch.Tensor | None] = []
     for place, tensor in enumerate(tensors):
         if tensor is None:
-            records.append(NO_TENSOR)
+            described.append(None)
+            held.append(None)
             continue
         if isinstance(tensor, CodedTensor):
-            described, tensor = _as_encoded(tensor), tensor.wire
+            known, tensor = _as_encoded(tensor), tensor.wire
         else:
             name = codec.name if travels_coded(codec.name, action.op, tensor) else "none"
-            known = None
+            found = None
             if layout.is_plain(tensor):
-                known = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)
-            if known is None:
-                tensor, known = prepare(action, tensor, name)
-            described = known
+                found = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)
+            if found is None:
+                tensor, found = prepare(action, tensor, name)
+            known = found
             if known.codec != "none" and known.extent_bytes:
                 tensor = _coded(action, place, tensor, known, codec)
-        record, _, _, extent_bytes = described
-        records.append(record)
-        if extent_bytes:
-            if padding_bytes := -end_bytes % ALIGNMENT_BYTES:
+        described.append(known)
+        held.append(tensor)
+    header, places, payload_bytes = header_of(
+        action, described, generation=generation, max_tensors=max_tensors, weight_version=weight_version
+    )
+    buffers: list[memoryview] = []
+    end_bytes = 0
+    for known_or_none, memory, begin_bytes in zip(described, held, places, strict=True):
+        if known_or_none is not None and memory is not None and known_or_none.extent_bytes:
+            if padding_bytes := begin_bytes - end_bytes:
                 buffers.append(_PADDING[:padding_bytes])
-            buffers.append(layout.raw_bytes(tensor, extent_bytes))
-            end_bytes += padding_bytes + extent_bytes
+            buffers.append(layout.raw_bytes(memory, known_or_none.extent_bytes))
+            end_bytes = begin_bytes + known_or_none.extent_bytes
+    return Frame(header, buffers, payload_bytes)
+
+
+def header_of(
+    action: Action,
+    described: Sequence[Described | None],
+    *,
+    generation: int,
+    max_tensors: int,
+    weight_version: int = 0,
+) -> tuple[bytes, list[int], int]:
+    """(header, where each tensor begins in the payload, bytes of the payload) of a message of such tensors.
+
+    Raises:
+        LinkError: they are too large; names the action.
+    """
+    places: list[int] = []
+    end_bytes = 0
+    for known in described:
+        extent_bytes = 0 if known is None else known.extent_bytes
+        places.append(end_bytes + (-end_bytes % ALIGNMENT_BYTES if extent_bytes else 0))
+        end_bytes = max(end_bytes, places[-1] + extent_bytes) if extent_bytes else end_bytes
     if end_bytes > PAYLOAD_LIMIT_BYTES:
         raise LinkError(f"{action.words} has {end_bytes} bytes; {PAYLOAD_LIMIT_BYTES} is the limit of a message.")
     prelude = _PRELUDE.pack(
@@ -166,13 +195,14 @@ def encode(
         _OP_CODES[action.op],
         action.stage,
         action.microbatch,
-        len(tensors),
+        len(described),
         weight_version,
         end_bytes,
         time.time(),
     )
-    records.append(NO_TENSOR * (max_tensors - len(tensors)))
-    return Frame(prelude + b"".join(records), buffers, end_bytes)
+    records = [NO_TENSOR if known is None else known.record for known in described]
+    records.append(NO_TENSOR * (max_tensors - len(described)))
+    return prelude + b"".join(records), places, end_bytes
 
 
 def parse(
@@ -251,7 +281,7 @@ def decode(
         memory, start = payload, record.offset_bytes // record.dtype.itemsize
         if record.codec != "none":
             memory, start = _decoded(record, payload, allocate), 0
-        tensor = torch.empty(0, dtype=record.dtype)
+        tensor = torch.empty(0, dtype=record.dtype, device=memory.device)
         tensor.set_(memory.untyped_storage(), start, record.shape, record.strides)
         tensors.append(tensor.requires_grad_(record.requires_grad))
     return tuple(tensors)

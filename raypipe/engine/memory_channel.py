@@ -23,6 +23,8 @@ __all__ = ["InMemoryChannel"]
 class InMemoryChannel:
     """One end of a pair; see the Channel protocol. Made by ``pair``."""
 
+    on_device = False
+
     def __init__(self, name: str, generation: int, max_tensors: int) -> None:
         self.name = name
         self.generation = generation

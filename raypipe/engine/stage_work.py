@@ -366,8 +366,9 @@ class StageWork:
         if peer not in self._co_located:
             self.sent(*message_bytes(action.op, tensors, self._codecs), ahead=peer > self.stage)
         what = Crosses.OUTPUTS if action.op is Op.SEND_F else Crosses.INPUT_GRADS
-        payload = self._crossing.outgoing(action, tensors, what, self._codecs.of(action.op))
-        self._channels[peer][self._lane(action.microbatch)].send(action, payload, weight_version)
+        channel, codec = self._channels[peer][self._lane(action.microbatch)], self._codecs.of(action.op)
+        payload = self._crossing.outgoing(action, tensors, what, codec, on_device=channel.on_device)
+        channel.send(action, payload, weight_version)
 
     def _hear_seeds(self, microbatch: int) -> None:
         above = self.stage + 1

@@ -39,7 +39,7 @@ from raypipe.runtime.links.congestion import choose_congestion_control
 from raypipe.runtime.links.endpoint import Opening, is_checked
 from raypipe.runtime.links.handshake import Conversation, Hello, Turn, answer, call, run_digest
 
-__all__ = ["CollectiveEndpoint"]
+__all__ = ["CollectiveEndpoint", "connect", "rendezvous"]
 
 POLL_S = 0.01
 _LOOKING = threading.Lock()
@@ -54,16 +54,8 @@ class CollectiveEndpoint:
     """
 
     def __init__(self, host: str) -> None:
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        try:
-            listener.bind((host, 0))
-            listener.listen(128)
-            self.address: tuple[str, int] = listener.getsockname()[:2]
-            self._store: TCPStore | None = TCPStore(
-                host, self.address[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-        finally:
-            listener.close()
+        self._store: TCPStore | None
+        self._store, self.address = rendezvous(host)
 
     def open(self, opening: Opening) -> dict[int, CollectiveChannel]:
         """See Endpoint."""
@@ -77,7 +69,7 @@ class CollectiveEndpoint:
                 hello = Hello(run, opening.generation, me, peer, opening.capacity[peer])
                 host, port = self.address if me < peer else peers[peer]
                 try:
-                    store = _connect(host, port, deadline_s)
+                    store = connect(host, port, deadline_s)
                     link = PrefixStore(f"{run.hex()}/{min(me, peer)}-{max(me, peer)}", store)
                     channels[peer] = _Opening(hello, link, deadline_s).run(self.address[0], opening)
                 except (RuntimeError, OSError) as error:
@@ -96,6 +88,19 @@ class CollectiveEndpoint:
     def close(self) -> None:
         """End the rendezvous; open links go on without it."""
         self._store = None
+
+
+def rendezvous(host: str) -> tuple[TCPStore, tuple[str, int]]:
+    """A store on a port that the system chooses, and its address."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.bind((host, 0))
+        listener.listen(128)
+        address: tuple[str, int] = listener.getsockname()[:2]
+        store = TCPStore(host, address[1], is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return store, address
+    finally:
+        listener.close()
 
 
 class _Opening:
@@ -205,7 +210,7 @@ class _Opening:
         return timedelta(seconds=max(self.deadline_s - time.monotonic(), 0.001))
 
 
-def _connect(host: str, port: int, deadline_s: float) -> TCPStore:
+def connect(host: str, port: int, deadline_s: float) -> TCPStore:
     left = timedelta(seconds=max(deadline_s - time.monotonic(), 0.001))
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
 

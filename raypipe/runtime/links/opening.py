@@ -2,7 +2,7 @@
 
     "tcp"           connections of our own; Unix sockets on one machine       runtime/links/tcp.py
     "object_store"  objects in Ray's store, announced by actor calls          runtime/links/object_store.py
-    "collective"    gloo groups of two                                        runtime/links/collective.py
+    "collective"    gloo groups of two; NCCL where workers compute on GPUs    runtime/links/collective.py, nccl.py
 
 A worker shows its peers one Endpoint for as long as it lives, and opens its channels through it for each generation of
 the plan. "auto" is "tcp"; docs/design/0007-transports.md says why.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raypipe.engine.channel import Channel
+from raypipe.engine.device import CPU, Device
 from raypipe.errors import ConfigError
 from raypipe.runtime.links.endpoint import Endpoint, Opening
 from raypipe.runtime.links.tcp import SocketListener, open_channels
@@ -51,13 +52,21 @@ class SocketEndpoint:
         self._listener.close()
 
 
-def _object_store(host: str, ports: Ports | None) -> Endpoint:
+def _sockets(host: str, ports: Ports | None, device: Device) -> Endpoint:
+    return SocketEndpoint(host, ports)
+
+
+def _object_store(host: str, ports: Ports | None, device: Device) -> Endpoint:
     from raypipe.runtime.links.object_store import ObjectStoreEndpoint
 
     return ObjectStoreEndpoint()
 
 
-def _collective(host: str, ports: Ports | None) -> Endpoint:
+def _collective(host: str, ports: Ports | None, device: Device) -> Endpoint:
+    if not device.immediate:
+        from raypipe.runtime.links.nccl import NcclEndpoint
+
+        return NcclEndpoint(host, ports, device)
     from raypipe.runtime.links.collective import CollectiveEndpoint
 
     if ports is not None:
@@ -68,20 +77,21 @@ def _collective(host: str, ports: Ports | None) -> Endpoint:
     return CollectiveEndpoint(host)
 
 
-TRANSPORTS: Mapping[str, Callable[[str, Ports | None], Endpoint]] = {
-    "tcp": SocketEndpoint,
+TRANSPORTS: Mapping[str, Callable[[str, Ports | None, Device], Endpoint]] = {
+    "tcp": _sockets,
     "object_store": _object_store,
     "collective": _collective,
 }
 
 
-def make_endpoint(transport: str, host: str, ports: Ports | None = None) -> Endpoint:
+def make_endpoint(transport: str, host: str, ports: Ports | None = None, device: Device = CPU) -> Endpoint:
     """The endpoint of this process's worker.
 
     Args:
         transport: a name in TRANSPORTS, or "auto".
         host: address of this node that the peers reach.
         ports: lowest and highest port that the links may use; None leaves it to the system. The object store uses none.
+        device: that the worker computes on.
 
     Raises:
         ConfigError: there is no such transport, or it cannot keep to ``ports``.
@@ -89,4 +99,4 @@ def make_endpoint(transport: str, host: str, ports: Ports | None = None) -> Endp
     name = "tcp" if transport == "auto" else transport
     if name not in TRANSPORTS:
         raise ConfigError(f"transport={transport!r} is not one of {', '.join(map(repr, ('auto', *TRANSPORTS)))}.")
-    return TRANSPORTS[name](host, ports)
+    return TRANSPORTS[name](host, ports, device)

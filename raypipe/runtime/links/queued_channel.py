@@ -18,6 +18,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
@@ -51,6 +52,7 @@ class QueuedChannel(ABC):
         damaged: messages that came damaged and were asked for again.
     """
 
+    on_device = False
     linger_s = 0.0
     """How long ``close`` waits for the peer's goodbye, for a medium that does not bear an end on one side only."""
 
@@ -79,9 +81,24 @@ class QueuedChannel(ABC):
 
     # What a medium does.
 
+    def framed(self, action: Action, tensors: Payload, weight_version: int, codec: Codec) -> Any:
+        """What ``transmit`` takes."""
+        return frame.encode(
+            action,
+            tensors,
+            generation=self.generation,
+            max_tensors=self.max_tensors,
+            weight_version=weight_version,
+            codec=codec,
+        )
+
     @abstractmethod
-    def transmit(self, message: frame.Frame) -> None:
-        """Send one message; returns when the tensors' memory is no longer needed. ConnectionError where it breaks."""
+    def transmit(self, message: Any) -> None:
+        """Send one message, as ``framed`` makes it; returns when its memory is no longer needed.
+
+        Raises:
+            ConnectionError: the medium broke.
+        """
 
     @abstractmethod
     def goodbye(self, reason: str | None) -> None:
@@ -198,17 +215,8 @@ class QueuedChannel(ABC):
                     self.attend()
                     continue
                 self._leaves = True
-                action, tensors, version, codec = order
-                message = frame.encode(
-                    action,
-                    tensors,
-                    generation=self.generation,
-                    max_tensors=self.max_tensors,
-                    weight_version=version,
-                    codec=codec,
-                )
-                self.transmit(message)
-                del order, tensors, message  # the tensors' memory may go
+                self.transmit(self.framed(*order))
+                del order  # the tensors' memory may go
                 self._leaves = False
             if not self.peer_gone.is_set():
                 self.goodbye(self._leaving)

@@ -31,7 +31,7 @@ from raypipe.runtime.links.endpoint import is_checked
 from raypipe.runtime.links.landing import Landing, Memory
 from raypipe.runtime.links.queued_channel import QueuedChannel
 
-__all__ = ["SocketChannel"]
+__all__ = ["SocketChannel", "receive_exactly"]
 
 LANDING_BYTES = 1 << 20
 """Largest message that is given memory ahead of its arrival."""
@@ -94,6 +94,11 @@ class SocketChannel(QueuedChannel):
         header = message.header if self._kept is None else self._kept.add(message)
         with _as_broken():
             _send_all(self._out, deque((memoryview(header), *message.buffers)))
+
+    def write(self, header: bytes) -> None:
+        """Send these bytes alone."""
+        with _as_broken():
+            _send_all(self._out, deque([memoryview(header)]))
 
     def attend(self) -> None:
         """Send again what came damaged, and all behind it."""
@@ -182,7 +187,7 @@ class SocketChannel(QueuedChannel):
 
     def _receive(self, header: bytearray) -> bool:
         """Take one message off the connection; False at its end."""
-        if not _receive_exactly(self._in, memoryview(header)):
+        if not receive_exactly(self._in, memoryview(header)):
             return False
         taken, sealed = self._taken, None
         plain = memoryview(header)
@@ -198,7 +203,7 @@ class SocketChannel(QueuedChannel):
         landing, self._landing = self._landing, None
         if landing is None or landing.records != head.records:
             landing = Landing.prepare(head, self._memory)
-        if head.payload_bytes and not _receive_exactly(self._in, landing.memory):
+        if head.payload_bytes and not receive_exactly(self._in, landing.memory):
             raise ConnectionError(f"it ended inside {head.action.words}")
         arrived_at_s = time.time()
         if taken is not None and sealed is not None:
@@ -228,7 +233,7 @@ class SocketChannel(QueuedChannel):
                 raise ConnectionError(f"it ended after {said} came damaged")
             at = (tail + seen).find(mark)
             dropped = len(seen) if at < 0 else at + MARK_BYTES - len(tail)
-            _receive_exactly(self._in, memoryview(bytearray(dropped)))
+            receive_exactly(self._in, memoryview(bytearray(dropped)))
             if at >= 0:
                 return
             tail = (tail + seen)[1 - MARK_BYTES :]
@@ -259,7 +264,7 @@ def _send_all(sock: socket.socket, buffers: deque[memoryview]) -> None:
             buffers[0] = buffers[0][sent_bytes:]
 
 
-def _receive_exactly(sock: socket.socket, target: memoryview) -> bool:
+def receive_exactly(sock: socket.socket, target: memoryview) -> bool:
     """Fill ``target``; False if the connection ended before its first byte.
 
     Raises:

@@ -22,7 +22,8 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from raypipe.errors import LinkError
 from raypipe.runtime.links.addresses import Address, check_reachable, same_machine
@@ -31,7 +32,7 @@ from raypipe.runtime.links.handshake import Answer, Conversation, Hello, answer,
 from raypipe.runtime.links.listener import SocketListener, enlarge_buffers
 from raypipe.runtime.links.socket_channel import SocketChannel
 
-__all__ = ["Address", "SocketChannel", "SocketListener", "open_channels"]
+__all__ = ["Address", "Opened", "SocketChannel", "SocketListener", "open_channels"]
 
 RETRY_S = 0.02
 
@@ -51,6 +52,16 @@ go of those that did not greet as a peer would; where all did, the oldest."""
 _PENDING = (0, errno.EINPROGRESS, errno.EINTR)
 
 
+class Opened(NamedTuple):
+    """Both connections of a link, proven, and what its channel is made with."""
+
+    name: str
+    generation: int
+    max_tensors: int
+    outgoing: socket.socket
+    incoming: socket.socket
+
+
 def open_channels(
     listener: SocketListener,
     me: int,
@@ -63,7 +74,8 @@ def open_channels(
     *,
     secret: bytes = b"",
     checksum: str = "auto",
-) -> dict[int, SocketChannel]:
+    make: Callable[[int, Opened], Any] | None = None,
+) -> dict[int, Any]:
     """Open the links of worker ``me`` to all its peers; each of them does the same.
 
     Args:
@@ -78,6 +90,7 @@ def open_channels(
         secret: known to the workers of this run only, 16 random bytes or more; both ends of every connection
             prove that they know it. Messages themselves are neither encrypted nor authenticated.
         checksum: see PipelineConfig.link_checksum; the same on all workers.
+        make: (peer, connections) -> the channel; it owns them. None makes a SocketChannel.
 
     Raises:
         LinkError: a peer could not be reached in time, is gone, has a newer generation or another plan, or an
@@ -90,17 +103,13 @@ def open_channels(
     opening = _Opening(listener, places, hellos, secret, timeout_s)
     try:
         opening.run()
-        return {
-            peer: SocketChannel(
-                (names or {}).get(peer, f"worker {me} <-> worker {peer}"),
-                generation,
-                limits[peer],
-                _ready(opening.outgoing.pop(peer)),
-                _ready(opening.incoming.pop(peer)),
-                checksum,
-            )
-            for peer in peers
-        }
+        made: dict[int, Any] = {}
+        for peer in sorted(peers, key=lambda peer: (min(me, peer), max(me, peer))):  # all workers in one order
+            name = (names or {}).get(peer, f"worker {me} <-> worker {peer}")
+            sockets = _ready(opening.outgoing.pop(peer)), _ready(opening.incoming.pop(peer))
+            found = Opened(name, generation, limits[peer], *sockets)
+            made[peer] = SocketChannel(*found, checksum) if make is None else make(peer, found)
+        return {peer: made[peer] for peer in peers}
     finally:
         opening.close()
 

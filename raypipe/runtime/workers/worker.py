@@ -91,7 +91,7 @@ class _StageActor(LinkedActor, CopyingActor):
         """
         if self._endpoint is None:
             self._device = device_of(share)
-            self._endpoint = make_endpoint(transport, ray.util.get_node_ip_address(), ports)
+            self._endpoint = make_endpoint(transport, ray.util.get_node_ip_address(), ports, self._device)
         return facts_of(self._endpoint.address, self._device)
 
     @ray.method(concurrency_group="pulse")
