@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,23 +64,73 @@ def texts(file: Path, *, label: bool, target: bool) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def tuned(folder: Path, kind: str, *more: str, label: bool = False, target: bool = False) -> str:
+TOGETHER = """
+import contextlib, io, json, sys, traceback
+from jobs.train.finetune_hf import main
+from jobs.train.options import exit_status
+for name, flags in json.loads(sys.stdin.read()).items():
+    sys.argv[1:] = flags
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        try:
+            status = exit_status(main)
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    print(json.dumps([name, status, out.getvalue()]), flush=True)
+"""
+"""One process for many runs: it takes longer to load what they need than to train."""
+
+
+def flags_of(folder: Path, kind: str, *more: str, label: bool = False, target: bool = False) -> list[str]:
+    """What the job is told, of a model and data that are made here."""
     model_folder(folder / kind, kind)
     texts(folder / "texts.jsonl", label=label, target=target)
-    command = [
-        sys.executable, "jobs/train/finetune_hf.py", *FLAGS, "--name", "run", "--storage", str(folder),
-        "--model", str(folder / kind), "--data", str(folder / "texts.jsonl"), "--output", str(folder / "out"), *more,
+    return [
+        *FLAGS, "--name", "run", "--storage", str(folder), "--model", str(folder / kind),
+        "--data", str(folder / "texts.jsonl"), "--output", str(folder / "out"), *more,
     ]  # fmt: skip
+
+
+def python(*command: str, given: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False, env=environment)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, input=given, capture_output=True, text=True, timeout=400, check=False,
+        env=environment,
+    )  # fmt: skip
+
+
+class Tuned(NamedTuple):
+    """Where a run's folders are, its exit status, and what it said."""
+
+    folder: Path
+    status: int
+    said: str
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tuned]:
+    cases: dict[str, tuple[str, tuple[str, ...], dict[str, bool]]] = {
+        "labels": ("bert", (), {"label": True}),
+        "targets": ("t5", (), {"target": True}),
+    }
+    if find_spec("peft"):
+        cases["adapter"] = ("gpt2", ("--lora-rank", "2"), {})
+        cases["adapter of a classifier"] = ("bert", ("--lora-rank", "2"), {"label": True})
+    folders = {name: tmp_path_factory.mktemp("tuned") for name in cases}
+    flags = {name: flags_of(folders[name], kind, *more, **data) for name, (kind, more, data) in cases.items()}
+    done = python("-c", TOGETHER, given=json.dumps(flags))
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    return {name: Tuned(folders[name], status, said) for name, status, said in told}
 
 
 def test_a_causal_model_is_trained_whole_and_loads_with_its_tokenizer(tmp_path: Path) -> None:
     import transformers
 
-    assert "it gives the same logits" in tuned(tmp_path, "gpt2", "--eval-data", str(tmp_path / "texts.jsonl"))
+    flags = flags_of(tmp_path, "gpt2", "--eval-data", str(tmp_path / "texts.jsonl"))
+    done = python("jobs/train/finetune_hf.py", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "it gives the same logits" in done.stdout
     before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gpt2").state_dict()
     after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert before.keys() == after.keys()
@@ -87,22 +138,27 @@ def test_a_causal_model_is_trained_whole_and_loads_with_its_tokenizer(tmp_path: 
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("the cat")["input_ids"] == [4, 6]
 
 
-def test_lora_leaves_an_adapter_for_the_model_that_it_began_with(tmp_path: Path) -> None:
+def good(run: Tuned) -> None:
+    assert run.status == 0, run.said
+    assert "it gives the same logits" in run.said
+
+
+def test_lora_leaves_an_adapter_for_the_model_that_it_began_with(tuned: dict[str, Tuned]) -> None:
     pytest.importorskip("peft")
-    assert "it gives the same logits" in tuned(tmp_path, "gpt2", "--lora-rank", "2")
-    assert (tmp_path / "out/adapter_model.safetensors").is_file()
-    assert not (tmp_path / "out/model.safetensors").exists()
+    good(tuned["adapter"])
+    assert (tuned["adapter"].folder / "out/adapter_model.safetensors").is_file()
+    assert not (tuned["adapter"].folder / "out/model.safetensors").exists()
 
 
-def test_what_the_folder_lacks_of_a_classifier_is_saved_with_the_adapter(tmp_path: Path) -> None:
+def test_what_the_folder_lacks_of_a_classifier_is_saved_with_the_adapter(tuned: dict[str, Tuned]) -> None:
     pytest.importorskip("peft")
-    assert "it gives the same logits" in tuned(tmp_path, "bert", "--lora-rank", "2", label=True)
+    good(tuned["adapter of a classifier"])
 
 
-def test_labels_make_a_classifier(tmp_path: Path) -> None:
-    assert "it gives the same logits" in tuned(tmp_path, "bert", label=True)
-    assert len(json.loads((tmp_path / "out/config.json").read_text())["id2label"]) == 3
+def test_labels_make_a_classifier(tuned: dict[str, Tuned]) -> None:
+    good(tuned["labels"])
+    assert len(json.loads((tuned["labels"].folder / "out/config.json").read_text())["id2label"]) == 3
 
 
-def test_a_sequence_to_sequence_model_learns_targets(tmp_path: Path) -> None:
-    assert "it gives the same logits" in tuned(tmp_path, "t5", target=True)
+def test_a_sequence_to_sequence_model_learns_targets(tuned: dict[str, Tuned]) -> None:
+    good(tuned["targets"])

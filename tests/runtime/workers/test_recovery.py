@@ -115,18 +115,10 @@ def resized(handle: RunHandle) -> None:
     assert set(processes[1]) <= set(processes[0])  # a worker that both plans use goes on
 
 
-def test_a_run_is_resized_while_it_trains(local_ray: None, tmp_path: Path) -> None:
-    handle = surviving(tmp_path, "resized", "unet", max_failures=0).start(STEPS)
-    resized(handle)
-    result = handle.wait(timeout_s=WAIT_S)
-    assert as_undisturbed(tmp_path, result.checkpoint, "unet") == []
-    assert [line["num_stages"] for line in events(tmp_path / "resized", "resize")] == [stages for _, stages in SIZES]
-
-
-def test_a_resized_run_refuses_what_cannot_be_and_without_a_wish_to_survive_a_failure_ends_it(
+def test_a_run_is_resized_while_it_trains_refuses_what_cannot_be_and_survives_no_failure_without_a_wish_to(
     local_ray: None, tmp_path: Path
 ) -> None:
-    handle = surviving(tmp_path, "ends", "noisy", max_failures=0).start(4 * STEPS)
+    handle = surviving(tmp_path, "resized", "unet", max_failures=0).start(4 * STEPS)
     resized(handle)
     with pytest.raises(PlanError, match="stages"):
         handle.resize(1000)
@@ -136,7 +128,8 @@ def test_a_resized_run_refuses_what_cannot_be_and_without_a_wish_to_survive_a_fa
         handle.wait(timeout_s=WAIT_S)
     step = json.loads((Path(saved) / "manifest.json").read_text())["step"]
     assert step > SIZES[-1][0]
-    assert as_undisturbed(tmp_path, saved, "noisy", step) == []
+    assert as_undisturbed(tmp_path, saved, "unet", step) == []
+    assert [line["num_stages"] for line in events(tmp_path / "resized", "resize")] == [stages for _, stages in SIZES]
 
 
 def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(local_ray: None, tmp_path: Path) -> None:
