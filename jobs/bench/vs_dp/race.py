@@ -1,0 +1,121 @@
+"""The race of bench/vs_dp: DDP, its bf16 hook, the planner's choice, and the best plan of every other kind.
+
+    time_to_accuracy_<scene>   DDP's seconds to the held-out accuracy over those of the planner's choice
+    step_<scene>               DDP's seconds per step over the choice's; bf16_step_ against its bf16 hook
+    choice_<scene>             seconds per step of the best candidate over the choice's: 1 where it is the best
+    limit_<scene>              what arithmetic allows: data parallelism's step on paper over the choice's
+    data_parallel_<scene>      DDP's seconds per step over those of our own data parallelism
+    hidden_<scene>             share of min(exchange, last backward) that our data parallelism did not wait for
+
+A scene is a model, so many workers and a rate. Seconds to accuracy are steps to it times the median step: evaluations
+are not timed. All candidates begin with the same weights and see the same mini-batches, so that exact ones have the
+same losses; where they have not, the race is off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from jobs.bench.vs_dp.ddp import run_ddp
+from jobs.bench.vs_dp.models import MODELS
+from jobs.bench.vs_dp.run import Asked, Ran, plan_of, run_plan, shape_of
+from jobs.lib import common
+from raypipe.ir.plan import Plan
+
+__all__ = ["candidates_of", "check_losses", "figures_of", "run"]
+
+ENOUGH = 0.90
+"""Of held-out accuracy; exact training gets there in some hundred steps."""
+STEPS, FEW_STEPS = 160, 40
+"""Of a scene; and of candidates that only show how long a step takes."""
+WORKERS, RATES_MBIT = (2, 4, 8), (1000.0, 200.0)
+
+
+def candidates_of(chosen: Plan) -> dict[str, tuple[int, ...]]:
+    """Of every kind in the plan's table the quickest that is not the choice, by kind."""
+    found: dict[str, tuple[int, ...]] = {}
+    for each in sorted((c for c in chosen.candidates if not c.refused), key=lambda c: c.step_s):
+        if not each.chosen and each.kind != "one worker":
+            found.setdefault(each.kind, each.workers)
+    return found
+
+
+def check_losses(name: str, one: Ran, other: Ran) -> None:
+    """See to it that two exact candidates did the same, but for the order of sums.
+
+    Raises:
+        RuntimeError: their losses part.
+    """
+    for step, (a, b) in enumerate(zip(one.losses, other.losses, strict=False)):
+        if not math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-4):
+            raise RuntimeError(f"{name}: after step {step} the losses are {a} and {b}; they did not train the same")
+
+
+def figures_of(asked: Asked, chosen: Plan, plans: dict[str, Plan], ran: dict[str, Ran]) -> dict[str, float]:
+    """Of one scene.
+
+    Args:
+        plans: of ours, by name; "choice" among them.
+        ran: all candidates by name: "ddp", "ddp bf16", and ours.
+    """
+    name, choice, ddp = asked.name, ran["choice"], ran["ddp"]
+    assert chosen.prediction is not None
+    figures = {
+        f"step_{name}": ddp.step_s / choice.step_s,
+        f"bf16_step_{name}": ran["ddp bf16"].step_s / choice.step_s,
+        f"choice_{name}": min(each.step_s for each in ran.values()) / choice.step_s,
+        f"mb_choice_{name}": choice.step_bytes / 1e6,
+        f"mb_ddp_{name}": ddp.step_bytes / 1e6,
+    }
+    if ddp.reached and choice.reached:
+        figures[f"time_to_accuracy_{name}"] = ddp.reached * ddp.step_s / (choice.reached * choice.step_s)
+    parallel = next((key for key, plan in plans.items() if plan.partition.replicas == (asked.workers,)), None)
+    if parallel is not None:
+        found = plans[parallel].prediction
+        assert found is not None
+        (stage,) = found.stages
+        figures[f"limit_{name}"] = found.step_s / chosen.prediction.step_s
+        figures[f"data_parallel_{name}"] = ddp.step_s / ran[parallel].step_s
+        rounds = -(-plans[parallel].num_microbatches // asked.workers)
+        waited_s = ran[parallel].step_s - rounds * stage.busy_s
+        figures[f"hidden_{name}"] = (stage.exchange_s - waited_s) / min(stage.exchange_s, stage.backward_s)
+    return figures
+
+
+def run(*, quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    """All scenes; figures, and what every candidate did."""
+    scenes = [Asked(*scene, STEPS) for scene in itertools.product(MODELS, WORKERS, RATES_MBIT)]
+    if quick:
+        scenes = [Asked("parameters", 2, 200.0, 10)]
+    figures: dict[str, float] = {}
+    raw: dict[str, Any] = {}
+    for asked in scenes:
+        chosen = plan_of(asked)
+        print(f"\n{asked.name}: {shape_of(chosen)}, {dict(chosen.reasons)['replicas']}; {common.machine_line()}")
+        plans = {"choice": chosen}
+        plans |= {kind: plan_of(asked, shape) for kind, shape in candidates_of(chosen).items() if not quick}
+        ran = {"ddp": run_ddp(asked, ENOUGH), "ddp bf16": run_ddp(asked, ENOUGH, bf16=True)}
+        for name, plan in plans.items():
+            few = asked if name == "choice" else asked._replace(steps=FEW_STEPS)
+            ran[name] = run_plan(few, plan, ENOUGH)
+            check_losses(f"{asked.name}, {name}", ran["ddp"], ran[name])
+        figures |= figures_of(asked, chosen, plans, ran)
+        raw[asked.name] = {
+            "plans": {name: shape_of(plan) for name, plan in plans.items()},
+            "predicted_s": {name: plan.prediction and plan.prediction.step_s for name, plan in plans.items()},
+            "ran": {name: each._asdict() for name, each in ran.items()},
+        }
+        print(common.table(asked.name, COLUMNS, [_row(name, plans.get(name), each) for name, each in ran.items()]))
+    return figures, raw
+
+
+COLUMNS = ("candidate", "plan", "ms per step", "predicted", "MB per step", "steps to accuracy", "accuracy")
+
+
+def _row(name: str, plan: Plan | None, ran: Ran) -> list[Any]:
+    predicted = "-" if plan is None or plan.prediction is None else f"{1e3 * plan.prediction.step_s:.1f}"
+    shape = "-" if plan is None else shape_of(plan)
+    reached = ran.reached or "-"
+    return [name, shape, f"{1e3 * ran.step_s:.1f}", predicted, ran.step_bytes / 1e6, reached, f"{ran.accuracy:.3f}"]

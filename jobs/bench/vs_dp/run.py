@@ -1,0 +1,166 @@
+"""What a candidate of bench/vs_dp is asked for and what it did; and how raypipe's run: Ray actors with paced links.
+
+Every worker's messages wait before its one way out for bytes / rate, whoever they go to, as on a network card.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+import raypipe
+from jobs.bench.vs_dp.models import MODELS, accuracy, heldout, loss_of, samples
+from jobs.lib.common import median
+from jobs.lib.emulated import CPU_SHARE
+from raypipe.engine import frame
+from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.plan import Plan
+from raypipe.runtime.links.socket_channel import SocketChannel
+
+__all__ = ["EVAL_EVERY", "LEARNING_RATE", "MINIBATCH", "SEED", "Asked", "Ran", "plan_of", "run_plan", "shape_of"]
+
+MINIBATCH, LEARNING_RATE, SEED = 64, 0.02, 0
+EVAL_EVERY = 5
+WARM_UP = 3
+LATENCY_S = 2e-4
+
+
+class Asked(NamedTuple):
+    """One scene: a model on so many workers whose links have a rate, for so many steps."""
+
+    model: str
+    workers: int
+    mbit: float
+    steps: int
+
+    @property
+    def rate_bytes_s(self) -> float:
+        return self.mbit * 1e6 / 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}_{self.workers}w_{self.mbit:g}mbit"
+
+
+class Ran(NamedTuple):
+    """What a candidate did.
+
+    Attributes:
+        step_s: median of the steps behind the first few.
+        step_bytes: over all links, of one step.
+        losses: by step.
+        reached: steps until held-out accuracy was enough, as far as evaluations tell; 0 where it never was.
+        accuracy: the last that was measured.
+    """
+
+    step_s: float
+    step_bytes: float
+    losses: list[float]
+    reached: int
+    accuracy: float
+
+
+@dataclass
+class Paced:
+    """Makes optimizers, and paces the links of every process but the one where it was made."""
+
+    rate_bytes_s: float
+
+    def __post_init__(self) -> None:
+        self.home = os.getpid()
+
+    def __call__(self, named: Any) -> torch.optim.Optimizer:
+        if os.getpid() != self.home:
+            _pace(SocketChannel, self.rate_bytes_s)
+        return torch.optim.SGD([parameter for _, parameter in named], lr=LEARNING_RATE)
+
+
+def _pace(channel: type[SocketChannel], rate_bytes_s: float) -> None:
+    plain = channel.transmit
+    if getattr(plain, "paces", False):
+        return
+    way_out = threading.Lock()
+
+    def paced(self: SocketChannel, message: frame.Frame) -> None:
+        head = frame.parse(message.header, generation=self.generation, max_tensors=self.max_tensors)
+        with way_out:
+            time.sleep(head.payload_bytes / rate_bytes_s)
+        plain(self, message)
+
+    paced.paces = True  # type: ignore[attr-defined]
+    channel.transmit = paced  # type: ignore[method-assign]
+
+
+def _trainer(asked: Asked, folder: str, **pipeline: Any) -> raypipe.PipelineTrainer:
+    return raypipe.PipelineTrainer(
+        MODELS[asked.model].build(SEED),
+        loss_fn=loss_of,
+        optimizer=Paced(asked.rate_bytes_s),
+        train_data=samples(),
+        eval_data=heldout(),
+        metrics={"accuracy": accuracy},
+        pipeline=raypipe.PipelineConfig(
+            minibatch_size=MINIBATCH, seed=SEED, transport="tcp", retune_interval_steps=0, verify="off",
+            eval_interval_steps=EVAL_EVERY, **pipeline,
+        ),
+        scaling_config=SimpleNamespace(num_workers=asked.workers, resources_per_worker={"CPU": CPU_SHARE}),
+        run_config=SimpleNamespace(name="run", storage_path=folder),
+    )  # fmt: skip
+
+
+def plan_of(asked: Asked, replicas: Sequence[int] | str = "auto") -> Plan:
+    """What the planner makes of a profile that is measured here and of links with this rate.
+
+    Args:
+        replicas: workers by stage, where it is to have no choice.
+    """
+    devices = tuple(Device(f"worker{i}") for i in range(asked.workers))
+    cluster = Cluster(devices, (Link(asked.rate_bytes_s, LATENCY_S),))
+    stages: dict[str, Any] = {} if isinstance(replicas, str) else {"num_stages": len(replicas)}
+    with tempfile.TemporaryDirectory(prefix="bench-vs-dp-") as folder:
+        given = replicas if isinstance(replicas, str) else list(replicas)
+        return _trainer(asked, folder, num_replicas=given, **stages).plan(cluster=cluster)
+
+
+def run_plan(asked: Asked, plan: Plan, enough: float, *, local: bool = False) -> Ran:
+    """Train by this plan on Ray actors.
+
+    Args:
+        enough: held-out accuracy.
+        local: in threads of this process, whose links are free.
+    """
+    assert plan.spec is not None
+    fields: dict[str, Any] = {"partitioner": tuple(str(at) for at in plan.partition.cuts)}
+    if plan.partition.num_stages == 1:
+        fields = {"partitioner": "parameters", "num_stages": 1}
+    if plan.spec.slack:
+        fields["slack"] = list(plan.spec.slack)
+    with tempfile.TemporaryDirectory(prefix="bench-vs-dp-") as folder:
+        trainer = _trainer(
+            asked, folder, schedule=plan.spec.kind, num_microbatches=plan.num_microbatches,
+            num_replicas=list(plan.partition.replicas), num_lanes=plan.schedule.wiring.lanes, **fields,
+        )  # fmt: skip
+        result = trainer.fit(num_steps=asked.steps, local=local, progress=False)
+    # What follows an evaluation begins late.
+    steady = [r for r in result.records if r.step >= WARM_UP and r.step % EVAL_EVERY] or result.records
+    told = [(r.step + 1, dict(r.evaluation)["eval_accuracy"]) for r in result.records if r.evaluation]
+    return Ran(
+        step_s=median(r.seconds for r in steady),
+        step_bytes=median(r.link_bytes_per_s * r.seconds for r in steady),
+        losses=[r.loss for r in result.records],
+        reached=next((step for step, value in told if value >= enough), 0),
+        accuracy=told[-1][1] if told else 0.0,
+    )
+
+
+def shape_of(plan: Plan) -> str:
+    """Its workers by stage, and in how many micro-batches."""
+    return f"{'-'.join(map(str, plan.partition.replicas))} x {plan.num_microbatches}"
