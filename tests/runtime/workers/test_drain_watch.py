@@ -41,7 +41,7 @@ here = ray.get_runtime_context().get_node_id()
 before = handle.status().stages
 node = min({stage["node"] for stage in before} - {here})
 if by == "ray":  # as a pod does it before it stops
-    leaving = subprocess.Popen([sys.executable, "jobs/clusters/leave.py", "worker", "--seconds", "60", "--node", node])
+    leaving = subprocess.Popen([sys.executable, "jobs/clusters/leave.py", "worker", "--seconds", "110", "--node", node])
 else:
     there = ray.remote(num_cpus=0)(lambda: os.environ[ASKED])
     affinity = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -54,7 +54,7 @@ after = handle.status().stages
 # One that is drained and has nothing to do ends.
 known = node in draining_nodes() or not any(one["Alive"] for one in ray.nodes() if one["NodeID"] == node)
 if by == "ray":
-    assert leaving.wait(90) == 0
+    assert leaving.wait(150) == 0
 result = handle.wait(timeout_s=240)
 drain, = events(folder / "drained", "drain")
 print(json.dumps({
