@@ -32,7 +32,7 @@ def check_together(config: PipelineFields) -> None:
     _check_recompute(config.recompute, stages)
     _check_link_ports(config.link_ports, config.transport)
     _check_group_size(config.group_size, config.schedule, config.num_microbatches)
-    _check_slack(config.slack, config.schedule, config.num_stages)
+    _check_slack(config.slack, config.schedule, stages)
     _check_weights(config)
     _check_skipping(config)
     _check_precision(config)
@@ -126,9 +126,16 @@ def _check_slack(slack: int | Sequence[int] | Auto, schedule: str, num_stages: i
             f"slack={slack!r} means nothing to schedule={schedule!r}. Set schedule='slack', 'zb-h1', 'pipedream' or "
             "'2bw', or leave slack out."
         )
-    if isinstance(slack, tuple) and num_stages not in ("auto", len(slack) + 1):
+    if not isinstance(slack, tuple):
+        return
+    if num_stages == "auto":
         raise ConfigError(
-            f"slack={slack!r} speaks of {len(slack)} hops, but num_stages={num_stages} has {num_stages - 1}. "  # type: ignore[operator]
+            f"slack={slack!r} speaks of {len(slack)} hops, but num_stages='auto' leaves open how many there are. Set "
+            f"num_stages={len(slack) + 1} too, or give a single number for all hops."
+        )
+    if num_stages != len(slack) + 1:
+        raise ConfigError(
+            f"slack={slack!r} speaks of {len(slack)} hops, but num_stages={num_stages} has {num_stages - 1}. "
             "Give one number per hop, or a single one for all."
         )
 

@@ -133,6 +133,7 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
         ({"group_size": 2}, ["group_size=2", "'auto'"]),
         ({"slack": 2, "schedule": "kfkb"}, ["slack=2", "'kfkb'"]),
         ({"slack": [2, 1], "schedule": "slack", "num_stages": 2}, ["slack=(2, 1)", "2 hops", "num_stages=2 has 1"]),
+        ({"slack": [2, 1], "schedule": "slack"}, ["slack=(2, 1)", "num_stages='auto' leaves open", "num_stages=3 too"]),
         ({"weight_versions": 2}, ["weight_versions=2", "'auto'", "one weight version"]),
         ({"weight_versions": 3, "schedule": "2bw"}, ["weight_versions=3", "'2bw'", "two weight versions"]),
         ({"update_interval": 4, "schedule": "2bw"}, ["update_interval=4", "once per mini-batch"]),

@@ -34,7 +34,7 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
     reasons.append(("micro-batches", _microbatches(best)))
     reasons.append(("schedule", _schedule(problem, best)))
     if problem.request.codecs != (NO_CODEC, NO_CODEC) and best.partition.num_stages > 1:
-        reasons.append(("codecs", _codecs(problem.request)))
+        reasons.append(("codecs", _codecs(problem.request, cut_by_steps=max(best.partition.replicas) > 1)))
     if recompute := recompute_reason(problem.request, best.request.recomputed(best.partition.num_stages)):
         reasons.append(("recompute", recompute))
     weights = weight_reason(best.request, best.partition.num_stages, best.num_microbatches)
@@ -111,8 +111,12 @@ def _microbatches(best: Decision) -> str:
     return f"{what}, 4 per stage; only one size was timed, so others could not be compared"
 
 
-def _codecs(request: Request) -> str:
-    """What messages are compressed to, and what it takes."""
+def _codecs(request: Request, *, cut_by_steps: bool) -> str:
+    """What messages are compressed to, and what it takes.
+
+    Args:
+        cut_by_steps: cuts were compared by simulated steps, as those of stages with replicas are.
+    """
     told = []
     for which, codec in zip(("activations", "gradients"), request.codecs, strict=True):
         if codec != NO_CODEC:
@@ -121,7 +125,7 @@ def _codecs(request: Request) -> str:
                 f"{which} in {codec.name}, {codec.ratio:.1f} times smaller than fp32, {encode:.2f} and {decode:.2f} s "
                 "per GB to encode and decode"
             )
-    return f"{'; '.join(told)}. The cut was chosen for whole messages"
+    return "; ".join(told) + ("" if cut_by_steps else ". The cut was chosen for whole messages")
 
 
 def _schedule(problem: Problem, best: Decision) -> str:

@@ -43,7 +43,7 @@ from raypipe.planner.tune.problem import Problem, limits_of
 from raypipe.planner.tune.replicas import exposed_s, groups_of, slowest_link, summing_rate_s
 from raypipe.planner.tune.request import AUTO_SLACK, Request, microbatches
 from raypipe.planner.tune.resolve import memory_model, spec_of
-from raypipe.planner.tune.shape_costs import SizedCuts, bounds_s
+from raypipe.planner.tune.shape_costs import SizedCuts, bounds_s, way_s
 from raypipe.planner.tune.shapes import Shape, cuts_into
 
 __all__ = ["ShapeError", "ShapeSearch"]
@@ -177,12 +177,13 @@ class ShapeSearch:
         links = [slowest_link(cluster, a, b) for a, b in itertools.pairwise(groups)]
         bandwidth = np.array([link.bandwidth_bytes_s for link in links])
         latency_s = np.array([link.latency_s for link in links])
-        occupancy_s = costs.crossing_bytes * size / bandwidth
+        sent: Floats = (costs.crossing_bytes * size).astype(np.float64)
+        there_s, back_s = (way_s(codec, sent, latency_s, bandwidth) for codec in self._problem.request.codecs)
         least_s = bounds_s(
-            np.array(shape), count, costs.first, forward_s, backward_s, reduce_s, occupancy_s + latency_s,
+            np.array(shape), count, costs.first, forward_s, backward_s, reduce_s, np.add(*there_s), np.add(*back_s),
             empties=self._problem.request.kind.synchronous,
         )  # fmt: skip
-        return SizedCuts(count, size, costs, forward_s, backward_s, reduce_s, latency_s, occupancy_s, least_s)
+        return SizedCuts(count, size, costs, forward_s, backward_s, reduce_s, (*there_s, *back_s), least_s)
 
     def _reduce_s(
         self, costs: CutCosts, stage: int, size: int, lanes: int, replicas: int, speed: float, link: Link
@@ -266,7 +267,7 @@ class ShapeSearch:
                 break
             each, cut = sized[which[at]], int(cut_of[at])
             for request in kinds:
-                if request is not kinds[0] and not each.occupancy_s[cut].any() and not each.latency_s.any():
+                if request is not kinds[0] and not any(way[cut].any() for way in each.hops_s):
                     continue  # nothing to hide
                 step_s = self._step_s(request, each, cut)
                 if step_s < below_s and self._fits(request, each, cut):

@@ -52,7 +52,7 @@ class Request:
         lanes: into which gradients are summed; None for the fewest that give every replica of a stage as many.
         changing: positions of the nodes that change buffers in training; their stages have one worker. Known where
             replicas are left to the planner.
-        codecs: of messages forwards and backwards. The step counts them, the cut does not: it weighs whole messages.
+        codecs: of messages forwards and backwards. The step counts them; a cut does not, unless there are replicas.
     """
 
     num_stages: int | None
@@ -156,7 +156,8 @@ def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:
     wanted = request.num_microbatches or min(minibatch, 4 * workers)
     if request.num_microbatches is None and request.in_lanes:
         lanes = request.num_lanes(num_stages)
-        even = (n for n in range(wanted // lanes * lanes, wanted // 2, -lanes) if _parted(minibatch, n) == n)
+        least = wanted // 2 if request.kind.synchronous else 0  # asynchronous replicas need equal shares
+        even = (n for n in range(wanted // lanes * lanes, least, -lanes) if _parted(minibatch, n) == n)
         wanted = next(even, wanted)
     size = math.ceil(minibatch / wanted)
     return minibatch, size, math.ceil(minibatch / size)

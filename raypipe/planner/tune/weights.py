@@ -58,10 +58,13 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
                 f"weight versions are enough; it is {num_microbatches}. Raise it, or take schedule='pipedream'."
             )
         if warmups[0] > num_microbatches:
+            shape = "-".join(map(str, request.replicas_of(num_stages)))
+            what, cure = f"slack={request.slack} runs", "Lower slack or raise"
+            if request.slack is None:
+                what, cure = f"num_replicas={shape} runs", "Lower num_replicas or raise"
             raise PlanError(
-                f"slack={request.slack} runs {warmups[0]} forwards ahead on stage 0, but two weight versions are "
-                f"enough for {num_microbatches} only, the micro-batches of a mini-batch. Lower slack or raise "
-                "num_microbatches."
+                f"{what} {warmups[0]} forwards ahead on stage 0, but two weight versions are enough for "
+                f"{num_microbatches} only, the micro-batches of a mini-batch. {cure} num_microbatches."
             )
         rule = VersionRule.DELAYED
     else:

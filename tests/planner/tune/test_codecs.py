@@ -68,3 +68,21 @@ def test_a_prediction_with_two_ways_is_read_back() -> None:
     assert Prediction.from_dict(row) == found
     assert "back_s" not in predicted(NO_CODEC, NO_CODEC).to_dict()["hops"][0]
     assert HopPrediction(8, 0.5, 0.25).ways_s == ((0.5, 0.25), (0.5, 0.25))
+
+
+def test_stages_with_replicas_are_compared_with_what_codecs_make_of_messages() -> None:
+    """The table of shapes has the predicted steps, so that a codec decides what data parallelism is worth."""
+    three = Cluster((Device("a"), Device("b"), Device("c")), (Link(bandwidth_bytes_s=1e8),))
+    steps_s = []
+    for codecs in ((NO_CODEC, NO_CODEC), (INT8, BF16), (INT8, INT8)):
+        asked = dataclasses.replace(REQUEST, num_workers=None, schedule="auto", codecs=codecs)
+        rows = plan(dataclasses.replace(asked, replicas=None), three).candidates
+        row = next(row for row in rows if max(row.workers) == 2 and not row.refused)
+        given = plan(dataclasses.replace(asked, replicas=row.workers), three)
+        prediction = given.prediction
+        assert prediction is not None
+        assert row.step_s == pytest.approx(prediction.step_s)
+        steps_s.append(row.step_s)
+        assert "whole messages" not in dict(given.reasons).get("codecs", "")
+    assert steps_s == sorted(steps_s, reverse=True)
+    assert len(set(steps_s)) == 3

@@ -107,10 +107,17 @@ def test_every_replica_has_something_to_do() -> None:
     assert microbatches(dataclasses.replace(open_, replicas=1), 2) == (32, 4, 8)
     assert microbatches(dataclasses.replace(open_, replicas=(3, 1)), 2)[2] == 16
     assert share_notes(open_, 2, 8) == share_notes(dataclasses.replace(FIXED, num_microbatches=7), 2, 7) == ()
+    equal = dataclasses.replace(open_, minibatch_size=16, replicas=(3, 1), schedule="pipedream")
+    assert microbatches(equal, 2) == (16, 3, 6), "asynchronous replicas need equal shares"
+    timed = dataclasses.replace(chain(4), seconds_by_size=((1, 0.01), (4, 0.02), (8, 0.035)))
+    assert plan_of(decide(equal, timed)).num_microbatches == 6
     (note,) = plan_of(decide(dataclasses.replace(FIXED, replicas=(5, 1)), chain(8))).notes
     assert "12 micro-batches are no multiple of the 5 lanes: lanes, and so replicas, have unequal shares; 15" in note
     (note,) = share_notes(dataclasses.replace(FIXED, lanes=8), 2, 12)
     assert "of the 8 lanes: lanes have unequal shares; 16" in note
+    ahead = dataclasses.replace(FIXED, num_stages=3, num_microbatches=3, replicas=(1, 1, 3), schedule="2bw")
+    with pytest.raises(PlanError, match=r"num_replicas=1-1-3 runs 4 forwards ahead on stage 0"):
+        decide(ahead, chain(4))
     few = dataclasses.replace(FIXED, minibatch_size=6, num_microbatches=6, replicas=(8, 1))
     with pytest.raises(PlanError, match=r"6 micro-batches, and num_replicas=\(8, 1\) gives a stage 8 workers"):
         plan_of(decide(few, chain(12)))
