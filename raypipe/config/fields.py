@@ -22,10 +22,13 @@ class PipelineFields:
             follows the workers there are, and a number is the most there will be (docs/design/0043).
         num_replicas: workers per stage; a list gives one number per stage. Micro-batches are dealt out between the
             replicas of a stage, at least one for each, which sum their gradients before every update. A stage that
-            changes buffers in training (batch normalisation) has one. Not with "zb-v" and "interleaved". In
-            synchronous schedules "auto" compares data parallelism (one stage with
-            several workers), pipelines and stages with replicas by the seconds of a step, within memory, and takes the
+            changes buffers in training (batch normalisation) has one, or see replicated_buffers. Not with "zb-v" and
+            "interleaved". In synchronous schedules "auto" compares data parallelism (one stage with several workers),
+            pipelines and stages with replicas by the seconds of a step, within memory, and takes the
             quickest; the plan shows what was compared (docs/design/0061).
+        replicated_buffers: True lets stages whose forwards change buffers (batch normalisation) have replicas too. Each
+            keeps the buffers that its own micro-batches made, and those of the first one are saved and evaluated with:
+            they are not those that one worker would have.
         num_lanes: into how many lanes micro-batches are dealt out, m into lane m % num_lanes, and their gradients
             summed, lane after lane: to the same bits for any number of replicas up to this one. "auto" is 1, the order
             of plain PyTorch, or with replicas the fewest that give every one of a stage as many lanes; a run that goes
@@ -138,6 +141,7 @@ class PipelineFields:
 
     num_stages: int | Auto = "auto"
     num_replicas: int | Sequence[int] | Auto = 1
+    replicated_buffers: bool = False
     num_lanes: int | Auto = "auto"
     minibatch_size: int | Auto = "auto"
     num_microbatches: int | Auto = "auto"

@@ -87,6 +87,7 @@ _PORTS = _Rule(
 _ALLOWED: Mapping[str, _Rule] = {
     "num_stages": _AUTO | _integer(1),
     "num_replicas": _AUTO | _integer(1) | _each(_integer(1), "a list of integers, one per stage"),
+    "replicated_buffers": _FLAG,
     "num_lanes": _AUTO | _integer(1),
     "minibatch_size": _AUTO | _integer(1),
     "num_microbatches": _AUTO | _integer(1),

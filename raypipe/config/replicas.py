@@ -28,6 +28,11 @@ def check_replicas(config: PipelineFields) -> None:
     Raises:
         ConfigError: names both fields, their values and the cure.
     """
+    if config.replicated_buffers and not replicated(config):
+        raise ConfigError(
+            f"replicated_buffers=True means nothing with num_replicas={config.num_replicas!r}: no stage has several "
+            "replicas. Set num_replicas, as in num_replicas=[2, 1], or leave replicated_buffers out."
+        )
     if config.update_interval == "per_replica":
         _check_per_replica(config)
     if not laned(config):

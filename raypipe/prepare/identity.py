@@ -71,6 +71,8 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mappi
         free["compile_stages"] = pipeline.compile_stages
     if (lanes := plan.schedule.wiring.lanes) > 1:  # replicas change no bit, but lanes do
         free[LANES] = lanes
+    if pipeline.replicated_buffers:
+        free["replicated_buffers"] = "-".join(map(str, plan.schedule.wiring.replicas))
     if plan.weights.interval is not None:
         free |= {name: getattr(pipeline, name) for name in _ASYNCHRONOUS_FIELDS}
     free |= source_labels("eval_data", sources["eval"]) if "eval" in sources else {"eval_data": None}

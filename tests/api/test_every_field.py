@@ -89,6 +89,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "num_stages": ({}, [1, 2, 3]),
     "num_replicas": ({}, [1, 2, [1, 2]]),
     "num_lanes": ({}, ["auto", 2, 3]),
+    "replicated_buffers": ({"num_replicas": 2}, [False, True]),
     "minibatch_size": ({}, [8, 16]),
     "num_microbatches": ({}, [2, 4]),
     "profile_budget_s": ({"partitioner": "auto", "num_microbatches": "auto"}, [0.0001, 60.0]),

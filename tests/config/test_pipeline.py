@@ -100,6 +100,7 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
             | {"loss_reduction": "valid_tokens"},
             ["'per_replica'", "loss_reduction='valid_tokens'", "'mean' or 'sum'"],
         ),
+        ({"replicated_buffers": True}, ["replicated_buffers=True", "num_replicas=1", "[2, 1]"]),
         ({"num_replicas": "auto", "schedule": "2bw"}, ["num_replicas='auto'", "schedule='2bw'", "Give numbers"]),
         ({"num_lanes": 2, "schedule": "zb-v"}, ["num_lanes=2", "schedule='zb-v'", "leave out num_lanes"]),
         (

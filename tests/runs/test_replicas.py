@@ -156,6 +156,8 @@ def test_what_cannot_be_replicated_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"Stage 0 changes '1\..*' in every forward, so that its 2 replicas"):
         batch_norm.plan()
     trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), num_replicas=[1, 2]).plan()
+    with pytest.raises(PlanError, match="replicated_buffers=True means nothing here"):
+        trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), num_replicas=[1, 2], replicated_buffers=True).plan()
     plan = trainer(tmp_path, "replicas", num_replicas=[2, 1]).plan()
     with pytest.raises(PlanError, match=r"ScalingConfig\(num_workers=\(2, 4\)\) .* Give num_workers=3"):
         refuse_replicas(plan, SimpleNamespace(num_workers=(2, 4)))
@@ -177,3 +179,19 @@ def test_codecs_and_precisions_keep_their_bits(mode: dict[str, Any], tmp_path: P
     assert repr(rows) == repr(others)  # a step that overflowed has the norm nan
     assert math.isfinite(rows[-1][2])
     assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_replicas_that_change_buffers_each_keep_their_own_where_asked_to(tmp_path: Path) -> None:
+    """BatchNorm trains by its micro-batch, so that parameters are exact; statistics are those of the first replica."""
+    asked = trainer(tmp_path, "two", net(nn.BatchNorm1d(16)), num_replicas=[2, 1], replicated_buffers=True)
+    assert "Each of the 2 replicas of stage 0 keeps what its own micro-batches make of '1.running_mean'" in str(
+        asked.plan().explain()
+    )
+    asked.fit(num_steps=3, local=True, progress=False)
+    trainer(tmp_path, "one", net(nn.BatchNorm1d(16)), num_lanes=2).fit(num_steps=3, local=True, progress=False)
+    (rows, one), (others, two) = told(tmp_path / "one"), told(tmp_path / "two")
+    assert [row[:3] for row in rows] == [row[:3] for row in others]
+    statistics = {name for name in one if name.startswith("1.") and not name.endswith(("weight", "bias"))}
+    assert len(statistics) == 3
+    assert [name for name in one if not same_bits(one[name], two[name])] == sorted(statistics, key=list(one).index)
+    assert (int(one["1.num_batches_tracked"]), int(two["1.num_batches_tracked"])) == (12, 6)

@@ -50,6 +50,7 @@ class Request:
         ties: stages share a parameter and exchange its gradients; known once the model is cut.
         replicas: workers of every stage, one number for all or one for each; None leaves them to the planner.
         lanes: into which gradients are summed; None for the fewest that give every replica of a stage as many.
+        replicated_buffers: stages that change buffers may have replicas, each with its own.
         changing: positions of the nodes that change buffers in training; their stages have one worker. Known where
             replicas are left to the planner.
         codecs: of messages forwards and backwards. The step counts them; a cut does not, unless there are replicas.
@@ -81,6 +82,7 @@ class Request:
     ties: bool = False
     replicas: int | tuple[int, ...] | None = 1
     lanes: int | None = None
+    replicated_buffers: bool = False
     changing: tuple[int, ...] = ()
     codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
 

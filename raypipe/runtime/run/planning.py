@@ -179,7 +179,9 @@ def known_request(basis: PlanBasis) -> Request:
         basis.request,
         optimizer_factor=basis.optimizer_factor,
         least_microbatch=min(sizes) if len(sizes) > 1 else 1,  # the fewest samples that the model ran with
-        changing=_changing(basis.recipe) if basis.request.replicas is None else (),
+        changing=_changing(basis.recipe)
+        if basis.request.replicas is None and not basis.request.replicated_buffers
+        else (),
     )
 
 
@@ -229,13 +231,13 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
         if basis.retunes_microbatches:
             sizes = decision.minibatch_size, decision.num_microbatches, request.least_microbatch
             counts = seconds_by_count(basis.profile, *sizes)
-    _refuse_changing_buffers(plan, programs)
+    inexact = _changing_buffers(plan, programs, basis.request)
     plan = _with_shares(plan, basis.recipe, programs)
     still = [ONE_SIZE] if basis.retunes_microbatches and len(counts) < 2 else []
     plan = dataclasses.replace(
         plan,
         generation=generation,
-        notes=(*plan.notes, *_late_notes(plan, basis.optimizer_class), *still, *basis.notes),
+        notes=(*plan.notes, *_late_notes(plan, basis.optimizer_class), *still, *basis.notes, *inexact),
         reasons=(
             *stage_words(basis.module_classes, basis.recipe.graph, partition),
             *plan.reasons,
@@ -295,17 +297,36 @@ def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgra
     )
 
 
-def _refuse_changing_buffers(plan: Plan, programs: Sequence[StageProgram]) -> None:
-    """Raises: PlanError where replicas of a stage would each change buffers by what they see."""
+def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Request) -> list[str]:
+    """Notes on stages whose replicas each change buffers by what they see.
+
+    Raises:
+        PlanError: there are such stages and nobody asked for that, or somebody did and there are none.
+    """
+    notes = []
     for program, workers in zip(programs, plan.schedule.wiring.homes, strict=True):
         changing = program.train.changing_buffers
-        if changing and len(workers) > 1:
+        if not changing or len(workers) == 1:
+            continue
+        if not request.replicated_buffers:
             raise PlanError(
                 f"Stage {program.index} changes {changing[0]!r} in every forward, so that its {len(workers)} replicas "
                 "would come to differ, each by the micro-batches that it saw. Give the stage one worker (num_replicas "
-                "takes a list, one number per stage), put the module on another stage with partitioner=[...], or use "
-                "a layer that normalises without statistics of batches, such as GroupNorm."
+                "takes a list, one number per stage), put the module on another stage with partitioner=[...], use a "
+                "layer that normalises without statistics of batches, such as GroupNorm, or set "
+                "replicated_buffers=True, with which each replica keeps its own."
             )
+        notes.append(
+            f"Each of the {len(workers)} replicas of stage {program.index} keeps what its own micro-batches make of "
+            f"{changing[0]!r}{' and other buffers' * (len(changing) > 1)}; the first one's are saved and evaluated "
+            "with. They are not exact: one worker would have others."
+        )
+    if request.replicated_buffers and request.replicas is not None and not notes:
+        raise PlanError(
+            "replicated_buffers=True means nothing here: no stage with several replicas changes a buffer in its "
+            "forward. Leave it out."
+        )
+    return notes
 
 
 def _ties(programs: Sequence[StageProgram]) -> bool:
