@@ -3,6 +3,7 @@
     python jobs/check/newcomer.py                    on a cluster of its own on this machine
     python jobs/check/newcomer.py --clone            in a clean clone, beginning with its `make train`
     python jobs/check/newcomer.py --only report hf   some steps; those that they need are done too
+    python jobs/check/newcomer.py --pictures DIR     draws the boards, with matplotlib
 
 train      README's command: a small language model on two stages
 report     `raypipe report` writes one file; a headless Chromium opens it, clicks, and finds nothing to complain about
@@ -31,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
 from dashboards.boards import BOARDS
-from dashboards.render import ask, lines_of
+from dashboards.render import ask, draw, lines_of
 from jobs.lib.common import table
 from tests.browser import opened
 from tests.jobs.test_finetune_hf import model_folder, texts
@@ -52,6 +53,9 @@ class Newcomer:
         folder: for everything that is written.
         python: that has raypipe.
         home: of the cluster; None before it is needed.
+        prometheus: its address.
+        begun_s: when the job was submitted, Unix seconds; 0 before that.
+        pictures: folder for pictures of the boards; None for none.
     """
 
     source: Path
@@ -60,6 +64,7 @@ class Newcomer:
     home: Home | None = None
     prometheus: str = ""
     begun_s: float = 0.0
+    pictures: Path | None = None
 
     @property
     def run(self) -> Path:
@@ -109,7 +114,7 @@ def report(at: Newcomer) -> str:
 def job(at: Newcomer) -> str:
     at.begun_s = time.time()
     command = [RAY, "job", "submit", "--working-dir", ".", "--", at.python, *TRAIN, *_folders(at, "submitted")]
-    said = at.call(*command, "--steps", "300", cluster=True)
+    said = at.call(*command, "--steps", "200", cluster=True)
     if "held-out loss of this model" not in said:
         raise RuntimeError(f"the job says nothing of its loss: {said[-800:]}")
     return f"SUCCEEDED, {len(list((at.folder / 'runs/submitted/checkpoints').iterdir()))} checkpoint in its folder"
@@ -134,6 +139,10 @@ def boards(at: Newcomer) -> str:
             lines = lines_of(panel, at.prometheus, ".+", at.begun_s, end_s)
             answered += bool(lines)
             missing += [] if lines or panel.needs else [f"{board.title}: {panel.title}"]
+    if at.pictures is not None:
+        at.pictures.mkdir(parents=True, exist_ok=True)
+        for board in BOARDS:
+            draw(board, at.prometheus, ".+", at.begun_s, end_s, at.pictures / f"{board.uid}.png")
     if missing:
         raise RuntimeError(f"no data for {'; '.join(missing)}")
     rules = len(ask(at.prometheus, "query", query="count(ray_raypipe_step_seconds)"))
@@ -169,12 +178,15 @@ def cluster(at: Newcomer, folder: Path) -> Iterator[None]:
     if program is None:
         raise RuntimeError("there is no prometheus on this machine: apt-get install prometheus")
     with private_cluster() as home, contextlib.ExitStack() as stack:
-        home.start(cpus=4, dashboard=True, environment=TOKEN, RAY_metrics_report_interval_ms="1000")
+        quick = {"RAY_metrics_report_interval_ms": "1000", "RAY_worker_niceness": "0"}
+        home.start(cpus=4, dashboard=True, environment={**TOKEN, **quick})
         at.home, port = home, free_port()
         discovery = home.folder / "prom_metrics_service_discovery.json"
         install = [at.python, "-m", "raypipe.cli", "dashboards", "install", str(folder)]
         at.call(*install, "--discovery", str(discovery))
-        options = [f"--config.file={folder}/prometheus/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+        config = folder / "prometheus" / "prometheus.yml"
+        config.write_text(config.read_text().replace("10s", "1s"))  # this run is short
+        options = [f"--config.file={config}", f"--storage.tsdb.path={folder}/data"]
         log = stack.enter_context((folder / "prometheus.log").open("wb"))
         listening = [f"--web.listen-address=127.0.0.1:{port}"]
         process = subprocess.Popen([program, *options, *listening], stdout=log, stderr=log)
@@ -206,12 +218,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clone", action="store_true", help="in a clean clone with an environment of its own")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help=", ".join(STEPS))
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw the boards there; needs matplotlib")
     asked = parser.parse_args()
     rows, failed = [], False
     with tempfile.TemporaryDirectory(prefix="raypipe-newcomer-") as made, contextlib.ExitStack() as stack:
         folder = Path(made)
         source = clone(folder / "clone") if asked.clone else ROOT
-        at = Newcomer(source, folder, str(source / ".venv/bin/python") if asked.clone else sys.executable)
+        python = str(source / ".venv/bin/python") if asked.clone else sys.executable
+        at = Newcomer(source, folder, python, pictures=asked.pictures)
         for name in asked.only:
             began_s = time.monotonic()
             try:
