@@ -52,11 +52,12 @@ def sweep(asked: argparse.Namespace) -> tune.ResultGrid:
     """Run all trials."""
     images, folder = read_images(None, 8), f"{absolute(asked.storage)}/{asked.name}-data"
     data = {name: write_split(split, f"{folder}/{name}.parquet") for name, split in images.splits.items()}
+    shape = (images.channels, images.size, len(images.classes))
 
     def make(config: dict[str, Any], name: str) -> raypipe.PipelineTrainer:
         torch.manual_seed(asked.seed)
         return raypipe.PipelineTrainer(
-            Net(images.channels, images.size, len(images.classes), asked.width, asked.depth),
+            Net(*shape, asked.width, asked.depth),
             loss_fn=loss_fn,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=config["rate"]),
             train_data=data["train"],
