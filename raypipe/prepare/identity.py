@@ -28,6 +28,7 @@ from raypipe.engine.initial.tape import KeyedInit
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.stage import GraphFunction
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.ir.weights import VersionRule
 from raypipe.runtime.run.same_run import LANES, Settings
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mappi
         free["replicated_buffers"] = "-".join(map(str, plan.schedule.wiring.replicas))
     if plan.weights.interval is not None:
         free |= {name: getattr(pipeline, name) for name in _ASYNCHRONOUS_FIELDS}
+        if lanes > 1 and plan.weights.rule is not VersionRule.DELAYED:  # they decide how old weights are
+            free["num_replicas"] = "-".join(map(str, plan.schedule.wiring.replicas))
     free |= source_labels("eval_data", sources["eval"]) if "eval" in sources else {"eval_data": None}
     trained = [(name, torch.nn.Parameter(x.detach())) for name, x in job.tensors.items() if x.requires_grad]
     of_class, options = optimizer_labels(trained, job.make_optimizer, job.make_scheduler)

@@ -138,6 +138,15 @@ def test_a_run_with_replicas_is_the_run_without_and_goes_on_without_them(tmp_pat
         trainer(tmp_path, "plain", num_replicas=[2, 1]).fit(num_steps=2, local=True, progress=False)
 
 
+def test_a_run_whose_versions_depend_on_replicas_says_so_when_others_go_on(tmp_path: Path) -> None:
+    """In "pipedream" replicas decide how old weights are; in "2bw" they do not."""
+    trainer(tmp_path, "one", num_replicas=[2, 1], schedule="pipedream").fit(num_steps=1, local=True, progress=False)
+    with pytest.raises(ConfigError, match="num_replicas: was 2-1, is 1-2"):
+        trainer(tmp_path, "one", num_replicas=[1, 2], schedule="pipedream").fit(num_steps=2, local=True)
+    trainer(tmp_path, "two", num_replicas=[2, 1], schedule="2bw").fit(num_steps=1, local=True, progress=False)
+    trainer(tmp_path, "two", num_replicas=[1, 2], schedule="2bw").fit(num_steps=2, local=True, progress=False)
+
+
 def test_the_plan_says_who_holds_what(tmp_path: Path) -> None:
     plan = trainer(tmp_path, "plan", num_replicas=[2, 1]).plan()
     assert "2 on 3 workers, gradients summed in 2 lanes. Stage 0 (2 workers)" in str(plan)
