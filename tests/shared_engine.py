@@ -59,6 +59,9 @@ def _captured(
 
     contents = hashlib.sha256()
     for tensor in [*model.state_dict().values(), *_pytree.tree_leaves(example)]:
+        if not isinstance(tensor, torch.Tensor):  # state of a module that is none
+            contents.update(repr(tensor).encode())
+            continue
         contents.update(f"{tensor.device} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} ".encode())
         if not tensor.is_meta:  # which has no contents
             contents.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -120,11 +120,10 @@ class Noting:
 
 
 class Observer:
-    """Looks at the driver's process, and at what lies in shared memory, until it is stopped."""
+    """Looks at the driver's process, and at what the object store holds, until it is stopped: of this process's Ray."""
 
     def __init__(self) -> None:
         self.driver_bytes, self.shared_bytes = 0, 0
-        self._begin_bytes = _shared_bytes()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -135,19 +134,35 @@ class Observer:
 
     def _look(self) -> None:
         while not self._over.wait(0.2):
-            self.shared_bytes = max(self.shared_bytes, _shared_bytes() - self._begin_bytes)
-            for folder in Path("/proc").glob("[0-9]*"):
-                try:
-                    title = (folder / "cmdline").read_bytes()
-                except OSError:
-                    continue
-                if title.startswith(b"ray::") and b"Driver" in title:
-                    self.driver_bytes = max(self.driver_bytes, high_water_bytes(folder.name))
+            for process, title in _descendants(os.getpid()):
+                if title.startswith("ray::") and "Driver" in title:
+                    self.driver_bytes = max(self.driver_bytes, high_water_bytes(process))
+                elif "raylet" in title:  # which maps the store, and touches what is put there
+                    self.shared_bytes = max(self.shared_bytes, _shared_bytes(process))
 
 
-def _shared_bytes() -> int:
-    found = os.statvfs("/dev/shm")
-    return (found.f_blocks - found.f_bfree) * found.f_frsize
+def _descendants(root: int) -> list[tuple[int, str]]:
+    """Process and command of all that this process has started, directly or not."""
+    parents: dict[int, tuple[int, str]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parents[int(folder.name)] = parent, (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except (OSError, ValueError, IndexError):  # it has ended meanwhile
+            continue
+    found, known = [], {root}
+    while more := {pid for pid, (parent, _) in parents.items() if parent in known} - known:
+        known |= more
+        found += [(pid, parents[pid][1]) for pid in more]
+    return found
+
+
+def _shared_bytes(process: int) -> int:
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem")), 0)
 
 
 def make_shards(folder: Path, llama: Llama) -> dict[str, Any]:

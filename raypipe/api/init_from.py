@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from raypipe.engine.storage import Place, PlaceError
 from raypipe.engine.user_lines import short
 from raypipe.errors import CheckpointError, ConfigError
 
-__all__ = ["PICKLED", "InitialWeights", "located", "matched", "read_weights"]
+__all__ = ["PICKLED", "InitialWeights", "located", "matched", "read_weights", "wanted_of"]
 
 T = TypeVar("T")
 
@@ -180,8 +181,19 @@ def _fill(model: nn.Module, found: Mapping[str, torch.Tensor], source: str) -> N
             "Give a function that builds the model and set weights_on='workers', so that each worker fills its own, or "
             "build the model with numbers."
         )
+    found = wanted_of(model, own, found)
     matched(own, found, f"init_from={source!r}", type(model).__name__)
     model.load_state_dict(found, strict=False)
+
+
+def wanted_of(model: nn.Module, own: Mapping[str, Any], found: Mapping[str, T]) -> dict[str, T]:
+    """Without what the model has no use for: state of modules that is no tensor there, and what it says it ignores."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return {
+        name: value
+        for name, value in found.items()
+        if name in own or not (name.endswith("_extra_state") or any(re.search(pattern, name) for pattern in ignored))
+    }
 
 
 def matched(

@@ -9,14 +9,13 @@ the files before anything is started.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from raypipe.api.init_from import PICKLED, InitialWeights, located, matched
+from raypipe.api.init_from import PICKLED, InitialWeights, located, matched, wanted_of
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.checkpoint import StateSource, newest_step
 from raypipe.engine.initial.building import built_without_weights
@@ -29,6 +28,7 @@ from raypipe.engine.initial.files import (
     weights_in,
 )  # fmt: skip
 from raypipe.engine.initial.tape import InitTape
+from raypipe.engine.out_of_memory import memory_bytes
 from raypipe.engine.storage import Place, PlaceError
 from raypipe.errors import ConfigError
 from raypipe.prepare.arguments import Unfilled
@@ -156,29 +156,24 @@ def stored_weights(source: str, storage: Place, title: str = "init_from") -> dic
 
 
 def _files_of(model: nn.Module, found: Mapping[str, StoredTensor], title: str) -> StateSource:
-    own: dict[str, Any] = model.state_dict(keep_vars=True)
+    own = {name: x for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, torch.Tensor)}
     first = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     aliases = {name: first[id(x)] for name, x in own.items() if first.get(id(x), name) != name}
-    kept = {name: stored for name, stored in found.items() if name in own or not _ignored(model, name)}
-    return files_for(own, aliases, kept, title, type(model).__name__)
-
-
-def _ignored(model: nn.Module, name: str) -> bool:
-    """Whether a model of transformers says itself that it has no use for a tensor of this name."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return any(re.search(pattern, name) for pattern in patterns)
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in own]
+    if lost:
+        raise ConfigError(
+            f"weights_on='workers': the buffer {lost[0]!r} is on the meta device and in no file, because it is not "
+            "persistent. Give a function that builds the model (lambda: Model(config)) instead of a module."
+        )
+    return files_for(own, aliases, wanted_of(model, own, found), title, type(model).__name__)
 
 
 def _too_many(model: Any, source: str, storage: Place) -> bool:
-    """Whether a folder of Hugging Face or a safetensors file has more than half of what this machine could hold."""
+    """Whether a folder of Hugging Face or a safetensors file has more than half of what this process could hold."""
     if isinstance(model, nn.Module) or source.endswith(PICKLED):
         return False
     place = located(source, storage)
-    if place.name.endswith(".safetensors"):
-        size_bytes = place.size_bytes() or 0
-    elif is_hugging_face(place):
-        names = [entry.name for entry in place.list() if entry.name.endswith(".safetensors")]
-        size_bytes = sum(place.size_bytes(name) or 0 for name in names)
-    else:
+    if not (place.name.endswith(".safetensors") or is_hugging_face(place)):
         return False
-    return size_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2
+    size_bytes = sum(stored.info.size_bytes for stored in stored_weights(source, storage).values())
+    return size_bytes > memory_bytes() / 2

@@ -1,4 +1,4 @@
-"""Whether an exception says that there was no memory left, and how much the process or its device held then."""
+"""Memory: whether an exception says that none was left, what the process or its device holds, what it may hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["held_bytes", "process_bytes", "ran_out"]
+__all__ = ["held_bytes", "memory_bytes", "process_bytes", "ran_out"]
 
 _STATM = Path("/proc/self/statm")
 
@@ -35,3 +35,24 @@ def process_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):
         return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
+
+
+def memory_bytes(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """That this process may hold: what the machine has, or the limit of its container where that is lower.
+
+    Args:
+        groups, own: where Linux shows control groups and which is this process's, of version 1 or 2.
+    """
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [groups / "memory.max", groups / "memory" / "memory.limit_in_bytes"]
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds == "":
+                limits.append(groups / path.lstrip("/") / "memory.max")
+            elif "memory" in kinds.split(","):
+                limits.append(groups / "memory" / path.lstrip("/") / "memory.limit_in_bytes")
+    for limit in limits:
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
+            found = min(found, int(limit.read_text()))
+    return found

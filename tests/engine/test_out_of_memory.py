@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.engine.out_of_memory import held_bytes, ran_out
+from raypipe.engine.out_of_memory import held_bytes, memory_bytes, ran_out
 from raypipe.errors import RanOut, StageError
 from tests.mishaps import Crowd
 from tests.models import vectors
@@ -57,3 +58,18 @@ def test_the_error_names_stage_action_and_bytes_and_knows_the_worker(tmp_path: P
         trainer.fit(1, local=True, progress=False)
     assert isinstance(caught.value.ran_out, RanOut)
     assert caught.value.ran_out.worker == 1
+
+
+def test_a_process_may_hold_what_its_container_may(tmp_path: Path) -> None:
+    own, whole = tmp_path / "own", memory_bytes(tmp_path, tmp_path / "nothing")
+    assert whole == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    own.write_text("3:cpu:/\n0::/a/b\n")
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/memory.max").write_text("max\n")
+    assert memory_bytes(tmp_path, own) == whole
+    (tmp_path / "a/b/memory.max").write_text("1000000\n")
+    assert memory_bytes(tmp_path, own) == 1_000_000
+    own.write_text("4:cpu,memory:/c\n")
+    (tmp_path / "memory/c").mkdir(parents=True)
+    (tmp_path / "memory/c/memory.limit_in_bytes").write_text("2000000\n")
+    assert memory_bytes(tmp_path, own) == 2_000_000

@@ -212,3 +212,34 @@ def test_who_cannot_be_filled_by_workers_is_refused(tmp_path: Path) -> None:
     made = trainer(plain_case(Blocks), tmp_path, init_from=tmp_path / "a.pt", weights_on="workers")
     with pytest.raises(ConfigError, match=r"cannot be read tensor by tensor.*save_file"):
         made.plan()
+
+
+class Extra(nn.Linear):
+    """Has state that is no tensor of its state_dict, as quantised modules have."""
+
+    def get_extra_state(self) -> Any:
+        return {"format": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_client_and_workers_take_the_same_files(tmp_path: Path) -> None:
+    """State of modules that is no tensor is nobody's weight."""
+    case = plain_case(lambda: nn.Sequential(Extra(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    state = {name: x for name, x in case.build().state_dict().items() if isinstance(x, torch.Tensor)}
+    save_file({**state, "2._extra_state": torch.zeros(3)}, tmp_path / "a.safetensors")
+    given = {"init_from": tmp_path / "a.safetensors"}
+    whole, parts = (trained(case, tmp_path, on, weights_on=on, **given) for on in ("client", "workers"))
+    assert whole[1] == parts[1]
+    assert_same(whole[0], parts[0])
+
+
+def test_a_buffer_that_is_nowhere_is_named(tmp_path: Path) -> None:
+    save_file(Blocks().state_dict(), tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        model = Blocks()
+    made = trainer(plain_case(lambda: model), tmp_path, init_from=tmp_path / "a.safetensors", weights_on="workers")
+    made._weights.model = model  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"the buffer 'shift' is on the meta device and in no file.*lambda"):
+        made.plan()

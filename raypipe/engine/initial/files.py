@@ -136,7 +136,7 @@ def weights_in(place: Place, title: str) -> dict[str, StoredTensor]:
         return _in_shards(place, title)
     if place.exists(ONE_FILE):
         return _in_file(place / ONE_FILE)
-    return checkpoint_tensors(place)
+    return checkpoint_tensors(place, f", and no {ONE_FILE}")
 
 
 def sampled_digest(found: Mapping[str, StoredTensor]) -> str:
@@ -211,15 +211,20 @@ def _index(folder: Place, title: str) -> dict[str, str]:
     return found
 
 
-def checkpoint_tensors(place: Place) -> dict[str, StoredTensor]:
-    """As ``weights_in``, of a checkpoint, which must be good, or of a run's newest good one."""
+def checkpoint_tensors(place: Place, nor: str = "") -> dict[str, StoredTensor]:
+    """As ``weights_in``, of a checkpoint, which must be good, or of a run's newest good one.
+
+    Args:
+        nor: what else was looked for there, for the message.
+    """
     if place.exists(MANIFEST):
         checkpoint = open_checkpoint(place)
     else:
         newest, refusals = find_checkpoint(place)
         if newest is None:
             reason = f" {refusals[0].reason}" if refusals else ""
-            raise CheckpointError(f"{place} holds no complete checkpoint, and no {ONE_FILE}.{reason}")
+            give = "Give a run folder, or one of its checkpoints."
+            raise CheckpointError(f"{place} holds no complete checkpoint{nor}.{reason} {give}")
         checkpoint = newest
     return tensors_of(checkpoint)
 

@@ -154,3 +154,53 @@ def test_other_threads_build_their_models_as_ever() -> None:
     built, _ = built_without_weights(build, 0)
     assert built.weight.is_meta
     assert not made[0].weight.is_meta
+
+
+class Unmade(nn.Module):
+    """Of two large parameters a part of one is never written to, and the other one is, piece by piece."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.pieces = nn.Parameter(torch.empty(512, 256))
+        self.rest = nn.Parameter(torch.empty(512, 256))
+        for part in self.pieces.data.chunk(4):
+            nn.init.xavier_uniform_(part)
+        with torch.no_grad():
+            self.rest[: 512 if whole else 511].normal_()
+
+
+def test_what_no_constructor_made_is_named() -> None:
+    for whole in (True, False):
+        built, made = built_without_weights(lambda whole=whole: Unmade(whole=whole), 0)
+        source = made.source(built.named_parameters(), 0)
+        if whole:
+            source.check()
+            continue
+        with pytest.raises(ConfigError, match=r"leaves 'rest', or a part of it, as torch.empty made it.*init_from"):
+            source.check()
+
+
+def test_values_of_all_parameters_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.some = nn.Parameter(torch.arange(256.0))
+            self.more = nn.Parameter(torch.arange(256.0) + 1)
+
+    built, made = built_without_weights(Given, 0)
+    made.source(built.named_parameters(), 0).check()
+    monkeypatch.setattr(tape, "MOST_TOTAL_BYTES", 1500)
+    built, made = built_without_weights(Given, 0)
+    with pytest.raises(ConfigError, match=r"begins with values in 'more' .* MiB in all such parameters"):
+        made.source(built.named_parameters(), 0).check()
+
+
+def test_a_constructor_that_lists_numbers_of_a_parameter_is_refused_with_the_cure() -> None:
+    class Listing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.numbers = self.linear.weight.tolist()
+
+    with pytest.raises(ConfigError, match=r"looks at, or sets from elsewhere.*weights_on='client'"):
+        built_without_weights(Listing, 0)
