@@ -4,6 +4,7 @@
     python jobs/check/chaos.py --faults 12 --schedule 2bw
     python jobs/check/chaos.py --faults 12 --codec bf16
     python jobs/check/chaos.py --faults 5 --kinds sigkill driver        without root: on this machine's Ray alone
+    python jobs/check/chaos.py --faults 50 --replicas 2 1               a replica of a stage at a time, without root
 
 Which kinds there are: jobs/lib/faults.py. The run is on network namespaces with a raylet each, one more than it has
 stages, and a head that stays. Every fault is printed with its step and moment, and the seed makes the same choices
@@ -14,6 +15,9 @@ more without any fault. The last line is JSON:
     redone_steps, seconds       steps done again; seconds of recovery, and until the run trained again, p50 and max
     lost_steps                  steps that are not in the final metrics exactly once
     same_losses                 losses and gradient norms of all steps are the twin's, so each sample was used once
+    regroups, joins             of replicas: how often the run went on without one, and took another one in
+    replica_pause_seconds       from the kill until those that are left begin the step anew, p50 and max
+    rollbacks                   recoveries, which go back to an older step; with replicas there should be none
     survivors_lost              stages that no fault hit and that had another process or actor afterwards
     left_behind                 actors, placement groups, CPUs in use, processes, files of shared memory
     equal                       torch.equal of all parameters
@@ -26,6 +30,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -81,12 +86,13 @@ class Pause(torch.nn.Module):
         return x
 
 
-def model(pause_s: float) -> torch.nn.Module:
-    """Dropout and BatchNorm: randomness and buffers that a forward changes."""
+def model(pause_s: float, *, replicated: bool) -> torch.nn.Module:
+    """Dropout and BatchNorm: randomness and buffers that a forward changes, which no replica may."""
     torch.manual_seed(0)
     layers: list[torch.nn.Module] = []
     for _ in range(4):
-        rest = (torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.1), Pause(pause_s), torch.nn.Tanh())
+        norm = torch.nn.LayerNorm(32) if replicated else torch.nn.BatchNorm1d(32)
+        rest = (norm, torch.nn.Dropout(0.1), Pause(pause_s), torch.nn.Tanh())
         layers += [torch.nn.Linear(32, 32), *rest]
     return torch.nn.Sequential(*layers, torch.nn.Linear(32, 4))
 
@@ -101,18 +107,23 @@ def adamw(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def trainer(folder: Path, name: str, asked: argparse.Namespace, pause_s: float) -> raypipe.PipelineTrainer:
-    """The run; its undisturbed twin has another name and no pauses."""
+    """The run; its undisturbed twin has another name, no pauses and no replicas."""
+    lanes: dict[str, Any] = {}
+    if asked.replicas:
+        lanes["num_lanes"] = math.lcm(*asked.replicas)
+        lanes |= {"num_replicas": list(asked.replicas)} if name == TWINS[0] else {}
+    workers = sum(asked.replicas) or asked.stages
     return raypipe.PipelineTrainer(
-        model(pause_s),
+        model(pause_s, replicated=bool(asked.replicas)),
         loss_fn=functional.cross_entropy,
         optimizer=adamw,
         train_data=data(),
         pipeline=raypipe.PipelineConfig(
             num_stages=asked.stages, minibatch_size=32, num_microbatches=4, partitioner="parameters",
             schedule=asked.schedule, codec_forward=asked.codec, codec_backward=asked.codec,
-            checkpoint_interval_steps=CHECKPOINT_STEPS, retune_interval_steps=0,
+            checkpoint_interval_steps=CHECKPOINT_STEPS, retune_interval_steps=0, **lanes,
         ),
-        scaling_config=ScalingConfig(num_workers=asked.stages),
+        scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=-1)),
     )  # fmt: skip
 
@@ -123,7 +134,7 @@ def disturbed(folder: Path, lab: Hosts | None, asked: argparse.Namespace, kinds:
     deadline_s = time.monotonic() + asked.limit
     before, shm = ours(), shared_memory()
     handle = trainer(folder, "disturbed", asked, STEP_S / 4).start(MOST_STEPS)
-    chaos = Faults(handle, folder / "disturbed", lab, dice, deadline_s)
+    chaos = Faults(handle, folder / "disturbed", lab, dice, deadline_s, asked.replicas)
     found: dict[str, Any] = {"ended": "after the last fault"}
     try:
         while handle.status().step < FIRST_STEPS:
@@ -149,6 +160,7 @@ def figures_of(chaos: Faults, folder: Path) -> dict[str, Any]:
     recoveries = events(folder, "recovery")
     seconds = [event["seconds"] for event in recoveries]
     pauses = [fault.seconds for fault in done]
+    lost = [fault.pause_s for fault in done if fault.pause_s]
     sources = Counter("memory" if "memory" in event["reason"] else "checkpoint" for event in recoveries)
     return {
         "faults": dict(Counter(fault.kind for fault in done)),
@@ -164,6 +176,11 @@ def figures_of(chaos: Faults, folder: Path) -> dict[str, Any]:
         "recovery_seconds_max": max(seconds, default=0.0),
         "pause_seconds_p50": round(median(pauses), 2) if pauses else 0.0,
         "pause_seconds_max": round(max(pauses, default=0.0), 2),
+        "regroups": len(events(folder, "regroup")),
+        "joins": len(events(folder, "join")),
+        "rollbacks": len(recoveries),
+        "replica_pause_seconds_p50": round(median(lost), 3) if lost else 0.0,
+        "replica_pause_seconds_max": round(max(lost, default=0.0), 3),
         "survivors_kept": sum(fault.kept for fault in done),
         "survivors_lost": sum(fault.lost for fault in done),
     }
@@ -227,8 +244,10 @@ def cluster(asked: argparse.Namespace) -> Iterator[Hosts | None]:
     quiet: dict[str, Any] = {"namespace": "raypipe", "log_to_driver": False, "logging_level": "ERROR"}
     with contextlib.ExitStack() as ends:
         ends.callback(ray.shutdown)
-        if set(asked.kinds) <= set(ANYWHERE):
-            ray.init(address="local", num_cpus=asked.stages + 1, include_dashboard=False, **quiet)
+        if set(asked.kinds) <= {*ANYWHERE, "replica"}:
+            ray.init(
+                address="local", num_cpus=(sum(asked.replicas) or asked.stages) + 1, include_dashboard=False, **quiet
+            )
             yield None
             return
         lab = ends.enter_context(hosts(asked.stages + 1))
@@ -245,14 +264,17 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="all that can be done here if left out")
     parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[], help="of each stage; of these one is killed")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--codec", default="none", help="of messages both ways")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no fault is waited for")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which stay there")
     asked = parser.parse_args()
+    if asked.replicas:
+        asked.stages, asked.kinds = len(asked.replicas), asked.kinds or ["replica"]
     if asked.kinds is None:
         why_not = missing()
-        asked.kinds = list(ANYWHERE if why_not else KINDS)
+        asked.kinds = list(ANYWHERE if why_not else KINDS[:-1])
         print(f"no hosts can be lost here: {why_not}" if why_not else "all kinds of faults", flush=True)
     return asked
 
@@ -275,7 +297,7 @@ def main() -> int:
     figures.pop("checkpoint", None)
     print(json.dumps({"check": "chaos", "seed": asked.seed, "load": os.getloadavg()[0], "figures": figures}))
     good = figures["equal"] and figures["same_losses"] and not figures["lost_steps"] and not figures["left_behind"]
-    if not good:
+    if not good or (asked.kinds == ["replica"] and figures["rollbacks"]):
         return 1
     return 0 if sum(figures["faults"].values()) == asked.faults else 2
 

@@ -1,4 +1,4 @@
-"""Faults of seven kinds, done to a run that trains, and what became of it.
+"""Faults of nine kinds, done to a run that trains, and what became of it.
 
     sigkill   a stage's process is killed
     sigstop   a stage's process is stopped, and never goes on
@@ -8,8 +8,9 @@
     raylet    a raylet is killed, so that its node is lost with all that ran there; another node takes its place
     drain     Ray drains a node that has a stage; once that has left, the node goes, and another one takes its place
     link      a wire between two nodes with stages is cut for seconds; connections go on after it, or are reset
+    replica   a replica's process is killed, when all of its stage are there; it is over when another one has joined
 
-The last three need hosts (jobs/lib/hosts.py).
+Raylet, drain and link need hosts (jobs/lib/hosts.py), and replica a run with replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from tests.processes import descendants
 __all__ = ["ANYWHERE", "KINDS", "Fault", "Faults", "LimitReachedError", "driver_processes", "events"]
 
 ANYWHERE = ("sigkill", "sigstop", "again", "pair", "driver")
-KINDS = (*ANYWHERE, "raylet", "drain", "link")
+KINDS = (*ANYWHERE, "raylet", "drain", "link", "replica")
 WAIT_S = 300.0
 ON_STEPS = 3
 """Steps after a fault after which the run counts as training again."""
@@ -61,6 +62,7 @@ class Fault:
     Attributes:
         step: done when it was done to the run.
         seconds: until the run trained again.
+        pause_s: of a replica, until those that were left were regrouped, and began the step anew.
         hit: processes that were killed or stopped, by us or with their node.
         kept, lost: other stages' processes from before that the run had or had not afterwards, with their actor.
     """
@@ -71,6 +73,7 @@ class Fault:
     hit: set[int] = field(default_factory=set)
     kept: int = 0
     lost: int = 0
+    pause_s: float = 0.0
 
 
 class Faults:
@@ -79,11 +82,19 @@ class Faults:
     Args:
         lab: whose nodes the run is on; None where it is on this machine's Ray alone.
         deadline_s: by the monotonic clock, after which LimitReachedError is raised.
+        replicas: workers of each stage.
     """
 
     def __init__(
-        self, handle: raypipe.RunHandle, folder: Path, lab: Hosts | None, dice: random.Random, deadline_s: float
+        self,
+        handle: raypipe.RunHandle,
+        folder: Path,
+        lab: Hosts | None,
+        dice: random.Random,
+        deadline_s: float,
+        replicas: Sequence[int] = (),
     ) -> None:
+        self._homes = [stage for stage, count in enumerate(replicas) for _ in range(count)]
         self._handle, self._folder, self._lab, self._dice = handle, folder, lab, dice
         self._deadline_s, self._begin_s = deadline_s, time.monotonic()
         self.done: list[Fault] = []
@@ -191,6 +202,17 @@ class Faults:
         finally:
             lab.heal(a, b, reset=reset)
         yield
+
+    @contextlib.contextmanager
+    def _replica(self, fault: Fault) -> Iterator[None]:
+        stages, homes = self._stages(), self._homes
+        victim = self._dice.choice([at for at, stage in enumerate(homes) if homes.count(stage) > 1])
+        struck_s = time.time()
+        with self._one_more("regroup", "recovery"):
+            self._signal(fault, signal.SIGKILL, stages[victim]["process"])
+        fault.pause_s = events(self._folder, "regroup", "recovery")[-1]["time"] - struck_s
+        yield
+        self._until(lambda: len(self._stages()) == len(homes), "another replica has joined")
 
     # What they are made of.
 

@@ -122,6 +122,12 @@ class Executor:
         for channel in self.channels.values():
             channel.leave(reason)
 
+    def let_go(self) -> None:
+        """Nothing is run here any more: what is held goes at once, though parts of it refer to each other."""
+        self.works.clear()
+        self._updates.clear()
+        self._reduction = None  # type: ignore[assignment]
+
     def undo(self) -> None:
         """A step of a run in lanes that was begun will be begun anew, by another executor of these states."""
         for work in self.works.values():

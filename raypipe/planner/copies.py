@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["CopyCosts", "copy_interval", "holders"]
+__all__ = ["MOST_STEPS", "CopyCosts", "copy_interval", "holders"]
 
 OVERHEAD = 0.03
 """Of a step's time that copies may cost."""

@@ -17,7 +17,7 @@ from raypipe.ir.schedule import Homes
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.replicas import on_workers
 
-__all__ = ["counts_for", "left", "regrouped"]
+__all__ = ["counts_for", "left", "regrouped", "with_spares"]
 
 
 def left(homes: Homes, lost: Collection[int]) -> tuple[tuple[int, ...], ...]:
@@ -37,6 +37,21 @@ def counts_for(wanted: Sequence[int], workers: int) -> tuple[int, ...] | None:
     while sum(found) > workers:
         most = max(found)
         found[max(stage for stage, count in enumerate(found) if count == most)] -= 1
+    return tuple(found)
+
+
+def with_spares(counts: Sequence[int], wanted: Sequence[int], spares: int) -> tuple[int, ...]:
+    """Replicas by stage with the help of spares, each where most are missing, while any are.
+
+    Args:
+        counts: that are there.
+        wanted: that there should be.
+    """
+    found = list(counts)
+    for _ in range(spares):
+        missing = [want - count for want, count in zip(wanted, found, strict=True)]
+        if max(missing, default=0) > 0:
+            found[missing.index(max(missing))] += 1
     return tuple(found)
 
 

@@ -270,8 +270,10 @@ class _DriverActor:
     ) -> Recovery:
         """What brings the stages back."""
         spec = charter.spec
-        offered = (spec.num_workers or 0) if spec.max_failures else 0
-        spares = growth or Spares(fleet, offered, RunFolder(spec.place).event)
+        event, request = RunFolder(spec.place).event, charter.basis.request
+        replicas = sum(request.replicas_of(len(made.setup.programs))) if request.replicated else 0
+        offered = max(spec.num_workers or 0, replicas) if spec.max_failures else 0
+        spares = growth or Spares(fleet, offered, event, self._requests.join if replicas else None)
         return Recovery(fleet, charter.blueprint(made.run), charter.planned, made, tensors, spares, charter.packed)
 
     def _loop(

@@ -11,7 +11,7 @@ The loop calls between two steps, or after a failure; what it knows of the run a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,12 +72,16 @@ class Changing:
         self._parts, self._progress, self._recovery = parts, progress, recovery
         self._failures = Failures(parts.spec.max_failures)
         self._replanning = None if recovery is None else recovery.replanning
+        self._groups = None if recovery is None else recovery.groups
         if self._replanning is not None:
             self._replanning.serve(parts.requests.offer)
             parts.ordering.measures = self._replanning.measures
 
-    def survive(self, error: RaypipeError) -> None:
+    def survive(self, error: RaypipeError, follow: Callable[[Iterator[list[list[StepReport]]]], None]) -> None:
         """Have all stages brought back to one state, and go on from there.
+
+        Args:
+            follow: is called with steps that were made before the failure, and of which it learns only afterwards.
 
         Raises:
             RaypipeError: the failure, where it is not to be survived.
@@ -94,6 +98,8 @@ class Changing:
             watcher.tell(message=f"recovering: {_line(error)}")
             begin_s = time.monotonic()
             try:
+                if isinstance(error, StageLostError | LinkError) and self._regrouped(follow, begin_s):
+                    return
                 back = self._recovery.recover(progress.marks.steps)
                 self._go_back(back)
                 if back.stopped:
@@ -109,6 +115,36 @@ class Changing:
         watcher.counted("recovery_seconds", took_s)
         watcher.counted("lost_steps", redone)
 
+    def _regrouped(self, follow: Callable[[Iterator[list[list[StepReport]]]], None], begin_s: float) -> bool:
+        """Whether the run goes on where it is, without the replicas that it lost."""
+        groups, progress, parts = self._groups, self._progress, self._parts
+        steps = None if groups is None else groups.complete(progress.at.step)
+        if groups is None or steps is None:
+            return False
+        parts.ordering.save_and_copy_no_more()
+        follow(iter(steps))
+        # Workers forget what they have done when they are regrouped; a later driver finds it here.
+        if parts.notes.try_to(parts.metrics.write):
+            parts.ordering.learn(written=progress.at.step)
+        back = groups.regroup(progress.at.step)
+        self._stay(back)
+        took_s = time.monotonic() - begin_s
+        replicas = "-".join(map(str, parts.ordering.plan.plan.partition.replicas))
+        self._tell_change("regroup", f"the run goes on with {replicas} workers", back, took_s, completed=len(steps))
+        parts.watcher.counted("recovery_seconds", took_s)
+        return True
+
+    def _stay(self, back: Recovered) -> None:
+        """The stages have the state that they had, on other workers: what was ordered is ordered again."""
+        parts, progress = self._parts, self._progress
+        progress.empty, progress.end_s, progress.copied = True, None, True
+        if back.plan is not None:
+            self._take_plan(back.plan)
+        parts.ordering.forget(progress.at.step, progress.skipped)
+        parts.ordering.copy_times.soon()
+        parts.checkpoints.forget_after(progress.at.step)
+        progress.saved = progress.completed = parts.checkpoints.latest_step
+
     def change(self) -> None:
         """Between two steps, do what is wanted: another number of stages, other workers, another cut."""
         requests = self._parts.requests
@@ -119,6 +155,8 @@ class Changing:
             )
         if nodes := requests.take_leaving():
             self._change_to("move", "nodes are about to be taken away", lambda on, at: on.move(nodes, at))
+        if requests.take_joining() and (groups := self._groups) is not None:
+            self._change_to("join", "replicas are there again", lambda _, at: groups.join(at), take=self._stay)
         if (offer := requests.take_offer()) is not None:
             self._parts.watcher.alert(f"cutting the stages again: {offer.why}")
             took_s = self._change_to("replan", offer.why, lambda on, at: on.take(offer, at), **offer.numbers)
@@ -192,6 +230,7 @@ class Changing:
         reason: str,
         change: Callable[[Recoverer, int], Recovered | None],
         answer: Callable[[RaypipeError | None], None] = lambda error: None,
+        take: Callable[[Recovered], None] | None = None,
         **numbers: Any,
     ) -> float | None:
         """Seconds for which nothing trained; None where nothing was changed."""
@@ -211,7 +250,7 @@ class Changing:
             raise
         took_s = None
         if back is not None:
-            self._go_back(back)
+            (take or self._go_back)(back)
             took_s = time.monotonic() - begin_s
             self._tell_change(decision, reason, back, took_s, **numbers)
         answer(None)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from raypipe.ir.report import StepReport
-from raypipe.planner.copies import CopyCosts, copy_interval
+from raypipe.planner.copies import MOST_STEPS, CopyCosts, copy_interval
 
 __all__ = ["CopyTimes"]
 
@@ -63,6 +63,10 @@ class CopyTimes:
     def ordered(self, step: int) -> None:
         """A copy will be taken after that step, or was; also an earlier one than before, where the run went back."""
         self._at, self._arrived, self._copying_s = step, False, []
+
+    def soon(self) -> None:
+        """One is due after the next step, whatever became of the one before: workers have gone or come."""
+        self._at, self._arrived, self._copying_s = -MOST_STEPS, True, []
 
     def heard(self, seconds: float, of_step: Sequence[StepReport]) -> None:
         """What all stages say of a step that took so long."""

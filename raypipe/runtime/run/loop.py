@@ -157,13 +157,13 @@ class _Loop:
         self.calls.start(start_of(spec, began_at))
         requests.serve(self.fleet, self._ordering.patience_s)
         if lost is not None:
-            self._changing.survive(lost)
+            self._changing.survive(lost, self._follow)
         while True:
             try:
                 self._to_the_end()
                 break
             except RaypipeError as error:
-                self._changing.survive(error)
+                self._changing.survive(error, self._follow)
         if progress.at.step > began_at:
             measured = Timeline(tuple(self.fleet.spans()), "measured", name=spec.name)
             timelines = [found for found in (self.plan.predicted, measured) if found is not None]

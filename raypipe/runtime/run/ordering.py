@@ -116,6 +116,10 @@ class Ordering:
         """An earlier driver ordered this; what was to be saved then is not this one's."""
         self._ordered[ordered.segment.first_step] = ordered._replace(saves=False)
 
+    def save_and_copy_no_more(self) -> None:
+        """What was ordered was not carried out by all: what it was to save or to copy is not there."""
+        self._ordered = {step: ordered._replace(saves=False, copies=False) for step, ordered in self._ordered.items()}
+
     def taken(self, step: int) -> Ordered:
         """The segment that begins with this step; it has been carried out."""
         return self._ordered.pop(step)

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raypipe.errors import LinkError, RanOut, RaypipeError, StageError, StageLostError
+from raypipe.ir.report import StepReport
 from raypipe.planner.replan import Offer
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.replanning import Replanning
 from raypipe.runtime.run.spec import PlanInForce
 
-__all__ = ["Failures", "Recovered", "Recoverer", "noticed"]
+__all__ = ["Failures", "Recovered", "Recoverer", "Regrouper", "Steps", "noticed"]
 
 UNLIMITED = -1
 MOST_LOST = 5
@@ -44,6 +45,7 @@ class Recovered:
         stages: what people are told of each worker.
         plan: that they have now, where it is another one.
         moved_bytes: of state that workers read of other workers' copies.
+        lost: workers that the run goes on without, for people.
         stopped: the run was stopped while it waited for workers: none is ready, and it ends as this checkpoint left it.
     """
 
@@ -56,12 +58,49 @@ class Recovered:
     plan: PlanInForce | None = None
     moved_bytes: int = 0
     stopped: bool = False
+    lost: tuple[str, ...] = ()
 
     def told(self) -> dict[str, Any]:
         """What events.jsonl says of it."""
         plan = {} if self.plan is None else {"num_stages": self.plan.plan.partition.num_stages}
         times = {f"{name}_s": round(took_s, 3) for name, took_s in self.seconds.items()}
-        return {"replaced": list(self.replaced), **plan, **times, "moved_bytes": self.moved_bytes}
+        lost = {"lost": list(self.lost)} if self.lost else {}
+        return {"replaced": list(self.replaced), **lost, **plan, **times, "moved_bytes": self.moved_bytes}
+
+
+Steps = Sequence[list[list[StepReport]]]
+"""As ``AnyFleet.run`` yields their reports."""
+
+
+class Regrouper(Protocol):
+    """Who has a run with replicas go on without some of them, and take others in."""
+
+    def complete(self, step: int) -> Steps | None:
+        """After a failure, have all workers that live at the same step, with no step lost that any of them has made.
+
+        Args:
+            step: steps that every stage had finished, as far as the loop was told.
+
+        Returns:
+            The steps since then; None where a stage has no worker left, or a step would be lost.
+
+        Raises:
+            StageError, LinkError: something failed meanwhile.
+        """
+
+    def regroup(self, step: int) -> Recovered:
+        """After ``complete``, deal the micro-batches out to those that live.
+
+        Raises:
+            StageError, LinkError: something failed meanwhile.
+        """
+
+    def join(self, step: int) -> Recovered | None:
+        """Between two steps, take spares in where replicas are missing; None where there are none.
+
+        Raises:
+            StageError, LinkError: something failed meanwhile; the run can be regrouped.
+        """
 
 
 class Recoverer(Protocol):
@@ -69,9 +108,11 @@ class Recoverer(Protocol):
 
     Attributes:
         replanning: finds other cuts while the run goes on; None where the planner may not.
+        groups: of a run with replicas; None of any other.
     """
 
     replanning: Replanning | None
+    groups: Regrouper | None
 
     def keep_copy(self, step: int) -> None:
         """Every stage copies its state in memory: that after ``step`` steps."""

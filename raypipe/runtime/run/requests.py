@@ -50,6 +50,7 @@ class Requests:
         self._resize: Resize | None = None
         self._leaving: set[str] = set()
         self._offer: Offer | None = None
+        self._joining = False
         self._patience_s = 0.0
         self._lock = threading.Lock()
         self._checkpoint = threading.Event()
@@ -135,6 +136,17 @@ class Requests:
         with self._lock:
             self._offer = offer
 
+    def join(self) -> None:
+        """Have spares taken in where replicas are missing. What is ordered already comes first."""
+        with self._lock:
+            self._joining = True
+
+    def take_joining(self) -> bool:
+        """Whether spares are to be taken in, once."""
+        with self._lock:
+            found, self._joining = self._joining, False
+        return found
+
     @property
     def has_offer(self) -> bool:
         """Whether there is another cut to take."""
@@ -148,9 +160,9 @@ class Requests:
 
     @property
     def wants_change(self) -> bool:
-        """Whether there is a resize, a move or another cut to be made."""
+        """Whether there is a resize, a move or another cut to be made, or a replica to be taken in."""
         with self._lock:
-            return self._resize is not None or bool(self._leaving) or self._offer is not None
+            return self._resize is not None or bool(self._leaving) or self._offer is not None or self._joining
 
     def take_leaving(self) -> frozenset[str]:
         """The nodes that are about to go, once."""

@@ -6,51 +6,43 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.errors import LeaseError, RaypipeError
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.work_order import Order
-from raypipe.planner.copies import holders
 from raypipe.planner.liveness import Finding
 from raypipe.runtime.run.takeover import Completion
 from raypipe.runtime.run.window import Window
+from raypipe.runtime.workers.configuring import Configuring
 from raypipe.runtime.workers.flight import Flight
 from raypipe.runtime.workers.granted import DeviceOf, granted
 from raypipe.runtime.workers.leaving import SETTLE_S, leave_work
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, Owner
-from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.root_cause import root_cause
 from raypipe.runtime.workers.roster import (
     GRACE_S,
     LEASE_S,
-    SPARE,
     Member,
     Roster,
     answers,
-    chosen,
     results,
 )
-from raypipe.runtime.workers.state_calls import StateCalls
 from raypipe.runtime.workers.watch import Notice, Watch
 
 __all__ = ["Fleet"]
 
-OPEN_TIMEOUT_S = 60.0
-LOAD_TIMEOUT_S = 3600.0
 LEAVE_S = 0.5
 """After a first failure, how long the other stages have to finish what was sent to them and to follow."""
 
 
-class Fleet(StateCalls):
+class Fleet(Configuring):
     """Stage actors of whoever made them, which ends them. ``configure`` makes them a pipeline, again and again.
 
     Args:
@@ -82,21 +74,12 @@ class Fleet(StateCalls):
         tell: Callable[[Notice], None] = lambda notice: None,
         device_of: DeviceOf = granted,
     ) -> None:
-        super().__init__(owner.term)
-        self._run_setup: RunSetup | None = None
-        self._rows: set[RowsKey] = set()
+        super().__init__(owner.term, Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s, device_of))
         self._run = 0
-        self._names: list[str] = []  # of the workers, for people: "Stage 1", "Stages 0 and 3"
         self._halting = threading.Lock()
-        self._halted = False
         self._flight: Flight | None = None
-        self._roster = Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s, device_of)
+        self._broken: Flight | None = None  # the last one that a failure ended
         self.watch = Watch(lambda: self.roster, lease_s, tell, owner.term)
-
-    @property
-    def roster(self) -> list[Member]:
-        """All members that live, or did when they were heard of last."""
-        return self._roster.members
 
     @property
     def places(self) -> Roster:
@@ -123,47 +106,6 @@ class Fleet(StateCalls):
         """The longest action of a step takes about so long; what takes many times that is told, and hangs some day."""
         self.watch.planned_s = action_s
 
-    def configure(
-        self,
-        run: RunSetup,
-        setup: GenerationSetup,
-        sources: Sequence[StateSource | str | RemoteCopy],
-        members: Sequence[int] | None = None,
-    ) -> None:
-        """Make members the workers of a plan and open links anew; processes stay, and the others are spares.
-
-        Args:
-            run: sent to each member when a plan first uses it, however often the run is planned anew.
-            setup: what the plan says; addresses are filled in here.
-            sources: where the workers find the state that they hold, see StageActor.load; none where every worker keeps
-                the stages that it has.
-            members: positions in the roster of workers 0, 1, ...; None takes those in use, then spares.
-
-        Raises:
-            PlanError: there are fewer members than workers.
-            RaypipeError: what went wrong on the first stage that failed.
-        """
-        workers = chosen(self.roster, setup.num_workers, members)
-        self._join(run, workers)
-        shared = ray.put(replace(setup, addresses=tuple(member.facts["address"] for member in workers)))
-        self.moved_bytes = 0
-        if sources:  # while everybody still holds what the others may have to read
-            loads = [
-                member.actor.load.remote(self._term, at, shared, list(sources)) for at, member in enumerate(workers)
-            ]
-            self.moved_bytes = sum(results(loads, LOAD_TIMEOUT_S, "taking the state of their stages"))
-        resting = [m for m in self.in_use if not m.lost and not any(m is one for one in workers)]
-        self._links += 1
-        self._assign(workers, setup)
-        results([member.actor.rest.remote(self._term) for member in resting], PLACE_TIMEOUT_S, "leaving the pipeline")
-        held_by = holders([member.facts["node"] for member in workers], setup.homes)
-        opening = []
-        for worker, (actor, at) in enumerate(zip(self.actors, held_by, strict=True)):
-            holds = [stage for stages, to in zip(self._held, held_by, strict=True) if to == worker for stage in stages]
-            holder = None if at is None else self.actors[at]
-            opening.append(actor.configure.remote(self._term, worker, shared, self._links, holder, holds))
-        results(opening, OPEN_TIMEOUT_S + PLACE_TIMEOUT_S, "opening their links")
-
     def adopt(
         self, workers: Mapping[int, Member], run: RunSetup, setup: GenerationSetup, *, links: int, last: int
     ) -> None:
@@ -188,30 +130,6 @@ class Fleet(StateCalls):
                 actor.submit.remote(self._term, todo.run, order)
         ends = [actor.finish_after.remote(self._term, todo.run, todo.orders) for actor in self.actors]
         results(ends, SETTLE_S, "being taken over")
-
-    def _assign(self, workers: Sequence[Member], setup: GenerationSetup) -> None:
-        placement = setup.placement(0)
-        for member in self.roster:
-            member.worker, member.name = None, SPARE
-        for worker, member in enumerate(workers):
-            member.worker, member.name = worker, placement.name_of(worker).capitalize()
-        self.in_use = list(workers)
-        self._rows, self._halted = set(), False
-        self._held = [placement.stages_of(worker) for worker in range(len(workers))]
-        self._names = [member.name for member in workers]
-
-    def _join(self, run: RunSetup, members: Sequence[Member]) -> None:
-        if run is not self._run_setup:
-            self._run_setup = run
-            for member in self.roster:
-                member.joined = False
-        if new := [member for member in members if not member.joined]:
-            shared = ray.put(run)
-            results(
-                [member.actor.join.remote(self._term, shared) for member in new], PLACE_TIMEOUT_S, "joining the run"
-            )
-            for member in new:
-                member.joined = True
 
     def run(
         self,
@@ -280,7 +198,33 @@ class Fleet(StateCalls):
     def settle(self) -> None:
         """After a failure: every worker leaves its work; one that is dead, or does not leave it, is lost."""
         flight, self._flight = self._flight, None
+        self._broken = flight or self._broken
         leave_work(self.in_use, flight.works if flight is not None else {}, self._term, self._links)
+
+    def unheard(self, count: int, last: Mapping[int, list[list[StepReport]]]) -> list[list[list[StepReport]]]:
+        """Reports of the steps that those who live have made, after those that ``run`` has yielded, as it yields them.
+
+        Args:
+            count: of these steps.
+            last: by worker, what it said of the last one, where it made that after the failure.
+        """
+        broken, self._broken = self._broken, None
+        if broken is None:
+            return []
+        heard = [reports.since(reports.first) for reports in broken.received]
+        steps = []
+        for at in range(count):
+            of_worker = [reports[at] if at < len(reports) else None for reports in heard]
+            if at == count - 1:
+                of_worker = [last.get(worker, reports) for worker, reports in enumerate(of_worker)]
+            steps.append(self.by_stage(of_worker))
+        return steps
+
+    def forget_lost(self) -> tuple[str, ...]:
+        """The fleet goes on without the members that were lost; the names of those that were workers, for people."""
+        lost = tuple(name for name, member in zip(self._names, self.in_use, strict=True) if member.lost)
+        self._roster.drop_lost()
+        return lost
 
     def replace_lost(self, count: int) -> tuple[str, ...]:
         """Spares, else new members, become the workers that were lost; the names of these, for people.
@@ -306,6 +250,12 @@ class Fleet(StateCalls):
     def end_spares(self, keep: int = 0, on: Collection[str] | None = None) -> None:
         """End members that the plan does not use; see Roster."""
         self._roster.end_spares(keep, on)
+
+    @property
+    def spares(self) -> list[int]:
+        """Positions in the roster of members that could become workers at once."""
+        ready = [not (member.lost or member.worker is not None) and member.joined for member in self.roster]
+        return [at for at, is_ready in enumerate(ready) if is_ready]
 
     def staying(self, nodes: Collection[str]) -> list[int]:
         """Positions in the roster of all members that are not on these nodes, workers first."""
@@ -381,12 +331,13 @@ class Fleet(StateCalls):
     def _explain(self, worker: int, said: str) -> Finding:
         return self.watch.explain(self.in_use[worker], said)
 
-    def by_stage(self, by_worker: Sequence[Sequence[Sequence[StepReport]]]) -> list[list[StepReport]]:
-        """Reports of one segment in the order of the stages, and of the replicas of each."""
+    def by_stage(self, by_worker: Sequence[Sequence[Sequence[StepReport]] | None]) -> list[list[StepReport]]:
+        """Reports of one segment in the order of the stages, and of the replicas of each; None of who said nothing."""
         pairs = enumerate(zip(self._held, by_worker, strict=True))
         found = {
             (stage, worker): of_stage
             for worker, (held, of_worker) in pairs
+            if of_worker is not None
             for stage, of_stage in zip(held, of_worker, strict=True)
         }
         return [list(found[holder]) for holder in sorted(found)]

@@ -11,31 +11,27 @@ A failure in any of these is a failure like the first: the loop counts it and ca
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from raypipe.engine.checkpoint import find_checkpoint, newest_step
 from raypipe.errors import CheckpointError, PlanError, RanOut, StageError, StageLostError
 from raypipe.planner.recovery import Copy, newest_common
-from raypipe.planner.regroup import counts_for
 from raypipe.planner.replan import Offer
 from raypipe.planner.segments import Position
-from raypipe.planner.tune import Decision
-from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
-from raypipe.runtime.run.memory_limits import MemoryLimits
+from raypipe.runtime.run.blueprint import Assembled, Blueprint
 from raypipe.runtime.run.planned import Asked, Planned
-from raypipe.runtime.run.planning import another, for_workers, later_plan
-from raypipe.runtime.run.recovery import Recovered
-from raypipe.runtime.run.regroup import regroup
+from raypipe.runtime.run.plans import Plans
+from raypipe.runtime.run.recovery import Recovered, Regrouper
 from raypipe.runtime.run.replanning import replanning_of
 from raypipe.runtime.run.same_run import fresh_options
 from raypipe.runtime.run.spec import PlanInForce
 from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.growth import Growth
+from raypipe.runtime.workers.laps import Laps
 from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
+from raypipe.runtime.workers.regrouping import Regrouping
 from raypipe.runtime.workers.remote_copy import RemoteCopy
 from raypipe.runtime.workers.spares import Spares
 
@@ -68,17 +64,17 @@ class Recovery:
         charter: Callable[[Planned, Asked | None], bytes],
     ) -> None:
         self._spares, self._growth = spares, spares if isinstance(spares, Growth) else None
-        self._charter, self._planned = charter, {made.setup.generation: planned}
-        self._fleet, self._blueprint, self._made, self._tensors = fleet, blueprint, made, tensors
-        self._first = made.plan.plan  # which says how mini-batches are parted
-        self._num_stages = {self._first.generation: len(made.setup.programs)}  # by generation of the plan
-        self._limits = MemoryLimits(blueprint.basis, self._first)
-        self.replanning = replanning_of(blueprint, self._first, self._limits)
+        self._charter, self._plans = charter, Plans(blueprint, planned, made)
+        self._fleet, self._blueprint, self._tensors = fleet, blueprint, tensors
+        self.replanning = replanning_of(blueprint, self._plans.first, self._plans.limits)
+        self.groups: Regrouper | None = None
+        if self._plans.replicas:
+            self.groups = Regrouping(fleet, self._plans, self._keep_charter, spares.refill)
         self._lighter: Assembled | None = None  # to be taken at the next recovery
 
     def begin(self) -> None:
         """The fleet is complete: its workers keep what a later driver needs, and spares start."""
-        self._keep_charter(self._made)
+        self._keep_charter(self._plans.made)
         self._spares.refill()
 
     def keep_copy(self, step: int) -> None:
@@ -87,19 +83,19 @@ class Recovery:
 
     def lighten(self, ran_out: RanOut) -> None:
         """See Recoverer."""
-        setup = self._made.setup
-        found = self._limits.lighter(self._made.plan.plan, ran_out)
-        self._lighter = self._plan(len(setup.programs), setup.num_workers, found)
+        made = self._plans.made
+        found = self._plans.limits.lighter(made.plan.plan, ran_out)
+        self._lighter = self._plans.of_stages(len(made.setup.programs), made.setup.num_workers, found)
 
     def recover(self, steps: Collection[int]) -> Recovered:
         """See Recoverer."""
-        clock = _Clock()
+        clock = Laps()
         fleet = self._fleet
         fleet.settle()
         clock.lap("settle")
         # Before anybody is replaced: who is new has no copies, and who waits for one should not wait for long.
         copies = self._copies(steps)
-        made, changed = self._lighter or self._made, self._lighter is not None
+        made, changed = self._lighter or self._plans.made, self._lighter is not None
         try:
             replaced = fleet.replace_lost(made.setup.num_workers)
         except PlanError as error:
@@ -114,7 +110,7 @@ class Recovery:
             raise StageLostError(f"A worker was lost while the run recovered: {error}") from None
         except CheckpointError as error:  # storage may answer the next time
             raise StageLostError(f"The run could not go back: {error}") from None
-        self._made, self._lighter = made, None
+        self._plans.made, self._lighter = made, None
         self.begin()
         clock.lap("restore")
         plan = made.plan if changed else None
@@ -132,11 +128,7 @@ class Recovery:
         Raises:
             PlanError: there is none.
         """
-        basis = self._blueprint.basis
-        request, asked = basis.request, self._asked
-        if asked is not None:
-            request = replace(request, num_stages=asked.num_stages, split_points=())
-        return later_plan(for_workers(basis, self._first, request, workers))
+        return self._plans.planned_for(workers, self._asked)
 
     @property
     def _asked(self) -> Asked | None:
@@ -162,8 +154,8 @@ class Recovery:
     def resize(self, num_stages: int, step: int, planned: Planned | None = None) -> Recovered:
         """See Recoverer."""
         with self._refusing():
-            clock, fleet = _Clock(), self._fleet
-            made = self._plan(num_stages, None) if planned is None else self._assembled(planned)
+            clock, fleet = Laps(), self._fleet
+            made = self._plans.of_stages(num_stages, None) if planned is None else self._plans.assembled(planned)
             clock.lap("plan")
             # Who asked for a size waits for places; a run that grows by itself has its workers, or does without.
             fleet.grow(made.setup.num_workers, PLACE_TIMEOUT_S if planned is None else None)
@@ -178,7 +170,7 @@ class Recovery:
     def move(self, nodes: Collection[str], step: int) -> Recovered | None:
         """See Recoverer."""
         with self._refusing():
-            clock, fleet = _Clock(), self._fleet
+            clock, fleet = Laps(), self._fleet
             fleet.end_spares(on=nodes)
             leaving = tuple(str(m.facts["host"]) for m in fleet.in_use if m.facts["node"] in nodes)
             if not leaving:
@@ -187,7 +179,7 @@ class Recovery:
             made, members = self._beside(nodes)
             clock.lap("workers")
             fleet.keep_copy(step)
-            plan = None if made is self._made else made.plan
+            plan = None if made is self._plans.made else made.plan
             self._hand_over(made, step, members)
             fleet.end_spares(on=nodes)
             clock.lap("move")
@@ -197,17 +189,17 @@ class Recovery:
     def take(self, offer: Offer, step: int) -> Recovered:
         """See Recoverer."""
         with self._refusing():
-            clock, fleet, setup = _Clock(), self._fleet, self._made.setup
+            clock, fleet, setup = Laps(), self._fleet, self._plans.made.setup
             if offer.generation != setup.generation:
                 raise PlanError("The run has another plan than the one that was to be changed.")
-            made = self._plan(len(setup.programs), setup.num_workers, offer.found.decision)
+            made = self._plans.of_stages(len(setup.programs), setup.num_workers, offer.found.decision)
             clock.lap("plan")
             fleet.keep_copy(step, send=False)
             self._hand_over(made, step)
             clock.lap("move")
             return self._changed(step, clock, (), made.plan)
 
-    def _changed(self, step: int, clock: _Clock, leaving: tuple[str, ...], plan: PlanInForce | None) -> Recovered:
+    def _changed(self, step: int, clock: Laps, leaving: tuple[str, ...], plan: PlanInForce | None) -> Recovered:
         """What a change between two steps came to."""
         fleet = self._fleet
         return Recovered(
@@ -230,7 +222,7 @@ class Recovery:
             PlanError: there is no place for another worker, nor a plan without it.
         """
         try:
-            return self._made, self._fleet.members_besides(nodes)
+            return self._plans.made, self._fleet.members_besides(nodes)
         except PlanError as error:
             staying = self._fleet.staying(nodes)
             try:
@@ -259,7 +251,7 @@ class Recovery:
             self._fleet.configure(made.run, made.setup, copies, members)
         except CheckpointError as error:
             raise StageLostError(f"The run could not change its plan: {error}") from None
-        self._made = made
+        self._plans.made = made
         if asked is not None and self._growth is not None:
             self._growth.wants(asked)
         self._keep_charter(made)
@@ -275,9 +267,9 @@ class Recovery:
         if self._growth is None:
             return self._planned_for(len(self._fleet.roster), error)
         planned = self._growth.plan(self.planned_for)
-        return None if planned is None else self._assembled(planned)
+        return None if planned is None else self._plans.assembled(planned)
 
-    def _stopped(self, clock: _Clock) -> Recovered:
+    def _stopped(self, clock: Laps) -> Recovered:
         """The run was stopped while it waited: its newest checkpoint counts, and no worker is in use any more."""
         self._fleet.in_use = []
         newest = find_checkpoint(self._blueprint.spec.place)[0]
@@ -291,45 +283,16 @@ class Recovery:
         if not workers:
             raise StageError(f"No worker of the run is left, and {error}")
         try:
-            if (request := self._blueprint.basis.request).replicated:
-                return self._with_replicas(counts_for(request.replicas_of(len(self._made.setup.programs)), workers))
+            if self._plans.replicas:
+                return self._plans.for_fewer(workers)
             if self._growth is not None:
                 if workers < self._growth.least():
                     raise PlanError(f"num_workers asks for {self._growth.least()} at least.")
-                return self._assembled(self.planned_for(workers))
-            each = max(1, len(self._made.setup.programs) // self._made.setup.num_workers)
-            return self._plan(workers * each, workers)
+                return self._plans.assembled(self.planned_for(workers))
+            each = max(1, len(self._plans.made.setup.programs) // self._plans.made.setup.num_workers)
+            return self._plans.of_stages(workers * each, workers)
         except PlanError as impossible:
             raise StageError(f"{error} Nor can the run go on with the {workers} that are left: {impossible}") from None
-
-    def _with_replicas(self, counts: tuple[int, ...] | None) -> Assembled:
-        """The same stages with so many replicas each.
-
-        Raises:
-            PlanError: not even one for each stage.
-        """
-        if counts is None:
-            raise PlanError(f"The run has {len(self._made.setup.programs)} stages, and each needs a worker.")
-        planned = self._planned[self._made.setup.generation]
-        planned, made = regroup(planned, self._made, counts, max(self._num_stages) + 1)
-        self._planned[made.setup.generation] = planned
-        self._num_stages[made.setup.generation] = len(counts)
-        return made
-
-    def _plan(self, num_stages: int, num_workers: int | None, decision: Decision | None = None) -> Assembled:
-        cluster = None if decision is None else decision.cluster
-        first, basis = self._first, self._blueprint.basis
-        basis = another(basis, first, num_stages=num_stages, num_workers=num_workers, cluster=cluster)
-        planned = later_plan(basis, decision)
-        return self._assembled(planned if decision is None else self._limits.capped(planned))
-
-    def _assembled(self, planned: Planned) -> Assembled:
-        """The run's next plan, with a generation of its own."""
-        planned = replace(planned, plan=replace(planned.plan, generation=max(self._num_stages) + 1))
-        made = assemble(self._blueprint, planned)
-        self._planned[made.setup.generation] = planned
-        self._num_stages[made.setup.generation] = len(made.setup.programs)
-        return made
 
     def _copies(self, steps: Collection[int]) -> Sequence[RemoteCopy]:
         """Of the newest of these steps that every stage of a plan has a copy of somewhere; none without one."""
@@ -337,7 +300,7 @@ class Recovery:
         for generation in sorted({facts.generation for _, facts in held}, reverse=True):
             mine = {(actor, facts.stage): facts.names for actor, facts in held if facts.generation == generation}
             here = [Copy(actor, f.stage, f.steps) for actor, f in held if f.generation == generation]
-            found = newest_common(here, self._num_stages.get(generation, 0), steps)
+            found = newest_common(here, self._plans.num_stages(generation), steps)
             if found is not None:
                 step, by_stage = found
                 return [
@@ -349,7 +312,7 @@ class Recovery:
     def _keep_charter(self, made: Assembled) -> None:
         """Have every worker keep what a later driver needs."""
         names = [name for name in sorted(self._tensors.names) if name not in made.run.persistent]
-        charter = self._charter(self._planned[made.setup.generation], self._asked)
+        charter = self._charter(self._plans.planned_of(made), self._asked)
         self._fleet.keep_charter(charter, self._tensors, names)
 
     def _restore(
@@ -375,16 +338,3 @@ class Recovery:
         # Options of the optimizer that were changed when the run was submitted again stand in later checkpoints only.
         fleet.restore(newest.folder, fresh_options(place, step))
         return step, newest.folder, Position(**newest.manifest.position)
-
-
-class _Clock:
-    """Seconds of one part after the other."""
-
-    def __init__(self) -> None:
-        self._then_s = time.monotonic()
-        self.laps_s: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now_s = time.monotonic()
-        self.laps_s[name] = now_s - self._then_s
-        self._then_s = now_s

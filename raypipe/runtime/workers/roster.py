@@ -133,6 +133,11 @@ class Roster:
             self._take(self._start(places))
 
     @property
+    def closed(self) -> bool:
+        """Whether the fleet has ended."""
+        return self._closed
+
+    @property
     def living(self) -> int:
         """Number of members that are not lost."""
         return sum(not member.lost for member in self.members)

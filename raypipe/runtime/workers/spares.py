@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 
 from ray.exceptions import RayError
 
 from raypipe.errors import RaypipeError
 from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 
 __all__ = ["Spares"]
+
+POLL_S = 0.25
 
 
 class Spares:
@@ -19,20 +24,46 @@ class Spares:
     Args:
         count: of all members.
         event: (decision, reason) notes that one is ready, or could not be started, which ends nothing.
+        join: is called when there is one that a run with replicas can take in, which waits for its place as long as it
+            takes; None for a run without replicas.
     """
 
-    def __init__(self, fleet: Fleet, count: int, event: Callable[[str, str], None]) -> None:
-        self._fleet, self.count, self._event = fleet, count, event
+    def __init__(
+        self, fleet: Fleet, count: int, event: Callable[[str, str], None], join: Callable[[], None] | None = None
+    ) -> None:
+        self._fleet, self.count, self._event, self._join = fleet, count, event, join
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
 
     def refill(self) -> None:
-        """Start those that are missing, in the background."""
-        if len(self._fleet.roster) < self.count:
-            threading.Thread(target=self._refill, name="raypipe spares", daemon=True).start()
+        """Start those that are missing, in the background; one that is there already may be taken in at once."""
+        if self._join is not None and self._fleet.spares:
+            self._join()
+        with self._lock:
+            busy = self._thread is not None and self._thread.is_alive()
+            if busy or self._fleet.places.living >= self.count:
+                return
+            self._thread = threading.Thread(target=self._refill, name="raypipe spares", daemon=True)
+            self._thread.start()
 
     def _refill(self) -> None:
+        places = self._fleet.places
+        deadline_s = time.monotonic() + (PLACE_TIMEOUT_S if self._join is None else math.inf)
         try:
-            self._fleet.grow(self.count)
+            while places.living < self.count and not places.closed:
+                places.ask_for(self.count)  # again and again: others may be lost meanwhile
+                if not places.start_granted():
+                    if time.monotonic() > deadline_s:
+                        places.ask_for(places.living)
+                        self._event("warning", f"A spare worker found no place within {PLACE_TIMEOUT_S:g} s.")
+                        return
+                    time.sleep(POLL_S)
+            if places.closed:
+                return
             self._fleet.rehearse_spares()
             self._event("spare", f"{self.count} workers are there, spares with torch and the optimizer imported")
+            if self._join is not None:
+                self._join()
         except (RaypipeError, RayError) as error:
-            self._event("warning", f"A spare worker could not be started: {error}")
+            if not places.closed:
+                self._event("warning", f"A spare worker could not be started: {error}")

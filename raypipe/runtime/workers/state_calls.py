@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from raypipe.engine.checkpoint import FreshOptions
+from raypipe.engine.reached import Reached, Scalar
+from raypipe.ir.report import StepReport
 from raypipe.runtime.workers.copies import CopyFacts
 from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
@@ -18,6 +20,7 @@ from raypipe.runtime.workers.shards import SAVE_TIMEOUT_S, entries_of
 
 __all__ = ["StateCalls"]
 
+COME_TIMEOUT_S = 300.0
 COPIES_TIMEOUT_S = 10.0
 """For the word of a starved worker: without it, all go back to a checkpoint."""
 
@@ -45,15 +48,17 @@ class StateCalls:
         """Of the members in use, by worker."""
         return [member.actor for member in self.in_use]
 
-    def keep_copy(self, step: int, *, send: bool = True) -> None:
+    def keep_copy(self, step: int, *, send: bool = True, workers: Collection[int] | None = None) -> None:
         """Every stage copies its state in memory, between two runs.
 
         Args:
             step: optimizer steps that it has done.
             send: another worker is to have the copy too, soon.
+            workers: that copy; None for all.
         """
+        actors = [actor for at, actor in enumerate(self.actors) if workers is None or at in workers]
         results(
-            [actor.keep_copy.remote(self._term, step, send) for actor in self.actors],
+            [actor.keep_copy.remote(self._term, step, send) for actor in actors],
             SAVE_TIMEOUT_S,
             "copying their state",
         )
@@ -67,6 +72,23 @@ class StateCalls:
             with contextlib.suppress(RayError):  # of one that does not answer nothing can be read
                 found += [(actor, facts) for facts in ray.get(ref, timeout=0)]
         return sorted(found, key=lambda pair: pair[1].held)
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Workers that no plan can use any more."""
+        return frozenset(worker for worker, member in enumerate(self.in_use) if member.lost)
+
+    def reached(self) -> list[Reached]:
+        """How far every worker that lives has come, in their order; after ``settle``."""
+        asked = [member.actor.reached.remote(self._term) for member in self.in_use if not member.lost]
+        return results(asked, COME_TIMEOUT_S, "saying how far they are")
+
+    def come_to(self, step: int, totals: tuple[Scalar, Scalar] | None) -> dict[int, list[list[StepReport]]]:
+        """All that live come to the same step; by worker that made it just now, its reports. See JoiningActor."""
+        living = {worker: member.actor for worker, member in enumerate(self.in_use) if not member.lost}
+        asked = [actor.come_to.remote(self._term, step, totals) for actor in living.values()]
+        found = zip(living, results(asked, COME_TIMEOUT_S, "coming to the same step"), strict=True)
+        return {worker: reports for worker, reports in found if reports is not None}
 
     def save(self, folder: str) -> None:
         """Every stage takes a snapshot, between two runs, and writes it to ``folder``; see ``entries``."""

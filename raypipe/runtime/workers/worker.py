@@ -27,6 +27,7 @@ from raypipe.engine.copy import bring_back
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Device
 from raypipe.engine.executor import Executor
+from raypipe.engine.reached import Reached
 from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
@@ -43,9 +44,10 @@ from raypipe.runtime.links.opening import make_endpoint
 from raypipe.runtime.run.window import Window
 from raypipe.runtime.workers.allocator import keep_freed_memory
 from raypipe.runtime.workers.copies import joined
-from raypipe.runtime.workers.copying_actor import COPY_GROUPS, CopyingActor
+from raypipe.runtime.workers.copying_actor import COPY_GROUPS
 from raypipe.runtime.workers.granted import DeviceOf, granted
 from raypipe.runtime.workers.identity import facts_of
+from raypipe.runtime.workers.joining_actor import JoiningActor
 from raypipe.runtime.workers.order_gate import OrderGate
 from raypipe.runtime.workers.places import owner_of, release_ended
 from raypipe.runtime.workers.pulse import Pulse, Vitals
@@ -57,7 +59,7 @@ from raypipe.runtime.workers.takeover_actor import KEPT_REPORTS, REPORTS_WAIT_S
 __all__ = ["StageActor"]
 
 
-class _StageActor(LinkedActor, CopyingActor):
+class _StageActor(LinkedActor, JoiningActor):
     def __init__(self, lease_s: float = math.inf) -> None:
         """Wait for the first ``pulse`` so long."""
         super().__init__()
@@ -129,7 +131,7 @@ class _StageActor(LinkedActor, CopyingActor):
         programs = [setup.programs[stage] for stage in setup.placement(worker).stages]
         copies = [source for source in sources if isinstance(source, RemoteCopy)]
         held = [names_of(program) for program in programs]
-        self._next = None
+        self._next, self._programs, self._come = None, setup.programs, Reached()
         if not copies:
             found = [source for source in sources if not isinstance(source, RemoteCopy)]
             self._next = states_of(run, programs, found, Crossing(self._device))
@@ -157,6 +159,7 @@ class _StageActor(LinkedActor, CopyingActor):
         """Become a worker, or the same one with another plan, with the state of ``load`` or else that it has.
 
         Args:
+            setup: without programs, those that it has stay.
             links: counts the times that links were opened; messages of others are dropped.
             holder: the actor that is sent copies of this one's state.
             holds: stages of other workers that are sent here.
@@ -167,6 +170,8 @@ class _StageActor(LinkedActor, CopyingActor):
         assert run is not None, "join() comes first"
         self._close_links()
         self._ledger.clear()
+        self._programs = setup.programs or self._programs
+        setup = replace(setup, programs=self._programs)
         placement, programs = setup.placement(worker), setup.programs
         held = [names_of(programs[stage]) for stage in placement.stages]
         if self._next is not None:
@@ -319,6 +324,7 @@ class _StageActor(LinkedActor, CopyingActor):
         run = self._setup
         assert run is not None
         self._ledger.clear()
+        self._come = Reached()
         works = self._works()
         assert self._executor is not None
         restore_stages(works, run, folder, fresh, self._executor.crossing)
@@ -344,15 +350,6 @@ class _StageActor(LinkedActor, CopyingActor):
             ]
         return self._writers
 
-    def rehearse(self) -> None:
-        """Make an optimizer and step it, so that a spare need not import for seconds when it becomes a worker."""
-        run = self._setup
-        assert run is not None, "join() comes first"
-        stand_in = torch.nn.Parameter(torch.zeros(1))
-        stand_in.grad = torch.zeros(1)
-        with contextlib.suppress(Exception):  # one that cannot be made for such a parameter has imported by then
-            run.make_optimizer([("spare", stand_in)]).step()
-
     def rest(self, term: int) -> None:
         """Hold no stage until a plan needs this worker again; the process and its endpoint stay."""
         self._fence.check(term)
@@ -362,7 +359,7 @@ class _StageActor(LinkedActor, CopyingActor):
         self._ledger.clear()
         self._charter, self._initial = b"", {}
         self._states, self._held, self._writers, self._rows, self._worker = [], [], [], {}, None
-        self._next = None
+        self._next, self._programs, self._come = None, (), Reached()
         self._forget_copies()
 
     def close(self, term: int) -> None:
@@ -389,6 +386,7 @@ class _StageActor(LinkedActor, CopyingActor):
         for channel in self._executor.channels.values():
             with contextlib.suppress(LinkError):
                 channel.close()
+        self._executor.let_go()
         self._executor = None
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from ray.train import FailureConfig
 
@@ -19,7 +22,7 @@ from tests.runtime.workers.test_recovery import events, reached
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("shared_captures")]
 
-STEPS = 400
+MOST = 1_000_000
 WAIT_S = 240.0
 
 
@@ -33,6 +36,13 @@ def processes(handle: RunHandle) -> list[int]:
     return [stage["process"] for stage in handle.status().stages]
 
 
+def until(done: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
 def as_undisturbed(folder: Path, checkpoint: str, steps: int, **pipeline: Any) -> list[str]:
     """Names of tensors in which a checkpoint differs from that of a run in threads without replicas."""
     alone = trainer(folder, "alone", **pipeline).fit(steps, local=True, progress=False)
@@ -40,15 +50,30 @@ def as_undisturbed(folder: Path, checkpoint: str, steps: int, **pipeline: Any) -
     return [key for key in wanted if not same_bits(found[key], wanted[key])]
 
 
-def test_a_killed_replica_and_a_stage_without_another_are_replaced(local_ray: None, tmp_path: Path) -> None:
-    """2-1: a replica of stage 0, then the only worker of stage 1, whose copy another one holds."""
-    handle = surviving(tmp_path, "killed", num_replicas=[2, 1], eval_interval_steps=50).start(STEPS)
-    for worker in (1, 2):
-        reached(handle, 20 + 60 * worker)
-        os.kill(processes(handle)[worker], signal.SIGKILL)
-        reached(handle, 50 + 60 * worker)
+def test_a_run_goes_on_without_a_replica_until_another_one_joins(local_ray: None, tmp_path: Path) -> None:
+    """2-1: the replica of stage 0 that leads; when another one is there, the only worker of stage 1."""
+    handle, folder = (
+        surviving(tmp_path, "lost", num_replicas=[2, 1], eval_interval_steps=50).start(MOST),
+        tmp_path / "lost",
+    )
+    reached(handle, 20)
+    before = processes(handle)
+    os.kill(before[0], signal.SIGKILL)
+    until(lambda: bool(events(folder, "regroup")))
+    assert processes(handle)[:2] == before[1:]
+    until(lambda: bool(events(folder, "join")))
+    reached(handle, 20 + handle.status().step)
+    after = processes(handle)
+    assert (after[0], after[2]) == (before[1], before[2]), "who was not lost stays"
+    os.kill(after[2], signal.SIGKILL)
+    until(lambda: bool(events(folder, "recovery")))
+    reached(handle, 20 + handle.status().step)
+    handle.stop()
     result = handle.wait(timeout_s=WAIT_S)
-    assert as_undisturbed(tmp_path, result.checkpoint, STEPS, num_lanes=2) == []
-    assert len(events(tmp_path / "killed", "failure")) == 2
-    last = events(tmp_path / "killed", "recovery")[-1]
-    assert (last["replaced"], last["reason"]) == (["Stage 1"], "from copies in memory")
+    steps = handle.status().step
+    assert as_undisturbed(tmp_path, result.checkpoint, steps, num_lanes=2) == []
+    assert [row["step"] for row in pq.read_table(folder / "metrics.parquet").to_pylist()] == list(range(steps))
+    (regrouped,), (recovered,) = events(folder, "regroup"), events(folder, "recovery")
+    assert (regrouped["lost"], regrouped["replaced"]) == (["Replica 0 of stage 0"], [])
+    # nobody but its holder has the state of a stage without replicas
+    assert (recovered["reason"], recovered["replaced"]) == ("from copies in memory", ["Stage 1"])

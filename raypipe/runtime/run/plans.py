@@ -1,0 +1,114 @@
+"""The plans that a run has had, by generation, and the making of later ones: the same mini-batches, other workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raypipe.errors import PlanError
+from raypipe.planner.regroup import counts_for
+from raypipe.planner.tune import Decision
+from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
+from raypipe.runtime.run.memory_limits import MemoryLimits
+from raypipe.runtime.run.planned import Asked, Planned
+from raypipe.runtime.run.planning import another, for_workers, later_plan
+from raypipe.runtime.run.regroup import regroup
+
+__all__ = ["Plans"]
+
+
+class Plans:
+    """Of one run.
+
+    Args:
+        planned, made: what its workers are configured for.
+
+    Attributes:
+        made: in force.
+        first: that this driver began with, which says how mini-batches are parted.
+        limits: that later plans keep to.
+    """
+
+    def __init__(self, blueprint: Blueprint, planned: Planned, made: Assembled) -> None:
+        self._blueprint, self.made, self.first = blueprint, made, made.plan.plan
+        self._planned: dict[int, Planned] = {}
+        self._num_stages: dict[int, int] = {}
+        self._whole: dict[int, tuple[Planned, Assembled]] = {}  # each generation as it was planned
+        self._kept(planned, made)
+        self.limits = MemoryLimits(blueprint.basis, self.first)
+
+    @property
+    def planned(self) -> Planned:
+        """In force."""
+        return self._planned[self.made.setup.generation]
+
+    def planned_of(self, made: Assembled) -> Planned:
+        """What was made of this one."""
+        return self._planned[made.setup.generation]
+
+    def num_stages(self, generation: int) -> int:
+        """Of the plan of a generation; 0 where this driver knows none."""
+        return self._num_stages.get(generation, 0)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Workers by stage that the run was configured with; empty where no stage has several."""
+        request = self._blueprint.basis.request
+        return request.replicas_of(len(self.made.setup.programs)) if request.replicated else ()
+
+    def planned_for(self, workers: int, asked: Asked | None) -> Planned:
+        """A plan for so many workers. It changes nothing, from any thread.
+
+        Raises:
+            PlanError: there is none.
+        """
+        basis = self._blueprint.basis
+        request = basis.request
+        if asked is not None:
+            request = replace(request, num_stages=asked.num_stages, split_points=())
+        return later_plan(for_workers(basis, self.first, request, workers))
+
+    def of_stages(self, num_stages: int, num_workers: int | None, decision: Decision | None = None) -> Assembled:
+        """With so many stages.
+
+        Raises:
+            PlanError: there is none.
+        """
+        cluster = None if decision is None else decision.cluster
+        basis = another(
+            self._blueprint.basis, self.first, num_stages=num_stages, num_workers=num_workers, cluster=cluster
+        )
+        planned = later_plan(basis, decision)
+        return self.assembled(planned if decision is None else self.limits.capped(planned))
+
+    def assembled(self, planned: Planned) -> Assembled:
+        """The run's next plan, with a generation of its own."""
+        planned = replace(planned, plan=replace(planned.plan, generation=self._next))
+        return self._kept(planned, assemble(self._blueprint, planned))
+
+    def for_fewer(self, workers: int) -> Assembled:
+        """The same stages with as many of their replicas as there are workers for.
+
+        Raises:
+            PlanError: there is not even one for each stage.
+        """
+        if (counts := counts_for(self.replicas, workers)) is None:
+            raise PlanError(f"The run has {len(self.replicas)} stages, and each of them needs a worker.")
+        return self._kept(*regroup(self.planned, self.made, counts, self._next))
+
+    def regrouped(self, counts: tuple[int, ...]) -> Assembled:
+        """The same stages with so many replicas each, whose workers keep their copies: of the same generation."""
+        generation = self.made.setup.generation
+        planned, made = self._whole[generation]
+        if made.plan.plan.partition.replicas == counts:
+            return self._kept(planned, made)
+        return self._kept(*regroup(planned, made, counts, generation))
+
+    @property
+    def _next(self) -> int:
+        return max(self._num_stages) + 1
+
+    def _kept(self, planned: Planned, made: Assembled) -> Assembled:
+        self._planned[made.setup.generation] = planned
+        self._num_stages[made.setup.generation] = len(made.setup.programs)
+        self._whole.setdefault(made.setup.generation, (planned, made))
+        return made

@@ -1,0 +1,118 @@
+"""A run with replicas goes on without those that it lost, and takes others in; nobody goes back to an older step.
+
+    complete   who lives comes to the newest step that any of them has made (engine/reached.py)
+    regroup    micro-batches are dealt out to those that live, in the lanes they have; only links are opened anew
+    join       between two steps, spares take the state of a replica, and micro-batches are dealt out to all
+
+The step that was begun is done again: every worker that lives has the parameters with which it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from raypipe.engine.reached import newest
+from raypipe.errors import CheckpointError, PlanError, StageLostError
+from raypipe.planner.regroup import left, with_spares
+from raypipe.runtime.run.blueprint import Assembled
+from raypipe.runtime.run.plans import Plans
+from raypipe.runtime.run.recovery import Recovered, Steps
+from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.laps import Laps
+from raypipe.runtime.workers.remote_copy import RemoteCopy
+from raypipe.runtime.workers.states import names_of
+
+__all__ = ["Regrouping"]
+
+
+class Regrouping:
+    """Of one run with replicas; see Regrouper.
+
+    Args:
+        keep_charter: has workers keep what a later driver needs to know of this plan.
+        refill: has spares start where workers are missing.
+    """
+
+    def __init__(
+        self, fleet: Fleet, plans: Plans, keep_charter: Callable[[Assembled], None], refill: Callable[[], None]
+    ) -> None:
+        self._fleet, self._plans = fleet, plans
+        self._keep_charter, self._refill = keep_charter, refill
+        self._laps = Laps()
+
+    def complete(self, step: int) -> Steps | None:
+        """See Regrouper."""
+        self._laps = Laps()
+        fleet = self._fleet
+        fleet.settle()
+        self._laps.lap("settle")
+        made = self._plans.made
+        # Without a norm that all wait for, some may have made steps that others have no gradients for.
+        alone = made.plan.flow is not None or made.plan.plan.schedule.wiring.norm_per_stage
+        if alone or not all(left(made.setup.homes, fleet.lost)):
+            return None
+        known = newest(fleet.reached(), step)
+        if known is None:
+            return None
+        newer, totals = known
+        steps = fleet.unheard(newer - step, fleet.come_to(newer, totals))
+        self._laps.lap("complete")
+        # Of a step that nobody tells of there would be no record; after a driver was lost, too.
+        return steps if len(steps) == newer - step and all(steps) else None
+
+    def regroup(self, step: int) -> Recovered:
+        """See Regrouper."""
+        fleet = self._fleet
+        counts = tuple(map(len, left(self._plans.made.setup.homes, fleet.lost)))
+        if not all(counts):
+            raise StageLostError("Another worker was lost while the run went on without one.")
+        lost = fleet.forget_lost()
+        made = self._plans.regrouped(counts)
+        try:
+            fleet.regroup(made.run, made.setup)
+        except PlanError as error:
+            raise StageLostError(f"Another worker was lost while the run went on without one: {error}") from None
+        self._laps.lap("links")
+        return self._regrouped(made, step, lost)
+
+    def join(self, step: int) -> Recovered | None:
+        """See Regrouper."""
+        self._laps = Laps()
+        fleet, homes = self._fleet, self._plans.made.setup.homes
+        fleet.go_on()
+        spares = fleet.spares
+        counts = with_spares(tuple(map(len, homes)), self._plans.replicas, len(spares))
+        if sum(counts) == len(fleet.in_use):
+            return None
+        made = self._plans.regrouped(counts)
+        peers = {stage: homes[stage][0] for stage, count in enumerate(counts) if count > len(homes[stage])}
+        fleet.keep_copy(step, send=False, workers=peers.values())
+        copies = {stage: self._copy(made, stage, peer, step) for stage, peer in peers.items()}
+        self._laps.lap("copy")
+        members, joining, new = list[int](), dict[int, Sequence[RemoteCopy]](), iter(spares)
+        for stage, workers in enumerate(made.setup.homes):
+            before = [fleet.roster.index(fleet.in_use[worker]) for worker in homes[stage]]
+            joining |= {worker: [copies[stage]] for worker in workers[len(before) :]}
+            members += [*before, *(next(new) for _ in workers[len(before) :])]
+        try:
+            fleet.regroup(made.run, made.setup, members, joining)
+        except CheckpointError as error:
+            raise StageLostError(f"A replica could not take the state of another one: {error}") from None
+        self._laps.lap("links")
+        return self._regrouped(made, step)
+
+    def _copy(self, made: Assembled, stage: int, peer: int, step: int) -> RemoteCopy:
+        actor = self._fleet.actors[peer]
+        names = names_of(made.setup.programs[stage])
+        return RemoteCopy(actor, actor._actor_id.hex(), made.setup.generation, stage, step, names)
+
+    def _regrouped(self, made: Assembled, step: int, lost: tuple[str, ...] = ()) -> Recovered:
+        self._plans.made = made
+        self._keep_charter(made)
+        self._refill()
+        self._laps.lap("charter")
+        fleet = self._fleet
+        return Recovered(
+            step, "replicas", seconds=self._laps.laps_s, stages=fleet.facts, plan=made.plan,
+            moved_bytes=fleet.moved_bytes, lost=lost,
+        )  # fmt: skip

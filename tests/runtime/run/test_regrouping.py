@@ -1,0 +1,113 @@
+"""A run of threads that loses a replica: the loop tells of a step that was made, and goes on with those left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raypipe.engine.executor import Executor
+from raypipe.engine.local import LocalFleet, _with_own_functions
+from raypipe.engine.state import StageState
+from raypipe.errors import StageLostError
+from raypipe.runtime.run.blueprint import Assembled, assemble
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.plans import Plans
+from raypipe.runtime.run.recovery import Recovered, Steps
+from raypipe.runtime.run.requests import Requests
+from tests.exactness import same_bits
+from tests.runs.test_replicas import told, trainer
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
+
+STEPS, LOST_AFTER, JOINS_AFTER = 9, 4, 6
+LOST = 0
+
+
+class Threads:
+    """Replaced by others over the same states when a replica is lost or joins: fleet and Regrouper of a loop."""
+
+    replanning = None
+
+    def __init__(self, plans: Plans, tensors: Any, requests: Requests) -> None:
+        self._plans, self._tensors, self._requests = plans, tensors, requests
+        self._now, self._done, self._unheard = LocalFleet(plans.made.run, plans.made.setup, tensors), 0, [[]]
+        self.groups = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now, name)
+
+    def run(self, *given: Any, **options: Any) -> Iterator[Any]:
+        for reports in self._now.run(*given, **options):
+            training = reports[0][0].grad_norm is not None
+            self._done += training
+            if training and self._done == LOST_AFTER:
+                self._unheard = [of_worker for of_worker in reports if of_worker[0].worker != LOST]
+                raise StageLostError("Replica 0 of stage 0 died")
+            yield reports
+            if training and self._done == JOINS_AFTER:
+                self._requests.join()
+
+    def keep_copy(self, step: int) -> None:
+        """Threads need none."""
+
+    def complete(self, step: int) -> Steps:
+        assert step == LOST_AFTER - 1
+        return [self._unheard]
+
+    def regroup(self, step: int) -> Recovered:
+        assert step == LOST_AFTER
+        states = [executor.states[0] for executor in self._now.executors]
+        return self._over((1, 1), [state for worker, state in enumerate(states) if worker != LOST], step)
+
+    def join(self, step: int) -> Recovered:
+        first, last = (executor.states[0] for executor in self._now.executors)
+        return self._over((2, 1), [first, deepcopy(first), last], step)
+
+    def _over(self, counts: tuple[int, int], states: list[StageState], step: int) -> Recovered:
+        self._now.stop()
+        made = self._plans.made = self._plans.regrouped(counts)
+        self._now = LocalFleet(made.run, made.setup, self._tensors)
+        self._now.executors = [
+            Executor(made.run, _own(made, worker), worker, [state], self._now.executors[worker].channels)
+            for worker, state in enumerate(states)
+        ]
+        return Recovered(step, "replicas", plan=made.plan)
+
+    def recover(self, *given: Any) -> Any:
+        raise AssertionError("nobody goes back")
+
+    lighten = resize = move = take = recover
+
+
+def _own(made: Assembled, worker: int) -> Any:
+    return _with_own_functions(made.setup, made.setup.placement(worker))
+
+
+def test_steps_are_told_once_and_bits_stay(tmp_path: Path) -> None:
+    trainer(tmp_path, "alone", num_lanes=2).fit(num_steps=STEPS, local=True, progress=False)
+    made = trainer(tmp_path, "run", num_replicas=[2, 1])
+    survives = SimpleNamespace(max_failures=-1)
+    made._run = SimpleNamespace(name="run", storage_path=str(tmp_path), failure_config=survives)
+    job = made._prepared()
+    blueprint = made._blueprint(job, STEPS, local=True)
+    requests = Requests()
+    plans = Plans(blueprint, job.planned, assemble(blueprint, job.planned))
+    fleet, journal = Threads(plans, job.initial, requests), Journal("run", "")
+    try:
+        found = run_loop(fleet, blueprint.spec, plans.made.plan, journal, requests, recovery=fleet)
+    finally:
+        fleet.stop()
+    assert found.step == STEPS
+    (rows, one), (others, _) = told(tmp_path / "alone"), told(tmp_path / "run")
+    assert rows == others
+    for state in (executor.states[0] for executor in fleet.executors):
+        assert all(same_bits(parameter.detach(), one[name]) for name, parameter in state.parameters.items())
+    lines = (tmp_path / "run" / "events.jsonl").read_text()
+    assert lines.index('"regroup", "reason": "the run goes on with 1-1 workers"') < lines.index('"join"')
+    assert '"recovery"' not in lines
