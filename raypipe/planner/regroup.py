@@ -49,7 +49,7 @@ def with_spares(counts: Sequence[int], wanted: Sequence[int], spares: int) -> tu
     """
     found = list(counts)
     for _ in range(spares):
-        missing = [want - count for want, count in zip(wanted, found, strict=True)]
+        missing = [want - count for want, count in zip(wanted, found, strict=bool(wanted))]
         if max(missing, default=0) > 0:
             found[missing.index(max(missing))] += 1
     return tuple(found)

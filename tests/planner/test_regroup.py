@@ -8,7 +8,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.plan import Plan
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.partition.chain import equal_parameters
-from raypipe.planner.regroup import counts_for, left, regrouped
+from raypipe.planner.regroup import counts_for, left, regrouped, with_spares
 from raypipe.planner.rows import rows_for
 from raypipe.planner.tune import Request
 from raypipe.planner.tune.unprofiled import make_plan
@@ -32,6 +32,22 @@ def plan_of(replicas: tuple[int, ...], lanes: int) -> Plan:
 )
 def test_replicas_for_fewer_workers(wanted: tuple[int, ...], workers: int, found: tuple[int, ...] | None) -> None:
     assert counts_for(wanted, workers) == found
+
+
+@pytest.mark.parametrize(
+    ("counts", "wanted", "spares", "found"),
+    [
+        ((1, 1), (2, 1), 1, (2, 1)),
+        ((1, 1), (2, 1), 3, (2, 1)),
+        ((2, 1), (3, 3), 2, (3, 2)),
+        ((2, 2), (3, 3), 1, (3, 2)),
+        ((1, 1), (), 2, (1, 1)),
+    ],
+)
+def test_spares_go_where_most_replicas_are_missing(
+    counts: tuple[int, ...], wanted: tuple[int, ...], spares: int, found: tuple[int, ...]
+) -> None:
+    assert with_spares(counts, wanted, spares) == found
 
 
 def test_who_is_left_of_each_stage() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 
 __all__ = ["Spares"]
 
-POLL_S = 0.25
+POLL_S, SLOW_POLL_S = 0.25, 2.0
 
 
 class Spares:
@@ -48,16 +47,19 @@ class Spares:
 
     def _refill(self) -> None:
         places = self._fleet.places
-        deadline_s = time.monotonic() + (PLACE_TIMEOUT_S if self._join is None else math.inf)
+        late_s, told = time.monotonic() + PLACE_TIMEOUT_S, False
         try:
             while places.living < self.count and not places.closed:
                 places.ask_for(self.count)  # again and again: others may be lost meanwhile
-                if not places.start_granted():
-                    if time.monotonic() > deadline_s:
+                if places.start_granted():
+                    continue
+                if time.monotonic() > late_s and not told:
+                    told, waits = True, " The run goes on without, and waits for it." if self._join else ""
+                    self._event("warning", f"A worker found no place within {PLACE_TIMEOUT_S:g} s.{waits}")
+                    if self._join is None:
                         places.ask_for(places.living)
-                        self._event("warning", f"A spare worker found no place within {PLACE_TIMEOUT_S:g} s.")
                         return
-                    time.sleep(POLL_S)
+                time.sleep(SLOW_POLL_S if told else POLL_S)
             if places.closed:
                 return
             self._fleet.rehearse_spares()
