@@ -24,7 +24,7 @@ from raypipe.runtime.workers.configuring import Configuring
 from raypipe.runtime.workers.flight import Flight
 from raypipe.runtime.workers.granted import DeviceOf, granted
 from raypipe.runtime.workers.leaving import SETTLE_S, leave_work
-from raypipe.runtime.workers.places import PLACE_TIMEOUT_S, Owner
+from raypipe.runtime.workers.places import Owner
 from raypipe.runtime.workers.root_cause import root_cause
 from raypipe.runtime.workers.roster import (
     GRACE_S,
@@ -38,6 +38,8 @@ from raypipe.runtime.workers.watch import Notice, Watch
 
 __all__ = ["Fleet"]
 
+REHEARSE_TIMEOUT_S = 150.0
+"""A starved process imports for a minute, and nobody waits for it."""
 LEAVE_S = 0.5
 """After a first failure, how long the other stages have to finish what was sent to them and to follow."""
 
@@ -270,7 +272,7 @@ class Fleet(Configuring):
         assert self._run_setup is not None, "configure() comes first"
         spares = [member for member in self.roster if member.worker is None]
         self._join(self._run_setup, spares)
-        results([member.actor.rehearse.remote() for member in spares], PLACE_TIMEOUT_S, "rehearsing")
+        results([member.actor.rehearse.remote() for member in spares], REHEARSE_TIMEOUT_S, "rehearsing")
 
     def go_on(self) -> None:
         """Runs that begin from now on are not empty, though ``halt`` was called before."""

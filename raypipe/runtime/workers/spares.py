@@ -6,15 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 
-from ray.exceptions import RayError
-
 from raypipe.errors import RaypipeError
 from raypipe.runtime.workers.fleet import Fleet
-from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
+from raypipe.runtime.workers.places import AWAY, PLACE_TIMEOUT_S
 
 __all__ = ["Spares"]
 
 POLL_S, SLOW_POLL_S = 0.25, 2.0
+AGAIN_S = 10.0
+"""Between two tries to start a worker of a run with replicas, after one that failed."""
 
 
 class Spares:
@@ -46,26 +46,38 @@ class Spares:
             self._thread.start()
 
     def _refill(self) -> None:
-        places = self._fleet.places
-        late_s, told = time.monotonic() + PLACE_TIMEOUT_S, False
-        try:
-            while places.living < self.count and not places.closed:
-                places.ask_for(self.count)  # again and again: others may be lost meanwhile
-                if places.start_granted():
-                    continue
-                if time.monotonic() > late_s and not told:
-                    told, waits = True, " The run goes on without, and waits for it." if self._join else ""
-                    self._event("warning", f"A worker found no place within {PLACE_TIMEOUT_S:g} s.{waits}")
-                    if self._join is None:
-                        places.ask_for(places.living)
-                        return
-                time.sleep(SLOW_POLL_S if told else POLL_S)
-            if places.closed:
+        places, told = self._fleet.places, ""
+        while not places.closed:
+            try:
+                if self._started():
+                    self._fleet.rehearse_spares()
+                    self._event(
+                        "spare", f"{self.count} workers are there; spares have torch and the optimizer imported"
+                    )
+                    if self._join is not None:
+                        self._join()
                 return
-            self._fleet.rehearse_spares()
-            self._event("spare", f"{self.count} workers are there, spares with torch and the optimizer imported")
-            if self._join is not None:
-                self._join()
-        except (RaypipeError, RayError) as error:
-            if not places.closed:
-                self._event("warning", f"A spare worker could not be started: {error}")
+            except (RaypipeError, *AWAY) as error:
+                what = f"A spare worker could not be started: {error}"
+                if what != told and not places.closed:
+                    self._event("warning", what)
+                if self._join is None:
+                    return
+                told = what
+                time.sleep(AGAIN_S)
+
+    def _started(self) -> bool:
+        """Whether there are as many as wanted; False where no place was found, or the fleet has ended."""
+        places, late_s, told = self._fleet.places, time.monotonic() + PLACE_TIMEOUT_S, False
+        while places.living < self.count and not places.closed:
+            places.ask_for(self.count)  # again and again: others may be lost meanwhile
+            if places.start_granted():
+                continue
+            if time.monotonic() > late_s and not told:
+                told, waits = True, " The run goes on without, and waits for it." if self._join else ""
+                self._event("warning", f"A worker found no place within {PLACE_TIMEOUT_S:g} s.{waits}")
+                if self._join is None:
+                    places.ask_for(places.living)
+                    return False
+            time.sleep(SLOW_POLL_S if told else POLL_S)
+        return not places.closed
