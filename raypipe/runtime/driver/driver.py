@@ -48,6 +48,7 @@ from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.meter import Meter
 from raypipe.runtime.run.planning import first_plan, plan_for
+from raypipe.runtime.run.plans import wanted_replicas
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.resuming import stopped_at
 from raypipe.runtime.run.spec import Outcome, PlanInForce, RunSpec, Watcher
@@ -270,8 +271,8 @@ class _DriverActor:
     ) -> Recovery:
         """What brings the stages back."""
         spec = charter.spec
-        event, request = RunFolder(spec.place).event, charter.basis.request
-        replicas = sum(request.replicas_of(len(made.setup.programs))) if request.replicated else 0
+        event = RunFolder(spec.place).event
+        replicas = sum(wanted_replicas(charter.basis.request, made.plan.plan))
         offered = max(spec.num_workers or 0, replicas) if spec.max_failures else 0
         spares = growth or Spares(fleet, offered, event, self._requests.join if replicas else None)
         return Recovery(fleet, charter.blueprint(made.run), charter.planned, made, tensors, spares, charter.packed)

@@ -100,8 +100,8 @@ def another(
     if max(plan.partition.replicas) > 1:
         given = "auto" if basis.request.replicas is None else basis.request.replicas
         raise PlanError(
-            f"num_replicas={given!r}: a run with replicas keeps the stages that it began with in this release, and only "
-            "replicas that are lost come back. Stop it, and let it go on with other numbers."
+            f"num_replicas={given!r}: a run with replicas keeps the stages that it began with in this release, and "
+            "only replicas that are lost come back. Stop it, and let it go on with other numbers."
         )
     recompute = basis.request.recompute
     if isinstance(recompute, tuple) and len(recompute) != num_stages:  # which stages that were means nothing now

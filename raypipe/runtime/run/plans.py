@@ -5,15 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raypipe.errors import PlanError
+from raypipe.ir.plan import Plan
 from raypipe.planner.regroup import counts_for
-from raypipe.planner.tune import Decision
+from raypipe.planner.tune import Decision, Request
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.memory_limits import MemoryLimits
 from raypipe.runtime.run.planned import Asked, Planned
 from raypipe.runtime.run.planning import another, for_workers, later_plan
 from raypipe.runtime.run.regroup import regroup
 
-__all__ = ["Plans"]
+__all__ = ["Plans", "wanted_replicas"]
+
+
+def wanted_replicas(request: Request, plan: Plan) -> tuple[int, ...]:
+    """Workers by stage that a run is to have, also while some of them are lost; empty where no stage has several.
+
+    Args:
+        plan: that its driver began with. What was left to the planner is as this plan has it.
+    """
+    found = request.replicas_of(plan.partition.num_stages) if request.replicated else plan.partition.replicas
+    return found if max(found) > 1 else ()
 
 
 class Plans:
@@ -51,9 +62,8 @@ class Plans:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Workers by stage that the run was configured with; empty where no stage has several."""
-        request = self._blueprint.basis.request
-        return request.replicas_of(len(self.made.setup.programs)) if request.replicated else ()
+        """Workers by stage that the run is to have; empty where no stage has several."""
+        return wanted_replicas(self._blueprint.basis.request, self.first)
 
     def planned_for(self, workers: int, asked: Asked | None) -> Planned:
         """A plan for so many workers. It changes nothing, from any thread.
@@ -91,6 +101,11 @@ class Plans:
         Raises:
             PlanError: there is not even one for each stage.
         """
+        if self.made.plan.flow is not None:
+            raise PlanError(
+                f"The schedule {self.first.schedule.kind!r} needs all of its replicas: with fewer its weights would "
+                "have other ages, and the run other bits."
+            )
         if (counts := counts_for(self.replicas, workers)) is None:
             raise PlanError(f"The run has {len(self.replicas)} stages, and each of them needs a worker.")
         return self._kept(*regroup(self.planned, self.made, counts, self._next))

@@ -38,7 +38,9 @@ def replanning_of(blueprint: Blueprint, first: Plan, limits: MemoryLimits) -> Re
     chosen = basis.request.partitioner == "parameters" or bool(basis.request.split_points)
     if basis.profile is None or chosen or basis.retunes_microbatches or not blueprint.turns:
         return None
-    if basis.request.replicated:  # a slow replica has the micro-batches of its lanes, wherever the stages are cut
+    if (
+        max(first.partition.replicas) > 1
+    ):  # a slow replica has the micro-batches of its lanes, wherever the stages are cut
         return None
     if blueprint.spec.max_failures == 0 or pipeline.retune_interval_steps == 0:
         return None

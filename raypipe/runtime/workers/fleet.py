@@ -76,7 +76,9 @@ class Fleet(Configuring):
         tell: Callable[[Notice], None] = lambda notice: None,
         device_of: DeviceOf = granted,
     ) -> None:
-        super().__init__(owner.term, Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s, device_of))
+        super().__init__(
+            owner.term, Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s, device_of)
+        )
         self._run = 0
         self._halting = threading.Lock()
         self._flight: Flight | None = None
