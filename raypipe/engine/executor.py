@@ -149,18 +149,11 @@ class Executor:
                 self._skipped = update.step(step, *totals, alone=False)
         begin_s, end_s = self._begun_s or 0.0, time.monotonic()
         self._has_made(step)
-        return [
-            [
-                replace(
-                    work.report(
-                        step, begin_s, end_s, totals[1], totals[0], (), alone=False, keep_spans=False, measure=False
-                    ),
-                    skipped=self._skipped,
-                    lr=self._updates[stage].lr,
-                )
-            ]
-            for stage, work in self.works.items()
-        ]
+        found, ways = [], {"alone": False, "keep_spans": False, "measure": False}
+        for stage, work in self.works.items():
+            report = work.report(step, begin_s, end_s, totals[1], totals[0], (), **ways)
+            found.append([replace(report, skipped=self._skipped, lr=self._updates[stage].lr)])
+        return found
 
     def _has_made(self, step: int) -> None:
         self._made, self._ready, self._begun_s, self._last = step + 1, False, None, self._totals
