@@ -69,6 +69,21 @@ def test_evaluation_is_that_of_the_model(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention", "gpt2"])
+def test_the_cache_of_operations_that_tests_do_without_changes_no_graph(name: str) -> None:
+    """Which users have, as torch sets it; see docs/design/0066."""
+    from torch._dynamo import config  # which takes a second to load
+
+    with config.patch(fake_tensor_cache_enabled=not config.fake_tensor_cache_enabled):
+        other = captured.__wrapped__(name)[1]
+    one = captured(name)[1]
+    assert other.graph == one.graph
+    for mode in ("train", "eval"):
+        found, wanted = (getattr(made.recipe.stages, mode) for made in (other, one))
+        assert (found.values, found.outputs, found.names) == (wanted.values, wanted.outputs, wanted.names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [("gpt2", ["transformer.h.1"]), ("gpt2-untied", ["transformer.h.1"]), ("llama", ["model.layers.1"])],

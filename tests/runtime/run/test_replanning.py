@@ -17,8 +17,8 @@ from tests.runtime.workers.test_recovery import events, reached
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 
 LAYERS, LAYER_S, MICROBATCHES = 8, 0.004, 4
-STEPS = 200
-WAIT_S = 180.0
+STEPS = 140
+WAIT_S = 120.0
 
 
 def trainer(slow: Path, runs: Path, name: str, seconds: float = LAYER_S, max_failures: int = -1) -> PipelineTrainer:
