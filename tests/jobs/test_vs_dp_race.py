@@ -12,6 +12,12 @@ from jobs.bench.vs_dp.run import Asked, Ran, plan_of, run_plan, shape_of
 SCENE = Asked("parameters", 2, 200.0, 5)
 
 
+@pytest.fixture(autouse=True)
+def own_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the race sets for its process is as it was afterwards."""
+    monkeypatch.setenv("RAYPIPE_CACHE_DIR", "set anew by every plan")
+
+
 @pytest.fixture
 def quick_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that hardly sleep, in this process; what the planner finds depends on it no more than on the machine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -62,3 +63,10 @@ def test_what_changes_buffers_is_not_replicated_and_the_table_says_so(tmp_path: 
     assert "  data parallelism  " in str(plan)
     with pytest.raises(PlanError, match="in every forward, so that its 2 replicas"):
         trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), num_stages=1, num_replicas=2).plan()
+
+
+def test_stages_that_begin_at_named_modules_have_replicas_on_the_workers_that_are_offered(tmp_path: Path) -> None:
+    """Stages are counted by the modules then, not by workers."""
+    made = trainer(tmp_path, "named", num_stages="auto", partitioner=("3",), num_replicas=[2, 1])
+    made._scaling = SimpleNamespace(num_workers=3)
+    assert made.plan().partition.replicas == (2, 1)

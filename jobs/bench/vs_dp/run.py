@@ -5,6 +5,7 @@ Every worker's messages wait before its one way out for bytes / rate, whoever th
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import threading
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import raypipe
-from jobs.bench.vs_dp.models import MODELS, accuracy, heldout, loss_of, samples
+from jobs.bench.vs_dp.models import MODELS, Model, accuracy, heldout, loss_of, samples
 from jobs.lib.common import median
 from jobs.lib.emulated import CPU_SHARE
 from raypipe.engine import frame
@@ -125,9 +126,17 @@ def plan_of(asked: Asked, replicas: Sequence[int] | str = "auto") -> Plan:
     devices = tuple(Device(f"worker{i}") for i in range(asked.workers))
     cluster = Cluster(devices, (Link(asked.rate_bytes_s, LATENCY_S),))
     stages: dict[str, Any] = {} if isinstance(replicas, str) else {"num_stages": len(replicas)}
+    # Kept profiles know a layer by its operations, not by how long it sleeps.
+    os.environ["RAYPIPE_CACHE_DIR"] = _profiles(MODELS[asked.model]).name
     with tempfile.TemporaryDirectory(prefix="bench-vs-dp-") as folder:
         given = replicas if isinstance(replicas, str) else list(replicas)
         return _trainer(asked, folder, num_replicas=given, **stages).plan(cluster=cluster)
+
+
+@functools.cache
+def _profiles(model: Model) -> tempfile.TemporaryDirectory[str]:
+    """Where its profile is kept until this process ends, so that all its plans are made from one."""
+    return tempfile.TemporaryDirectory(prefix="bench-vs-dp-")
 
 
 def run_plan(asked: Asked, plan: Plan, enough: float, *, local: bool = False) -> Ran:
