@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import re
+import textwrap
 import time
 import urllib.parse
 import urllib.request
@@ -70,8 +71,21 @@ def ask(prometheus: str, what: str, **asked: object) -> list[dict[str, Any]]:
     return found
 
 
-def draw(board: Board, prometheus: str, run: str, begin_s: float, end_s: float, path: Path) -> None:
-    """Write the picture of a board."""
+def draw(
+    board: Board, prometheus: str, run: str, begin_s: float, end_s: float, path: Path, *, dark: bool = False
+) -> None:
+    """Write the picture of a board.
+
+    Args:
+        dark: on black, as Grafana's dark theme has it.
+    """
+    from matplotlib import style
+
+    with style.context("dark_background" if dark else "default"):
+        _draw(board, prometheus, run, begin_s, end_s, path)
+
+
+def _draw(board: Board, prometheus: str, run: str, begin_s: float, end_s: float, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.gridspec import GridSpec
 
@@ -93,9 +107,11 @@ def draw(board: Board, prometheus: str, run: str, begin_s: float, end_s: float, 
 
 def _number(axes: Any, panel: Panel, lines: list[Line]) -> None:
     factor, unit = UNITS[panel.unit]
-    text = "\n".join(f"{line.values[-1] * factor:.4g} {unit}" for line in lines) or "no data"
+    text = "\n".join(f"{line.values[-1] * factor:.4g} {unit}" for line in lines) or textwrap.fill(
+        _nothing(panel, ": "), 20
+    )
     axes.set_title(panel.title, fontsize=10)
-    axes.text(0.5, 0.4, text, ha="center", va="center", fontsize=18 if lines else 11)
+    axes.text(0.5, 0.4, text, ha="center", va="center", fontsize=18 if lines else 9)
     axes.set_xticks([])
     axes.set_yticks([])
 
@@ -106,17 +122,22 @@ def _plot(axes: Any, panel: Panel, lines: list[Line], begin_s: float, end_s: flo
     axes.set_ylabel(unit)
     axes.set_xlabel("seconds ago", fontsize=8)
     axes.set_xlim(begin_s - end_s, 0)
-    for line in lines:
+    for number, line in enumerate(lines):
         times_s, values = _with_gaps(line, (end_s - begin_s) / 50)
-        axes.plot([at - end_s for at in times_s], [value * factor for value in values], label=line.name)
+        dashes = (0, (5, 2 + 2 * number)) if number else "-"  # of equal lines, those below show in the gaps
+        scaled = [value * factor for value in values]
+        axes.plot([at - end_s for at in times_s], scaled, label=line.name, linestyle=dashes)
     if lines:
         values = [value * factor for line in lines for value in line.values if math.isfinite(value)] or [1.0]
         axes.set_ylim(1.08 * min(0.0, *values), 1.08 * max(values) or 1.0)
         axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     else:
-        words = f"no data: needs {panel.needs}" if panel.needs else "no data"
-        axes.text(0.5, 0.5, words, ha="center", va="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, _nothing(panel, ": "), ha="center", va="center", transform=axes.transAxes)
     axes.grid(alpha=0.3)
+
+
+def _nothing(panel: Panel, between: str) -> str:
+    return f"no data{between}needs {panel.needs}" if panel.needs else "no data"
 
 
 def _with_gaps(line: Line, least_s: float) -> tuple[list[float], list[float]]:
@@ -137,6 +158,7 @@ def main() -> None:
     parser.add_argument("--last", type=float, default=3600.0, metavar="SECONDS")
     parser.add_argument("--run", default=".+", help="regular expression of names of runs")
     parser.add_argument("-o", "--output", type=Path, default=Path("boards"), metavar="DIR")
+    parser.add_argument("--dark", action="store_true", help="on black")
     asked = parser.parse_args()
     asked.output.mkdir(parents=True, exist_ok=True)
     end_s = time.time()

@@ -38,8 +38,9 @@ __all__ = ["MakeTrainer", "trainable"]
 MakeTrainer = Callable[[dict[str, Any], str], PipelineTrainer]
 """(config of the trial, name for its run) -> the trainer of its run, named so by run_config."""
 
-TRIAL_CPUS = 0.001
-"""Of the process that waits for a run: Ray has no placement group of nothing."""
+TRIAL = {"memory": 1.0}
+"""What the process that waits for a run takes: a byte, because Ray has no placement group of nothing, and a share of a
+CPU would keep a stage from the last one."""
 POLL_S = 0.2
 END_S = 120.0
 """That a stopped run has for the step it is in and its checkpoint; then its driver and stages are ended."""
@@ -82,7 +83,7 @@ class _Trial(tune.Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        return tune.PlacementGroupFactory([{"CPU": TRIAL_CPUS}])
+        return tune.PlacementGroupFactory([dict(TRIAL)])
 
     def setup(self, config: dict[str, Any]) -> None:
         name = f"trial-{self.trial_id}"

@@ -12,6 +12,7 @@ and the best of them; exits with 1 where no run ended well.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def sweep(asked: argparse.Namespace) -> tune.ResultGrid:
 
 def row_of(result: Any) -> tuple[Any, ...]:
     """A trial in a line."""
-    metrics, rate = result.metrics or {}, (result.config or {}).get("rate")
+    metrics, rate = result.metrics or {}, (result.config or {}).get("rate", math.nan)  # before its first report
     if result.error is not None:
         became = f"failed: {str(result.error).strip().splitlines()[-1][:100]}"
     else:
