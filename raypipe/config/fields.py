@@ -80,6 +80,8 @@ class PipelineFields:
             is lossy, from "bf16", half as large, to "int4"; see raypipe.engine.codec for how much. "auto" lets the
             controller compress a link, "bf16" or "int8" forward and "bf16" back, while that makes steps shorter by more
             than min_gain.
+        codec_sums: what replicas of a stage send of their sums of gradients: "bf16" rounds the sum of each lane, adds
+            lanes up in full precision and rounds the total, for half the bytes; "none" changes nothing.
         memory_limit_bytes: per worker, of everything that a stage holds; a plan that needs more is
             refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: a stage's backward runs its forward again, so that a micro-batch in flight holds what the stage
@@ -159,6 +161,7 @@ class PipelineFields:
     link_checksum: str = "auto"
     codec_forward: str = "none"
     codec_backward: str = "none"
+    codec_sums: str = "none"
     memory_limit_bytes: int | Auto = "auto"
     recompute: str | Sequence[str | bool | int] = "auto"
     precision: str = "fp32"

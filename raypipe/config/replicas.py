@@ -36,6 +36,11 @@ def check_replicas(config: PipelineFields) -> None:
     if config.update_interval == "per_replica":
         _check_per_replica(config)
     if not laned(config):
+        if config.codec_sums != "none":
+            raise ConfigError(
+                f"codec_sums={config.codec_sums!r} means nothing with num_replicas={config.num_replicas!r} and one "
+                "lane, where nothing is exchanged. Set num_replicas, or leave codec_sums out."
+            )
         return
     what = f"num_replicas={config.num_replicas!r}" if replicated(config) else f"num_lanes={config.num_lanes!r}"
     if config.num_replicas == "auto":

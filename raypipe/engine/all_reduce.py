@@ -48,6 +48,8 @@ class AllReduce:
         sink: of the stage.
         send: (worker, action, tensors) hands a message to another worker, from any thread.
         receive: (worker, the sender's action) waits for one, in any thread.
+        codec: "bf16" rounds sums of lanes before they are added up in their own type, and the totals: half the bytes.
+            Those that stay here are rounded too, so that the result depends on the lanes alone.
     """
 
     def __init__(
@@ -57,17 +59,19 @@ class AllReduce:
         sink: GradientSink,
         send: Callable[[int, Action, Tensors], None],
         receive: Callable[[int, Action], tuple[torch.Tensor | None, ...]],
+        codec: str = "none",
     ) -> None:
         self._stage, self._placement, self._sink = stage, placement, sink
         self._send, self._receive = send, receive
         self._peers = [worker for worker in placement.replicas if worker != placement.worker]
-        self._chunks = chunks_of(sink.trained, placement) if self._peers else []
+        self._rounds = codec == "bf16" and placement.lanes > 1
+        self._chunks = chunks_of(sink.trained, placement) if self._peers or self._rounds else []
         self._begun: _Begun | None = None
 
     @property
     def exchanges(self) -> bool:
-        """Whether there is anything to exchange."""
-        return bool(self._peers and self._chunks)
+        """Whether there is anything to exchange, or to round as if there were."""
+        return bool(self._chunks)
 
     def begin(self, microbatch: int) -> None:
         """The update's last backward is about to run: exchange, beside it, what it completes.
@@ -76,7 +80,7 @@ class AllReduce:
             microbatch: last of the update.
         """
         assert self._begun is None, "one update at a time"
-        if self.exchanges:
+        if self._peers and self._chunks:
             self._begun = _Begun(self._chunks, lambda wait: self._exchange(microbatch, wait))
             self._sink.tell(self._begun.completed)
             self._begun.start()
@@ -120,6 +124,7 @@ class AllReduce:
         for number, chunk in enumerate(self._chunks):
             wait(number)
             reached, total = self._summed(chunk, scatter)
+            total = self._rounded(total)
             for peer in self._peers:
                 self._send(peer, gather, (total,))
             totals = {me: total} | {peer: self._receive(peer, gather)[0] for peer in self._peers}
@@ -136,7 +141,7 @@ class AllReduce:
         own = {lane: self._sink.sums_of(lane, chunk.sites) for lane in self._placement.lanes_of(me)}
         there = torch.tensor([[x is not None for x in sums] for sums in own.values()], dtype=torch.uint8)
         there = there.to(chunk.place)
-        flat = {lane: chunk.flattened(sums) for lane, sums in own.items()}
+        flat = {lane: x if (x := chunk.flattened(sums)) is None else self._rounded(x) for lane, sums in own.items()}
         for peer in self._peers:
             self._send(peer, scatter, [there, *(chunk.slice_of(peer, x) for x in flat.values())])
         slices = {lane: chunk.slice_of(me, x) for lane, x in flat.items()}
@@ -148,6 +153,10 @@ class AllReduce:
             reached |= zip(lanes, theirs.tolist(), strict=True)
             slices |= zip(lanes, pieces, strict=True)
         return reached, chunk.summed(me, [(slices[lane], reached[lane]) for lane in sorted(reached)])
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """As it travels."""
+        return x.to(torch.bfloat16) if self._rounds and x.dtype in (torch.float32, torch.float64) else x
 
 
 class _Begun:

@@ -37,6 +37,7 @@ class Exchange:
         channels: to the other workers.
         crossing: to the device that computes and back.
         timeout_s: for each message.
+        codec: of sums of gradients.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class Exchange:
         channels: Mapping[int, Channel],
         crossing: Crossing,
         timeout_s: float,
+        codec: str = "none",
     ) -> None:
         self._works, self._channels = works, channels
         self._crossing, self._timeout_s = crossing, timeout_s
         self._all_reduce = {
             stage: AllReduce(
-                stage, placement, work.sink, partial(self._hand_over, stage), partial(self._wait_for, stage)
+                stage, placement, work.sink, partial(self._hand_over, stage), partial(self._wait_for, stage), codec
             )
             for stage, work in works.items()
         }

@@ -32,6 +32,7 @@ class Settings:
         max_grad_norm: clip the norm of the whole model's gradient to this, None never clips.
         timeout_s: longest wait for one message.
         on_nonfinite: "stop" or "skip"; see PipelineConfig.
+        codec_sums: "none" or "bf16"; see PipelineConfig.
     """
 
     seed: int
@@ -39,6 +40,7 @@ class Settings:
     max_grad_norm: float | None
     timeout_s: float
     on_nonfinite: str = "stop"
+    codec_sums: str = "none"
 
 
 class StageState:

@@ -74,6 +74,8 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mappi
         free[LANES] = lanes
     if pipeline.replicated_buffers:
         free["replicated_buffers"] = "-".join(map(str, plan.schedule.wiring.replicas))
+    if pipeline.codec_sums != "none":
+        free["codec_sums"] = pipeline.codec_sums
     if plan.weights.interval is not None:
         free |= {name: getattr(pipeline, name) for name in _ASYNCHRONOUS_FIELDS}
         if lanes > 1 and plan.weights.rule is not VersionRule.DELAYED:  # they decide how old weights are

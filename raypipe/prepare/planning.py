@@ -71,7 +71,9 @@ def prepare(
         processors=shared_processors() if here else None,
     )
     planned = plan_for(basis, None if profiled is None else decided(basis))
-    settings = Settings(pipeline.seed, reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, pipeline.on_nonfinite)
+    settings = Settings(
+        pipeline.seed, reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, pipeline.on_nonfinite, pipeline.codec_sums
+    )
     return noting_compiled(_job(given, found, pipeline, basis, planned, settings))
 
 

@@ -89,6 +89,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "num_stages": ({}, [1, 2, 3]),
     "num_replicas": ({}, [1, 2, [1, 2]]),
     "num_lanes": ({}, ["auto", 2, 3]),
+    "codec_sums": ({"num_lanes": 2}, ["none", "bf16"]),
     "replicated_buffers": ({"num_replicas": 2}, [False, True]),
     "minibatch_size": ({}, [8, 16]),
     "num_microbatches": ({}, [2, 4]),
@@ -159,7 +160,8 @@ def test_every_word_that_a_field_takes_is_tried(name: str) -> None:
 FURTHER: dict[str, Any] = {
     "group_size": 3, "slack": 3, "weight_versions": 2, "update_interval": 3, "vertical_sync": True,
     "codec_forward": "auto", "codec_backward": "auto", "retune_interval_steps": 7, "link_drift_threshold": 0.1,
-    "min_gain": 0.1, "retune_microbatches": True, "num_replicas": [2, 1], "num_lanes": 2, "on_nonfinite": "skip",
+    "min_gain": 0.1, "retune_microbatches": True, "num_replicas": [2, 1], "num_lanes": 2,
+    "codec_sums": "bf16", "on_nonfinite": "skip",
 }  # fmt: skip
 SAYS_WHAT_IS_SO = {("weight_versions", "2bw"), ("vertical_sync", "2bw"), ("weight_versions", "pipedream")}
 """2bw has two versions, the same on every stage; two are the most that pipedream keeps on two stages."""

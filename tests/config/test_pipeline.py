@@ -123,6 +123,7 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
             {"num_replicas": [4, 1], "num_stages": 2, "num_microbatches": 2},
             ["num_microbatches=2", "num_replicas=(4, 1)", "4 or more"],
         ),
+        ({"codec_sums": "bf16"}, ["codec_sums='bf16'", "num_replicas=1", "Set num_replicas"]),
         ({"num_replicas": "auto", "partitioner": "parameters"}, ["num_replicas='auto'", "'parameters'", "'auto'"]),
         ({"num_replicas": "auto", "schedule": "zb-v"}, ["num_replicas='auto'", "schedule='zb-v'", "'1f1b'"]),
         ({"num_replicas": "auto", "codec_forward": "auto"}, ["codec_forward='auto'", "num_replicas='auto'"]),

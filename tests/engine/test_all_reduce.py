@@ -145,3 +145,57 @@ def test_chunks_change_no_bit_and_memory_is_as_planned(
         sizes = [sum(x.nbytes for kept_of_site in sink._kept for x in kept_of_site) for sink in sinks]
         assert max(sizes) <= -(-lanes // replicas) * gradient_bytes, "no more sums than lanes"
     assert memory[1] == memory[2]
+
+
+def emulated(lanes: int, update: int, dtypes: tuple[torch.dtype, ...]) -> list[torch.Tensor | None]:
+    """Sums of lanes rounded to bf16, added up in their own type in the order of lanes, and rounded again."""
+    sinks = [sink_of(lanes, dtypes) for _ in range(lanes)]
+    for lane, sink in enumerate(sinks):
+        fill(sink, lane, update)
+    found: list[torch.Tensor | None] = []
+    for site in range(len(SHAPES)):
+        parts = [x for lane, sink in enumerate(sinks) if (x := sink.sums_of(lane, [site])[0]) is not None]
+        if not parts:
+            found.append(None)
+            continue
+        total = parts[0].to(torch.bfloat16).to(parts[0].dtype)
+        for part in parts[1:]:
+            total = total + part.to(torch.bfloat16).to(part.dtype)
+        found.append(total.to(torch.bfloat16).to(parts[0].dtype))
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float64, torch.bfloat16)], ids=["fp32", "mixed"])
+def test_sums_in_bf16_are_those_of_an_emulator_for_any_number_of_replicas(
+    replicas: int, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    lanes = 6
+    ends: dict[tuple[int, int], InMemoryChannel] = {}
+    for a, b in itertools.combinations(range(replicas), 2):
+        ends[a, b], ends[b, a] = InMemoryChannel.pair(f"{a} <-> {b}", 0, 1 + lanes)
+    sent_bytes = [0] * replicas
+    sinks = [sink_of(lanes, dtypes) for _ in range(replicas)]
+
+    def work(me: int) -> None:
+        def send(peer: int, action: Any, tensors: Any) -> None:
+            sent_bytes[me] += sum(x.nbytes for x in tensors if x is not None and x.dtype != torch.uint8)
+            ends[me, peer].send(action, tensors)
+
+        placement = Placement((tuple(range(replicas)),), me, lanes)
+        for lane in placement.lanes_of(me):
+            fill(sinks[me], lane, 0)
+        receive = lambda peer, action: ends[me, peer].recv(action, TIMEOUT_S)  # noqa: E731
+        with torch.no_grad():
+            AllReduce(0, placement, sinks[me], send, receive, "bf16").run(0)
+
+    with ThreadPoolExecutor(replicas) as pool:
+        list(pool.map(work, range(replicas)))
+    wanted = emulated(lanes, 0, dtypes)
+    for sink in sinks:
+        for mine, other in zip(sink.sums_of(0, range(len(SHAPES))), wanted, strict=True):
+            assert (mine is None) == (other is None)
+            assert mine is None or torch.equal(mine, other)  # type: ignore[arg-type]
+    elements = sum(x.numel() for x in sinks[0].trained)
+    most = 2 * elements * (replicas - 1) * (lanes // replicas + 1) / replicas
+    assert all(nbytes <= most + 2 * replicas * lanes for nbytes in sent_bytes), "two bytes for each number"

@@ -29,6 +29,7 @@ def wide() -> nn.Sequential:
     ("replicas", "more"),
     [
         ([3], {"num_stages": 1, "num_lanes": 3}),
+        ([2], {"num_stages": 1, "num_lanes": 2, "codec_sums": "bf16"}),
         ([2, 2], {"num_lanes": 4, "schedule": "gpipe", "recompute": "always", "max_grad_norm": 0.1}),
     ],
 )

@@ -26,6 +26,7 @@ class Limits:
         in_order: stage s on device s, all of them in use: who asks has placed the stages already.
         sync_s_per_byte: by stage, seconds per micro-batch for each trainable byte on it, which its replicas sum; with
             ``in_order`` only. Empty for none.
+        sums_factor: bytes that replicas exchange for each byte of gradients.
         max_states: ``antichain`` refuses a graph with more sets of executed nodes than this.
     """
 
@@ -37,6 +38,7 @@ class Limits:
     max_replicas: int | None = None
     in_order: bool = False
     sync_s_per_byte: tuple[float, ...] = ()
+    sums_factor: float = 1.0
     max_states: int = 100_000
 
     def __post_init__(self) -> None:

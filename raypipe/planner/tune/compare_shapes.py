@@ -106,7 +106,7 @@ def with_branches(problem: Problem, found: Decision) -> Decision:
     lanes = request.num_lanes(len(stages))
     for stage in stages:
         link = slowest_link(found.cluster, stage.devices, stage.devices)
-        rates.append(summing_rate_s(len(stage.devices), lanes, link) / found.num_microbatches)
+        rates.append(summing_rate_s(len(stage.devices), lanes, link, request.sums_factor) / found.num_microbatches)
     best = found
     for weight in WEIGHTS:
         limits = dataclasses.replace(found.limits, sync_s_per_byte=tuple(weight * rate for rate in rates))

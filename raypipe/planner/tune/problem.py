@@ -94,5 +94,6 @@ def limits_of(request: Request, num_stages: int | None, stages: int, count: int,
         num_stages=num_stages,
         memory=memory_model(request, stages, count, size),
         memory_limit_bytes=request.memory_limit_bytes,
+        sums_factor=request.sums_factor,
         update_interval=count,  # synchronous: replicas reduce their gradients once per step
     )

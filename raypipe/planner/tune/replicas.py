@@ -79,7 +79,7 @@ def exchange_s(
     if len(devices) == 1 or not sync_bytes[-1]:
         return 0.0, 0.0
     spec, link = limits.memory.spec, slowest_link(cluster, devices, devices)
-    rate_s = summing_rate_s(len(devices), spec.lanes, link)
+    rate_s = summing_rate_s(len(devices), spec.lanes, link, limits.sums_factor)
     whole_s = rate_s * float(sync_bytes[-1])
     backward_s = np.append(0.0, np.cumsum([factor * node.backward_s for node in nodes]))
     behind_s = whole_s
@@ -88,14 +88,17 @@ def exchange_s(
     return whole_s + 2 * link.latency_s, whole_s - behind_s
 
 
-def summing_rate_s(replicas: int, lanes: int, link: Link) -> float:
+def summing_rate_s(replicas: int, lanes: int, link: Link, factor: float = 1.0) -> float:
     """Seconds for each byte of gradients that so many replicas sum; see ``engine.all_reduce`` for what they send.
 
     Each of R sends (R - 1) / R of its L / R lanes, and then as much of the totals. All its peers share what one link
     carries, as they share a worker's network card, both ways at once. Every chunk waits for two messages' latency, and
     the last one, which need not be full, once more.
+
+    Args:
+        factor: bytes that travel for each byte of gradients.
     """
-    sent = (replicas - 1) / replicas * (lanes / replicas + 1)
+    sent = factor * (replicas - 1) / replicas * (lanes / replicas + 1)
     return sent / link.bandwidth_bytes_s + 2 * link.latency_s / chunk_bytes(lanes, replicas) if replicas > 1 else 0.0
 
 

@@ -192,7 +192,7 @@ class ShapeSearch:
         key = (id(costs), stage, lanes, replicas, speed, link)
         if key in self._reduced:
             return self._reduced[key]
-        graph, rate_s = costs.graph, summing_rate_s(replicas, lanes, link)
+        graph, rate_s = costs.graph, summing_rate_s(replicas, lanes, link, self._problem.request.sums_factor)
         sync_bytes = columns_of(graph).before[1].astype(np.float64)
         starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
         found: Floats = rate_s * (sync_bytes[ends] - sync_bytes[starts])

@@ -51,6 +51,7 @@ class Request:
         replicas: workers of every stage, one number for all or one for each; None leaves them to the planner.
         lanes: into which gradients are summed; None for the fewest that give every replica of a stage as many.
         replicated_buffers: stages that change buffers may have replicas, each with its own.
+        sums_factor: bytes of gradients that replicas exchange, over those of the gradients.
         changing: positions of the nodes that change buffers in training; their stages have one worker. Known where
             replicas are left to the planner.
         codecs: of messages forwards and backwards. The step counts them; a cut does not, unless there are replicas.
@@ -83,6 +84,7 @@ class Request:
     replicas: int | tuple[int, ...] | None = 1
     lanes: int | None = None
     replicated_buffers: bool = False
+    sums_factor: float = 1.0
     changing: tuple[int, ...] = ()
     codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
 

@@ -44,6 +44,11 @@ def test_a_step_takes_longer_by_what_replicas_exchange() -> None:
         assert stage.exchange_s == pytest.approx(sent_s + 2 * chunks * ASSUMED_LINK.latency_s)
         assert found.step_s == pytest.approx(12 / count * 4e-3 + stage.exchange_s - stage.hidden_s)
     assert decide(dataclasses.replace(FIXED, lanes=4), chain(4)).prediction.stages[0].exchange_s == 0.0
+    (whole,), (half,) = (
+        decide(dataclasses.replace(FIXED, num_stages=1, replicas=2, sums_factor=factor), chain(4)).prediction.stages
+        for factor in (1.0, 0.5)
+    )
+    assert whole.exchange_s - half.exchange_s == pytest.approx(4 * MIB / 2 / ASSUMED_LINK.bandwidth_bytes_s)
 
 
 def test_what_lies_beside_the_last_backward_is_not_waited_for() -> None:
