@@ -95,7 +95,8 @@ class Executor:
     @property
     def reached(self) -> Reached:
         """How far it has come; where it does not run anything."""
-        norm, loss = (None, None) if self._last is None else self.crossing.to_host(self._last, Crosses.NORMS)
+        with self.device.prepare_thread():
+            norm, loss = (None, None) if self._last is None else self.crossing.to_host(self._last, Crosses.NORMS)
         totals = None if norm is None or loss is None else (Scalar.of(norm), Scalar.of(loss))
         return Reached(self._made, self._ready, totals, self._flows)
 
@@ -134,8 +135,9 @@ class Executor:
         """A step of a run in lanes that was begun will be begun anew, by another executor of these states."""
         for work in self.works.values():
             work.drop()
-            if self._begun_s is not None:
-                work.buffers.bring_back()
+            with self.device.prepare_thread():
+                if self._begun_s is not None:
+                    work.buffers.bring_back()
             for parameter in work.state.parameters.values():
                 parameter.grad = None
         self._begun_s, self._ready = None, False

@@ -56,7 +56,7 @@ def made(batch_norm_at: int) -> tuple[Sequence[StageProgram], Mapping[str, torch
         lambda named: torch.optim.AdamW(named, lr=1e-2),
         lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
         {"train": source},
-        Settings(0, "mean", 0.5, 20.0),
+        Settings(0, "mean", 0.5, 120.0),
     )
     return programs, {**found.parameters, **found.buffers}, run
 
@@ -209,7 +209,8 @@ def test_a_replica_that_dies_after_any_message_loses_no_step(batch_norm_at: int,
             assert twin.optimizer is not None
             assert state.optimizer.param_groups[0]["lr"] == twin.optimizer.param_groups[0]["lr"]
     assert shares[0] == 0.0, "without the victim the step cannot end"
-    assert any(0.0 < share < 1.0 for share in shares), "some have made the step, and others make it afterwards"
+    if victim == 0:  # which knows the norm first: the next stage hears it before the other replica, that has to be told
+        assert any(0.0 < share < 1.0 for share in shares), "some have made the step, and others make it afterwards"
 
 
 NORM, LOSS = Scalar(1.5, "float32"), Scalar(0.25, "float32")
