@@ -87,7 +87,7 @@ class MemoryModel:
         microbatch_size: b, samples.
         weight_versions: copies of the weights; None follows the schedule.
         version_limit: most copies that a stage has room for; None for no limit.
-        gradient_factor: bytes of gradients per byte of trainable parameters.
+        gradient_factor: bytes of gradients per byte of trainable parameters; of all stages, or by stage.
         optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
         leaf_factor: bytes of the leaves that forwards use, per byte of parameters; 0 where the weights are the leaves.
         state_copies: of weights, optimizer and buffers: its own, and those of another stage, taken to be as large.
@@ -104,7 +104,7 @@ class MemoryModel:
     microbatch_size: int = 1
     weight_versions: int | None = None
     version_limit: int | None = None
-    gradient_factor: float = 1.0
+    gradient_factor: float | tuple[float, ...] = 1.0
     optimizer_factor: float = 2.0
     leaf_factor: float = 0.0
     state_copies: int = 0
@@ -121,13 +121,9 @@ class MemoryModel:
             )
         counts = [self.microbatch_size]
         counts += [count for count in (self.weight_versions, self.version_limit) if count is not None]
-        if (
-            min(counts) < 1
-            or not min(
-                self.gradient_factor, self.optimizer_factor, self.leaf_factor, self.state_copies, self.reserve_bytes
-            )
-            >= 0
-        ):
+        gradients = self.gradient_factor if isinstance(self.gradient_factor, tuple) else (self.gradient_factor,)
+        factors = (*gradients, self.optimizer_factor, self.leaf_factor, self.state_copies, self.reserve_bytes)
+        if min(counts) < 1 or not min(factors) >= 0:
             raise PlanError(f"{self}: counts must be at least 1, factors, copies and reserve_bytes at least 0.")
 
     def in_flight(self, depth: int) -> int:
@@ -168,6 +164,11 @@ class MemoryModel:
             return self.recompute
         return bool(self.recompute) and self.recompute[max(0, len(self.recompute) - depth)]
 
+    def gradients(self, depth: int) -> float:
+        """Bytes of gradients per byte of trainable parameters on a stage of this depth."""
+        given = self.gradient_factor
+        return given[max(0, len(given) - depth)] if isinstance(given, tuple) else given
+
     def _slack_after(self, hops: int) -> int:
         """Sum of r over so many hops at the end; the cut may have more hops than the spec, all like its first."""
         slack = self.spec.slack
@@ -194,11 +195,10 @@ class MemoryModel:
         return max(self.spec.group_size, *self.spec.slack, 1)
 
     def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
-        """What each node adds once per weight version, once, and once per micro-batch in flight; shape (3, nodes)."""
+        """What each node adds per version of the weights, once, per micro-batch in flight, of gradients; (4, nodes)."""
         found = columns_of(graph)
-        state = np.ceil(found.trainable_bytes * (self.gradient_factor + self.optimizer_factor)).astype(np.int64)
-        once = found.param_bytes - found.trainable_bytes + state + found.buffer_bytes
         optimizer = np.ceil(found.trainable_bytes * self.optimizer_factor).astype(np.int64)
+        once = found.param_bytes - found.trainable_bytes + optimizer + found.buffer_bytes
         once = once + self.state_copies * (found.param_bytes + optimizer + found.buffer_bytes)
         # Only what learns has versions.
         versioned = found.trainable_bytes
@@ -206,11 +206,13 @@ class MemoryModel:
             frozen_bytes = found.param_bytes - found.trainable_bytes
             once = once + found.trainable_bytes + np.ceil(frozen_bytes * self.leaf_factor).astype(np.int64)
             versioned = np.ceil(found.trainable_bytes * self.leaf_factor).astype(np.int64)
-        return np.stack([versioned, once, found.activation_bytes * self.microbatch_size])
+        return np.stack([versioned, once, found.activation_bytes * self.microbatch_size, found.trainable_bytes])
 
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
         """Bytes on a stage of this depth, from ``node_parts`` or sums of them."""
-        total: NDArray[np.int64] = self.versions(depth) * parts[0] + parts[1] + self.activation_sets(depth) * parts[2]
+        gradients = np.ceil(parts[3] * self.gradients(depth)).astype(np.int64)
+        many = self.versions(depth) * parts[0] + self.activation_sets(depth) * parts[2]
+        total: NDArray[np.int64] = many + parts[1] + gradients
         return total
 
     def node_bytes(self, graph: ModelGraph, depth: int) -> NDArray[np.int64]:
@@ -327,7 +329,7 @@ def stage_memory(
         versions=versions,
         weight_bytes=(0 if model.leaf_factor else versions - 1) * resident.trainable_bytes + resident.param_bytes,
         leaf_bytes=math.ceil(((versions - 1) * resident.trainable_bytes + resident.param_bytes) * model.leaf_factor),
-        gradient_bytes=math.ceil(resident.trainable_bytes * model.gradient_factor),
+        gradient_bytes=math.ceil(resident.trainable_bytes * model.gradients(depth)),
         optimizer_bytes=optimizer_bytes,
         buffer_bytes=resident.buffer_bytes,
         copy_bytes=model.state_copies * (resident.param_bytes + optimizer_bytes + resident.buffer_bytes),

@@ -120,7 +120,8 @@ def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints
     """
     params, trainable, buffers, activations = costs.held_bytes
     optimizer = np.ceil(trainable * model.optimizer_factor)
-    state = np.ceil(trainable * model.gradient_factor) + optimizer
+    gradients = np.array([model.gradients(depth) for depth in range(trainable.shape[1], 0, -1)])
+    state = np.ceil(trainable * gradients) + optimizer
     state += model.state_copies * (params + optimizer + buffers)
     none = np.zeros((len(params), 1), dtype=np.int64)
     received, sent = np.hstack([none, costs.crossing_bytes]), np.hstack([costs.crossing_bytes, none])

@@ -80,7 +80,7 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         state_copies=request.state_copies,
         # Once per worker, whose stages share it.
         reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),
-        gradient_factor=max(-(-spec.lanes // count) for count in request.replicas_of(num_stages)),
+        gradient_factor=tuple(-(-spec.lanes // count) for count in request.replicas_of(num_stages)),
         resident=counted,
         recompute=request.recomputes,
     )

@@ -66,7 +66,7 @@ def test_what_lies_beside_the_last_backward_is_not_waited_for() -> None:
         assert found.step_s == pytest.approx(6 * stage.busy_s + stage.exchange_s - stage.hidden_s)
 
 
-def test_memory_is_that_of_the_rows_and_of_the_most_lanes() -> None:
+def test_memory_is_that_of_the_rows_and_of_the_lanes_of_each_replica() -> None:
     one, two = (
         decide(dataclasses.replace(FIXED, replicas=replicas, lanes=lanes), chain(4)).prediction.stages
         for replicas, lanes in (((1, 1), None), ((1, 2), 4))
@@ -74,7 +74,15 @@ def test_memory_is_that_of_the_rows_and_of_the_most_lanes() -> None:
     assert [stage.in_flight for stage in one] == [2, 1]
     assert [stage.in_flight for stage in two] == [3, 1]  # floor((3 - 1) / 1) ahead
     assert [dict(stage.memory)["gradients"] // MIB for stage in one] == [2, 2]
-    assert [dict(stage.memory)["gradients"] // MIB for stage in two] == [4, 12]
+    assert [dict(stage.memory)["gradients"] // MIB for stage in two] == [4, 6]
+
+
+def test_what_one_stage_holds_for_lanes_does_not_count_against_another() -> None:
+    """Of 7-1 replicas hold one lane each, and the last stage all seven."""
+    asked = dataclasses.replace(FIXED, replicas=(7, 1), minibatch_size=56, num_microbatches=14)
+    stages = decide(dataclasses.replace(asked, memory_limit_bytes=70 * MIB), chain(8)).prediction.stages
+    assert [dict(stage.memory)["gradients"] // MIB for stage in stages] == [7, 7]
+    assert [dict(stage.memory)["weights x 1"] // MIB for stage in stages] == [7, 1]
 
 
 def test_what_cannot_be_planned_is_refused_by_name() -> None:
