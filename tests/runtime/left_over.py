@@ -51,7 +51,7 @@ def ours() -> Held:
     return Held(
         frozenset(actor["name"] for actor in actors if actor["name"].startswith(PREFIX)),
         frozenset(group for group, row in groups if row["state"] != "REMOVED"),
-        ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0.0),
+        round(ray.cluster_resources()["CPU"] - ray.available_resources().get("CPU", 0.0), 4),  # as fine as Ray counts
     )
 
 
