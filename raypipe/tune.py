@@ -101,7 +101,7 @@ class _Trial(tune.Trainable):
         wanted = min(self._told + self.interval, self.steps)
         while (status := self._handle.status()).state in RUNNING and not (wanted <= status.step < self.steps):
             time.sleep(POLL_S)
-        losses = [] if status.state == "failed" else self._handle.metrics().loss[self._told :]
+        losses = [] if status.state == "failed" else self._handle.metrics().loss[self._told : status.step]
         ended = status.state not in RUNNING
         more: Mapping[str, Any] = self._handle.wait(END_S).metrics if ended else {}
         self._told = status.step
