@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,5 +92,15 @@ def test_without_a_gpu_here_the_workers_say_what_there_is_and_threads_are_refuse
     config = PipelineConfig(num_stages=2)
     assert on_devices(config, GPU) is config
     assert in_threads({"CPU": 1.0})(3) is CPU
-    with pytest.raises(ConfigError, match=r"use_gpu=True\) with local=True: worker 0 of threads, 2 to a GPU, has no"):
+    words = r"use_gpu=True\) with local=True: worker 0 of threads, 2 to a GPU, has no"
+    with pytest.raises(ConfigError, match=words):
         in_threads(GPU)(0)
+    trainer = PipelineTrainer(
+        nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), loss_fn=nn.functional.cross_entropy,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=vectors(8),
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters"),
+        scaling_config=SimpleNamespace(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5}),
+    )  # fmt: skip
+    assert MEASURED_HERE in trainer.plan().notes
+    with pytest.raises(ConfigError, match=words):
+        trainer.fit(1, local=True, progress=False)

@@ -12,5 +12,6 @@
 ``ledger.py`` what they were ordered, ``fence.py`` whom they obey.
 ``notices.py`` reads what a cloud announces to a machine, ``drains.py`` Ray's list of nodes that are about to go.
 ``packing.py`` carries parameters through Ray's object store as plain bytes, ``actor_outputs.py`` brings outputs back,
-``allocator.py`` keeps freed memory in a stage's process.
+``allocator.py`` keeps freed memory in a stage's process. ``granted.py`` makes the device of a worker's share of a GPU,
+``identity.py`` says what a worker is, and ``fitting.py`` has the first plan keep to the memory that the devices have.
 """
