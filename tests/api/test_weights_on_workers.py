@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,32 +25,47 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def trainer(folder: Path, name: str, on: str, weights: Path | None) -> PipelineTrainer:
+def layered() -> nn.Module:
+    """Without statistics, which 16 bits are too coarse for."""
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def trainer(
+    folder: Path, name: str, on: str, weights: Path | None, precision: str, build: Callable[[], nn.Module]
+) -> PipelineTrainer:
     drawn = torch.Generator().manual_seed(3)
     return PipelineTrainer(
-        model, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.functional.cross_entropy, init_from=weights,
+        build, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.functional.cross_entropy, init_from=weights,
         train_data=torch.utils.data.TensorDataset(
             torch.randn(16, 6, generator=drawn), torch.randint(0, 3, (16,), generator=drawn)
         ),
         pipeline=PipelineConfig(
-            num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", weights_on=on
+            num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", weights_on=on,
+            precision=precision,
         ),
         run_config=SimpleNamespace(name=name, storage_path=str(folder)),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("from_file", [True, False], ids=["from a file", "as the constructor makes them"])
-def test_workers_fill_their_own(fleet: Fleet, tmp_path: Path, *, from_file: bool) -> None:
+@pytest.mark.parametrize(
+    ("from_file", "build", "precision"),
+    [(True, model, "bf16-autocast"), (False, model, "fp32"), (False, layered, "fp16"), (True, layered, "bf16")],
+    ids=["from a file", "as the constructor makes them", "fp16", "bf16"],
+)
+def test_workers_fill_their_own(
+    fleet: Fleet, tmp_path: Path, *, from_file: bool, build: Callable[[], nn.Module], precision: str
+) -> None:
+    """In 16 bits too; the scale of an fp16 loss is one for all actors."""
     weights = tmp_path / "weights.safetensors" if from_file else None
     if weights is not None:
-        save_file(model().state_dict(), weights)
-    threads: Any = trainer(tmp_path, "threads", "client" if from_file else "workers", weights)
+        save_file(build().state_dict(), weights)
+    threads: Any = trainer(tmp_path, "threads", "client" if from_file else "workers", weights, precision, build)
     expected = threads.fit(num_steps=3, local=True, progress=False)
-    made = trainer(tmp_path, "actors", "workers", weights)
+    made = trainer(tmp_path, "actors", "workers", weights, precision, build)
     put: list[str] = []
     held = stored(made._prepared().initial, lambda packed: put.extend(packed))
-    assert put == ([] if from_file else ["1.running_mean", "1.running_var", "1.num_batches_tracked"])
-    assert held.names == model().state_dict().keys()
+    assert put == ([] if from_file else [name for name, _ in build().named_buffers()])
+    assert held.names == build().state_dict().keys()
     assert held.info("0.weight").shape == (8, 6)
     found = start_on(fleet, made, 3).wait()
     assert [record.loss for record in found.records] == [record.loss for record in expected.records]
