@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jobs.bench.vs_dp import race
 from jobs.bench.vs_dp.replay import Hosts, Stage, all_reduce_s, period_s
 from jobs.bench.vs_dp.vgg16 import BATCH, vgg16
 from jobs.lib import common
@@ -138,6 +137,8 @@ def main() -> None:
     hosts = f"{NUM_HOSTS} hosts of {PER_HOST} devices, {BETWEEN_GBIT:g} Gbit/s between them"
     print(common.table(f"VGG-16, {hosts}; published: 15-1, {PUBLISHED}", columns, rows))
     if asked.train:
+        from jobs.bench.vs_dp import race  # not above: what is worked out on paper needs no torch
+
         raced, told = race.run(quick=asked.quick)
         figures |= raced
         raw |= told

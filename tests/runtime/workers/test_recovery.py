@@ -115,9 +115,8 @@ def resized(handle: RunHandle) -> None:
     assert set(processes[1]) <= set(processes[0])  # a worker that both plans use goes on
 
 
-def test_a_run_is_resized_while_it_trains_refuses_what_cannot_be_and_survives_no_failure_without_a_wish_to(
-    local_ray: None, tmp_path: Path
-) -> None:
+def test_a_run_is_resized_while_it_trains(local_ray: None, tmp_path: Path) -> None:
+    """It refuses what cannot be, and survives no failure where nobody asked for that."""
     handle = surviving(tmp_path, "resized", "unet", max_failures=0).start(4 * STEPS)
     resized(handle)
     with pytest.raises(PlanError, match="stages"):
