@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,17 @@ def test_equal_to_threads_without_replicas(fleet: Fleet, tmp_path: Path) -> None
     assert all(same_bits(tensor, many[name]) for name, tensor in one.items())
 
 
-@pytest.mark.parametrize(("schedule", "replicas"), [("pipedream", [2, 1]), ("2bw", [1, 2])])
-def test_asynchronous_schedules_too(fleet: Fleet, tmp_path: Path, schedule: str, replicas: list[int]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"schedule": "pipedream", "num_replicas": [2, 1]},
+        {"schedule": "pipedream", "num_replicas": [2, 1], "update_interval": "per_replica", "loss_reduction": "mean"},
+        {"schedule": "2bw", "num_replicas": [1, 2]},
+    ],
+    ids=["pipedream", "per replica", "2bw"],
+)
+def test_asynchronous_schedules_too(fleet: Fleet, tmp_path: Path, given: dict[str, Any]) -> None:
     """Equal to threads, which are equal to an emulator (tests/runs/test_asynchronous_replicas)."""
-    given = {"schedule": schedule, "num_replicas": replicas}
     trainer(tmp_path, "threads", **given).fit(num_steps=7, local=True, progress=False)
     start_on(fleet, trainer(tmp_path, "actors", **given), 7).wait()
     (rows, threads), (others, actors) = told(tmp_path / "threads"), told(tmp_path / "actors")
