@@ -18,13 +18,14 @@ from raypipe.ir.cluster import Cluster, Link
 from raypipe.ir.exchange import chunk_bytes
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.plan import Partition
+from raypipe.ir.schedule_spec import ScheduleKind
 from raypipe.planner.partition.fit import Solver, fitting_partition
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.request import Request
 
 __all__ = [
-    "check_shares", "check_workers_of_replicas", "cut_for", "exchange_s", "exposed_s", "groups_of", "on_workers",
-    "share_notes", "slowest_link", "summing_rate_s",
+    "check_shares", "check_workers_of_replicas", "cut_for", "exchange_s", "exposed_s", "groups_of", "hides",
+    "on_workers", "share_notes", "slowest_link", "summing_rate_s",
 ]  # fmt: skip
 
 Numbers = NDArray[np.float64]
@@ -83,9 +84,14 @@ def exchange_s(
     whole_s = rate_s * float(sync_bytes[-1])
     backward_s = np.append(0.0, np.cumsum([factor * node.backward_s for node in nodes]))
     behind_s = whole_s
-    if spec.of_kind.synchronous:
+    if hides(spec.of_kind):
         behind_s = float(exposed_s(rate_s, backward_s, sync_bytes, 0, [len(nodes)])[0])
     return whole_s + 2 * link.latency_s, whole_s - behind_s
+
+
+def hides(kind: ScheduleKind) -> bool:
+    """Whether replicas exchange beside the last backward: one that is whole, of an update that surely will be made."""
+    return kind.synchronous and not kind.splits_backward
 
 
 def summing_rate_s(replicas: int, lanes: int, link: Link, factor: float = 1.0) -> float:

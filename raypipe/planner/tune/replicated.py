@@ -40,7 +40,7 @@ from raypipe.planner.tune.attempt import NOTHING
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.pool_bounds import CutCosts, cut_costs, stage_bytes
 from raypipe.planner.tune.problem import Problem, limits_of
-from raypipe.planner.tune.replicas import exposed_s, groups_of, slowest_link, summing_rate_s
+from raypipe.planner.tune.replicas import exposed_s, groups_of, hides, slowest_link, summing_rate_s
 from raypipe.planner.tune.request import AUTO_SLACK, Request, microbatches
 from raypipe.planner.tune.resolve import memory_model, spec_of
 from raypipe.planner.tune.shape_costs import SizedCuts, bounds_s, way_s
@@ -181,7 +181,7 @@ class ShapeSearch:
         there_s, back_s = (way_s(codec, sent, latency_s, bandwidth) for codec in self._problem.request.codecs)
         least_s = bounds_s(
             np.array(shape), count, costs.first, forward_s, backward_s, reduce_s, np.add(*there_s), np.add(*back_s),
-            empties=self._problem.request.kind.synchronous,
+            empties=self._problem.request.kind.synchronous, splits=self._problem.request.kind.splits_backward,
         )  # fmt: skip
         return SizedCuts(count, size, costs, forward_s, backward_s, reduce_s, (*there_s, *back_s), least_s)
 
@@ -196,7 +196,7 @@ class ShapeSearch:
         sync_bytes = columns_of(graph).before[1].astype(np.float64)
         starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
         found: Floats = rate_s * (sync_bytes[ends] - sync_bytes[starts])
-        if replicas > 1 and self._problem.request.kind.synchronous:
+        if replicas > 1 and hides(self._problem.request.kind):
             backward_s = np.append(0.0, np.cumsum([node.backward_s for node in graph.nodes])) / speed
             for first in np.unique(starts).tolist():
                 rows = np.flatnonzero(starts == first)

@@ -60,7 +60,7 @@ def way_s(codec: CodecCost, sent: Floats, latency_s: Floats, bandwidth: Floats) 
 
 def bounds_s(
     shape: Ints, count: int, first: Ints, forward_s: Floats, backward_s: Floats, reduce_s: Floats, there_s: Floats,
-    back_s: Floats, *, empties: bool,
+    back_s: Floats, *, empties: bool, splits: bool,
 ) -> Floats:  # fmt: skip
     """By cut, a step that no simulation beats: a stage waits for its first message, and its last backward goes down.
 
@@ -68,6 +68,7 @@ def bounds_s(
         first: by cut, the lowest stage that trains.
         there_s, back_s: of one message ahead and back, by cut and hop.
         empties: the pipeline runs empty behind every step.
+        splits: backwards are split, so that parameters' gradients may lie beside what goes down.
     """
     stages = len(shape)
     trains = np.arange(stages) >= first[:, None]
@@ -79,5 +80,6 @@ def bounds_s(
     if not empties:
         of_stages: Floats = (count / shape * (forward_s + backward_s)).max(axis=1) * (1 - 1e-9)
         return of_stages
-    found: Floats = (arrives_s + busy_s + np.maximum(returns_s, reduce_s)).max(axis=1) * (1 - 1e-9)
+    behind_s = reduce_s if splits else np.maximum(returns_s, reduce_s)
+    found: Floats = (arrives_s + busy_s + behind_s).max(axis=1) * (1 - 1e-9)
     return found

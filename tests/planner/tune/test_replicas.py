@@ -66,6 +66,14 @@ def test_what_lies_beside_the_last_backward_is_not_waited_for() -> None:
         assert found.step_s == pytest.approx(6 * stage.busy_s + stage.exchange_s - stage.hidden_s)
 
 
+def test_nothing_lies_beside_a_backward_that_is_split() -> None:
+    """The executor begins with what a whole backward completes (``engine.exchange``)."""
+    for schedule, hidden in (("1f1b", True), ("zb-h1", False), ("pipedream", False)):
+        asked = dataclasses.replace(FIXED, num_stages=1, replicas=2, schedule=schedule)
+        (stage,) = decide(asked, chain(6)).prediction.stages
+        assert (stage.hidden_s > 0.0) is hidden
+
+
 def test_memory_is_that_of_the_rows_and_of_the_lanes_of_each_replica() -> None:
     one, two = (
         decide(dataclasses.replace(FIXED, replicas=replicas, lanes=lanes), chain(4)).prediction.stages

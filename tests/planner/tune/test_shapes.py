@@ -14,6 +14,7 @@ from raypipe.ir import candidate_table
 from raypipe.ir.candidate import Candidate
 from raypipe.ir.candidate_table import candidate_lines
 from raypipe.ir.cluster import Cluster, Device, Link
+from raypipe.ir.codec_cost import CodecCost
 from raypipe.ir.graph import ModelGraph, Node, link_nodes
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
@@ -22,6 +23,8 @@ from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs
 from raypipe.planner.tune import Decision, Request, decide, plan_of
 from raypipe.planner.tune.predict import step_of
+from raypipe.planner.tune.problem import Problem
+from raypipe.planner.tune.replicated import ShapeSearch
 from raypipe.planner.tune.request import microbatches
 from raypipe.planner.tune.resolve import spec_of
 from raypipe.planner.tune.shapes import cuts_into, shapes
@@ -151,6 +154,18 @@ def test_no_shape_or_cut_is_quicker_than_the_one_that_is_chosen(seed: int) -> No
     best_s = brute_force_s(request, profile, cluster)
     assert found.prediction.step_s <= best_s * 1.0051
     assert found.prediction.step_s >= best_s * (1 - 1e-9) or found.num_microbatches not in (1, 2, 3, 4, 6, 12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream"])
+def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
+    """Of whole and of split backwards, whose parts for parameters lie beside what goes down."""
+    codecs = (CodecCost("int8", 4.0, 2e-8, 3e-8), CodecCost("bf16", 2.0, 1e-10, 1e-10))
+    request = dataclasses.replace(OPEN, schedule=schedule, recompute=False, codecs=codecs)
+    for seed, shape in ((2, (3, 1)), (8, (2, 2)), (0, (2, 1))):
+        search = ShapeSearch(Problem(request, drawn(seed), alone(4, 10.0), described=True))
+        for sized in search._all_sized(shape):
+            for cut, bound_s in enumerate(sized.bounds_s):
+                assert bound_s <= search._step_s(search._request(shape), sized, cut)
 
 
 def heavy_end(parameters: int) -> Profile:
