@@ -183,7 +183,8 @@ class ShapeSearch:
             np.array(shape), count, costs.first, forward_s, backward_s, reduce_s, np.add(*there_s), np.add(*back_s),
             empties=self._problem.request.kind.synchronous, splits=self._problem.request.kind.splits_backward,
         )  # fmt: skip
-        return SizedCuts(count, size, costs, forward_s, backward_s, reduce_s, (*there_s, *back_s), least_s)
+        weight_s, hops_s = costs.weight_s / speed, (*there_s, *back_s)
+        return SizedCuts(count, size, costs, forward_s, backward_s, weight_s, reduce_s, hops_s, least_s)
 
     def _reduce_s(
         self, costs: CutCosts, stage: int, size: int, lanes: int, replicas: int, speed: float, link: Link

@@ -22,7 +22,7 @@ class SizedCuts(NamedTuple):
 
     Attributes:
         costs: of the cuts, at speed 1 and without links.
-        forward_s, backward_s, reduce_s: by cut and stage, on the workers of the shape.
+        forward_s, backward_s, weight_s, reduce_s: by cut and stage, on the workers of the shape.
         hops_s: latency and occupancy of a message that goes ahead, then of one that comes back; each by cut and hop.
         bounds_s: a step that no simulation of the cut beats.
     """
@@ -32,6 +32,7 @@ class SizedCuts(NamedTuple):
     costs: CutCosts
     forward_s: Floats
     backward_s: Floats
+    weight_s: Floats
     reduce_s: Floats
     hops_s: tuple[Floats, ...]
     bounds_s: Floats
@@ -40,9 +41,12 @@ class SizedCuts(NamedTuple):
         """The simulator's input for one cut."""
         latency_s, occupancy_s, back_latency_s, back_occupancy_s = (tuple(way[cut].tolist()) for way in self.hops_s)
         reduce_s = tuple(self.reduce_s[cut].tolist())
+        input_s = np.maximum(0.0, self.backward_s[cut] - self.weight_s[cut])
         return Costs(
             forward_s=tuple(self.forward_s[cut].tolist()),
             backward_s=tuple(self.backward_s[cut].tolist()),
+            backward_input_s=tuple(input_s.tolist()),
+            backward_weight_s=tuple(self.weight_s[cut].tolist()),
             forward_latency_s=latency_s,
             backward_latency_s=back_latency_s,
             forward_occupancy_s=occupancy_s,

@@ -22,7 +22,7 @@ from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs
 from raypipe.planner.tune import Decision, Request, decide, plan_of
-from raypipe.planner.tune.predict import step_of
+from raypipe.planner.tune.predict import seconds_of, step_of
 from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.replicated import ShapeSearch
 from raypipe.planner.tune.request import microbatches
@@ -162,10 +162,16 @@ def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
     codecs = (CodecCost("int8", 4.0, 2e-8, 3e-8), CodecCost("bf16", 2.0, 1e-10, 1e-10))
     request = dataclasses.replace(OPEN, schedule=schedule, recompute=False, codecs=codecs)
     for seed, shape in ((2, (3, 1)), (8, (2, 2)), (0, (2, 1))):
-        search = ShapeSearch(Problem(request, drawn(seed), alone(4, 10.0), described=True))
+        profile = drawn(seed)
+        nodes = tuple(dataclasses.replace(node, backward_weight_s=node.forward_s / 3) for node in profile.graph.nodes)
+        profile = dataclasses.replace(profile, graph=ModelGraph(nodes))
+        search = ShapeSearch(Problem(request, profile, alone(4, 10.0), described=True))
         for sized in search._all_sized(shape):
             for cut, bound_s in enumerate(sized.bounds_s):
                 assert bound_s <= search._step_s(search._request(shape), sized, cut)
+        found = search.best(shape)
+        assert found is not None
+        assert found.prediction.step_s == pytest.approx(seconds_of(found)), "what is compared is what is predicted"
 
 
 def heavy_end(parameters: int) -> Profile:
