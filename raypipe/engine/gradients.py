@@ -78,7 +78,8 @@ class GradientSink:
         Args:
             position: of its use site.
         """
-        if leaf.requires_grad and leaf.nbytes >= self._large_bytes:
+        # By what is summed: leaves may be of 16 bits.
+        if leaf.requires_grad and self._parameters[self._sites[position].parameter].nbytes >= self._large_bytes:
             # What stands in for a gradient that was taken: its shape, without its memory.
             nothing = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
             leaf.register_hook(partial(self._take, position, nothing))

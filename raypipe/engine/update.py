@@ -131,7 +131,7 @@ class Update:
         Raises:
             StageError: loss or norm is not finite.
         """
-        if self._state.optimizer is not None:
+        if self._state.optimizer is not None and "lr" in self._state.optimizer.param_groups[0]:
             self.lr = float(self._state.optimizer.param_groups[0]["lr"])
         if total is None:
             self._advance_scheduler()
@@ -189,6 +189,11 @@ def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
     if factor == 1.0:
         yield
         return
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise StageError(
+            f"update_interval='per_replica' multiplies learning rates, and {type(optimizer).__name__} has groups "
+            "without an option 'lr'. Give update_interval a number, or name the optimizer's rate 'lr'."
+        )
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * factor

@@ -48,3 +48,19 @@ def test_the_same_bits_as_one_worker_per_stage(
     (rows, one), (others, two) = told(tmp_path / "one"), told(tmp_path / "many")
     assert rows == others
     assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
+
+
+def test_layers_of_16_bits_are_exchanged_as_early_as_their_sums_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """88 KiB of fp32, whose leaf has 44: chunks are exchanged in their order, so one that is late delays all others."""
+    completed = []
+    inner = all_reduce._Begun.completed
+    monkeypatch.setattr(
+        all_reduce._Begun, "completed", lambda begun, site: (completed.append(site), inner(begun, site))[1]
+    )
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 150), nn.ReLU(), nn.Linear(150, 150), nn.ReLU(), nn.Linear(150, 3))
+    more: dict[str, Any] = {"num_stages": 1, "precision": "bf16"}
+    trainer(tmp_path, "two", net, num_replicas=2, **more).fit(num_steps=2, local=True, progress=False)
+    assert set(completed) == {2}, "the weight of the second layer, and nothing that is small"

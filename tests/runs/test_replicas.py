@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.api.launch import refuse_replicas
-from raypipe.errors import ConfigError, PlanError
+from raypipe.errors import ConfigError, PlanError, StageError
 from tests.exactness import SHAPES, Run, differences, expected, same_bits, train
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
@@ -145,6 +145,39 @@ def test_a_run_whose_versions_depend_on_replicas_says_so_when_others_go_on(tmp_p
         trainer(tmp_path, "one", num_replicas=[1, 2], schedule="pipedream").fit(num_steps=2, local=True)
     trainer(tmp_path, "two", num_replicas=[2, 1], schedule="2bw").fit(num_steps=1, local=True, progress=False)
     trainer(tmp_path, "two", num_replicas=[1, 2], schedule="2bw").fit(num_steps=2, local=True, progress=False)
+
+
+class Unnamed(torch.optim.Optimizer):
+    """Its rate has a name of its own."""
+
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, {"rate": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["rate"])
+
+
+def test_an_optimizer_without_a_learning_rate_trains_and_is_not_scaled(tmp_path: Path) -> None:
+    def unnamed(name: str, **more: Any) -> PipelineTrainer:
+        return PipelineTrainer(
+            net(),
+            loss_fn=functional.cross_entropy,
+            optimizer=Unnamed,
+            train_data=TensorDataset(X, Y),
+            pipeline=PipelineConfig(
+                verify="off", num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters",
+                num_replicas=[2, 1], loss_reduction="mean", **more,
+            ),
+            run_config=SimpleNamespace(name=name, storage_path=str(tmp_path)),
+        )  # fmt: skip
+
+    unnamed("one").fit(num_steps=2, local=True, progress=False)
+    scaled = unnamed("two", schedule="pipedream", update_interval="per_replica")
+    with pytest.raises(StageError, match="Unnamed has groups without an option 'lr'"):
+        scaled.fit(num_steps=2, local=True, progress=False)
 
 
 def test_the_plan_says_who_holds_what(tmp_path: Path) -> None:
