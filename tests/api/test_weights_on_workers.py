@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray.train import FailureConfig
 from safetensors.torch import save_file
 from torch import nn
 
@@ -17,6 +19,7 @@ from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import stored
 from tests.runtime.on_fleet import start_on
+from tests.runtime.workers.test_recovery import WAIT_S, events, kill, reached
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -30,20 +33,36 @@ def layered() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
 
 
+class Rows(torch.utils.data.Dataset[Any]):
+    """Random ones, of which each takes a while, so that a run is not over too soon."""
+
+    def __init__(self, count: int, seconds: float) -> None:
+        drawn = torch.Generator().manual_seed(3)
+        self._x, self._y = torch.randn(count, 6, generator=drawn), torch.randint(0, 3, (count,), generator=drawn)
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(self._seconds)
+        return self._x[index], self._y[index]
+
+
 def trainer(
-    folder: Path, name: str, on: str, weights: Path | None, precision: str, build: Callable[[], nn.Module]
-) -> PipelineTrainer:
-    drawn = torch.Generator().manual_seed(3)
+    folder: Path, name: str, on: str, weights: Path | None, precision: str = "fp32", seconds: float = 0.0,
+    failures: int = 0, build: Callable[[], nn.Module] = model,
+) -> PipelineTrainer:  # fmt: skip
     return PipelineTrainer(
         build, optimizer=partial(torch.optim.SGD, lr=0.1), loss_fn=nn.functional.cross_entropy, init_from=weights,
-        train_data=torch.utils.data.TensorDataset(
-            torch.randn(16, 6, generator=drawn), torch.randint(0, 3, (16,), generator=drawn)
-        ),
+        train_data=Rows(16, seconds),
         pipeline=PipelineConfig(
             num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", weights_on=on,
             precision=precision,
         ),
-        run_config=SimpleNamespace(name=name, storage_path=str(folder)),
+        run_config=SimpleNamespace(
+            name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=failures)
+        ),
     )  # fmt: skip
 
 
@@ -59,9 +78,9 @@ def test_workers_fill_their_own(
     weights = tmp_path / "weights.safetensors" if from_file else None
     if weights is not None:
         save_file(build().state_dict(), weights)
-    threads: Any = trainer(tmp_path, "threads", "client" if from_file else "workers", weights, precision, build)
+    threads: Any = trainer(tmp_path, "threads", "client" if from_file else "workers", weights, precision, build=build)
     expected = threads.fit(num_steps=3, local=True, progress=False)
-    made = trainer(tmp_path, "actors", "workers", weights, precision, build)
+    made = trainer(tmp_path, "actors", "workers", weights, precision, build=build)
     put: list[str] = []
     held = stored(made._prepared().initial, lambda packed: put.extend(packed))
     assert put == ([] if from_file else [name for name, _ in build().named_buffers()])
@@ -72,3 +91,20 @@ def test_workers_fill_their_own(
     ours, theirs = load_state_dict(tmp_path / "actors"), load_state_dict(tmp_path / "threads")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_all_stages_are_lost_before_a_checkpoint_and_then_there_are_more(local_ray: None, tmp_path: Path) -> None:
+    """Nobody has a copy: workers make their weights once more, as they began, and hand them over in another cut."""
+    handle = trainer(tmp_path, "lost", "workers", None, seconds=0.004, failures=-1).start(60)
+    reached(handle, 4)
+    for stage in (0, 1):
+        kill(handle, stage)
+    reached(handle, 12)
+    handle.resize(3, timeout_s=WAIT_S)
+    found = load_state_dict(handle.wait(timeout_s=WAIT_S).checkpoint)
+    (recovery,) = events(tmp_path / "lost", "recovery")
+    assert "the parameters that the run began with" in recovery["reason"]
+    trainer(tmp_path, "threads", "workers", None).fit(num_steps=60, local=True, progress=False)
+    wanted = load_state_dict(tmp_path / "threads")
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
