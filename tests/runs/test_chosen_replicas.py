@@ -70,3 +70,11 @@ def test_stages_that_begin_at_named_modules_have_replicas_on_the_workers_that_ar
     made = trainer(tmp_path, "named", num_stages="auto", partitioner=("3",), num_replicas=[2, 1])
     made._scaling = SimpleNamespace(num_workers=3)
     assert made.plan().partition.replicas == (2, 1)
+
+
+def test_fields_for_replicas_that_the_chosen_plan_has_no_use_for_are_named(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "single", **OPEN, replicated_buffers=True, codec_sums="bf16")
+    made._scaling = SimpleNamespace(num_workers=1)
+    notes = " ".join(made.plan().notes)
+    assert "replicated_buffers=True changes nothing" in notes
+    assert "codec_sums changes nothing" in notes

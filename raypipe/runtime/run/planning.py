@@ -298,7 +298,7 @@ def _with_shares(plan: Plan, recipe: ModelRecipe, programs: Sequence[StageProgra
 
 
 def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Request) -> list[str]:
-    """Notes on stages whose replicas each change buffers by what they see.
+    """Notes on replicas that each change buffers by what they see, and on fields for replicas that have no effect.
 
     Raises:
         PlanError: there are such stages and nobody asked for that, or somebody did and there are none.
@@ -326,6 +326,10 @@ def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Req
             "replicated_buffers=True means nothing here: no stage with several replicas changes a buffer in its "
             "forward. Leave it out."
         )
+    if request.replicated_buffers and not notes:
+        notes.append("replicated_buffers=True changes nothing: no stage with several replicas changes a buffer.")
+    if request.sums_factor < 1.0 and plan.schedule.wiring.lanes == 1:
+        notes.append("codec_sums changes nothing: every stage has one worker, and nothing is exchanged.")
     return notes
 
 
