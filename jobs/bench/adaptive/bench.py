@@ -253,9 +253,13 @@ def _rows(name: str, runs: list[list[float]], fixed: list[Fixed], settings: Sett
 def main() -> int:
     """Both scenarios."""
     plots = {"type": Path, "metavar": "FOLDER", "help": "keep the histories there as pictures"}
-    asked = common.arguments(__doc__, options={"--plot": plots})
+    scenario = {"choices": ("a", "b"), "help": "only this one"}
+    rounds = {"type": int, "default": Settings().rounds, "help": "how often all plans take turns"}
+    asked = common.arguments(__doc__, options={"--plot": plots, "--scenario": scenario, "--rounds": rounds})
     plot: Path | None = asked.plot
-    settings = QUICK if asked.quick else Settings()
+    settings = QUICK if asked.quick else Settings(rounds=asked.rounds)
+    if asked.scenario:
+        settings = settings._replace(scenarios=asked.scenario)
     raw: dict[str, Any] = {"settings": settings._asdict()}
     figures: dict[str, float] = {}
     rows: list[list[Any]] = []
