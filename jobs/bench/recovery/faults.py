@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -63,12 +64,22 @@ def until_new_step(handle: raypipe.RunHandle, folder: Path, before: int, begin_s
     return Trial(time.monotonic() - begin_s - step_s, noticed_s, step_s, event["redone_steps"], event)
 
 
+def copied_step(folder: Path) -> int:
+    """The newest step of which every stage has a copy in memory; -1 before the first."""
+    path = folder / "copies.json"
+    copies = json.loads(path.read_text()) if path.exists() else []
+    return max((copy["position"]["step"] for copy in copies), default=-1)
+
+
 def trials(
     handle: raypipe.RunHandle, folder: Path, count: int, fault: signal.Signals, *, warm: bool
 ) -> Iterator[Trial]:
     """Stages get the signal in turns; each trial waits until the run trains again, and the spare is back."""
     for number in range(count):
         started = handle.status().step
+        recovered = [event["step"] for event in events(folder, "recovery")]
+        # A run that gets no further between its failures is given up.
+        until(lambda: copied_step(folder) > max(recovered, default=-1), "there was a copy of a later step")  # noqa: B023
         until(lambda: handle.status().step >= started + STEPS_BETWEEN, "some steps were done")  # noqa: B023
         if warm:
             until(lambda: len(events(folder, "spare")) > number, "the spare was ready")  # noqa: B023
