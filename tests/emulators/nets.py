@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-__all__ = ["NETS", "Net"]
+__all__ = ["NETS", "Net", "frozen_first"]
 
 WORDS = 13
 
@@ -107,3 +107,15 @@ NETS = {
     "cnn": Net(_cnn, {1: (), 2: (4,), 3: (3, 6), 4: (3, 6, 9)}, _images, functional.cross_entropy),
     "transformer": Net(_transformer, {1: (), 2: (2,), 3: (1, 3), 4: (1, 2, 3)}, _texts, _token_loss),
 }
+
+
+def frozen_first(name: str, stages: int) -> Net:
+    """A net of NETS of which the first of so many stages learns nothing."""
+    net = NETS[name]
+
+    def build() -> nn.Sequential:
+        made = net.build()
+        made[: net.cuts[stages][0]].requires_grad_(requires_grad=False)
+        return made
+
+    return replace(net, build=build)

@@ -20,7 +20,7 @@ import torch
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.data import open_data
 from tests.emulators.fills import fills_of
-from tests.emulators.nets import NETS
+from tests.emulators.nets import NETS, frozen_first
 from tests.emulators.training import Emulated, emulate
 from tests.emulators.versions import (
     Mode,
@@ -232,13 +232,7 @@ def test_a_first_stage_that_learns_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, drain_every: int | None
 ) -> None:
     """It has done with a mini-batch before the others have, and may be ahead of them by whole ones."""
-
-    def frozen() -> torch.nn.Sequential:
-        net = NETS["mlp"].build()
-        net[: NETS["mlp"].cuts[3][0]].requires_grad_(requires_grad=False)
-        return net
-
-    monkeypatch.setitem(NETS, "frozen", replace(NETS["mlp"], build=frozen))
+    monkeypatch.setitem(NETS, "frozen", frozen_first("mlp", 3))
     setup = Setup("frozen", 3, policy, "sgd", "ragged epochs", drain_every=drain_every)
     assert unequal(trained(setup, tmp_path), emulated(setup)) == []
 

@@ -15,7 +15,7 @@ from raypipe.engine.data import open_data
 from raypipe.errors import ConfigError
 from tests.emulators.apart import emulate_apart
 from tests.emulators.fills import fills_of
-from tests.emulators.nets import NETS
+from tests.emulators.nets import NETS, frozen_first
 from tests.emulators.training import Emulated
 from tests.emulators.versions import Mode, round_robin, two_buffered
 from tests.runs.test_asynchronous import OPTIMIZERS, SHAPES, STEPS, Setup, decay, emulated, trained, unequal
@@ -83,13 +83,7 @@ def test_replicas_of_a_stage_that_learns_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: tuple[int, ...], policy: str
 ) -> None:
     """They make updates too, of nothing, and wait for nobody; versions are those of the first stage that learns."""
-
-    def frozen() -> torch.nn.Sequential:
-        net = NETS["mlp"].build()
-        net[: NETS["mlp"].cuts[3][0]].requires_grad_(requires_grad=False)
-        return net
-
-    monkeypatch.setitem(NETS, "frozen", replace(NETS["mlp"], build=frozen))
+    monkeypatch.setitem(NETS, "frozen", frozen_first("mlp", 3))
     setup = Setup("frozen", 3, policy, shape="ragged epochs", drain_every=3)
     found = trained(setup, tmp_path, num_replicas=replicas)
     if policy == SYNC:

@@ -219,30 +219,30 @@ def test_what_a_worker_holds_is_not_taken_for_other_stages(fleet: Fleet) -> None
         fleet.configure(run, setup, [])
 
 
-def test_a_segment_of_another_plan_is_refused(fleet: Fleet) -> None:
+def two_healthy(fleet: Fleet, count: int) -> tuple[Any, list[Any]]:
+    """Two stages that never fail: their schedule, and the segments of so many steps."""
     shape = SHAPES["even"]
     stages, tensors = faulty(2, 1, Fuse("F", 10**6))
     configure(fleet, stages, tensors, sgd, CASES["mlp"].data(shape.samples), Settings(0, "mean", None, LINK_S))
     request = request_of(config_of(shape, 2, "1f1b"), shape.samples)
     minibatch, size, _ = microbatches(request, 2)
-    segments = (segment for segment, _ in train_segments(shape.samples, minibatch, size, 1))
-    orders = (Order(replace(segment, generation=1)) for segment in segments)
     schedule = lower(build_schedule(request, 2, math.ceil(minibatch / size), stages[0].first_trainable))
+    return schedule, [segment for segment, _ in train_segments(shape.samples, minibatch, size, count)]
+
+
+def test_a_segment_of_another_plan_is_refused(fleet: Fleet) -> None:
+    schedule, segments = two_healthy(fleet, 1)
+    orders = (Order(replace(segment, generation=1)) for segment in segments)
     with pytest.raises(StageError, match=r"A segment of plan 1 came to a worker of plan 0\."):
         list(fleet.run(orders, lambda key: schedule))
 
 
 def test_a_halt_while_an_order_is_on_its_way_ends_the_run(fleet: Fleet) -> None:
     """Every order that had begun was reported before; the one that comes after the halt is not carried out."""
-    shape = SHAPES["even"]
-    stages, tensors = faulty(2, 1, Fuse("F", 10**6))
-    configure(fleet, stages, tensors, sgd, CASES["mlp"].data(shape.samples), Settings(0, "mean", None, LINK_S))
-    request = request_of(config_of(shape, 2, "1f1b"), shape.samples)
-    minibatch, size, _ = microbatches(request, 2)
-    schedule = lower(build_schedule(request, 2, math.ceil(minibatch / size), stages[0].first_trainable))
+    schedule, segments = two_healthy(fleet, 3)
 
     def orders() -> Iterator[Order]:
-        for count, (segment, _) in enumerate(train_segments(shape.samples, minibatch, size, 3)):
+        for count, segment in enumerate(segments):
             if count == 1:
                 fleet.halt()
             yield Order(segment)

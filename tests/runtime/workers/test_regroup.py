@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +17,7 @@ from raypipe.api.handle import RunHandle
 from tests.exactness import same_bits
 from tests.runs.test_replicas import trainer
 from tests.runtime.workers.test_recovery import events, reached
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("shared_captures")]
 
@@ -34,13 +33,6 @@ def surviving(folder: Path, name: str, **pipeline: Any) -> PipelineTrainer:
 
 def processes(handle: RunHandle) -> list[int]:
     return [stage["process"] for stage in handle.status().stages]
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 def as_undisturbed(folder: Path, checkpoint: str, steps: int, **pipeline: Any) -> list[str]:
@@ -59,14 +51,14 @@ def test_a_run_goes_on_without_a_replica_until_another_one_joins(local_ray: None
     reached(handle, 20)
     before = processes(handle)
     os.kill(before[0], signal.SIGKILL)
-    until(lambda: bool(events(folder, "regroup")))
+    wait_until(lambda: bool(events(folder, "regroup")), WAIT_S)
     assert processes(handle)[:2] == before[1:]
-    until(lambda: bool(events(folder, "join")))
+    wait_until(lambda: bool(events(folder, "join")), WAIT_S)
     reached(handle, 20 + handle.status().step)
     after = processes(handle)
     assert (after[0], after[2]) == (before[1], before[2]), "who was not lost stays"
     os.kill(after[2], signal.SIGKILL)
-    until(lambda: bool(events(folder, "recovery")))
+    wait_until(lambda: bool(events(folder, "recovery")), WAIT_S)
     reached(handle, 20 + handle.status().step)
     handle.stop()
     result = handle.wait(timeout_s=WAIT_S)
