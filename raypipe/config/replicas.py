@@ -49,7 +49,7 @@ def check_replicas(config: PipelineFields) -> None:
         _check_counts(config)
     if config.schedule not in ("auto", *REPLICATED):
         raise ConfigError(
-            f"{what} comes with schedule={config.schedule!r} in a later release; this one has replicas and lanes with "
+            f"{what} is not possible with schedule={config.schedule!r}: there are replicas and lanes with "
             f"{', '.join(map(repr, REPLICATED))} and 'auto', which is '1f1b' then. Set one of them, or leave out "
             f"{what.partition('=')[0]}."
         )
