@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from grafana_foundation_sdk.builders import common as shapes
 from grafana_foundation_sdk.builders import dashboard as grafana
 from grafana_foundation_sdk.builders import prometheus, stat, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacement
-from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableOption, VariableRefresh
+from grafana_foundation_sdk.models.dashboard import DashboardLinkType, DataSourceRef, VariableOption, VariableRefresh
 
 from dashboards.alerts import ALERTS
 from dashboards.boards import BOARDS, Board, Panel
@@ -53,7 +53,13 @@ def board_json(board: Board) -> str:
             .all_value(".+")
             .current(VariableOption(selected=True, text="All", value="$__all"))
         )
-        .link(grafana.DashboardLink("raypipe").type("dashboards").tags(["raypipe"]).include_vars(True).keep_time(True))
+        .link(
+            grafana.DashboardLink("raypipe")
+            .type(DashboardLinkType.DASHBOARDS)
+            .tags(["raypipe"])
+            .include_vars(True)
+            .keep_time(True)
+        )
     )
     for panel in board.panels:
         made = made.with_panel(_panel(panel))

@@ -53,10 +53,15 @@ def lines_of(panel: Panel, prometheus: str, run: str, begin_s: float, end_s: flo
         asked = {"query": query.expression.replace("$run", run), "start": begin_s, "end": end_s, "step": step_s}
         for series in ask(prometheus, "query_range", **asked):
             labels = series["metric"]
-            name = re.sub(r"\{\{(\w+)\}\}", lambda match, of=labels: of.get(match[1], ""), query.legend)
+            name = _filled(query.legend, labels)
             points = [(float(at), float(value)) for at, value in series["values"]]
             found.append(Line(name, [at for at, _ in points], [value for _, value in points]))
     return found
+
+
+def _filled(legend: str, labels: dict[str, str]) -> str:
+    """The legend of a series: {{name}} stands for the value of this label."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), legend)
 
 
 def ask(prometheus: str, what: str, **asked: object) -> list[dict[str, Any]]:

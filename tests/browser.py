@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -25,7 +25,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 @contextmanager
-def opened(path: Path, scheme: str, width: int = 1400) -> Iterator[tuple[Any, list[str]]]:
+def opened(path: Path, scheme: Literal["dark", "light"], width: int = 1400) -> Iterator[tuple[Any, list[str]]]:
     """(page, complaints): a file in a browser whose reader prefers the theme "light" or "dark".
 
     Complaints are what stands in the console, errors of scripts, and everything that the page asks another place for.
@@ -40,7 +40,7 @@ def opened(path: Path, scheme: str, width: int = 1400) -> Iterator[tuple[Any, li
             page.set_default_timeout(30_000)
             page.on("console", lambda message: complaints.append(message.text))
             page.on("pageerror", lambda error: complaints.append(str(error)))
-            page.on("request", lambda request: _own(request.url) or complaints.append(request.url))
+            page.on("request", lambda request: complaints.extend([] if _own(request.url) else [request.url]))
             page.goto(path.as_uri())
             yield page, complaints
         finally:

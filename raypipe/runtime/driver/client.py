@@ -20,6 +20,7 @@ from ray.exceptions import (
     RayError,
     RayTaskError,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.config.ray import gpu_share
 from raypipe.engine.checkpoint import StateSource
@@ -288,6 +289,8 @@ def start_run(
     release_abandoned()
     options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
     options["max_restarts"] = spec.max_failures  # each takes the stages over, see runtime/driver/succession.py
+    # Ray puts an actor that asks for nothing on any node, also on one that is soon taken away.
+    options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     if detached:
         options["lifetime"] = "detached"
     try:

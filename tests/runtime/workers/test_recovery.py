@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from raypipe import PipelineTrainer, load_state_dict
 from raypipe.api.handle import RunHandle
 from raypipe.errors import PlanError, StageError
+from raypipe.runtime.driver.driver import driver_name
+from raypipe.runtime.workers.places import living, release
 from tests.exactness import same_bits
 from tests.runtime.run.test_planning import trainer
 
@@ -54,6 +58,17 @@ def as_undisturbed(folder: Path, checkpoint: str, name: str, steps: int = STEPS,
     alone = trainer(folder, "alone", name, **pipeline).fit(steps, local=True, progress=False)
     found, wanted = load_state_dict(checkpoint), load_state_dict(alone.checkpoint)
     return [key for key in wanted if not same_bits(found[key], wanted[key])]
+
+
+@contextlib.contextmanager
+def stopped_driver(folder: Path) -> Iterator[None]:
+    """The driver of the run of this folder learns of what happens meanwhile when it is over."""
+    process = json.loads((folder / "lease.json").read_text())["holder"]["pid"]
+    os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
 
 
 def kill(handle: RunHandle, stage: int) -> None:
@@ -138,7 +153,11 @@ def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(lo
     reached(handle, 40)
     other = placement_group([{"CPU": 2}])  # somebody else waits for a place
     try:
-        kill(handle, 1)
+        with stopped_driver(tmp_path / "fewer"):  # and gets it first: Ray promises no order
+            _, place = living(driver_name("fewer"))[1]
+            kill(handle, 1)
+            release([place])
+            assert other.wait(WAIT_S)
         result = handle.wait(timeout_s=WAIT_S)
     finally:
         remove_placement_group(other)
