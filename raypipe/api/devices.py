@@ -53,9 +53,11 @@ def in_threads(resources: Mapping[str, float]) -> Callable[[int], Device]:
 
     def device_of(worker: int) -> Device:
         if reason := why_not(worker // each):
+            shared = f", which {each} workers share" if each > 1 else ""
             raise ConfigError(
-                f"ScalingConfig(use_gpu=True) with local=True: worker {worker} of threads, {each} to a GPU, has no "
-                f"GPU: {reason} With use_gpu=False stages compute on the CPU."
+                f"ScalingConfig(use_gpu=True) with local=True: worker {worker}, a thread of this process, cannot "
+                f"compute on GPU {worker // each} of this machine{shared}: {reason} With use_gpu=False stages compute "
+                "on the CPU."
             )
         return CudaDevice(worker // each)
 

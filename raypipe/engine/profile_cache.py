@@ -1,6 +1,6 @@
 """Profiles that are kept: measured once for a model, its shapes and a machine, and read again until one changes.
 
-    key = SHA-256 of: generated code, graph, shapes, dtypes, sizes, device, versions  -->  <folder>/<key>.json
+    key = SHA-256 of: code, attributes, graph, shapes, dtypes, sizes, device, versions  -->  <folder>/<key>.json
 
 A file is complete or absent: it is written beside its place and moved there. One that cannot be read counts as
 absent. Nothing is ever unpickled.
@@ -9,7 +9,6 @@ absent. Nothing is ever unpickled.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import tempfile
@@ -22,6 +21,7 @@ import torch
 
 from raypipe import __version__
 from raypipe.engine.capture import Capture
+from raypipe.engine.profiling.described import described
 from raypipe.engine.profiling.measure import (
     Progress,
     device_name,
@@ -41,7 +41,7 @@ __all__ = [
     "save_profile",
 ]
 
-MEASURING = 5
+MEASURING = 6
 """Number of the way in which seconds are measured: profiles of another one are not mixed with these."""
 
 
@@ -103,7 +103,7 @@ def profile_key(
         "graph": captured.graph.to_json(),
         "precision": captured.recipe.precision.name,
         "code": _code(program),
-        "loss": _source(captured.loss_fn),
+        "loss": described(captured.loss_fn),
         "tensors": {name: [list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()},
         "columns": [[str(name), list(t.shape), str(t.dtype)] for name, t in columns.items()],
         "sizes": list(sizes),
@@ -119,21 +119,7 @@ def _code(program: StageProgram) -> Any:
         shapes = [[list(t.shape), str(t.dtype)] for t in program.train.constants]
         return [program.train.source, shapes]
     children = getattr(program.train, "children", ())
-    return [[child.name, repr(child.module), [_source(type(m)) for m in child.module.modules()]] for child in children]
-
-
-def _source(thing: Any) -> str:
-    """Source of a class or function, or its name where there is none to read."""
-    try:
-        return inspect.getsource(thing)
-    except (OSError, TypeError):
-        kind = thing if isinstance(thing, type) else type(thing)
-        return f"{getattr(thing, '__qualname__', '')} {kind.__module__}.{kind.__qualname__} {_plain_repr(thing)}"
-
-
-def _plain_repr(thing: Any) -> str:
-    """How a module describes itself; other objects' addresses change from run to run."""
-    return repr(thing) if isinstance(thing, torch.nn.Module) else ""
+    return [[child.name, described(child.module)] for child in children]
 
 
 def load_profile(folder: Path, key: str) -> Profile | None:

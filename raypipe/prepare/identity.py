@@ -28,8 +28,9 @@ from raypipe.engine.initial.keyed import KeyedInit
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.stage import GraphFunction
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.ir.plan import Plan
 from raypipe.ir.weights import VersionRule
-from raypipe.runtime.run.same_run import LANES, Settings
+from raypipe.runtime.run.same_run import CUTS, LANES, Settings
 
 if TYPE_CHECKING:
     from raypipe.prepare.job import Job
@@ -78,13 +79,26 @@ def settings_of(job: Job, pipeline: PipelineConfig, loss_fn: Any, weights: Mappi
         free["codec_sums"] = pipeline.codec_sums
     if plan.weights.interval is not None:
         free |= {name: getattr(pipeline, name) for name in _ASYNCHRONOUS_FIELDS}
-        if lanes > 1 and plan.weights.rule is not VersionRule.DELAYED:  # they decide how old weights are
-            free["num_replicas"] = "-".join(map(str, plan.schedule.wiring.replicas))
+        if plan.weights.rule is not VersionRule.DELAYED:
+            free |= _lateness_labels(plan)
     free |= source_labels("eval_data", sources["eval"]) if "eval" in sources else {"eval_data": None}
     trained = [(name, torch.nn.Parameter(x.detach())) for name, x in job.tensors.items() if x.requires_grad]
     of_class, options = optimizer_labels(trained, job.make_optimizer, job.make_scheduler)
     versions = {"raypipe": __version__, "torch": str(torch.__version__)}
     return Settings({**fixed, **of_class}, {**free, **options}, versions)
+
+
+def _lateness_labels(plan: Plan) -> dict[str, Any]:
+    """What decides how old weights of "pipedream" are: its stages, their replicas and how far they run ahead."""
+    wiring, stages = plan.schedule.wiring, plan.partition.stages
+    found: dict[str, Any] = {"num_stages": len(stages)}
+    if plan.spec is not None:
+        found["slack"] = ", ".join(map(str, plan.spec.slack)) or "none"
+    if plan.weights.rule is VersionRule.NEWEST or plan.weights.norm_per_stage:
+        found[CUTS] = ", ".join(stage.first_node for stage in stages)
+    if wiring.lanes > 1:
+        found["num_replicas"] = "-".join(map(str, wiring.replicas))
+    return found
 
 
 def model_labels(model: torch.nn.Module, captured: Capture) -> dict[str, Any]:

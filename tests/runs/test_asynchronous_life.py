@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.errors import PlanError, StageError
+from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.runtime.run.blueprint import predicted_step
 from tests.exactness import same_bits
@@ -39,6 +39,7 @@ def trainer(
     name: str = "mlp",
     samples: int = 80,
     loss_fn: Any = None,
+    resume: bool | None = None,
     **pipeline: Any,
 ) -> Any:
     case = CASES[name]
@@ -53,10 +54,10 @@ def trainer(
             num_stages=stages,
             minibatch_size=8,
             num_microbatches=4,
-            partitioner="parameters",
-            **pipeline,
+            **{"partitioner": "parameters", **pipeline},
         ),
         run_config=SimpleNamespace(name=run, storage_path=str(folder)),
+        resume=resume,
     )
 
 
@@ -79,6 +80,33 @@ def test_resuming_equals_a_run_that_drained_at_the_same_steps(mode: str, tmp_pat
     expected_rows, expected = outcome(tmp_path / "whole")
     assert rows == expected_rows
     assert same(state, expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "other", "words"),
+    [
+        ("stashing", {"stages": 2}, "num_stages: was 3, is 2\n"),
+        ("vertical sync", {"stages": 2}, "num_stages: was 3, is 2\n"),
+        ("stashing", {"slack": 2}, "slack: was 1, 1, is 2, 2\n"),
+        ("stashing", {"partitioner": ["layers.1", "layers.2"]}, "first operations of the stages: was"),
+    ],
+)
+def test_what_decides_how_old_weights_are_does_not_change_in_silence(
+    mode: str, other: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    fit(trainer(tmp_path, "run", **MODES[mode]), 2)
+    other = {**MODES[mode], **other}
+    with pytest.raises(ConfigError, match="with other settings") as error:
+        fit(trainer(tmp_path, "run", **other), 3)
+    assert words in str(error.value)
+    fit(trainer(tmp_path, "run", resume=True, **other), 3)
+
+
+def test_in_2bw_the_number_of_stages_may_change_and_no_bit_does(tmp_path: Path) -> None:
+    for run, then in (("same", 3), ("other", 2)):
+        fit(trainer(tmp_path, run, **MODES["2bw"]), 2)
+        fit(trainer(tmp_path, run, stages=then, slack=1, **MODES["2bw"]), 4)
+    assert same(outcome(tmp_path / "same")[1], outcome(tmp_path / "other")[1])
 
 
 def test_a_drain_is_felt(tmp_path: Path) -> None:

@@ -92,9 +92,13 @@ def test_without_a_gpu_here_the_workers_say_what_there_is_and_threads_are_refuse
     config = PipelineConfig(num_stages=2)
     assert on_devices(config, GPU) is config
     assert in_threads({"CPU": 1.0})(3) is CPU
-    words = r"use_gpu=True\) with local=True: worker 0 of threads, 2 to a GPU, has no"
-    with pytest.raises(ConfigError, match=words):
+    words = (
+        r"use_gpu=True\) with local=True: worker 0, a thread of this process, cannot compute on GPU 0 of this machine"
+    )
+    with pytest.raises(ConfigError, match=words + ", which 2 workers share: torch"):
         in_threads(GPU)(0)
+    with pytest.raises(ConfigError, match=r"worker 3, .* on GPU 3 of this machine: torch .* With use_gpu=False"):
+        in_threads({"GPU": 1.0})(3)
     trainer = PipelineTrainer(
         nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)), loss_fn=nn.functional.cross_entropy,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=vectors(8),

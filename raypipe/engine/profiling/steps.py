@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -24,6 +25,7 @@ from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.analyse import SYM_SIZE, Analysis, column_with
 from raypipe.engine.capture.sequential import SequentialFunction
 from raypipe.engine.precision import computing, converted
+from raypipe.engine.profiling.described import described
 from raypipe.engine.randomness import RandomKey, dropout, keyed_call
 from raypipe.engine.recompute import untraced_checkpoints
 from raypipe.engine.stage import StageProgram
@@ -104,19 +106,18 @@ class _Child:
         return self.function.run_child(self.position, x, KEY)
 
 
+_described: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+"""Of skeletons, which nobody changes: every pass of a profile asks."""
+
+
 def child_of(call: Callable[..., Any]) -> str | None:
     """What a child of an nn.Sequential computes, in words: equal words mean the same computation; None for others."""
     if not isinstance(call, _Child):
         return None
     child = call.function.children[call.position]
-    plain = (bool, int, float, str, tuple, list, type(None))
-
-    def described(module: torch.nn.Module) -> str:
-        own = {n: v if isinstance(v, plain) else id(v) for n, v in vars(module).items() if not n.startswith("_")}
-        return f"{type(module).__module__}.{type(module).__qualname__} {sorted(own.items())}"
-
-    parts = "; ".join(f"{name}={described(module)}" for name, module in child.module.named_modules())
-    return f"{parts}; draws {child.num_draws}, changes input {child.changes_input}"
+    if child.module not in _described:
+        _described[child.module] = described(child.module)
+    return f"{_described[child.module]}; draws {child.num_draws}, changes input {child.changes_input}"
 
 
 def _traced_steps(analysis: Analysis, program: StageProgram, place: Mapping[Any, int]) -> Steps:

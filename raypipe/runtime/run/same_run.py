@@ -23,13 +23,15 @@ from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError
 
 __all__ = [
-    "LANES", "SETTINGS", "Change", "Settings", "differences", "fresh_after", "fresh_options", "goes_on",
+    "CUTS", "LANES", "SETTINGS", "Change", "Settings", "differences", "fresh_after", "fresh_options", "goes_on",
     "read_settings", "write_settings",
 ]  # fmt: skip
 
 SETTINGS = "settings.json"
 LANES = "num_lanes"
 """The label of the lanes that gradients are summed in; runs of one lane do not have it."""
+CUTS = "first operations of the stages"
+"""The label of what belongs to which stage; only runs whose weight versions depend on it have it."""
 FORMAT = 1
 MOST_LINES = 12
 MOST_BYTES = 1 << 26
@@ -48,6 +50,8 @@ _EXPLAINS = (
     (re.compile(r"seed|train_data, (columns|number of samples)"), re.compile("train_data, sample .*")),
     (re.compile(r"seed|eval_data.*, (columns|number of samples)"), re.compile("eval_data, sample .*")),
     (re.compile("parameter .*|model"), re.compile(_GRAPH)),
+    (re.compile("schedule"), re.compile(f"num_stages|slack|{CUTS}")),
+    (re.compile("num_stages"), re.compile(f"slack|{CUTS}")),
 )  # fmt: skip
 
 
