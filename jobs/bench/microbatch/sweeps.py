@@ -33,7 +33,7 @@ from raypipe.planner.simulate.serial import Costs, makespan_s
 
 __all__ = [
     "MODELS", "Case", "Key", "divisors", "make_case", "numbers_of", "range_ends", "real_steps_s",
-    "simulated_s", "times_of",
+    "seconds_at", "simulated_s", "stage_seconds", "times_of", "trainer_of",
 ]  # fmt: skip
 
 AT_HIGH_END_S = 0.020
@@ -49,11 +49,11 @@ class Model(NamedTuple):
     """A model with its data.
 
     Attributes:
-        make: an nn.Sequential.
+        make: a model, an nn.Sequential where its stages are measured.
         data: so many random samples.
     """
 
-    make: Callable[[], nn.Sequential]
+    make: Callable[[], nn.Module]
     data: Callable[[int], TensorDataset]
     loss_fn: Callable[[Any, Any], torch.Tensor]
 
@@ -146,13 +146,13 @@ def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int, lar
     model = MODELS[name]
     torch.manual_seed(0)
     built, data = model.make(), model.data(2 * largest)
-    whole = _trainer(model, built, data, num_stages, minibatch_size, pipeline=EMULATED)
-    real = _trainer(model, built, data, num_stages, minibatch_size)
+    whole = trainer_of(model, built, data, num_stages, minibatch_size, pipeline=EMULATED)
+    real = trainer_of(model, built, data, num_stages, minibatch_size)
     profiled = real.profile()
     # Emulated stages take many times the model's seconds, messages between them what they always take: next to nothing.
     cluster = Cluster(tuple(Device(f"emulated{i}") for i in range(num_stages)), (Link(),))
     plan = whole.plan(profiled=profiled, cluster=cluster)
-    halved = _trainer(model, built, data, num_stages, minibatch_size // 2, pipeline=EMULATED)
+    halved = trainer_of(model, built, data, num_stages, minibatch_size // 2, pipeline=EMULATED)
     half = halved.plan(profiled=profiled, cluster=cluster)
     assert plan.prediction is not None
     assert half.prediction is not None
@@ -172,7 +172,7 @@ def make_case(name: str, num_stages: int, minibatch_size: int, repeats: int, lar
         predicted_s=_curve(plan),
         half_predicted_s=_curve(half),
         starts=tuple(stage.start for stage in plan.partition.stages[1:]),
-        stage_s=_stage_seconds(model, built, data, plan.partition.cuts, divisors(largest), repeats),
+        stage_s=stage_seconds(model, built, data, plan.partition.cuts, divisors(largest), repeats),
         factor=1.0,
     )
     return case._replace(factor=_factor(case))
@@ -183,15 +183,16 @@ def _curve(plan: Plan) -> dict[int, float]:
     return {point.num_microbatches: point.predicted_s for point in plan.prediction.curve}
 
 
-def _trainer(
+def trainer_of(
     model: Model,
-    built: nn.Sequential,
+    built: nn.Module,
     data: TensorDataset,
     num_stages: int,
     minibatch_size: int,
     pipeline: Mapping[str, Any] | None = None,
     run_config: Any = None,
 ) -> raypipe.PipelineTrainer:
+    """A trainer of one of MODELS, which plans and runs as users' do."""
     return raypipe.PipelineTrainer(
         built,
         loss_fn=model.loss_fn,
@@ -209,7 +210,7 @@ def _sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=1e-3)
 
 
-def _stage_seconds(
+def stage_seconds(
     model: Model, built: nn.Module, data: TensorDataset, cuts: Sequence[int], sizes: Sequence[int], repeats: int
 ) -> dict[int, list[tuple[float, float]]]:
     """The least of rounds in which every size has its turn: whatever else the machine does only adds to it."""
@@ -235,22 +236,28 @@ def _factor(case: Case) -> float:
 
 
 def times_of(case: Case, samples: float, extra_s: float = 0.0) -> list[tuple[float, float]]:
-    """(forward_s, backward_s) by stage for so many samples, on the straight between the sizes that were measured.
+    """(forward_s, backward_s) of emulated stages for so many samples.
 
     Args:
         extra_s: added to each.
     """
-    sizes = sorted(case.stage_s)
+    found = seconds_at(case.stage_s, samples)
+    return [(forward_s * case.factor + extra_s, backward_s * case.factor + extra_s) for forward_s, backward_s in found]
+
+
+def seconds_at(stage_s: Mapping[int, Sequence[tuple[float, float]]], samples: float) -> list[tuple[float, float]]:
+    """(forward_s, backward_s) by stage for so many samples, on the straight between the sizes that were measured."""
+    sizes = sorted(stage_s)
     above = next((size for size in sizes if size >= samples), sizes[-1])
     below = max((size for size in sizes if size <= samples), default=sizes[0])
     share = (samples - below) / (above - below) if above > below else 0.0
 
     def between(low_s: float, high_s: float) -> float:
-        return (low_s + share * (high_s - low_s)) * case.factor + extra_s
+        return low_s + share * (high_s - low_s)
 
     return [
         (between(low[0], high[0]), between(low[1], high[1]))
-        for low, high in zip(case.stage_s[below], case.stage_s[above], strict=True)
+        for low, high in zip(stage_s[below], stage_s[above], strict=True)
     ]
 
 
@@ -298,7 +305,7 @@ def real_steps_s(case: Case, folder: str) -> dict[int, list[float]]:
     for number, steps in found.items():
         torch.manual_seed(0)
         pipeline = {"num_microbatches": number, "partitioner": tuple(map(str, case.starts))}
-        result = _trainer(
+        result = trainer_of(
             model,
             model.make(),
             model.data(case.minibatch_size * REAL_STEPS),
