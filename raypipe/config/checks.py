@@ -190,7 +190,7 @@ def _check_compiling(config: PipelineFields) -> None:
 
 
 def _check_chunked(config: PipelineFields) -> None:
-    """Several stages per worker: two of them in a V, none replicated."""
+    """Several stages per worker: two of them in a V."""
     if not _kind(config).several_stages:
         return
     if config.partitioner == "hierarchical":

@@ -22,10 +22,11 @@ class PipelineFields:
             follows the workers there are, and a number is the most there will be (docs/design/0043).
         num_replicas: workers per stage; a list gives one number per stage. Micro-batches are dealt out between the
             replicas of a stage, at least one for each, which sum their gradients before every update. A stage that
-            changes buffers in training (batch normalisation) has one, or see replicated_buffers. Not with "zb-v" and
-            "interleaved". In synchronous schedules "auto" compares data parallelism (one stage with several workers),
-            pipelines and stages with replicas by the seconds of a step, within memory, and takes the
-            quickest; the plan shows what was compared (docs/design/0061).
+            changes buffers in training (batch normalisation) has one, or see replicated_buffers. With "zb-v" and
+            "interleaved" one number for all stages: of workers that hold the same ones. In synchronous schedules with
+            a stage on each worker "auto" compares data parallelism (one stage with several workers), pipelines and
+            stages with replicas by the seconds of a step, within memory, and takes the quickest; the plan shows what
+            was compared (docs/design/0061).
         replicated_buffers: True lets stages whose forwards change buffers (batch normalisation) have replicas too. Each
             keeps the buffers that its own micro-batches made, and those of the first one are saved and evaluated with:
             they are not those that one worker would have.

@@ -6,7 +6,7 @@ import math
 
 from raypipe.config.fields import PipelineFields
 from raypipe.errors import ConfigError
-from raypipe.ir.schedule_spec import KINDS, REPLICATED, ScheduleKind
+from raypipe.ir.schedule_spec import KINDS, ScheduleKind
 
 __all__ = ["check_replicas", "laned", "replicated"]
 
@@ -47,13 +47,9 @@ def check_replicas(config: PipelineFields) -> None:
         _check_auto(config)
     elif replicated(config):
         _check_counts(config)
-    if config.schedule not in ("auto", *REPLICATED):
-        raise ConfigError(
-            f"{what} is not possible with schedule={config.schedule!r}: there are replicas and lanes with "
-            f"{', '.join(map(repr, REPLICATED))} and 'auto', which is '1f1b' then. Set one of them, or leave out "
-            f"{what.partition('=')[0]}."
-        )
-    if not _synchronous(config):
+    if _kind(config).several_stages:
+        _check_several_stages(config)
+    if not _kind(config).synchronous:
         _check_shares(config)
     if config.partitioner == "hierarchical":
         raise ConfigError(
@@ -86,8 +82,25 @@ def _check_per_replica(config: PipelineFields) -> None:
         )
 
 
-def _synchronous(config: PipelineFields) -> bool:
-    return KINDS.get(config.schedule, ScheduleKind()).synchronous
+def _kind(config: PipelineFields) -> ScheduleKind:
+    """What is known of the schedule; "auto" becomes a synchronous one with a stage on each worker."""
+    return KINDS.get(config.schedule, ScheduleKind())
+
+
+def _check_several_stages(config: PipelineFields) -> None:
+    """Workers that hold several stages each have as many replicas."""
+    counts = config.num_replicas
+    if counts == "auto":
+        raise ConfigError(
+            f"num_replicas='auto' compares stages of one worker or more, and schedule={config.schedule!r} puts several "
+            "stages on each. Set a number, as in num_replicas=2, or take schedule='auto'."
+        )
+    if isinstance(counts, tuple) and len(set(counts)) > 1:
+        raise ConfigError(
+            f"num_replicas={counts!r} with schedule={config.schedule!r}: workers that hold several stages have as many "
+            f"replicas of each. Set num_replicas={max(counts)}, or take a schedule with one stage on each worker, such "
+            "as '1f1b'."
+        )
 
 
 def _check_auto(config: PipelineFields) -> None:
@@ -96,7 +109,7 @@ def _check_auto(config: PipelineFields) -> None:
             "num_replicas='auto' compares plans by their seconds, and partitioner='parameters' measures none. Set "
             "partitioner='auto', or a number of replicas."
         )
-    if not _synchronous(config):
+    if not _kind(config).synchronous:
         raise ConfigError(
             f"num_replicas='auto' compares the seconds of a step, and with schedule={config.schedule!r} other numbers "
             "of replicas also make other gradients, of older or newer weights. Give numbers, or take a synchronous "

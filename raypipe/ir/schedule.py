@@ -16,8 +16,8 @@ from raypipe.ir.action import COMPUTE, Action, Op, parse_action
 from raypipe.ir.packed import OP_CODE, PackedRow
 
 __all__ = [
-    "COMPUTE", "OF_UPDATES", "Action", "Homes", "Op", "Row", "Schedule", "Wiring", "dependencies", "lane_of",
-    "parse_action", "single_homes",
+    "COMPUTE", "OF_UPDATES", "Action", "Homes", "Op", "Row", "Schedule", "Wiring", "dependencies", "groups_in",
+    "lane_of", "parse_action", "single_homes",
 ]  # fmt: skip
 
 
@@ -34,6 +34,11 @@ OF_UPDATES = frozenset({Op.REDUCE_GRAD, Op.REDUCE_NORM, Op.STEP})
 def single_homes(placement: Iterable[int]) -> Homes:
     """One worker for each stage: that of ``placement``, by stage."""
     return tuple((worker,) for worker in placement)
+
+
+def groups_in(homes: Homes) -> Homes:
+    """Workers that are replicas of each other, by group, in their order: a group for each stage, or fewer."""
+    return tuple(sorted(set(homes)))
 
 
 @dataclass(frozen=True, slots=True)

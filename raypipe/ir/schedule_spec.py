@@ -18,7 +18,7 @@ from typing import Any
 
 from raypipe.errors import ScheduleError
 
-__all__ = ["AUTO_KINDS", "KINDS", "REPLICATED", "ScheduleKind", "ScheduleSpec", "kinds_to_search", "takes"]
+__all__ = ["AUTO_KINDS", "KINDS", "ScheduleKind", "ScheduleSpec", "kinds_to_search", "takes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,6 @@ class ScheduleKind:
         stages_per_worker: 1 or 2; None for as many as ``chunks`` says.
         searched: the controller searches its numbers where the user leaves them open.
         memory_formula: planner.memory knows by formula what it holds; rows of other kinds are counted.
-        replicated: its stages may have replicas.
     """
 
     takes: tuple[str, ...] = ()
@@ -41,7 +40,6 @@ class ScheduleKind:
     stages_per_worker: int | None = 1
     searched: bool = False
     memory_formula: bool = True
-    replicated: bool = False
 
     @property
     def turned(self) -> bool:
@@ -55,24 +53,21 @@ class ScheduleKind:
 
 
 KINDS: Mapping[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(replicated=True),
-    "1f1b": ScheduleKind(replicated=True),
-    "kfkb": ScheduleKind(("group_size",), searched=True, replicated=True),
-    "slack": ScheduleKind(("slack",), searched=True, replicated=True),
+    "gpipe": ScheduleKind(),
+    "1f1b": ScheduleKind(),
+    "kfkb": ScheduleKind(("group_size",), searched=True),
+    "slack": ScheduleKind(("slack",), searched=True),
     "interleaved": ScheduleKind(("chunks",), stages_per_worker=None, memory_formula=False),
-    "zb-h1": ScheduleKind(("slack",), splits_backward=True, searched=True, replicated=True),
+    "zb-h1": ScheduleKind(("slack",), splits_backward=True, searched=True),
     "zb-v": ScheduleKind(splits_backward=True, stages_per_worker=2, memory_formula=False),
-    "pipedream": ScheduleKind(("slack", "update_interval"), synchronous=False, replicated=True),
-    "2bw": ScheduleKind(("slack",), synchronous=False, replicated=True),
+    "pipedream": ScheduleKind(("slack", "update_interval"), synchronous=False),
+    "2bw": ScheduleKind(("slack",), synchronous=False),
 }
 """Every kind of schedule, by the name that a configuration gives it."""
 
 AUTO_KINDS = ("1f1b", "slack", "zb-h1")
 """What schedule="auto" may become. Not kfkb: slack is as quick on every link and keeps fewer micro-batches
 (docs/design/0015-controller.md)."""
-
-REPLICATED = tuple(name for name, kind in KINDS.items() if kind.replicated)
-"""Schedules whose stages may have replicas."""
 
 _LETTERS = {"group_size": "k", "slack": "r", "chunks": "v", "update_interval": "u"}
 _UNSET = {"group_size": 1, "slack": (), "chunks": 1, "update_interval": None}
@@ -135,10 +130,11 @@ class ScheduleSpec:
                 raise ScheduleError(f"The schedule {self.kind!r} has no {field}: leave out {field}={value}.")
         if any(r < 1 for r in self.slack):
             raise ScheduleError(f"slack is {self.slack}: every hop needs at least 1, which is 1F1B.")
-        if (max(self.replicas, default=1) > 1 or self.lanes > 1) and not self.of_kind.replicated:
+        if len(set(self.replicas)) > 1 and self.of_kind.several_stages:
             raise ScheduleError(
-                f"The schedule {self.kind!r} has no replicas and no lanes (replicas={self.replicas}, "
-                f"lanes={self.lanes}): take one of {', '.join(REPLICATED)}."
+                f"replicas={self.replicas} with the schedule {self.kind!r}: workers that hold several stages have as "
+                f"many replicas of each. Give every stage {max(self.replicas)}, or take a schedule with one stage on "
+                "each worker, such as '1f1b'."
             )
         if any(count < 1 for count in self.replicas) or max(self.replicas, default=1) > self.lanes:
             raise ScheduleError(

@@ -31,6 +31,7 @@ def wide() -> nn.Sequential:
         ([3], {"num_stages": 1, "num_lanes": 3}),
         ([2], {"num_stages": 1, "num_lanes": 2, "codec_sums": "bf16"}),
         ([2, 2], {"num_lanes": 4, "schedule": "gpipe", "recompute": "always", "max_grad_norm": 0.1}),
+        ([2, 2, 2, 2], {"num_stages": 4, "num_lanes": 2, "schedule": "interleaved"}),
     ],
 )
 def test_the_same_bits_as_one_worker_per_stage(

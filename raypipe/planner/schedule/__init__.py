@@ -24,7 +24,7 @@ zb-v         two stages per worker, there and back, B split      memory of 1f1b'
 pipedream    1F1B that never runs empty                          weight versions
 2bw          the same, an update per mini-batch                  two weight versions
 
-Stages may have replicas where each worker has one: see ``replicas``.
+Stages may have replicas: see ``replicas``, and ``side_by_side`` for workers with several stages.
 
 Left out: recomputation, and a limit on the messages
 that wait at a receiver: a stage without backward is held back by nobody and may run a whole step ahead.
@@ -41,6 +41,7 @@ from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.schedule.asynchronous import continuous
 from raypipe.planner.schedule.interleaved import interleaved
 from raypipe.planner.schedule.replicas import Replicas
+from raypipe.planner.schedule.side_by_side import side_by_side
 from raypipe.planner.schedule.sync import gpipe, k_f_k_b, one_f_one_b, slack
 from raypipe.planner.schedule.zero_bubble import zb_h1
 from raypipe.planner.schedule.zero_bubble_v import zb_v
@@ -66,7 +67,18 @@ def _interleaved(spec: ScheduleSpec, num_stages: int) -> Schedule:
             f"{num_stages} stages cannot be shared out evenly, {spec.chunks} to each worker: make the first a multiple "
             "of the second."
         )
-    return interleaved(num_stages // spec.chunks, spec.num_microbatches, spec.chunks, spec.first_trainable)
+    workers = num_stages // spec.chunks
+    return side_by_side(
+        lambda count: interleaved(workers, count, spec.chunks, spec.first_trainable),
+        spec.num_microbatches,
+        _replicas(spec),
+    )
+
+
+def _zb_v(spec: ScheduleSpec, num_stages: int) -> Schedule:
+    return side_by_side(
+        lambda count: zb_v(num_stages, count, spec.first_trainable), spec.num_microbatches, _replicas(spec)
+    )
 
 
 def _continuous(spec: ScheduleSpec, num_stages: int) -> Schedule:
@@ -105,7 +117,7 @@ _MAKERS: Mapping[str, Callable[[ScheduleSpec, int], Schedule]] = {
         overlap=spec.overlap,
         replicas=_replicas(spec),
     ),
-    "zb-v": lambda spec, stages: zb_v(stages, spec.num_microbatches, spec.first_trainable),
+    "zb-v": _zb_v,
     "pipedream": _continuous,
     "2bw": _continuous,
 }

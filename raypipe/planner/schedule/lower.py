@@ -10,7 +10,8 @@ Where a message is needed is asked of ``dependencies()``: whatever waits for a R
 the action behind its SEND gets the SEND. Stages without backward ask for none, so none is sent to them.
 
 A replica of a stage ends an update behind the last of its own micro-batches, or behind everything else in its row
-where it has none of that update.
+where it has none of that update. Where workers hold several stages it ends the updates of all of them together, with
+nothing left to compute: there replicas wait for each other, and nobody may wait for one that waits.
 """
 
 from __future__ import annotations
@@ -249,8 +250,12 @@ def _close(wiring: Wiring, stage: int, update: int, progress: Progress, worker: 
     """A stage has finished an update; if it is the last of its worker, the worker steps."""
     last = (update + 1) * wiring.interval_of(stage) - 1
     co_located = [s for s, workers in enumerate(wiring.homes) if worker in workers]
-    actions = [Action(stage, Op.REDUCE_GRAD, last)]
-    if all(progress[s, update] == _own_count(wiring, s, update, worker) for s in co_located):
+    ends = all(progress[s, update] == _own_count(wiring, s, update, worker) for s in co_located)
+    reducing = [stage]
+    if wiring.replicated and len(co_located) > 1:
+        reducing = co_located if ends else []
+    actions = [Action(s, Op.REDUCE_GRAD, last) for s in reducing]
+    if ends:
         actions += [Action(s, op, last) for op in (Op.REDUCE_NORM, Op.STEP) for s in co_located]
         for s in co_located:
             del progress[s, update]

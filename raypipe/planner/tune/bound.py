@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from raypipe.ir.plan_table import human_s
 from raypipe.ir.prediction import HopPrediction, StagePrediction
-from raypipe.ir.schedule import Schedule
+from raypipe.ir.schedule import Schedule, groups_in
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.simulate.serial import Costs, makespan_s
 
@@ -65,6 +65,12 @@ def _of_replicas(stages: Sequence[StagePrediction], schedule: Schedule) -> str:
             "computes"
         )
     shared = f", shared by its {counts[slowest]} workers" if counts[slowest] > 1 else ""
+    homes = schedule.wiring.homes
+    if len(groups_in(homes)) < len(homes):
+        busy_s = {group: sum(s for s, home in zip(shared_s, homes, strict=True) if home == group) for group in homes}
+        group = max(busy_s, key=busy_s.__getitem__)
+        held = " and ".join(str(stage) for stage, home in enumerate(homes) if home == group)
+        return f"stages {held} compute longest, {human_s(busy_s[group])} per micro-batch{shared}"
     return f"stage {slowest} computes longest, {human_s(shared_s[slowest])} per micro-batch{shared}"
 
 

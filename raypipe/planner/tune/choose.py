@@ -68,7 +68,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
     problem = Problem(request, profile, cluster or _assumed(request, profile.graph), described=cluster is not None)
     if request.replicas is None:
         return _of_any_shape(problem)
-    if request.replicated and problem.searches:
+    if request.replicated and problem.searches and not request.kind.several_stages:
         return _of_given_shape(problem)
     found = _compared(problem)
     return _best_of(problem, found)
@@ -195,7 +195,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
 def _assumed(request: Request, graph: ModelGraph) -> Cluster:
     """Equal workers: as many as were offered, else one per stage."""
     stages = len(request.split_points) + 1 if request.split_points else request.num_stages
-    wanted = stages and sum(request.replicas_of(stages))
+    wanted = stages and request.workers_in_all(stages)
     places = request.num_workers or wanted or min(DEFAULT_STAGES, len(graph.cut_positions()) + 1)
     return Cluster(tuple(Device(f"worker{i}") for i in range(places)), (ASSUMED_LINK,))
 

@@ -67,8 +67,9 @@ def _stages(problem: Problem, best: Decision, looked_at: Sequence[Decision]) -> 
     request, chosen = problem.request, best.partition.num_stages
     what = f"{chosen} stage{'s' * (chosen > 1)}"
     if request.kind.several_stages:
-        workers = request.workers(chosen)
-        return f"{what}, {chosen // workers} on each of {workers} worker{'s' * (workers > 1)}"
+        workers, each = request.workers(chosen), request.replicas_of(chosen)[0]
+        found = f"{what}, {chosen // workers} on each of {workers} worker{'s' * (workers > 1)}"
+        return found + (f", with {each} replicas of each" if each > 1 else "")
     if request.split_points:
         return f"{what}, cut at the modules that partitioner names"
     if request.num_stages is not None:

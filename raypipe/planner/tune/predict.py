@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from raypipe.ir.cluster import Cluster
+from raypipe.ir.cluster import Cluster, Link
 from raypipe.ir.codec_cost import NO_CODEC, CodecCost
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Plan
@@ -123,10 +123,11 @@ def hops_of(
     """
     found = []
     for before, after in zip(partition.stages, partition.stages[1:], strict=False):
-        link = slowest_link(cluster, before.devices, after.devices)
+        together = before.devices == after.devices
+        link = Link() if together else slowest_link(cluster, before.devices, after.devices)
         nbytes = after.input_bytes * microbatch_size
         ways = []
-        for codec in codecs if before.devices != after.devices else (NO_CODEC, NO_CODEC):
+        for codec in (NO_CODEC, NO_CODEC) if together else codecs:
             behind_s, occupancy_s = codec.taken_s(nbytes, nbytes / codec.ratio / link.bandwidth_bytes_s)
             ways.append((link.latency_s + behind_s, occupancy_s))
         found.append(HopPrediction(nbytes, *ways[0], None if ways[1] == ways[0] else ways[1]))

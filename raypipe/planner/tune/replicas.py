@@ -1,7 +1,8 @@
 """Cuts for stages with replicas: a stage of R workers may take R times as long as one that has a single worker.
 
 The solver is asked for one device per stage, R times as fast, and the devices that it knows nothing of are numbered
-afterwards. It does not know what replicas exchange at the end of an update; the prediction of the plan does.
+afterwards; where workers hold several stages, for one per worker. It does not know what replicas exchange at the end of
+an update; the prediction of the plan does.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from raypipe.ir.cluster import Cluster, Link
 from raypipe.ir.exchange import chunk_bytes
 from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.plan import Partition
+from raypipe.ir.schedule import Homes, groups_in
 from raypipe.ir.schedule_spec import ScheduleKind
 from raypipe.planner.partition.fit import Solver, fitting_partition
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.request import Request
+from raypipe.planner.tune.resolve import placement_of
 
 __all__ = [
     "check_shares", "check_workers_of_replicas", "cut_for", "exchange_s", "exposed_s", "groups_of", "hides",
-    "on_workers", "share_notes", "slowest_link", "summing_rate_s",
+    "homes_of", "on_workers", "share_notes", "slowest_link", "summing_rate_s",
 ]  # fmt: skip
 
 Numbers = NDArray[np.float64]
@@ -40,17 +43,25 @@ def cut_for(request: Request, solver: Solver, graph: ModelGraph, cluster: Cluste
     if not request.replicated:
         return fitting_partition(solver, graph, cluster, limits)
     assert limits.num_stages is not None, "num_replicas needs num_stages"
-    counts = request.replicas_of(limits.num_stages)
-    groups, devices = groups_of(counts), []
-    for count, group in zip(counts, groups, strict=True):
-        members = [cluster.devices[i] for i in group]
+    homes, devices = homes_of(request, limits.num_stages), []
+    for group in groups_in(homes):
+        members, count = [cluster.devices[i] for i in group], len(group)
         caps = [member.memory_bytes for member in members if member.memory_bytes is not None]
         speed = min(member.speed for member in members) * count
         devices.append(dataclasses.replace(members[0], speed=speed, memory_bytes=min(caps, default=None)))
     found = fitting_partition(
         solver, graph, Cluster(tuple(devices), cluster.links), dataclasses.replace(limits, in_order=True)
     )
-    return on_workers(found, counts)
+    return on_workers(found, homes)
+
+
+def homes_of(request: Request, num_stages: int) -> Homes:
+    """By stage, its workers."""
+    if not request.kind.several_stages:
+        return tuple(groups_of(request.replicas_of(num_stages)))
+    placement = placement_of(request, num_stages)
+    groups = groups_of((request.replicas_of(num_stages)[0],) * (1 + max(placement)))
+    return tuple(groups[at] for at in placement)
 
 
 def groups_of(counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -58,12 +69,9 @@ def groups_of(counts: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(range(first, stop)) for first, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def on_workers(partition: Partition, counts: tuple[int, ...]) -> Partition:
-    """The same stages with so many workers each, numbered stage after stage."""
-    stages = (
-        dataclasses.replace(stage, devices=group)
-        for stage, group in zip(partition.stages, groups_of(counts), strict=True)
-    )
+def on_workers(partition: Partition, homes: Homes) -> Partition:
+    """The same stages on these workers."""
+    stages = (dataclasses.replace(stage, devices=group) for stage, group in zip(partition.stages, homes, strict=True))
     return dataclasses.replace(partition, stages=tuple(stages))
 
 
@@ -146,13 +154,13 @@ def check_workers_of_replicas(
     Raises:
         PlanError: says how many there are and how many it takes.
     """
-    counts = request.replicas_of(num_stages)
-    if offered is not None and sum(counts) > offered:
-        who, cure = "scaling_config offers", f"Raise num_workers to {sum(counts)}"
+    counts, wanted = request.replicas_of(num_stages), request.workers_in_all(num_stages)
+    if offered is not None and wanted > offered:
+        who, cure = "scaling_config offers", f"Raise num_workers to {wanted}"
         if described:
             who, cure = "the cluster has", "Describe more devices"
         raise PlanError(
-            f"The plan has {'-'.join(map(str, counts))} workers for its {num_stages} stages, {sum(counts)} in all, but "
+            f"The plan has {'-'.join(map(str, counts))} workers for its {num_stages} stages, {wanted} in all, but "
             f"{who} {offered}. {cure}, or lower num_replicas."
         )
 

@@ -147,7 +147,14 @@ class Request:
         """
         if not self.kind.several_stages:
             return num_stages
-        return self.num_workers or max(1, num_stages // PER_WORKER)
+        if self.num_workers is None:
+            return max(1, num_stages // PER_WORKER)
+        return max(1, self.num_workers // self.replicas_of(num_stages)[0])
+
+    def workers_in_all(self, num_stages: int) -> int:
+        """The same with all replicas of them."""
+        counts = self.replicas_of(num_stages)
+        return counts[0] * self.workers(num_stages) if self.kind.several_stages else sum(counts)
 
 
 def microbatches(request: Request, num_stages: int) -> tuple[int, int, int]:

@@ -58,8 +58,9 @@ def build_schedule(request: Request, num_stages: int, num_microbatches: int, fir
 
 
 def placement_of(request: Request, num_stages: int) -> tuple[int, ...]:
-    """The worker of each stage, as the schedule itself says."""
-    return build_schedule(request, num_stages, 1, 0).wiring.placement
+    """The worker of each stage, as the schedule itself says, where several stages share one; its replicas are one."""
+    placement = build_schedule(request, num_stages, 1, 0).wiring.placement
+    return tuple(worker // request.replicas_of(num_stages)[0] for worker in placement)
 
 
 def memory_model(request: Request, num_stages: int, num_microbatches: int, microbatch_size: int) -> MemoryModel:

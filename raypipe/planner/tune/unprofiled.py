@@ -8,7 +8,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.plan import Partition, Plan
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.explain import recompute_reason
-from raypipe.planner.tune.replicas import check_shares, check_workers_of_replicas, on_workers, share_notes
+from raypipe.planner.tune.replicas import check_shares, check_workers_of_replicas, homes_of, on_workers, share_notes
 from raypipe.planner.tune.request import Request, microbatches
 from raypipe.planner.tune.resolve import spec_of
 from raypipe.planner.tune.weights import weight_policy, weight_reason
@@ -32,7 +32,7 @@ def make_plan(request: Request, partition: Partition, first_trainable: int, note
         )
     if request.replicated:
         check_workers_of_replicas(request, num_stages, offered)
-        partition = on_workers(partition, request.replicas_of(num_stages))
+        partition = on_workers(partition, homes_of(request, num_stages))
     minibatch, size, count = microbatches(request, num_stages)
     check_shares(request, num_stages, count)
     idle = idle_notes(request, num_stages, count) if request.kind.synchronous else ()

@@ -8,6 +8,8 @@
 
 A described cluster offers its devices: all of them where the stages share out evenly over all, else as many as have
 two stages each or more. Workers that were given in numbers are all used: fewer would leave some idle without a word.
+
+With R replicas of every stage the same holds of P groups of R workers, and R P is the number of workers.
 """
 
 from __future__ import annotations
@@ -36,16 +38,41 @@ def settled_workers(request: Request, places: int, devices: int | None = None) -
     if not request.kind.several_stages:
         return request
     asked = len(request.split_points) + 1 if request.split_points else request.num_stages
+    copies = _replicas_of_all(request)
+    given = request.num_workers
+    if given is not None and given % copies:
+        raise PlanError(
+            f"num_workers={given} with num_replicas={copies} and schedule={request.schedule!r}: workers that hold "
+            f"several stages are used {copies} at a time. Set num_workers to a multiple of {copies}."
+        )
     if devices is not None:
-        workers = devices if asked is None else _of_devices(request, asked, devices)
+        groups = devices // copies
+        if not groups:
+            raise PlanError(f"num_replicas={copies} needs as many devices, but the cluster has {devices}.")
+        workers = groups if asked is None else _of_devices(request, asked, groups)
     else:
-        workers = request.num_workers or (DEFAULT_WORKERS if asked is None else -(-asked // PER_WORKER))
+        workers = given // copies if given else DEFAULT_WORKERS if asked is None else -(-asked // PER_WORKER)
     stages = PER_WORKER * workers if asked is None else asked
     if not _shares_out(request, stages, workers):
-        raise _uneven(request, stages, devices)
+        raise _uneven(request, stages, devices, copies)
     if stages > places:
         raise _too_few_places(request, stages, workers, places)
-    return dataclasses.replace(request, num_stages=stages, num_workers=workers)
+    return dataclasses.replace(request, num_stages=stages, num_workers=copies * workers)
+
+
+def _replicas_of_all(request: Request) -> int:
+    """R, the same for all stages.
+
+    Raises:
+        PlanError: it is not; names the field.
+    """
+    given = request.replicas if isinstance(request.replicas, tuple) else (request.replicas or 1,)
+    if len(set(given)) > 1:
+        raise PlanError(
+            f"num_replicas={given} with schedule={request.schedule!r}: workers that hold several stages have as many "
+            f"replicas of each. Set num_replicas={max(given)}, or take a schedule with one stage on each worker."
+        )
+    return given[0]
 
 
 def used_devices(request: Request, cluster: Cluster) -> Cluster:
@@ -115,18 +142,20 @@ def _of_devices(request: Request, stages: int, devices: int) -> int:
     return next((workers for workers in fewer if _shares_out(request, stages, workers)), devices)
 
 
-def _uneven(request: Request, stages: int, devices: int | None) -> PlanError:
+def _uneven(request: Request, stages: int, devices: int | None, copies: int) -> PlanError:
     which = f"the split points make {stages}" if request.split_points else f"num_stages={stages}"
-    workers, several = devices or request.num_workers, "two" if request.schedule == "zb-v" else "as many"
+    offered, several = devices or request.num_workers, "two" if request.schedule == "zb-v" else "as many"
+    workers = offered and offered // copies
     text = f"schedule={request.schedule!r} puts {several} stages on every worker, but {which}"
     if workers is None:
         cure = ", or take schedule='interleaved'" if request.schedule == "zb-v" else ""
         cure = cure or ", or say in scaling_config how many workers share them (num_workers)"
         return PlanError(f"{text}, which is no multiple of 2: make it {stages + 1}{cure}.")
-    offered = f"{workers} devices" if devices else f"num_workers={workers}"
+    shown = f"{offered} devices" if devices else f"num_workers={offered}"
+    shown += f" with num_replicas={copies}" if copies > 1 else ""
     each = PER_WORKER if request.schedule == "zb-v" else max(PER_WORKER, -(-stages // workers))
-    cure = f", or num_workers={stages // PER_WORKER}" if stages % PER_WORKER == 0 and not devices else ""
-    return PlanError(f"{text} for {offered}: make the stages {each * workers}{cure}.")
+    cure = f", or num_workers={stages // PER_WORKER * copies}" if stages % PER_WORKER == 0 and not devices else ""
+    return PlanError(f"{text} for {shown}: make the stages {each * workers}{cure}.")
 
 
 def _too_few_places(request: Request, stages: int, workers: int, places: int) -> PlanError:

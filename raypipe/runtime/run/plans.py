@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from raypipe.errors import PlanError
 from raypipe.ir.plan import Plan
-from raypipe.planner.regroup import counts_for
+from raypipe.ir.schedule import groups_in
+from raypipe.planner.regroup import counts_for, counts_of
 from raypipe.planner.tune import Decision, Request
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.memory_limits import MemoryLimits
@@ -18,12 +19,16 @@ __all__ = ["Plans", "wanted_replicas"]
 
 
 def wanted_replicas(request: Request, plan: Plan) -> tuple[int, ...]:
-    """Workers by stage that a run is to have, also while some of them are lost; empty where no stage has several.
+    """Workers by group that a run is to have, also while some of them are lost; empty where no stage has several.
 
     Args:
         plan: that its driver began with. What was left to the planner is as this plan has it.
     """
-    found = request.replicas_of(plan.partition.num_stages) if request.replicated else plan.partition.replicas
+    homes, stages = plan.schedule.wiring.homes, plan.partition.num_stages
+    if request.replicated:
+        wanted = dict(zip(homes, request.replicas_of(stages), strict=True))
+        return tuple(wanted[group] for group in groups_in(homes))
+    found = counts_of(homes)
     return found if max(found) > 1 else ()
 
 
@@ -62,7 +67,7 @@ class Plans:
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Workers by stage that the run is to have; empty where no stage has several."""
+        """Workers by group that the run is to have; empty where no stage has several."""
         return wanted_replicas(self._blueprint.basis.request, self.first)
 
     def planned_for(self, workers: int, asked: Asked | None) -> Planned:
@@ -106,15 +111,19 @@ class Plans:
                 f"The schedule {self.first.schedule.kind!r} needs all of its replicas: with fewer its weights would "
                 "have other ages, and the run other bits."
             )
-        if (counts := counts_for(self.replicas, workers)) is None:
-            raise PlanError(f"The run has {len(self.replicas)} stages, and each of them needs a worker.")
+        if (counts := counts_for(self.replicas, workers, self.made.setup.homes)) is None:
+            raise PlanError(f"The run needs {len(self.replicas)} workers, so that each stage has one.")
         return self._kept(*regroup(self.planned, self.made, counts, self._next))
 
     def regrouped(self, counts: tuple[int, ...]) -> Assembled:
-        """The same stages with so many replicas each, whose workers keep their copies: of the same generation."""
+        """The same stages with other numbers of replicas, whose workers keep their copies: of the same generation.
+
+        Args:
+            counts: by group.
+        """
         generation = self.made.setup.generation
         planned, made = self._whole[generation]
-        if made.plan.plan.partition.replicas == counts:
+        if counts_of(made.setup.homes) == counts:
             return self._kept(planned, made)
         return self._kept(*regroup(planned, made, counts, generation))
 

@@ -18,7 +18,7 @@ def regroup(planned: Planned, made: Assembled, counts: tuple[int, ...], generati
 
     Args:
         planned, made: of any plan of these stages.
-        counts: replicas by stage.
+        counts: replicas by group, see planner/regroup.py.
         generation: of the plan that it becomes.
     """
     plan = dataclasses.replace(regrouped(planned.plan, counts), generation=generation)

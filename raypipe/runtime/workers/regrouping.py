@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 from raypipe.engine.reached import newest
 from raypipe.errors import CheckpointError, PlanError, StageLostError
-from raypipe.planner.regroup import left, with_spares
+from raypipe.ir.schedule import groups_in
+from raypipe.planner.regroup import counts_of, left, with_spares
 from raypipe.runtime.run.blueprint import Assembled
 from raypipe.runtime.run.plans import Plans
 from raypipe.runtime.run.recovery import Recovered, Steps
@@ -63,13 +64,14 @@ class Regrouping:
     def regroup(self, step: int) -> Recovered:
         """See Regrouper."""
         fleet = self._fleet
-        counts = tuple(map(len, left(self._plans.made.setup.homes, fleet.lost)))
-        if not all(counts):
+        remaining = left(self._plans.made.setup.homes, fleet.lost)
+        if not all(remaining):
             raise StageLostError("Another worker was lost while the run went on without one.")
+        staying = [fleet.in_use[worker] for workers in remaining for worker in workers]
         lost = fleet.forget_lost()
-        made = self._plans.regrouped(counts)
+        made = self._plans.regrouped(tuple(map(len, remaining)))
         try:
-            fleet.regroup(made.run, made.setup)
+            fleet.regroup(made.run, made.setup, [fleet.roster.index(member) for member in staying])
         except PlanError as error:
             raise StageLostError(f"Another worker was lost while the run went on without one: {error}") from None
         self._laps.lap("links")
@@ -81,18 +83,22 @@ class Regrouping:
         fleet, homes = self._fleet, self._plans.made.setup.homes
         fleet.go_on()
         spares = fleet.spares
-        counts = with_spares(tuple(map(len, homes)), self._plans.replicas, len(spares))
-        if sum(counts) == len(fleet.in_use):
+        counts = with_spares(homes, self._plans.replicas, len(spares))
+        if counts == counts_of(homes):
             return None
         made = self._plans.regrouped(counts)
-        peers = {stage: homes[stage][0] for stage, count in enumerate(counts) if count > len(homes[stage])}
-        fleet.keep_copy(step, send=False, workers=peers.values())
-        copies = {stage: self._copy(made, stage, peer, step) for stage, peer in peers.items()}
+        here = groups_in(homes)
+        peers = [workers[0] for workers, count in zip(here, counts, strict=True) if count > len(workers)]
+        fleet.keep_copy(step, send=False, workers=peers)
+        copies = {
+            peer: [self._copy(made, stage, peer, step) for stage, workers in enumerate(homes) if workers[0] == peer]
+            for peer in peers
+        }
         self._laps.lap("copy")
         members, joining, new = list[int](), dict[int, Sequence[RemoteCopy]](), iter(spares)
-        for stage, workers in enumerate(made.setup.homes):
-            before = [fleet.roster.index(fleet.in_use[worker]) for worker in homes[stage]]
-            joining |= {worker: [copies[stage]] for worker in workers[len(before) :]}
+        for old, workers in zip(here, groups_in(made.setup.homes), strict=True):
+            before = [fleet.roster.index(fleet.in_use[worker]) for worker in old]
+            joining |= dict.fromkeys(workers[len(before) :], copies[old[0]])
             members += [*before, *(next(new) for _ in workers[len(before) :])]
         try:
             fleet.regroup(made.run, made.setup, members, joining)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from importlib import import_module
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ import raypipe.planner.schedule.replicas as module
 from raypipe.errors import ScheduleError
 from raypipe.ir.plan import peak_in_flight
 from raypipe.ir.schedule import COMPUTE, Op, Wiring
-from raypipe.ir.schedule_spec import KINDS, REPLICATED, ScheduleSpec
+from raypipe.ir.schedule_spec import KINDS, ScheduleSpec
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.forward import forward_only
 from raypipe.planner.schedule.lower import lower
@@ -48,9 +49,14 @@ def test_warm_ups_are_pipedreams(replicas, ahead, noam):
 @st.composite
 def specs(draw: st.DrawFn) -> tuple[ScheduleSpec, int]:
     replicas = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
-    kind = draw(st.sampled_from([name for name in REPLICATED if KINDS[name].synchronous]))
+    kind = draw(st.sampled_from([name for name, kind in KINDS.items() if kind.synchronous]))
     stages = len(replicas)
+    if KINDS[kind].several_stages:
+        stages, replicas = 2 * draw(st.integers(1, 3)), replicas[:1]
+        replicas *= stages
     more = {"group_size": draw(st.integers(1, 3))} if kind == "kfkb" else {}
+    if kind == "interleaved":
+        more = {"chunks": draw(st.sampled_from([n for n in (1, 2, 3) if stages % n == 0]))}
     if KINDS[kind].takes == ("slack",):
         more = {"slack": tuple(draw(st.lists(st.integers(1, 3), min_size=stages - 1, max_size=stages - 1)))}
     lanes = max(replicas) + draw(st.integers(0, 4))
@@ -74,13 +80,35 @@ def test_rows_of_any_replicas_are_valid_and_each_micro_batch_is_worked_on_once(f
     assert set(done.values()) == {1}
     for worker, row in enumerate(lowered.rows()):
         assert all(wiring.worker_of(a.stage, a.microbatch) == worker for a in row if a.op in COMPUTE)
-        assert [a.op for a in row][-3:] == [Op.REDUCE_GRAD, Op.REDUCE_NORM, Op.STEP]
+        held = sum(worker in workers for workers in wiring.homes)
+        ends = [op for op in (Op.REDUCE_GRAD, Op.REDUCE_NORM, Op.STEP) for _ in range(held)]
+        if wiring.replicated or held == 1:
+            assert [a.op for a in row][-3 * held :] == ends
     assert ScheduleSpec.parse(str(spec)) == spec == ScheduleSpec.from_dict(spec.to_dict())
 
 
 def test_the_picture_of_two_replicas_is_the_one_in_the_module():
     drawn = draw(one_f_one_b(2, 4, replicas=Replicas((2, 1), 2)))
     assert drawn in "".join(line.removeprefix("    ") for line in inspect.getdoc(module).splitlines(keepends=True))
+
+
+def test_the_picture_of_pipelines_side_by_side_is_the_one_in_the_module():
+    side_by_side = import_module("raypipe.planner.schedule.side_by_side")
+    drawn = draw(schedule_of(ScheduleSpec("zb-v", 4, replicas=(2,) * 4, lanes=2), 4))
+    assert drawn in "".join(
+        line.removeprefix("    ") for line in (side_by_side.__doc__ or "").splitlines(keepends=True)
+    )
+
+
+@pytest.mark.parametrize(("kind", "more"), [("zb-v", {}), ("interleaved", {"chunks": 2})])
+def test_pipelines_side_by_side_take_as_long_as_one_with_as_many_micro_batches_as_each(kind, more):
+    costs = Costs.uniform(4)
+    spec = ScheduleSpec(kind, 12, replicas=(3,) * 4, lanes=3, **more)
+    one = ScheduleSpec(kind, 4, **more)
+    assert (
+        simulate(lower(schedule_of(spec, 4)), costs).makespan_s
+        == simulate(lower(schedule_of(one, 4)), costs).makespan_s
+    )
 
 
 def test_one_worker_each_is_what_it_was_whatever_the_lanes():
@@ -131,7 +159,7 @@ def test_evaluations_run_on_the_first_replica_of_every_stage():
         (lambda: Wiring(((0, 1),), 1), "Stage 0 has 2 replicas, but lanes=1 .* set at least 2 lanes"),
         (lambda: Wiring(((0, 1), (1,)), 1, lanes=2), "Stage 1 is placed on workers 1, and another stage of worker 1"),
         (lambda: Wiring(((0,),), 1, lanes=0), "lanes=0"),
-        (lambda: ScheduleSpec("zb-v", 4, replicas=(2, 1), lanes=2), "'zb-v' has no replicas"),
+        (lambda: ScheduleSpec("zb-v", 4, replicas=(2, 1), lanes=2), "'zb-v': workers .* Give every stage 2"),
         (lambda: ScheduleSpec("1f1b", 4, replicas=(2, 1)), "replicas=\\(2, 1\\) with lanes=1"),
         (lambda: schedule_of(ScheduleSpec("1f1b", 4, replicas=(2, 1), lanes=2), 3), "for 3 stages"),
     ],

@@ -142,3 +142,48 @@ def test_every_replica_has_something_to_do() -> None:
     few = dataclasses.replace(FIXED, minibatch_size=6, num_microbatches=6, replicas=(8, 1))
     with pytest.raises(PlanError, match=r"6 micro-batches, and num_replicas=\(8, 1\) gives a stage 8 workers"):
         plan_of(decide(few, chain(12)))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
+def test_workers_that_hold_several_stages_have_replicas_of_all_of_them(schedule: str) -> None:
+    """As many pipelines side by side: each takes as long as alone with its share of the micro-batches."""
+    asked = dataclasses.replace(FIXED, num_stages=4, schedule=schedule, replicas=2)
+    alone = dataclasses.replace(asked, replicas=1, num_microbatches=6, minibatch_size=24)
+    both, one = (decide(each, chain(8)) for each in (asked, alone))
+    homes = ((0, 1), (2, 3), (0, 1), (2, 3)) if schedule == "interleaved" else ((0, 1), (2, 3), (2, 3), (0, 1))
+    plan = plan_of(both)
+    assert plan.schedule.wiring.homes == tuple(stage.devices for stage in plan.partition.stages) == homes
+    assert [(s.start, s.stop) for s in both.partition.stages] == [(s.start, s.stop) for s in one.partition.stages]
+    waited_s = max(2 * (stage.exchange_s - stage.hidden_s) for stage in both.prediction.stages)
+    assert both.prediction.step_s - waited_s == pytest.approx(one.prediction.step_s, abs=1e-9)
+    parts, single = (dict(found.prediction.stages[0].memory) for found in (both, one))
+    assert parts.pop("exchange") == exchange_bytes(2 * MIB, 2, 2) - (
+        parts["activations of 4 micro-batches"] - 2 * 4 * (1 << 16)  # of all but one, what is free by then
+    )
+    assert parts.keys() == single.keys()
+    assert all(parts[what] == single[what] for what in parts if what != "messages")
+    assert "2 on each of 2 workers, with 2 replicas of each" in plan.explain()
+    assert "compute longest" in both.prediction.bound
+    assert type(plan).from_json(plan.to_json()) == plan
+
+
+def test_devices_are_used_as_many_at_a_time_as_there_are_replicas() -> None:
+    asked = dataclasses.replace(FIXED, num_stages=4, schedule="zb-v", replicas=2)
+    found = decide(asked, chain(8), rented(5, memory=256 * MIB))
+    assert [stage.devices for stage in found.partition.stages] == [(0, 1), (2, 3), (2, 3), (0, 1)]
+    with pytest.raises(PlanError, match=r"Worker . needs .* for its stages"):
+        decide(asked, chain(8), rented(4, memory=24 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_workers": 3, "replicas": 2}, "num_workers=3 with num_replicas=2 .* multiple of 2"),
+        ({"num_workers": 6, "replicas": 2}, "num_workers=6 with num_replicas=2: make the stages 6, or num_workers=4"),
+        ({"replicas": (2, 2, 1, 2)}, r"num_replicas=\(2, 2, 1, 2\) with schedule='zb-v': .* num_replicas=2"),
+    ],
+)
+def test_workers_that_do_not_share_out_are_refused(given: dict[str, object], words: str) -> None:
+    asked = dataclasses.replace(FIXED, num_stages=4, schedule="zb-v", **given)
+    with pytest.raises(PlanError, match=words):
+        decide(asked, chain(8))
