@@ -104,7 +104,7 @@ def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
         states,
         lineup,
         bound_ps,
-        {bandwidth: exchange_ps(cut_bytes, bandwidth) for bandwidth in bandwidths},
+        {bandwidth: exchange_ps(cut_bytes, bandwidth, limits.codecs) for bandwidth in bandwidths},
         {depth: limits.memory.at_depth(np.stack(parts), depth) for depth in depths},
         states.sums(columns_of(graph).trainable_bytes),
         {depth: limits.sync_ps_per_byte(depth) for depth in set(lineup.depths) - {0} if limits.sync_s_per_byte},

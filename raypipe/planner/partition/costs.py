@@ -10,7 +10,6 @@ two numbers: the answer is exact to the picosecond.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import PlanError
+from raypipe.ir.codec_cost import NO_CODEC, CodecCost
 from raypipe.ir.graph import ModelGraph
 from raypipe.planner.columns import columns_of, prefix
 from raypipe.planner.partition.limits import Limits
@@ -86,11 +86,22 @@ def chain_costs(graph: ModelGraph, limits: Limits) -> Chain:
     )
 
 
-def exchange_ps(cut_bytes: Ints, bandwidth_bytes_s: float) -> Ints:
-    """Picoseconds that a micro-batch keeps a link busy, there and back."""
-    if math.isinf(bandwidth_bytes_s):
+def exchange_ps(
+    cut_bytes: Ints, bandwidth_bytes_s: float, codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
+) -> Ints:
+    """Picoseconds that a micro-batch keeps a link busy, there and back.
+
+    Args:
+        codecs: of messages forwards and backwards. Encoding, wire and decoding each keep a thread of its own busy, so
+            that the longest of the three counts.
+    """
+    if codecs == (NO_CODEC, NO_CODEC):
+        ps_per_byte = EXCHANGE * PICO / bandwidth_bytes_s
+    else:
+        ps_per_byte = PICO * sum(codec.taken_s(1.0, 1.0 / codec.ratio / bandwidth_bytes_s)[1] for codec in codecs)
+    if ps_per_byte == 0.0:
         return np.zeros_like(cut_bytes)
-    busy: Ints = np.ceil(cut_bytes * (EXCHANGE * PICO / bandwidth_bytes_s)).astype(np.int64)
+    busy: Ints = np.ceil(cut_bytes * ps_per_byte).astype(np.int64)
     return busy
 
 

@@ -129,7 +129,9 @@ class _Probes:
         self.pool, self.limits = pool, limits
         self.time_ps: list[int] = chain.time_ps.tolist()
         self.sync_bytes: list[int] = chain.sync_bytes.tolist()
-        self.traffic_ps = [exchange_ps(chain.cut_bytes, level.bandwidth_bytes_s) for level in pool.levels]
+        self.traffic_ps = [
+            exchange_ps(chain.cut_bytes, level.bandwidth_bytes_s, limits.codecs) for level in pool.levels
+        ]
         self.memory: list[list[int]] = []
         if pool.capacity_bytes is not None:
             parts = np.stack([prefix(part)[chain.positions] for part in limits.memory.node_parts(graph)])

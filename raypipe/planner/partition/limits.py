@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from raypipe.errors import PlanError
 from raypipe.ir.cluster import Device
+from raypipe.ir.codec_cost import NO_CODEC, CodecCost
 from raypipe.planner.memory import MemoryModel
 
 __all__ = ["Limits"]
@@ -27,6 +28,8 @@ class Limits:
         sync_s_per_byte: by stage, seconds per micro-batch for each trainable byte on it, which its replicas sum; with
             ``in_order`` only. Empty for none.
         sums_factor: bytes that replicas exchange for each byte of gradients.
+        codecs: of messages forwards and backwards.
+        on_gpus: stages compute on GPUs.
         max_states: ``antichain`` refuses a graph with more sets of executed nodes than this.
     """
 
@@ -39,6 +42,8 @@ class Limits:
     in_order: bool = False
     sync_s_per_byte: tuple[float, ...] = ()
     sums_factor: float = 1.0
+    codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
+    on_gpus: bool = False
     max_states: int = 100_000
 
     def __post_init__(self) -> None:

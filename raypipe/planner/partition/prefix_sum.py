@@ -138,7 +138,7 @@ def _problem(graph: ModelGraph, cluster: Cluster, limits: Limits) -> _Problem:
             for depth in depths
         },
         {depth: limits.memory.at_depth(parts, depth) for depth in depths},
-        {bandwidth: exchange_ps(chain.cut_bytes, bandwidth) for bandwidth in bandwidths},
+        {bandwidth: exchange_ps(chain.cut_bytes, bandwidth, limits.codecs) for bandwidth in bandwidths},
         {},
     )
 

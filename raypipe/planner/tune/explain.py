@@ -34,7 +34,7 @@ def reasons_of(problem: Problem, best: Decision, looked_at: Sequence[Decision]) 
     reasons.append(("micro-batches", _microbatches(best)))
     reasons.append(("schedule", _schedule(problem, best)))
     if problem.request.codecs != (NO_CODEC, NO_CODEC) and best.partition.num_stages > 1:
-        reasons.append(("codecs", _codecs(problem.request, cut_by_steps=max(best.partition.replicas) > 1)))
+        reasons.append(("codecs", _codecs(problem.request)))
     if recompute := recompute_reason(problem.request, best.request.recomputed(best.partition.num_stages)):
         reasons.append(("recompute", recompute))
     weights = weight_reason(best.request, best.partition.num_stages, best.num_microbatches)
@@ -112,12 +112,8 @@ def _microbatches(best: Decision) -> str:
     return f"{what}, 4 per stage; only one size was timed, so others could not be compared"
 
 
-def _codecs(request: Request, *, cut_by_steps: bool) -> str:
-    """What messages are compressed to, and what it takes.
-
-    Args:
-        cut_by_steps: cuts were compared by simulated steps, as those of stages with replicas are.
-    """
+def _codecs(request: Request) -> str:
+    """What messages are compressed to, and what it takes."""
     told = []
     for which, codec in zip(("activations", "gradients"), request.codecs, strict=True):
         if codec != NO_CODEC:
@@ -126,7 +122,7 @@ def _codecs(request: Request, *, cut_by_steps: bool) -> str:
                 f"{which} in {codec.name}, {codec.ratio:.1f} times smaller than fp32, {encode:.2f} and {decode:.2f} s "
                 "per GB to encode and decode"
             )
-    return "; ".join(told) + ("" if cut_by_steps else ". The cut was chosen for whole messages")
+    return "; ".join(told)
 
 
 def _schedule(problem: Problem, best: Decision) -> str:

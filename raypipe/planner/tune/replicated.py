@@ -193,11 +193,12 @@ class ShapeSearch:
         key = (id(costs), stage, lanes, replicas, speed, link)
         if key in self._reduced:
             return self._reduced[key]
-        graph, rate_s = costs.graph, summing_rate_s(replicas, lanes, link, self._problem.request.sums_factor)
+        request = self._problem.request
+        graph, rate_s = costs.graph, summing_rate_s(replicas, lanes, link, request.sums_factor)
         sync_bytes = columns_of(graph).before[1].astype(np.float64)
         starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
         found: Floats = rate_s * (sync_bytes[ends] - sync_bytes[starts])
-        if replicas > 1 and hides(self._problem.request.kind):
+        if replicas > 1 and hides(request.kind, on_gpus=request.on_gpus):
             backward_s = np.append(0.0, np.cumsum([node.backward_s for node in graph.nodes])) / speed
             for first in np.unique(starts).tolist():
                 rows = np.flatnonzero(starts == first)

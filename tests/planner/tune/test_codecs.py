@@ -12,6 +12,8 @@ from raypipe.ir.graph import ModelGraph, Node
 from raypipe.ir.plan import Plan
 from raypipe.ir.prediction import HopPrediction, Prediction
 from raypipe.ir.profile import Profile
+from raypipe.planner.partition.hierarchical import hierarchical
+from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune import Request, decide, plan_of
 
 NODES = tuple(
@@ -56,10 +58,45 @@ def test_on_a_slow_link_codecs_make_a_step_shorter_and_on_a_free_one_longer() ->
 def test_a_plan_says_what_its_codecs_cost() -> None:
     found = plan(dataclasses.replace(REQUEST, codecs=(INT8, NO_CODEC)))
     assert dict(found.reasons)["codecs"] == (
-        "activations in int8, 4.0 times smaller than fp32, 1.00 and 0.50 s per GB to encode and decode. The cut was "
-        "chosen for whole messages"
+        "activations in int8, 4.0 times smaller than fp32, 1.00 and 0.50 s per GB to encode and decode"
     )
     assert "codecs" not in dict(plan(REQUEST).reasons)
+
+
+UNEVEN = tuple(
+    Node(f"op{i}", f"layers.{i}", (), 1 << 26, cut_bytes, 0.001, backward_weight_s=0.002, source="measured")
+    for i, cut_bytes in enumerate((1 << 10, 1 << 21, 1 << 21, 1 << 10, 1 << 21, 0))
+)
+"""Equal stages need the large cut in the middle; a small one is an operation beside it."""
+
+
+@pytest.mark.parametrize("partitioner", ["auto", "prefix_sum", "antichain"])
+def test_a_cut_goes_where_messages_are_large_once_a_codec_makes_them_small(partitioner: str) -> None:
+    profile = Profile(ModelGraph(UNEVEN), 1, ((1, 0.018),))
+
+    def cut(*codecs: CodecCost, link: Link = SLOW.links[0]) -> tuple[int, ...]:
+        request = dataclasses.replace(REQUEST, partitioner=partitioner, codecs=codecs)
+        return decide(request, profile, Cluster((Device("a"), Device("b")), (link,))).partition.cuts
+
+    assert cut(NO_CODEC, NO_CODEC) == (4,), "42 ms for 2 MiB there and back"
+    assert cut(BF16, BF16) == (4,), "21 ms are still more than the 12 ms of the larger stage there"
+    small = CodecCost("int4", 16.0)
+    assert cut(small, small) == (3,)
+    assert cut(small, NO_CODEC) == (4,), "gradients travel whole"
+    slow = CodecCost("int4", 16.0, encode_s_per_byte=1e-8)
+    assert cut(slow, slow) == (4,), "encoding takes as long as the link would"
+    free = Link()
+    assert cut(NO_CODEC, NO_CODEC, link=free) == (3,)
+    assert cut(slow, slow, link=free) == (4,), "on any link"
+
+
+def test_levels_of_bandwidth_are_cut_with_codecs_too() -> None:
+    def cut(*codecs: CodecCost) -> tuple[int, ...]:
+        return hierarchical(ModelGraph(UNEVEN), SLOW, Limits(codecs=codecs, update_interval=8)).cuts
+
+    small = CodecCost("int4", 16.0)
+    assert cut(NO_CODEC, NO_CODEC) == (4,)
+    assert cut(small, small) == (3,)
 
 
 def test_a_prediction_with_two_ways_is_read_back() -> None:
@@ -78,11 +115,11 @@ def test_stages_with_replicas_are_compared_with_what_codecs_make_of_messages() -
         asked = dataclasses.replace(REQUEST, num_workers=None, schedule="auto", codecs=codecs)
         rows = plan(dataclasses.replace(asked, replicas=None), three).candidates
         row = next(row for row in rows if max(row.workers) == 2 and not row.refused)
-        given = plan(dataclasses.replace(asked, replicas=row.workers), three)
-        prediction = given.prediction
-        assert prediction is not None
-        assert row.step_s == pytest.approx(prediction.step_s)
-        steps_s.append(row.step_s)
-        assert "whole messages" not in dict(given.reasons).get("codecs", "")
+        for workers in (row.workers, (1, 2)):
+            prediction = plan(dataclasses.replace(asked, replicas=workers), three).prediction
+            assert prediction is not None
+            if workers == row.workers:
+                assert row.step_s == pytest.approx(prediction.step_s)
+        steps_s.append(prediction.step_s)
     assert steps_s == sorted(steps_s, reverse=True)
     assert len(set(steps_s)) == 3
