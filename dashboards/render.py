@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from dashboards.boards import BOARDS, Board, Panel
 
-__all__ = ["Line", "ask", "draw", "lines_of", "main"]
+__all__ = ["Line", "ask", "draw", "lines_of", "main", "step_between", "with_gaps"]
 
 UNITS = {
     "short": (1.0, ""),
@@ -48,7 +48,7 @@ def lines_of(panel: Panel, prometheus: str, run: str, begin_s: float, end_s: flo
         run: a regular expression, as the board's variable.
     """
     found = []
-    step_s = max(1.0, (end_s - begin_s) / 500)
+    step_s = step_between(begin_s, end_s)
     for query in panel.queries:
         asked = {"query": query.expression.replace("$run", run), "start": begin_s, "end": end_s, "step": step_s}
         for series in ask(prometheus, "query_range", **asked):
@@ -57,6 +57,11 @@ def lines_of(panel: Panel, prometheus: str, run: str, begin_s: float, end_s: flo
             points = [(float(at), float(value)) for at, value in series["values"]]
             found.append(Line(name, [at for at, _ in points], [value for _, value in points]))
     return found
+
+
+def step_between(begin_s: float, end_s: float) -> float:
+    """Seconds between two values of a line that is asked for."""
+    return max(1.0, (end_s - begin_s) / 500)
 
 
 def _filled(legend: str, labels: dict[str, str]) -> str:
@@ -128,7 +133,7 @@ def _plot(axes: Any, panel: Panel, lines: list[Line], begin_s: float, end_s: flo
     axes.set_xlabel("seconds ago", fontsize=8)
     axes.set_xlim(begin_s - end_s, 0)
     for number, line in enumerate(lines):
-        times_s, values = _with_gaps(line, (end_s - begin_s) / 50)
+        times_s, values = with_gaps(line, begin_s, end_s)
         dashes = (0, (5, 2 + 2 * number)) if number else "-"  # of equal lines, those below show in the gaps
         scaled = [value * factor for value in values]
         axes.plot([at - end_s for at in times_s], scaled, label=line.name, linestyle=dashes)
@@ -145,8 +150,9 @@ def _nothing(panel: Panel, between: str) -> str:
     return f"no data{between}needs {panel.needs}" if panel.needs else "no data"
 
 
-def _with_gaps(line: Line, least_s: float) -> tuple[list[float], list[float]]:
-    """Times and values, with a NaN wherever nothing was known for that long, so that no line is drawn across."""
+def with_gaps(line: Line, begin_s: float, end_s: float) -> tuple[list[float], list[float]]:
+    """Times and values, with a NaN wherever values are missing, so that no line is drawn across."""
+    least_s = 2 * step_between(begin_s, end_s)
     times_s, values = line.times_s[:1], line.values[:1]
     for before, at, value in zip(line.times_s, line.times_s[1:], line.values[1:], strict=False):
         if at - before > least_s:
@@ -169,7 +175,7 @@ def main() -> None:
     end_s = time.time()
     for board in BOARDS:
         path = asked.output / f"{board.uid}.png"
-        draw(board, asked.prometheus.rstrip("/"), asked.run, end_s - asked.last, end_s, path)
+        draw(board, asked.prometheus.rstrip("/"), asked.run, end_s - asked.last, end_s, path, dark=asked.dark)
         print(f"wrote {path}")
 
 

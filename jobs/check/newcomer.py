@@ -3,7 +3,7 @@
     python jobs/check/newcomer.py                    on a cluster of its own on this machine
     python jobs/check/newcomer.py --clone            in a clean clone, beginning with its `make train`
     python jobs/check/newcomer.py --only report hf   some steps; those that they need are done too
-    python jobs/check/newcomer.py --pictures DIR     draws the boards, with matplotlib
+    python jobs/check/newcomer.py --pictures DIR     draws the boards in both themes, with matplotlib
 
 train      README's command: a small language model on two stages
 report     `raypipe report` writes one file; a headless Chromium opens it, clicks, and finds nothing to complain about
@@ -142,7 +142,9 @@ def boards(at: Newcomer) -> str:
     if at.pictures is not None:
         at.pictures.mkdir(parents=True, exist_ok=True)
         for board in BOARDS:
-            draw(board, at.prometheus, ".+", at.begun_s, end_s, at.pictures / f"{board.uid}.png")
+            for theme in ("light", "dark"):
+                picture = at.pictures / f"{board.uid}-{theme}.png"
+                draw(board, at.prometheus, ".+", at.begun_s, end_s, picture, dark=theme == "dark")
     if missing:
         raise RuntimeError(f"no data for {'; '.join(missing)}")
     asked = sum(len(board.panels) for board in BOARDS)
