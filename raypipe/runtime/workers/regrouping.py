@@ -90,7 +90,7 @@ class Regrouping:
         here = groups_in(homes)
         peers = [workers[0] for workers, count in zip(here, counts, strict=True) if count > len(workers)]
         fleet.keep_copy(step, send=False, workers=peers)
-        copies = {
+        copies: dict[int, Sequence[RemoteCopy]] = {
             peer: [self._copy(made, stage, peer, step) for stage, workers in enumerate(homes) if workers[0] == peer]
             for peer in peers
         }
@@ -98,7 +98,7 @@ class Regrouping:
         members, joining, new = list[int](), dict[int, Sequence[RemoteCopy]](), iter(spares)
         for old, workers in zip(here, groups_in(made.setup.homes), strict=True):
             before = [fleet.roster.index(fleet.in_use[worker]) for worker in old]
-            joining |= dict.fromkeys(workers[len(before) :], copies[old[0]])
+            joining |= dict.fromkeys(workers[len(before) :], copies.get(old[0], ()))
             members += [*before, *(next(new) for _ in workers[len(before) :])]
         try:
             fleet.regroup(made.run, made.setup, members, joining)
