@@ -295,7 +295,10 @@ def trained(asked: Any, raw: dict[str, Any]) -> dict[str, float]:
     title = f"{STEPS} steps of {large['bytes'] / 1e9:.2f} GB, losses {large['losses']}; {machine_line()}"
     print("\n" + table(title, columns, rows))
     print(f"in shared memory at most {large['shared'] / 1e6:.0f} MB more than before; {large['seconds']:.0f} s in all")
-    return {"client_mb": large["client"] / 1e6, "driver_mb": large["driver"] / 1e6, "worker_of_share": max(ratios)}
+    found = {"client_mb": large["client"] / 1e6, "driver_mb": large["driver"] / 1e6, "worker_of_share": max(ratios)}
+    if asked.quick:  # of a share that is smaller than what a process takes one time more than another
+        del found["worker_of_share"]
+    return found
 
 
 def main() -> int:
@@ -314,11 +317,10 @@ def main() -> int:
         figures |= {"plan_seconds": found["seconds"], "plan_mb": found["bytes"] / 1e6}
     most = {"client_mb": MOST_BYTES / 1e6, "driver_mb": MOST_BYTES / 1e6, "worker_of_share": MOST_SHARE,
             "plan_seconds": MOST_PLAN_S, "plan_mb": MOST_PLAN_BYTES / 1e6}  # fmt: skip
-    passed = [f"{name} is {value:.4g}, above {most[name]:g}" for name, value in figures.items()
-              if value > most[name] and not (asked.quick and name == "worker_of_share")]  # fmt: skip
-    print("\n".join(passed) or "no limit was passed")
-    common.finish("check_large_model", figures, raw, asked)
-    return 1 if passed else 0
+    missed = [name for name, value in figures.items() if value > most[name]]
+    print("\n".join(f"{name} is {figures[name]:.4g}, above {most[name]:g}" for name in missed) or "no limit was passed")
+    common.finish("check_large_model", figures, raw, asked, missed=missed)
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

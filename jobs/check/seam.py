@@ -98,8 +98,9 @@ def main() -> int:
         total_s += count / STEPS * each_s
     title = f"a step takes {step_s * 1e3:.1f} ms of processor time; {machine_line()}"
     print(table(title, ("call", "in a step", "us each", "ms of a step"), rows))
-    print(final_line("seam", {"share": total_s / step_s, "step_ms": step_s * 1e3, "seam_ms": total_s * 1e3}))
-    return 0 if total_s <= MOST * step_s else 1
+    missed = [] if total_s <= MOST * step_s else ["share"]
+    print(final_line("seam", {"share": total_s / step_s, "step_ms": step_s * 1e3, "seam_ms": total_s * 1e3}, missed))
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

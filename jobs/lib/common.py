@@ -123,15 +123,21 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     return "\n".join(lines)
 
 
-def final_line(bench: str, figures: Mapping[str, float]) -> str:
-    """The line that machines read. A figure that is no finite number is a mistake of the benchmark."""
+def final_line(bench: str, figures: Mapping[str, float], missed: Sequence[str] | None = None) -> str:
+    """The line that machines read. A figure that is no finite number is a mistake of the benchmark.
+
+    Args:
+        missed: figures that are not within their targets, of a check, which says so too where there are none.
+    """
     rounded = {name: float(f"{value:.5g}") for name, value in figures.items()}
-    return json.dumps({"bench": bench, "figures": rounded}, allow_nan=False)
+    verdict = {} if missed is None else {"missed": list(missed)}
+    return json.dumps({"bench": bench, "figures": rounded, **verdict}, allow_nan=False)
 
 
 def finish(
-    bench: str, figures: Mapping[str, float], raw: Mapping[str, Any], asked: argparse.Namespace, variant: str = ""
-) -> None:
+    bench: str, figures: Mapping[str, float], raw: Mapping[str, Any], asked: argparse.Namespace, variant: str = "",
+    missed: Sequence[str] | None = None,
+) -> None:  # fmt: skip
     """Write what was asked for: the file of ``--json`` and, after a full run, the record. Then print the last line.
 
     Args:
@@ -139,8 +145,9 @@ def finish(
         raw: the numbers of every trial, from which the figures can be computed again.
         asked: what ``arguments`` gave.
         variant: of a benchmark that measures one thing in several ways, each of which has a record of its own.
+        missed: see ``final_line``.
     """
-    line = final_line(bench, figures)
+    line = final_line(bench, figures, missed)
     run = records.run_of(asked.command, asked.began, json.loads(line)["figures"], raw)
     if asked.json is not None:
         asked.json.parent.mkdir(parents=True, exist_ok=True)

@@ -48,6 +48,7 @@ __all__ = [
     "run_setup",
     "settled",
     "steps_of",
+    "survives_with",
     "threads_of",
 ]
 
@@ -235,6 +236,24 @@ def copy_interval(job: Job) -> int:
 def failures_of(run: Any) -> int:
     """How many failures a run survives, from ray.train.RunConfig; -1 is no limit."""
     return getattr(getattr(run, "failure_config", None), "max_failures", 0)
+
+
+def survives_with(run: Any, scaling: Any, transport: str) -> bool:
+    """Whether a run on Ray goes on after failures.
+
+    Raises:
+        ConfigError: it is to change its workers, with links that are opened once.
+    """
+    wants = {"FailureConfig(max_failures=...)": failures_of(run) != 0,
+             "ScalingConfig(num_workers=(least, most))": worker_range(scaling) is not None}  # fmt: skip
+    if transport == "ray_collective" and any(wants.values()):
+        named = next(field for field, wanted in wants.items() if wanted)
+        raise ConfigError(
+            f"transport='ray_collective' does not go with {named}: no wait in a group of ray.util.collective can be "
+            "ended, and no process joins a second one, so that links are opened once. Take transport='tcp', or leave "
+            "the other out."
+        )
+    return failures_of(run) != 0
 
 
 def refuse_in_threads(scaling: Any, *, detached: bool) -> None:

@@ -120,7 +120,7 @@ class PipelineTrainer:
         self._resume = resume
         self._weights = weights_for(model, init_from, self._pipeline, self._storage())
         built, unfilled = begun_with(model, self._weights)
-        survives = launch.failures_of(run_config) != 0
+        survives = launch.survives_with(run_config, scaling_config, self._pipeline.transport)
         self._arguments = Arguments(
             built, loss_fn, optimizer, lr_scheduler, train_data, eval_data,
             survives, metrics, early_stopping, collate_fn, unfilled, gpu_share(self._resources()) > 0,

@@ -31,6 +31,7 @@ def check_together(config: PipelineFields) -> None:
     check_replicas(config)
     _check_recompute(config.recompute, stages)
     _check_link_ports(config.link_ports, config.transport)
+    _check_link_checksum(config.link_checksum, config.transport)
     _check_group_size(config.group_size, config.schedule, config.num_microbatches)
     _check_slack(config.slack, config.schedule, stages)
     _check_weights(config)
@@ -102,6 +103,14 @@ def _check_link_ports(link_ports: tuple[int, int] | Auto, transport: str) -> Non
         raise ConfigError(
             f"link_ports={link_ports!r} means nothing to transport={transport!r}: only 'tcp' links listen on these "
             "ports. Set transport='tcp', or leave link_ports out."
+        )
+
+
+def _check_link_checksum(link_checksum: str, transport: str) -> None:
+    if link_checksum == "on" and transport == "ray_collective":
+        raise ConfigError(
+            "link_checksum='on' is not possible with transport='ray_collective', whose payloads carry no checksum. "
+            "Leave link_checksum out, or take transport='tcp'."
         )
 
 

@@ -71,12 +71,14 @@ class PipelineFields:
             0) times the learning rate, and the learning rate's schedule counts every num_lanes micro-batches.
         vertical_sync: a micro-batch uses the same weight version on every stage, in "pipedream".
         transport: how boundary tensors travel: "tcp" (sockets; "auto" is the same), "object_store" (Ray's),
-            "collective" (gloo; NCCL where workers compute on GPUs).
+            "collective" (gloo; NCCL where workers compute on GPUs), "ray_collective" (a gloo group of
+            ray.util.collective, whose waits cannot be ended: for runs that survive no failure and keep their workers).
         link_ports: (lowest, highest) TCP port that workers may listen on for the links, for firewalls; each
             worker on a host takes one of its own. "auto" leaves the choice to the system.
         link_checksum: whether messages carry a checksum of header and payload, so that bits that change on the way are
             found: "auto" on links that leave the host, "on" on all of them, "off". A damaged message is asked for again
-            once; a second time, and with "collective" the first time, the link fails by name.
+            once; a second time, and with "collective" the first time, the link fails by name. Messages of
+            "ray_collective" have none.
         codec_forward, codec_backward: what boundary tensors and their gradients travel as; anything but "none"
             is lossy, from "bf16", half as large, to "int4"; see raypipe.engine.codec for how much. "auto" lets the
             controller compress a link, "bf16" or "int8" forward and "bf16" back, while that makes steps shorter by more

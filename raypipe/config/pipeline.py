@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "schedule": tuple(KINDS),
-    "transport": ("tcp", "object_store", "collective"),
+    "transport": ("tcp", "object_store", "collective", "ray_collective"),
     "codec_forward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "codec_backward": ("none", "bf16", "fp16", "int8", "fp8", "int4"),
     "precision": tuple(PRECISIONS),

@@ -35,6 +35,7 @@ class Opening:
         names: of the channels, by peer, for messages to people.
         secret: known to the workers of this run only; for transports that prove who connects.
         checksum: see PipelineConfig.link_checksum; the same on all workers of a run.
+        workers: of the plan, numbered from 0.
     """
 
     me: int
@@ -46,6 +47,7 @@ class Opening:
     names: Mapping[int, str]
     secret: bytes = b""
     checksum: str = "auto"
+    workers: int = 2
 
 
 class Endpoint(Protocol):

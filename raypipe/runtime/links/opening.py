@@ -1,8 +1,9 @@
 """Transports: the ways in which a worker can be joined to its peers, and the switch between them.
 
-    "tcp"           connections of our own; Unix sockets on one machine       runtime/links/tcp.py
-    "object_store"  objects in Ray's store, announced by actor calls          runtime/links/object_store.py
-    "collective"    gloo groups of two; NCCL where workers compute on GPUs    runtime/links/collective.py, nccl.py
+    "tcp"             connections of our own; Unix sockets on one machine     runtime/links/tcp.py
+    "object_store"    objects in Ray's store, announced by actor calls        runtime/links/object_store.py
+    "collective"      gloo groups of two; NCCL where workers compute on GPUs  runtime/links/collective.py, nccl.py
+    "ray_collective"  one group of ray.util.collective, made once             runtime/links/ray_collective.py
 
 A worker shows its peers one Endpoint for as long as it lives, and opens its channels through it for each generation of
 the plan. "auto" is "tcp"; docs/design/0007-transports.md says why.
@@ -77,10 +78,22 @@ def _collective(host: str, ports: Ports | None, device: Device) -> Endpoint:
     return CollectiveEndpoint(host)
 
 
+def _ray_collective(host: str, ports: Ports | None, device: Device) -> Endpoint:
+    from raypipe.runtime.links.ray_collective import RayCollectiveEndpoint
+
+    if ports is not None:
+        raise ConfigError(
+            f"link_ports={ports!r} cannot be kept by transport='ray_collective': gloo chooses its ports itself. "
+            "Leave link_ports out, or take transport='tcp'."
+        )
+    return RayCollectiveEndpoint(host, device)
+
+
 TRANSPORTS: Mapping[str, Callable[[str, Ports | None, Device], Endpoint]] = {
     "tcp": _sockets,
     "object_store": _object_store,
     "collective": _collective,
+    "ray_collective": _ray_collective,
 }
 
 

@@ -210,6 +210,11 @@ class Recovery:
     def _refusing(self) -> Iterator[None]:
         """A change that cannot be made leaves the run as it was, and able to go on."""
         try:
+            if self._blueprint.setup.transport == "ray_collective":
+                raise PlanError(
+                    "transport='ray_collective': the links of a run are opened once, so its stages stay on the workers "
+                    "that they are on. Take transport='tcp' for a run that may change."
+                )
             yield
         except PlanError:
             self._fleet.go_on()

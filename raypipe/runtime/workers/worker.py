@@ -194,6 +194,7 @@ class _StageActor(LinkedActor, JoiningActor):
             names={peer: f"{placement.name_of(placement.worker)} <-> {placement.name_of(peer)}" for peer in peers},
             secret=run.secret,
             checksum=run.link_checksum,
+            workers=len(addresses),
         )
         channels = self._endpoint.open(opening)
         for writer in self._writers:
