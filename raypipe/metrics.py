@@ -96,6 +96,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("failures_allowed", "1", RUN, "FailureConfig(max_failures), where that is a limit."),
     Metric("raypipe_recovery_seconds", Kind.HISTOGRAM, "s", RUN,
            "From a failure that was noticed until all stages are ready again.", boundaries=_SECONDS),
+    _counter("replays", "Failures after which lost workers did their steps again alone, and nobody went back."),
     _counter("lost_steps", "Optimizer steps that had to be done again after a failure."),
     _counter("skipped_steps", "Optimizer steps left out because loss or gradient norm was not finite."),
     _gauge("cost", "1", RUN, "What the run has cost so far, in the currency of worker_price_per_hour."),

@@ -16,7 +16,7 @@ samples_total tokens_total last_step_timestamp_seconds running stage_busy_second
 link_wait_seconds link_message_seconds link_bandwidth_bytes_per_second codec_ratio group_size num_microbatches
 weight_versions resident_memory_bytes peak_memory_bytes predicted_memory_bytes predicted_step_seconds
 predicted_bubble_fraction num_stages num_workers retunes_total failures_total failures_allowed recovery_seconds
-lost_steps_total skipped_steps_total cost cost_per_hour generation
+replays_total lost_steps_total skipped_steps_total cost cost_per_hour generation
 """
 
 

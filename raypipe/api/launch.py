@@ -90,6 +90,7 @@ def run_setup(job: Job, place: Place | None, pipeline: PipelineConfig | None = N
         secret=secrets.token_bytes(32),
         transport=pipeline.transport,
         link_checksum=pipeline.link_checksum,
+        replays=pipeline.replay == "auto",
         link_ports=None if pipeline.link_ports == "auto" else pipeline.link_ports,
         driver_grace_s=float(pipeline.driver_grace_s),
         worker_price_per_hour=pipeline.worker_price_per_hour,

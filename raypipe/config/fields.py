@@ -126,6 +126,10 @@ class PipelineFields:
             stage twice a second; then it ends itself and gives its place back. Until then the next driver of that name
             can take it over where it stands, if the driver was killed. The driver gives up a stage that it
             cannot reach for as long. Time in which the one who waits is itself starved or stopped does not count.
+        replay: where a run survives failures: "auto" has workers keep what they send, in as much host memory as a copy
+            of their state takes, so that one that is lost can do its steps since its last copy again alone, while the
+            others stay where they are; that is done where it should be quicker than all going back. Of synchronous
+            schedules whose stages have one worker each. "off" has all go back.
         worker_price_per_hour: of renting what one worker runs on, in any currency: the run counts what it costs while
             it has workers, recoveries, waiting and spares included, in metrics, status, ``cost.json`` and
             events.jsonl. None counts nothing, and neither do threads.
@@ -179,6 +183,7 @@ class PipelineFields:
     seed: int = 0
     on_nonfinite: str = "stop"
     driver_grace_s: float = 60.0
+    replay: str = "auto"
     worker_price_per_hour: float | None = None
     verify: str = "first_step"
     weights_on: str = "auto"

@@ -124,6 +124,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "seed": _integer(0),
     "on_nonfinite": _one_of("stop", "skip"),
     "driver_grace_s": _seconds(5.0),
+    "replay": _one_of("auto", "off"),
     "worker_price_per_hour": _NONE | _number(0),
     "verify": _one_of("first_step", "off"),
     "weights_on": _one_of("auto", "client", "workers"),

@@ -6,13 +6,14 @@ under it. Together with the generation this is all the addressing there is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from raypipe.engine.codec import Codec
 from raypipe.engine.codec.coded import CodedTensor
+from raypipe.engine.frame import Frame
 from raypipe.ir.schedule import Action
 
 __all__ = ["Channel", "Message", "Stamp"]
@@ -93,6 +94,12 @@ class Channel(Protocol):
 
         For activations that require a gradient (SEND_F) and for gradients (SEND_B); nothing else is ever changed, see
         engine/codec. A channel begins with none. Links with threads of their own encode and decode there.
+        """
+
+    def keep_sent(self, keep: Callable[[Action, Frame], None]) -> None:
+        """Have every message looked at before it leaves, in the thread that sends it, as it is encoded.
+
+        Whoever looks copies what it wants. Not of links between devices: what crosses them never is in host memory.
         """
 
     def leave_coded(self) -> None:

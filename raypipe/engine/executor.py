@@ -21,11 +21,13 @@ from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.exchange import Exchange, last_backwards
 from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.message_log import LoggedStep, MessageLog
 from raypipe.engine.norms import norms_told
 from raypipe.engine.out_of_memory import held_bytes, ran_out
 from raypipe.engine.placement import Placement
 from raypipe.engine.reached import Reached, Scalar
 from raypipe.engine.reduction import Reduction
+from raypipe.engine.row_parts import as_many, split_row
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
@@ -49,6 +51,7 @@ class Executor:
         states: of this worker's stages, in their order.
         channels: to every worker of ``placement.neighbours(programs)``.
         device: that computes; the states lie there.
+        log: of what is sent; a step that was begun can then be begun anew. None keeps nothing.
     """
 
     def __init__(
@@ -59,13 +62,14 @@ class Executor:
         states: Sequence[StageState],
         channels: Mapping[int, Channel],
         device: Device = CPU,
+        log: MessageLog | None = None,
     ) -> None:
         programs, settings = setup.programs, run.settings
         placement = self.placement = setup.placement(worker)
         self._codecs = setup.codecs
         self.channels = channels
         self.settings = settings
-        self.device, self.crossing = device, Crossing(device)
+        self.device, self.crossing, self._log = device, Crossing(device), log
         joined = _joined(programs, placement, channels)
         for channel in channels.values() if device.codes else ():
             if not channel.on_device:
@@ -86,9 +90,11 @@ class Executor:
         self.use_codecs(((), ()))
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._told: tuple[torch.Tensor, torch.Tensor] | None = None  # totals of the step that is replayed
         self._alone = self._skipped = False
         self._training, self._ready, self._flows = True, False, False
         self._made: int | None = None  # steps
+        self._stepped = 0  # stages that have made the one in progress
         self._begun_s: float | None = None  # since then another one is under way
         self._last: tuple[torch.Tensor | None, torch.Tensor | None] | None = None  # totals of the last one made
 
@@ -98,7 +104,7 @@ class Executor:
         with self.device.prepare_thread():
             norm, loss = (None, None) if self._last is None else self.crossing.to_host(self._last, Crosses.NORMS)
         totals = None if norm is None or loss is None else (Scalar.of(norm), Scalar.of(loss))
-        return Reached(self._made, self._ready, totals, self._flows)
+        return Reached(self._made, self._ready, totals, self._flows or self._stepped > 0)
 
     @property
     def states(self) -> list[StageState]:
@@ -159,8 +165,21 @@ class Executor:
             found.append([replace(report, skipped=self._skipped, lr=self._updates[stage].lr)])
         return found
 
+    def replay(self, step: LoggedStep, row: Row) -> list[list[StepReport]]:
+        """Do a step again that the others have made, with what they know of it; see ``run``."""
+        norm, loss = step.totals
+        self._told = norm.tensor(self.device.place), loss.tensor(self.device.place)
+        try:
+            self.use_codecs(step.order.codecs)
+            return self.run(step.order.segment, row)
+        finally:
+            self._told = None
+
     def _has_made(self, step: int) -> None:
+        if self._log is not None and self._totals is not None:
+            self._log.made(step, self._totals)
         self._made, self._ready, self._begun_s, self._last = step + 1, False, None, self._totals
+        self._stepped = 0
 
     def prepare(self, segment: Segment, *, training: bool) -> None:
         """Read the data of a segment that comes later, from another thread."""
@@ -205,7 +224,7 @@ class Executor:
         """
         self._segment, self._training = segment, training
         synchronous = segment.update_interval is None
-        self._flows |= not synchronous
+        self._flows |= alone or not synchronous
         whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
         whole |= any(work.program.precision.scaled for work in self.works.values())
         assert not (alone and synchronous and whole), "clipping and skipping need the whole norm"
@@ -216,8 +235,8 @@ class Executor:
         reports: list[list[StepReport]] = [[] for _ in self.works]
         try:
             with self.device.prepare_thread(), torch.set_grad_enabled(training):
-                parts = _split(row, per_minibatch, len(self.works))
-                for minibatch, part in enumerate(_as_many(parts, segment.num_minibatches if training else 1)):
+                parts = split_row(row, per_minibatch, len(self.works))
+                for minibatch, part in enumerate(as_many(parts, segment.num_minibatches if training else 1)):
                     found = self._run_minibatch(part, minibatch, keep_spans=keep_spans, measure=measure)
                     for of_stage, report in zip(reports, found, strict=True):
                         of_stage.append(report)
@@ -254,7 +273,7 @@ class Executor:
             self._made, self._ready, self._begun_s = step, False, time.monotonic()
         for work in works.values():
             work.begin_minibatch(minibatch, measure=measure)
-            if self._training and self.placement.lanes > 1:
+            if self._training and (self.placement.lanes > 1 or (self._log is not None and self._log.keeps)):
                 work.buffers.keep()
         self._totals = self._norms = None
         self._skipped = False
@@ -315,11 +334,12 @@ class Executor:
                     norm, self._norms = (None, None) if own is None else own
                     self._totals = norm, loss
                 else:
-                    self._totals = self._reduction.norm(stage, microbatch, losses)
+                    self._totals = self._told or self._reduction.norm(stage, microbatch, losses)
             case Op.STEP:
                 assert self._totals is not None
                 step = self._segment.locate(microbatch)[0]
                 self._skipped = self._updates[stage].step(step, *self._totals, alone=self._alone)
+                self._stepped += 1
             case _:
                 self.works[stage].do(action)
 
@@ -368,33 +388,3 @@ def _joined(
             ahead, back = InMemoryChannel.pair(f"stage {stage} <-> stage {stage + 1}", 0, capacity)
             found[stage][stage + 1], found[stage + 1][stage] = [ahead] * len(lanes), [back] * len(lanes)
     return found
-
-
-def _split(row: Row, per_minibatch: int, num_stages: int) -> list[list[Action]]:
-    """A row in parts that end with a mini-batch's last STEP (an evaluation has none: one part), one report for each.
-
-    Args:
-        num_stages: of the worker, each of which steps.
-    """
-    parts: list[list[Action]] = []
-    part: list[Action] = []
-    stepped = 0
-    for action in row:
-        part.append(action)
-        if action.op is Op.STEP and (action.microbatch + 1) % per_minibatch == 0:
-            stepped += 1
-            if stepped == num_stages:
-                parts.append(part)
-                part, stepped = [], 0
-    return [*parts, part] if part else parts
-
-
-def _as_many(parts: list[list[Action]], count: int) -> list[list[Action]]:
-    """The same actions in as many parts as mini-batches end in the segment.
-
-    Stages without a backward have done with a micro-batch after its forward. Where a continuous schedule has them run
-    ahead, they step before the others do, or have begun a mini-batch that does not end here.
-    """
-    kept = parts[: count - 1]
-    kept += [[action for part in parts[count - 1 :] for action in part]] if len(parts) >= count else parts[count - 1 :]
-    return kept + [[]] * (count - len(kept))

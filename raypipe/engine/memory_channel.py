@@ -14,6 +14,7 @@ from raypipe.engine import frame
 from raypipe.engine.channel import Message, Payload
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.inbox import Inbox
+from raypipe.engine.message_log import KeepSent
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
@@ -32,6 +33,7 @@ class InMemoryChannel:
         self._inbox = Inbox(name)
         self._codecs = Codecs()
         self._coded = False
+        self._keep: KeepSent | None = None
         self._peer = self
         self._lock = threading.Lock()
         self._error: LinkError | None = None
@@ -57,6 +59,8 @@ class InMemoryChannel:
             weight_version=weight_version,
             codec=self._codecs.of(action.op),
         )
+        if self._keep is not None:
+            self._keep(action, message)
         try:
             head = frame.parse(message.header, generation=self._peer.generation, max_tensors=self.max_tensors)
         except LinkError as error:  # what the receiving end of a network would find
@@ -70,6 +74,9 @@ class InMemoryChannel:
 
     def recv(self, action: Action, timeout_s: float) -> Message:
         return self._inbox.take(action, timeout_s)
+
+    def keep_sent(self, keep: KeepSent) -> None:
+        self._keep = keep
 
     def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
         self._codecs = Codecs(codec_forward, codec_backward)

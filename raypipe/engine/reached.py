@@ -46,7 +46,8 @@ class Reached(NamedTuple):
             was given its state.
         ready: it has all its gradients of the next one.
         totals: gradient norm of the whole model and loss of the step that it made last.
-        flows: it runs an asynchronous schedule, in which other steps are begun before one is made.
+        flows: other steps are begun before one is made, or stages take their norms alone; or only some of its stages
+            have made the step in progress.
     """
 
     made: int | None = None

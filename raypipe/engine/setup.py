@@ -43,6 +43,7 @@ class RunSetup:
         metrics: of evaluations, by name; the last stage computes them.
         token_column: that holds token ids; None where none does.
         compile_stages: see PipelineConfig.
+        replays: workers keep what they send since the last copies of the state.
     """
 
     make_optimizer: MakeOptimizer
@@ -62,6 +63,7 @@ class RunSetup:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     token_column: Any = None
     compile_stages: str = "off"
+    replays: bool = False
 
 
 @dataclass(frozen=True, slots=True)

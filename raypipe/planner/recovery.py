@@ -1,15 +1,24 @@
-"""Where a run can go back to: the newest step of which every stage's state is somewhere.
+"""Where a run can go back to: the newest step of which every stage's state is somewhere; or who alone goes back.
 
 stage 0   worker 0: 20, 21                        step 21 lacks stage 1, so all go back to 20:
 stage 1   (lost)        worker 0 holds: 20        stage 0 from worker 0, stage 1 from worker 0
+
+    all have made, or can make, step 27           worker 1's copy after 20; what worker 0 sent it in 20 ... 26
+    roll back    steps 20 ... 26 by all           7 steps of the pipeline
+    replay       steps 20 ... 26 by worker 1      7 times what worker 1 computes in a step, and the messages' way to it
+
+A worker is replayed on the messages that its neighbours have logged, and nobody else goes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Copy", "newest_common"]
+__all__ = ["Copy", "Log", "Lost", "Replay", "StepTimes", "newest_common", "replay_or_why_not"]
+
+FETCHED_BYTES_S = 200e6
+"""Of logged messages, on their way to who is replayed: half of what a copy of state was measured at (0038)."""
 
 
 class Copy(NamedTuple):
@@ -47,3 +56,95 @@ def newest_common(
         return None
     step = max(common)
     return step, {stage: next(c for c in of_stage if step in c.steps) for stage, of_stage in by_stage.items()}
+
+
+class Lost(NamedTuple):
+    """A worker that was lost.
+
+    Attributes:
+        peers: workers that it exchanges messages with.
+        copies: steps after which somebody has a copy of all of its stages.
+    """
+
+    peers: frozenset[int]
+    copies: Collection[int]
+
+
+class Log(NamedTuple):
+    """What a worker that lives has kept of what it sent.
+
+    Attributes:
+        steps: that lie there whole; nothing where the worker keeps none.
+        bytes_to: by worker, of all these steps.
+    """
+
+    steps: range
+    bytes_to: Mapping[int, int]
+
+
+class StepTimes(NamedTuple):
+    """What a step takes, as far as it was measured; 0 where it was not.
+
+    Attributes:
+        step_s: of the pipeline.
+        busy_s: by worker, of what it computes.
+    """
+
+    step_s: float = 0.0
+    busy_s: Mapping[int, float] = {}
+
+
+class Replay(NamedTuple):
+    """Workers that were lost do steps again, and nobody else does.
+
+    Attributes:
+        step: to which they come.
+        begins: by lost worker, the step whose copy it begins with.
+        seconds: that this should take, and ``redone_s`` that all going back should; 0 where nothing was measured.
+    """
+
+    step: int
+    begins: Mapping[int, int]
+    seconds: float
+    redone_s: float
+
+
+def replay_or_why_not(
+    step: int, lost: Mapping[int, Lost], logs: Mapping[int, Log], back: int | None, times: StepTimes
+) -> Replay | str:
+    """How those that were lost come to the step of the others, or why all are to go back instead, for people.
+
+    Where nobody was lost, only links, there is nothing to be replayed, and nobody goes back.
+
+    Args:
+        step: steps that every worker that lives has made, or can make.
+        lost: by worker.
+        logs: of workers that live.
+        back: the newest step to which all could go back; None where that is a checkpoint.
+    """
+    begins: dict[int, int] = {}
+    fetched_bytes = 0.0
+    for worker, one in sorted(lost.items()):
+        if also := sorted(one.peers & lost.keys()):
+            return f"workers {worker} and {also[0]}, which exchange messages, were lost together"
+        newest = max((at for at in one.copies if at <= step), default=None)
+        if newest is None:
+            return f"nobody has a copy of what worker {worker} held"
+        wanted = range(newest, step)
+        for peer in sorted(one.peers):
+            log = logs.get(peer, Log(range(0), {}))
+            if wanted and (not log.steps or log.steps[0] > newest or log.steps[-1] < step - 1):
+                kept = f"steps {log.steps[0]} to {log.steps[-1]}" if log.steps else "no step"
+                return (
+                    f"worker {worker} would need what worker {peer} sent in steps {newest} to {step - 1}, and the log "
+                    f"there has {kept}"
+                )
+            if wanted:
+                fetched_bytes += log.bytes_to.get(worker, 0) * len(wanted) / len(log.steps)
+        begins[worker] = newest
+    seconds = max((times.busy_s.get(worker, 0.0) * (step - at) for worker, at in begins.items()), default=0.0)
+    seconds += fetched_bytes / FETCHED_BYTES_S
+    redone_s = times.step_s * (step - (back or 0))
+    if times.step_s and seconds > redone_s:
+        return f"replaying would take {seconds:.2f} s, and the steps of all {redone_s:.2f} s"
+    return Replay(step, begins, seconds, redone_s)

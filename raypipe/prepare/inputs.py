@@ -22,6 +22,7 @@ from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.codec_cost import NO_CODEC, CodecCost
 from raypipe.ir.precision import PRECISIONS
+from raypipe.ir.schedule_spec import KINDS
 from raypipe.planner.tune import Request, microbatches
 from raypipe.prepare.arguments import Arguments, Unfilled
 from raypipe.prepare.drawn_outputs import rehearse_loss
@@ -33,7 +34,8 @@ __all__ = [
 ]  # fmt: skip
 
 KEPT_COPIES = 4
-"""Of the state, where a run survives failures: two of a worker's own stages and two of those of another one."""
+"""Of the state, where a run survives failures: two of a worker's own stages and two of those of another one. What it
+keeps of the messages that it sent may take as much as one more."""
 CURVE_SAMPLES = 8
 """How seconds grow with the micro-batch shows in sizes of up to this many samples..."""
 MOST_SAMPLES, MOST_BYTES = 256, 16 << 20
@@ -77,7 +79,8 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     if evaluates:
         sources["eval"] = open_data(given.eval_data, seed=pipeline.seed, shuffle=False, collate=given.collate_fn)
     request = _request(pipeline, num_workers, sources["train"].num_samples)
-    request = replace(request, state_copies=KEPT_COPIES if given.survives else 0, on_gpus=given.on_gpus)
+    copies = KEPT_COPIES + _keeps_log(pipeline) if given.survives else 0
+    request = replace(request, state_copies=copies, on_gpus=given.on_gpus)
     named = len(request.split_points) + 1 if request.split_points else request.num_stages
     minibatch, size, _count = microbatches(request, named or request.num_workers or 2)
     curve = wants_curve(pipeline) and needs_profile(pipeline, None)
@@ -179,6 +182,12 @@ def needs_profile(pipeline: PipelineConfig, cluster: Cluster | None) -> bool:
 
 def _by_name(columns: tuple[Any, ...], example: Any) -> dict[Any, torch.Tensor]:
     return dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
+
+
+def _keeps_log(pipeline: PipelineConfig) -> bool:
+    """Whether workers of a run that survives failures may keep what they send."""
+    kind = KINDS.get(pipeline.schedule)
+    return pipeline.replay == "auto" and pipeline.num_replicas in (1, "auto") and (kind is None or kind.synchronous)
 
 
 def _given(value: Any) -> Any:

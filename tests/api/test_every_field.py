@@ -122,6 +122,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "seed": ({}, [0, 1]),
     "on_nonfinite": ({}, ["stop", "skip"]),
     "driver_grace_s": ({}, [5, 60.0, 90]),
+    "replay": ({}, ["auto", "off"]),
     "worker_price_per_hour": ({}, [None, 0.5, 3]),
     "verify": ({}, ["first_step", "off"]),
 }

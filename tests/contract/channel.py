@@ -18,8 +18,12 @@ import torch
 from raypipe.engine.channel import Channel
 from raypipe.engine.codec import NONE, Codec, host
 from raypipe.engine.codec.coded import CodedTensor
+from raypipe.engine.message_log import MessageLog
+from raypipe.engine.replay_channel import ReplayChannel
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action, Op
+from raypipe.ir.segment import Segment
+from raypipe.ir.work_order import Order
 
 WAIT_S = 60.0
 """Deadline of every wait that is meant to succeed."""
@@ -239,6 +243,29 @@ class ChannelContract:
             end.send(action._replace(microbatch=1), (came,))  # whatever codec the link has
             (again,) = other.recv(action._replace(microbatch=1), WAIT_S)
             assert torch.equal(again.wire, wire)
+
+    def test_what_is_sent_is_looked_at_as_it_leaves(self, pair: Pair) -> None:
+        if pair[0].on_device:
+            pytest.skip("what crosses a link between devices is not in host memory")
+        log = MessageLog()
+        log.copied(0, 0)
+        log.begin(Order(Segment(0, 0, 0, 0, (1, 1))))
+        pair[0].keep_sent(log.writer(1))
+        pair[0].use(Codec("int8"), NONE)
+        x = sample(torch.float32, 300).requires_grad_()
+        sent = {f(0): (x, torch.arange(3)), f(1): (), Action(0, Op.REDUCE_NORM, 1): (x.detach(),)}
+        for action, tensors in sent.items():
+            pair[0].send(action, tensors, 4)
+        came = {action: pair[1].recv(action, WAIT_S) for action in sent}
+        again = ReplayChannel("again", 1000, 4, log.writer(0))
+        again.deliver(log.messages(1, 0).values())
+        for action in (f(1), f(0)):
+            found = again.recv(action, 0.0)
+            assert (found.weight_version, len(found)) == (4, len(sent[action]))
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, came[action], strict=True))  # type: ignore[arg-type]
+            assert [y.requires_grad for y in found] == [y.requires_grad for y in came[action]]  # type: ignore[union-attr]
+        with pytest.raises(LinkError, match=r"again: 0REDUCE_NORM1 \(micro-batch 1\) is not among the messages"):
+            again.recv(Action(0, Op.REDUCE_NORM, 1), 0.0)
 
     def test_the_backward_of_a_codec_is_the_identity(self, pair: Pair) -> None:
         """What the receiver differentiates by is what it received: nothing has to be put straight."""

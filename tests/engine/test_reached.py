@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,7 +14,6 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from raypipe.engine.capture import capture
-from raypipe.engine.channel import Message
 from raypipe.engine.data import open_data
 from raypipe.engine.executor import Executor
 from raypipe.engine.local import _with_own_functions, one_thread
@@ -33,6 +31,7 @@ from raypipe.planner.regroup import left
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.segments import train_segments
+from tests.engine.mortal import Mortal, MortalChannel
 from tests.exactness import same_bits
 
 pytestmark = pytest.mark.engine
@@ -59,36 +58,6 @@ def made(batch_norm_at: int) -> tuple[Sequence[StageProgram], Mapping[str, torch
         Settings(0, "mean", 0.5, 120.0),
     )
     return programs, {**found.parameters, **found.buffers}, run
-
-
-class Mortal:
-    """Channels of a worker that is gone after so many messages, which it has sent or taken."""
-
-    def __init__(self, most: float = math.inf) -> None:
-        self.used, self.most = 0, most
-        self.channels: dict[int, Any] = {}
-
-    def use(self) -> None:
-        if self.used == self.most:
-            for channel in self.channels.values():
-                channel.within.close()
-        self.used += 1
-
-
-class MortalChannel:
-    def __init__(self, within: InMemoryChannel, life: Mortal) -> None:
-        self.within, self._life = within, life
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.within, name)
-
-    def send(self, *message: Any) -> None:
-        self._life.use()
-        self.within.send(*message)
-
-    def recv(self, *wanted: Any) -> Message:
-        self._life.use()
-        return self.within.recv(*wanted)
 
 
 class Workers:

@@ -1,11 +1,12 @@
-"""Where a run can go back to, for any distribution of copies."""
+"""Where a run can go back to, for any distribution of copies; and who alone goes back."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.planner.recovery import Copy, newest_common
+from raypipe.planner.recovery import Copy, Log, Lost, Replay, StepTimes, newest_common, replay_or_why_not
 
 STEPS = st.sets(st.integers(0, 6), max_size=3)
 
@@ -41,3 +42,62 @@ def test_the_answer_can_be_carried_out_and_is_the_newest(
     assert step == max(reachable)
     assert sorted(by_stage) == list(range(num_stages))
     assert all(copy in copies and copy.stage == stage and step in copy.steps for stage, copy in by_stage.items())
+
+
+BESIDE = {0: {1}, 1: {0, 2}, 2: {1, 3}, 3: {2}}
+
+
+def lost(worker: int, *copies: int) -> dict[int, Lost]:
+    return {worker: Lost(frozenset(BESIDE[worker]), copies)}
+
+
+def logs(*workers: int, begin: int = 20, end: int = 27) -> dict[int, Log]:
+    """Each has sent 100 MB to each of its neighbours in every step."""
+    return {at: Log(range(begin, end), dict.fromkeys(BESIDE[at], 100_000_000 * (end - begin))) for at in workers}
+
+
+TIMES = StepTimes(1.0, {1: 0.4, 2: 0.7, 3: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("who", "logged", "times", "found"),
+    [
+        # The newest copy that is not newer than the others; 6 steps and 2 x 600 MB at 200 MB/s; 6 of the pipeline.
+        (lost(1, 14, 21, 28), logs(0, 2, 3), StepTimes(2.0, {1: 0.4}), Replay(27, {1: 21}, 8.4, 12.0)),
+        (lost(3, 21), logs(0, 1, 2), TIMES, Replay(27, {3: 21}, 3.6, 6.0)),
+        (lost(1, 27), logs(0, 2, 3), TIMES, Replay(27, {1: 27}, 0.0, 6.0)),
+        ({}, logs(0, 1, 2, 3), TIMES, Replay(27, {}, 0.0, 6.0)),  # only a link broke
+        ({}, {}, StepTimes(), Replay(27, {}, 0.0, 0.0)),
+        (lost(1, 21), logs(0, 2, 3), StepTimes(), Replay(27, {1: 21}, 6.0, 0.0)),  # nothing was measured yet
+        # Two that have nothing to do with each other come back side by side.
+        ({**lost(0, 21), **lost(2, 21)}, logs(1, 3), StepTimes(3.0, {0: 1.0, 2: 0.5}),
+         Replay(27, {0: 21, 2: 21}, 15.0, 18.0)),
+        ({**lost(1, 21), **lost(2, 21)}, logs(0, 3), TIMES,
+         "workers 1 and 2, which exchange messages, were lost together"),
+        (lost(1), logs(0, 2, 3), TIMES, "nobody has a copy of what worker 1 held"),
+        (lost(1, 28), logs(0, 2, 3), TIMES, "nobody has a copy of what worker 1 held"),
+        (lost(1, 14), logs(0, 2, 3), TIMES,
+         "worker 1 would need what worker 0 sent in steps 14 to 26, and the log there has steps 20 to 26"),
+        (lost(1, 21), {**logs(0), **logs(2, end=26)}, TIMES,
+         "worker 1 would need what worker 2 sent in steps 21 to 26, and the log there has steps 20 to 25"),
+        (lost(1, 21), {**logs(0), **logs(2, begin=0, end=0)}, TIMES,
+         "worker 1 would need what worker 2 sent in steps 21 to 26, and the log there has no step"),
+        (lost(1, 21), logs(0, 2, 3), TIMES, "replaying would take 8.40 s, and the steps of all 6.00 s"),
+    ],
+)  # fmt: skip
+def test_who_was_lost_is_replayed_where_everything_is_there_and_it_is_quicker(
+    who: dict[int, Lost], logged: dict[int, Log], times: StepTimes, found: Replay | str
+) -> None:
+    answer = replay_or_why_not(27, who, logged, 21, times)
+    if isinstance(found, str):
+        assert answer == found
+        return
+    assert isinstance(answer, Replay)
+    assert answer[:2] == found[:2]
+    assert answer[2:] == pytest.approx(found[2:])
+
+
+def test_where_nobody_could_go_back_but_to_the_beginning_all_steps_would_be_done_again() -> None:
+    found = replay_or_why_not(27, lost(1, 21), logs(0, 2, 3), None, TIMES)
+    assert isinstance(found, Replay)
+    assert found.redone_s == 27.0

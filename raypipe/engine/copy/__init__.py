@@ -16,9 +16,10 @@ from raypipe.engine.copy.back import bring_back
 from raypipe.engine.copy.header import CopyHeader
 from raypipe.engine.copy.held import HeldCopies, HeldCopy, parcels_of
 from raypipe.engine.copy.source import CopySource, JoinedSource, views_of
-from raypipe.engine.copy.stage_copies import StageCopies
+from raypipe.engine.copy.stage_copies import GENERATIONS, StageCopies
 
 __all__ = [
+    "GENERATIONS",
     "CopyHeader",
     "CopySource",
     "HeldCopies",

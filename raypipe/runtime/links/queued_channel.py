@@ -27,6 +27,7 @@ from raypipe.engine.channel import Message, Payload
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.codec.host import one_core
 from raypipe.engine.inbox import Inbox
+from raypipe.engine.message_log import KeepSent
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 
@@ -70,6 +71,7 @@ class QueuedChannel(ABC):
         self._send_error: LinkError | None = None
         self._leaving: str | None = None
         self._codecs = Codecs()
+        self._keep: KeepSent | None = None
         self.coded = False
         """Whoever receives leaves tensors in their codec."""
         # A queue of C code: putting something in wakes the sending thread without giving it the interpreter lock, as a
@@ -140,6 +142,10 @@ class QueuedChannel(ABC):
 
     def use(self, codec_forward: Codec, codec_backward: Codec) -> None:
         self._codecs = Codecs(codec_forward, codec_backward)
+
+    def keep_sent(self, keep: KeepSent) -> None:
+        assert not self.on_device, "what crosses a link between devices is not in host memory"
+        self._keep = keep
 
     def leave_coded(self) -> None:
         self.coded = True
@@ -215,8 +221,11 @@ class QueuedChannel(ABC):
                     self.attend()
                     continue
                 self._leaves = True
-                self.transmit(self.framed(*order))
-                del order  # the tensors' memory may go
+                message = self.framed(*order)
+                if self._keep is not None:
+                    self._keep(order[0], message)
+                self.transmit(message)
+                del order, message  # the tensors' memory may go
                 self._leaves = False
             if not self.peer_gone.is_set():
                 self.goodbye(self._leaving)

@@ -33,6 +33,8 @@ from raypipe.runtime.run.spec import PlanInForce, RunSpec, Watcher
 
 __all__ = ["Changing", "Parts"]
 
+Follow = Callable[[Iterator[list[list[StepReport]]]], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -72,12 +74,13 @@ class Changing:
         self._parts, self._progress, self._recovery = parts, progress, recovery
         self._failures = Failures(parts.spec.max_failures)
         self._replanning = None if recovery is None else recovery.replanning
-        self._groups = None if recovery is None else recovery.groups
+        self._groups, self._replays = (None, None) if recovery is None else (recovery.groups, recovery.replays)
+        self._step_s = 0.0  # of the last one that was measured
         if self._replanning is not None:
             self._replanning.serve(parts.requests.offer)
             parts.ordering.measures = self._replanning.measures
 
-    def survive(self, error: RaypipeError, follow: Callable[[Iterator[list[list[StepReport]]]], None]) -> None:
+    def survive(self, error: RaypipeError, follow: Follow) -> None:
         """Have all stages brought back to one state, and go on from there.
 
         Args:
@@ -98,8 +101,9 @@ class Changing:
             watcher.tell(message=f"recovering: {_line(error)}")
             begin_s = time.monotonic()
             try:
-                if isinstance(error, StageLostError | LinkError) and self._regrouped(follow, begin_s):
+                if _was_lost(error) and self._stayed(error, follow, begin_s):
                     return
+                was = max(was, progress.at.step)
                 back = self._recovery.recover(progress.marks.steps)
                 self._go_back(back)
                 if back.stopped:
@@ -110,36 +114,66 @@ class Changing:
                 break
             except (StageError, LinkError) as another:
                 error = another
-        took_s, redone = time.monotonic() - begin_s, was - progress.at.step
-        self._tell_change("recovery", f"from {back.source}", back, took_s, redone_steps=redone)
-        watcher.counted("recovery_seconds", took_s)
+        redone = was - progress.at.step
+        numbers: dict[str, Any] = {"redone_steps": redone, "redone_seconds": round(redone * self._step_s, 3)}
+        if self._replays is not None and _was_lost(error) and error.ran_out is None:
+            numbers["not_replayed"] = self._replays.why_not
+        self._tell_recovery("roll back", f"from {back.source}", back, begin_s, **numbers)
         watcher.counted("lost_steps", redone)
 
-    def _regrouped(self, follow: Callable[[Iterator[list[list[StepReport]]]], None], begin_s: float) -> bool:
-        """Whether the run goes on where it is, without the replicas that it lost."""
-        groups, progress, parts = self._groups, self._progress, self._parts
-        steps = None if groups is None else groups.complete(progress.at.step)
-        if groups is None or steps is None:
-            return False
-        parts.ordering.save_and_copy_no_more()
-        follow(iter(steps))
-        # Workers forget what they have done when they are regrouped; a later driver finds it here.
-        if parts.notes.try_to(parts.metrics.write):
-            parts.ordering.learn(written=progress.at.step)
-        back = groups.regroup(progress.at.step)
-        self._stay(back)
+    def _stayed(self, error: RaypipeError, follow: Follow, begin_s: float) -> bool:
+        """Whether the run goes on where it is: without replicas that it lost, or with others in place of lost workers.
+
+        Args:
+            error: the failure; one of memory wants another plan.
+        """
+        progress, parts = self._progress, self._parts
+        for way in (self._groups, self._replays if error.ran_out is None else None):
+            steps = None if way is None else way.complete(progress.at.step)
+            if way is None or steps is None:
+                continue
+            parts.ordering.save_and_copy_no_more()
+            follow(iter(steps))
+            # Workers forget what they have done when links are opened anew; a later driver finds it here.
+            if parts.notes.try_to(parts.metrics.write):
+                parts.ordering.learn(written=progress.at.step)
+            back = way.regroup(progress.at.step)
+            self._stay(back)
+            if way is self._groups:
+                replicas = "-".join(map(str, parts.ordering.plan.plan.partition.replicas))
+                reason = f"the run goes on with {replicas} workers"
+                self._tell_recovery("regroup", reason, back, begin_s, decision="regroup", completed=len(steps))
+            else:
+                alone = (
+                    f"{', '.join(back.replaced)} did {back.replayed_steps} steps again alone" if back.replaced else ""
+                )
+                reason = alone or "only links are new"
+                numbers: dict[str, Any] = {"redone_steps": 0, "redone_seconds": 0.0, "completed": len(steps)}
+                self._tell_recovery("replay", reason, back, begin_s, replayed_steps=back.replayed_steps, **numbers)
+                parts.watcher.counted("replays")
+            return True
+        return False
+
+    def _tell_recovery(
+        self, kind: str, reason: str, back: Recovered, begin_s: float, decision: str = "recovery", **numbers: Any
+    ) -> None:
+        """The run goes on after a failure.
+
+        Args:
+            kind: how: all went back, one was replayed, or it does without.
+            begin_s: when it was noticed.
+        """
         took_s = time.monotonic() - begin_s
-        replicas = "-".join(map(str, parts.ordering.plan.plan.partition.replicas))
-        self._tell_change("regroup", f"the run goes on with {replicas} workers", back, took_s, completed=len(steps))
-        parts.watcher.counted("recovery_seconds", took_s)
-        return True
+        told = {"kind": kind} if decision == "recovery" else {}
+        self._tell_change(decision, reason, back, took_s, **told, **numbers)
+        self._parts.watcher.tell(recovery=kind)
+        self._parts.watcher.counted("recovery_seconds", took_s)
 
     def _stay(self, back: Recovered) -> None:
         """The stages have the state that they had, on other workers: what was ordered is ordered again."""
         parts, progress = self._parts, self._progress
         progress.empty, progress.end_s, progress.copied = True, None, True
-        if back.plan is not None:
-            self._take_plan(back.plan)
+        self._take_plan_of(back)
         parts.ordering.forget(progress.at.step, progress.skipped)
         parts.ordering.copy_times.soon()
         parts.checkpoints.forget_after(progress.at.step)
@@ -167,6 +201,10 @@ class Changing:
 
     def heard(self, record: StepRecord, of_step: Sequence[StepReport], setting: ActiveSettings) -> None:
         """A step is over; where a stage has become slower or faster for good, ``change`` will be wanted."""
+        if not any(report.copying for report in of_step):
+            self._step_s = record.seconds
+            if self._replays is not None:
+                self._replays.heard(record.seconds, of_step)
         if self._replanning is not None:
             self._replanning.heard(record.step, record.seconds, of_step, setting.spec)
 
@@ -261,14 +299,17 @@ class Changing:
         parts, progress = self._parts, self._progress
         progress.go_back(back)
         parts.notes.try_to(lambda: parts.metrics.go_back(progress.at.step))
-        if back.plan is not None:
-            self._take_plan(back.plan)
-        elif back.replaced and self._replanning is not None:  # what was measured of the worker before says nothing
-            parts.requests.take_offer()
-            self._replanning.begin(parts.ordering.plan.plan)
+        self._take_plan_of(back)
         parts.ordering.forget(progress.at.step, progress.skipped)
         parts.checkpoints.forget_after(progress.at.step)
         progress.saved = progress.completed = parts.checkpoints.latest_step
+
+    def _take_plan_of(self, back: Recovered) -> None:
+        if back.plan is not None:
+            self._take_plan(back.plan)
+        elif back.replaced and self._replanning is not None:  # what was measured of the worker before says nothing
+            self._parts.requests.take_offer()
+            self._replanning.begin(self._parts.ordering.plan.plan)
 
     def _take_plan(self, plan: PlanInForce) -> None:
         """The stages run another plan from now on; the controller begins anew, for it knew other stages."""
@@ -287,6 +328,11 @@ class Changing:
         step = self._progress.at.step
         self._parts.tell(decision, reason, step=step, seconds=round(seconds, 3), **{**numbers, **back.told()})
         self._parts.watcher.tell(step=step, stages=back.stages, message=self._parts.requests.stop_reason)
+
+
+def _was_lost(error: RaypipeError) -> bool:
+    """Whether processes or links failed, and not what they compute."""
+    return isinstance(error, StageLostError | LinkError)
 
 
 def _line(error: RaypipeError) -> str:

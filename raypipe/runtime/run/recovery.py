@@ -23,7 +23,7 @@ from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.replanning import Replanning
 from raypipe.runtime.run.spec import PlanInForce
 
-__all__ = ["Failures", "Recovered", "Recoverer", "Regrouper", "Steps", "noticed"]
+__all__ = ["Failures", "Recovered", "Recoverer", "Regrouper", "Replayer", "Steps", "noticed"]
 
 UNLIMITED = -1
 MOST_LOST = 5
@@ -46,6 +46,7 @@ class Recovered:
         plan: that they have now, where it is another one.
         moved_bytes: of state that workers read of other workers' copies.
         lost: workers that the run goes on without, for people.
+        replayed_steps: that workers in place of lost ones did again, while the others waited.
         stopped: the run was stopped while it waited for workers: none is ready, and it ends as this checkpoint left it.
     """
 
@@ -59,6 +60,7 @@ class Recovered:
     moved_bytes: int = 0
     stopped: bool = False
     lost: tuple[str, ...] = ()
+    replayed_steps: int = 0
 
     def told(self) -> dict[str, Any]:
         """What events.jsonl says of it."""
@@ -103,16 +105,51 @@ class Regrouper(Protocol):
         """
 
 
+class Replayer(Protocol):
+    """Who has a run go on where it is though workers were lost: others take their place, and do their steps again.
+
+    Attributes:
+        why_not: for people, why all had to go back after the last failure; "" where they had not.
+    """
+
+    why_not: str
+
+    def heard(self, seconds: float, of_step: Sequence[StepReport]) -> None:
+        """What a step took, by which it is decided who goes back."""
+
+    def complete(self, step: int) -> Steps | None:
+        """After a failure, have all workers at the same step: those that live, and those in place of lost ones.
+
+        Args:
+            step: steps that every stage had finished, as far as the loop was told.
+
+        Returns:
+            The steps since then; None where all have to go back, see ``why_not``.
+
+        Raises:
+            StageError, LinkError: something failed meanwhile.
+        """
+
+    def regroup(self, step: int) -> Recovered:
+        """After ``complete``, join them with each other.
+
+        Raises:
+            StageError, LinkError: something failed meanwhile.
+        """
+
+
 class Recoverer(Protocol):
     """Who brings the stages of a run back, or gives them another plan.
 
     Attributes:
         replanning: finds other cuts while the run goes on; None where the planner may not.
         groups: of a run with replicas; None of any other.
+        replays: has a run go on where it is though workers were lost; None where nobody does.
     """
 
     replanning: Replanning | None
     groups: Regrouper | None
+    replays: Replayer | None
 
     def keep_copy(self, step: int) -> None:
         """Every stage copies its state in memory: that after ``step`` steps."""

@@ -28,6 +28,8 @@ class RunStatus:
         checkpoint: the newest one that is complete.
         schedule: that the last step ran with, where the controller may turn it.
         retunes: times that it turned something in this submission.
+        recovery: how it went on after its last failure: "roll back" of all, "replay" of who was lost, or "regroup",
+            without that one; "" before one.
         message: what it waits for while it starts, why it stopped or failed, or what it cannot write at the moment.
         cost: so far, in the currency of PipelineConfig(worker_price_per_hour); None where that is not given.
         stages: host, process id and versions of each worker, which holds one stage or several.
@@ -50,6 +52,7 @@ class RunStatus:
     checkpoint: str = ""
     schedule: str = ""
     retunes: int = 0
+    recovery: str = ""
     message: str = ""
     cost: float | None = None
     stages: tuple[dict[str, Any], ...] = ()

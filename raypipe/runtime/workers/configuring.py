@@ -2,6 +2,7 @@
 
 configure   load: everybody reads its state while the others still hold it     configure: links, executors
 regroup     load: only who joins                                               configure: programs stay
+replay      load: who takes the place of a lost worker, which does steps again      regroup is next
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import ray
 
 from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.ir.report import StepReport
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.copies import holders
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.remote_copy import RemoteCopy
+from raypipe.runtime.workers.replaying_actor import Todo
 from raypipe.runtime.workers.roster import SPARE, Member, Roster, chosen, results
 from raypipe.runtime.workers.state_calls import StateCalls
 
@@ -91,6 +94,24 @@ class Configuring(StateCalls):
         if joining:
             self._load(workers, ray.put(setup), joining)
         self._open(workers, setup, ray.put(replace(setup, programs=())))
+
+    def replay(
+        self, run: RunSetup, setup: GenerationSetup, copies: Mapping[int, Sources], todo: Mapping[int, Todo]
+    ) -> dict[int, list[list[list[StepReport]]]]:
+        """Have workers that were lost, and replaced, do steps again alone; ``regroup`` opens links between all.
+
+        Args:
+            copies: by worker, of the state that it begins with.
+            todo: by the same workers.
+
+        Returns:
+            By worker its reports, by step and stage.
+        """
+        workers = chosen(self.roster, setup.num_workers, None)
+        shared = ray.put(self._addressed(run, setup, workers))
+        self._load(workers, shared, copies)
+        asked = [workers[at].actor.replay.remote(self._term, at, shared, one) for at, one in todo.items()]
+        return dict(zip(todo, results(asked, LOAD_TIMEOUT_S, "doing steps again"), strict=True))
 
     def _addressed(self, run: RunSetup, setup: GenerationSetup, workers: Sequence[Member]) -> GenerationSetup:
         self._join(run, workers)

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from raypipe.engine.checkpoint import StateSource
-from raypipe.engine.copy import CopyHeader, CopySource, JoinedSource, StageCopies, views_of
+from raypipe.engine.copy import GENERATIONS, CopyHeader, CopySource, JoinedSource, StageCopies, views_of
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Device
+from raypipe.engine.message_log import MessageLog
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
 from raypipe.ir.report import StepReport
@@ -74,6 +75,10 @@ class WorkerCopies:
 
     Args:
         busy: whether boundary messages wait to leave, so that nothing is sent beside them.
+
+    Attributes:
+        holder: of other workers' copies.
+        log: of what this worker has sent since the copies, for who goes on from one of another stage.
     """
 
     def __init__(self, busy: Callable[[], bool]) -> None:
@@ -84,6 +89,7 @@ class WorkerCopies:
         self._holds: Collection[int] = ()
         self._sender = CopySender(busy)
         self.holder = CopyHolder()
+        self.log = MessageLog()
 
     def begin(
         self,
@@ -104,6 +110,9 @@ class WorkerCopies:
             device: where the states lie.
         """
         self._sender.send_to(holder, generation)
+        self.log.reopen()
+        if generation != self._generation:
+            self.log.clear()
         self._taken, self._generation, self._holds = 0, generation, holds
         if [(own.generation, id(own.state)) for own in self._own] == [(generation, id(state)) for state in states]:
             return
@@ -113,9 +122,18 @@ class WorkerCopies:
             _Own(generation, program, state, StageCopies(program, state, Crossing(device))) for program, state in pairs
         ]
 
+    def begin_log(self, generation: int, step: int, state_bytes: int) -> MessageLog:
+        """The state is that after ``step`` steps under this plan; what is done from there on is kept."""
+        self._generation = generation
+        self.log.reopen()
+        self.log.clear()
+        self.log.copied(step, state_bytes)
+        return self.log
+
     def forget_after(self, step: int) -> None:
         """The run has gone back to this step: copies of later ones count no more, its own and those that it holds."""
         self._sender.stop()
+        self.log.forget_after(step)
         for own in (*self._own, *self._older):
             own.copies.forget_after(step)
         self.holder.forget_after(step)
@@ -144,6 +162,7 @@ class WorkerCopies:
         self._taken += 1
         begun = [Begun(own.program.index, own.copies, own.copies.begin(step, own.state.updates)) for own in self._own]
         self._sender.begin(step, begun, send=send)
+        self.log.copied(step, sum(own.copies.size_bytes for own in self._own) // GENERATIONS)
 
     def wait_until_taken(self) -> None:
         """For the copies of this worker; they may still be on their way to the holder."""

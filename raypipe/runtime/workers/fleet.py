@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -205,12 +206,18 @@ class Fleet(Configuring):
         self._broken = flight or self._broken
         leave_work(self.in_use, flight.works if flight is not None else {}, self._term, self._links)
 
-    def unheard(self, count: int, last: Mapping[int, list[list[StepReport]]]) -> list[list[list[StepReport]]]:
+    def unheard(
+        self,
+        count: int,
+        last: Mapping[int, list[list[StepReport]]],
+        replayed: Mapping[int, Sequence[list[list[StepReport]]]] = MappingProxyType({}),
+    ) -> list[list[list[StepReport]]]:
         """Reports of the steps that those who live have made, after those that ``run`` has yielded, as it yields them.
 
         Args:
             count: of these steps.
             last: by worker, what it said of the last one, where it made that after the failure.
+            replayed: by worker that was replaced, what it said of all steps up to the last one that it did again.
         """
         broken, self._broken = self._broken, None
         if broken is None:
@@ -221,6 +228,8 @@ class Fleet(Configuring):
             of_worker = [reports[at] if at < len(reports) else None for reports in heard]
             if at == count - 1:
                 of_worker = [last.get(worker, reports) for worker, reports in enumerate(of_worker)]
+            for worker, again in replayed.items():
+                of_worker[worker] = again[at - count] if count - at <= len(again) else of_worker[worker]
             steps.append(self.by_stage(of_worker))
         return steps
 

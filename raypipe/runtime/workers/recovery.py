@@ -21,7 +21,7 @@ from raypipe.planner.segments import Position
 from raypipe.runtime.run.blueprint import Assembled, Blueprint
 from raypipe.runtime.run.planned import Asked, Planned
 from raypipe.runtime.run.plans import Plans
-from raypipe.runtime.run.recovery import Recovered, Regrouper
+from raypipe.runtime.run.recovery import Recovered, Regrouper, Replayer
 from raypipe.runtime.run.replanning import replanning_of
 from raypipe.runtime.run.same_run import fresh_options
 from raypipe.runtime.run.spec import PlanInForce
@@ -33,6 +33,7 @@ from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
 from raypipe.runtime.workers.regrouping import Regrouping
 from raypipe.runtime.workers.remote_copy import RemoteCopy
+from raypipe.runtime.workers.replaying import Replaying
 from raypipe.runtime.workers.spares import Spares
 
 __all__ = ["Recovery"]
@@ -70,6 +71,8 @@ class Recovery:
         self.groups: Regrouper | None = None
         if self._plans.replicas:
             self.groups = Regrouping(fleet, self._plans, self._keep_charter, spares.refill)
+        self._replaying = Replaying(fleet, self._plans, self._keep_charter, spares.refill)
+        self.replays: Replayer | None = self._replaying
         self._lighter: Assembled | None = None  # to be taken at the next recovery
 
     def begin(self) -> None:
@@ -97,6 +100,8 @@ class Recovery:
         copies = self._copies(steps)
         made, changed = self._lighter or self._plans.made, self._lighter is not None
         try:
+            if (no_place := self._replaying.no_place) is not None:  # it has been waited for
+                raise no_place
             replaced = fleet.replace_lost(made.setup.num_workers)
         except PlanError as error:
             fewer = self._fewer(error)

@@ -10,11 +10,13 @@ import ray
 from ray.exceptions import RayError
 
 from raypipe.engine.checkpoint import FreshOptions
+from raypipe.engine.message_log import LoggedStep
 from raypipe.engine.reached import Reached, Scalar
 from raypipe.ir.report import StepReport
 from raypipe.runtime.workers.copies import CopyFacts
 from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.places import PLACE_TIMEOUT_S
+from raypipe.runtime.workers.replaying_actor import Logged
 from raypipe.runtime.workers.roster import Member, results
 from raypipe.runtime.workers.shards import SAVE_TIMEOUT_S, entries_of
 
@@ -72,6 +74,23 @@ class StateCalls:
             with contextlib.suppress(RayError):  # of one that does not answer nothing can be read
                 found += [(actor, facts) for facts in ray.get(ref, timeout=0)]
         return sorted(found, key=lambda pair: pair[1].held)
+
+    @property
+    def links(self) -> int:
+        """How often links were opened, counted from 0."""
+        return self._links
+
+    def logged(self) -> dict[int, Logged | None]:
+        """By worker that lives, what it has kept of what it sent."""
+        living = {worker: member.actor for worker, member in enumerate(self.in_use) if not member.lost}
+        asked = [actor.logged.remote() for actor in living.values()]
+        return dict(zip(living, results(asked, COPIES_TIMEOUT_S, "saying what they have kept"), strict=True))
+
+    def logged_steps(self, worker: int, begin: int, end: int) -> list[LoggedStep]:
+        """What all stages did in these steps, as a worker knows it."""
+        asked = self.in_use[worker].actor.logged_steps.remote(begin, end)
+        (found,) = results([asked], COPIES_TIMEOUT_S, "saying what it has done")
+        return list(found)
 
     @property
     def lost(self) -> frozenset[int]:

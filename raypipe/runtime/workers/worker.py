@@ -47,11 +47,11 @@ from raypipe.runtime.workers.copies import joined
 from raypipe.runtime.workers.copying_actor import COPY_GROUPS
 from raypipe.runtime.workers.granted import DeviceOf, granted
 from raypipe.runtime.workers.identity import facts_of
-from raypipe.runtime.workers.joining_actor import JoiningActor
 from raypipe.runtime.workers.order_gate import OrderGate
 from raypipe.runtime.workers.places import owner_of, release_ended
 from raypipe.runtime.workers.pulse import Pulse, Vitals
 from raypipe.runtime.workers.remote_copy import RemoteCopy
+from raypipe.runtime.workers.replaying_actor import ReplayingActor
 from raypipe.runtime.workers.root_cause import with_traceback
 from raypipe.runtime.workers.states import names_of, states_from, states_of
 from raypipe.runtime.workers.takeover_actor import KEPT_REPORTS, REPORTS_WAIT_S
@@ -59,7 +59,7 @@ from raypipe.runtime.workers.takeover_actor import KEPT_REPORTS, REPORTS_WAIT_S
 __all__ = ["StageActor"]
 
 
-class _StageActor(LinkedActor, JoiningActor):
+class _StageActor(LinkedActor, ReplayingActor):
     def __init__(self, lease_s: float = math.inf) -> None:
         """Wait for the first ``pulse`` so long."""
         super().__init__()
@@ -145,6 +145,7 @@ class _StageActor(LinkedActor, JoiningActor):
         else:
             self._next = states_from(run, programs, source, Crossing(self._device))
         self._copies.forget_after(copies[0].step)
+        self._loaded_bytes = moved.total
         return moved.total
 
     def configure(
@@ -202,7 +203,8 @@ class _StageActor(LinkedActor, JoiningActor):
         self._writers = []
         self._rows, self._inflow = {}, OrderGate()
         self._generation, self._links, self._worker = setup.generation, links, worker
-        self._executor = Executor(run, setup, worker, self._states, channels, self._device)
+        self._keep_sent(channels, setup)
+        self._executor = Executor(run, setup, worker, self._states, channels, self._device, self._log)
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
         gc.freeze()
@@ -256,6 +258,7 @@ class _StageActor(LinkedActor, JoiningActor):
                 row, alone = self._rows[order.rows]
                 if order.training:
                     executor.use_codecs(order.codecs)
+                self._begin_step(order)
                 begin_s = time.monotonic()
                 reports = executor.run(
                     order.segment,

@@ -27,7 +27,7 @@ class Told:
 class NoOtherPlan:
     """Of a run whose stages cannot be cut again."""
 
-    replanning = groups = None
+    replanning = groups = replays = None
 
     def lighten(self, ran_out: RanOut) -> None:
         raise PlanError("there is no plan that needs less")

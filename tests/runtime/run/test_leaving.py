@@ -38,7 +38,7 @@ class Tells(Journal):
 class Moves:
     """A Recoverer that finds no stage on such a node; the step at which it was asked is noted."""
 
-    replanning = groups = None
+    replanning = groups = replays = None
 
     def __init__(self, fleet: LocalFleet) -> None:
         self._fleet = fleet

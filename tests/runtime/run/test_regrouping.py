@@ -32,7 +32,7 @@ LOST = 0
 class Threads:
     """Replaced by others over the same states when a replica is lost or joins: fleet and Regrouper of a loop."""
 
-    replanning = None
+    replanning = replays = None
 
     def __init__(self, plans: Plans, tensors: Any, requests: Requests) -> None:
         self._plans, self._tensors, self._requests = plans, tensors, requests

@@ -51,7 +51,7 @@ class Lost(LocalFleet):
 class Waits:
     """A Recoverer that waits for workers until the run is stopped."""
 
-    replanning = groups = None
+    replanning = groups = replays = None
 
     def __init__(self, place: Place, requests: Requests) -> None:
         self._place, self._requests, self.lost = place, requests, False

@@ -87,8 +87,8 @@ def test_killed_stages_are_replaced(local_ray: None, tmp_path: Path) -> None:
     assert len(events(tmp_path / "killed", "failure")) == 2
     recoveries = events(tmp_path / "killed", "recovery")
     assert [recovery["replaced"] for recovery in recoveries] == [["Stage 0"], ["Stage 1"]]
-    # the other worker held one of the lost stage
-    assert [recovery["reason"] for recovery in recoveries] == ["from copies in memory"] * 2
+    # the other worker held a copy of the lost stage, and what it had sent it since then
+    assert [(recovery["kind"], recovery["redone_steps"]) for recovery in recoveries] == [("replay", 0)] * 2
 
 
 def test_a_spare_takes_the_place_of_a_lost_stage_and_another_spare_is_started(local_ray: None, tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""A worker that dies in the middle of a step, after so many of its messages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from raypipe.engine.channel import Message
+from raypipe.engine.memory_channel import InMemoryChannel
+
+__all__ = ["Mortal", "MortalChannel"]
+
+
+class Mortal:
+    """Channels of a worker that is gone after so many messages, which it has sent or taken."""
+
+    def __init__(self, most: float = math.inf) -> None:
+        self.used, self.most = 0, most
+        self.channels: dict[int, Any] = {}
+
+    def use(self) -> None:
+        if self.used == self.most:
+            for channel in self.channels.values():
+                channel.within.close()
+        self.used += 1
+
+
+class MortalChannel:
+    def __init__(self, within: InMemoryChannel, life: Mortal) -> None:
+        self.within, self._life = within, life
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.within, name)
+
+    def send(self, *message: Any) -> None:
+        self._life.use()
+        self.within.send(*message)
+
+    def recv(self, *wanted: Any) -> Message:
+        self._life.use()
+        return self.within.recv(*wanted)
