@@ -106,7 +106,7 @@ PARTS = {
         "tables",
         "tolerance",
     ),
-    "elastic": ("tune", "worth"),
+    "elastic": ("regroup", "tune", "worth"),
     "control": ("elastic", "memory", "search", "tolerance"),
     "worth": (),
     "replan": ("control", "tune", "worth"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,7 +102,7 @@ class RunConnection(Protocol):
 
     def checkpoint(self) -> None: ...
 
-    def resize(self, num_stages: int, timeout_s: float) -> None: ...
+    def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None: ...
 
     def predicted(self) -> Timeline | None: ...
 
@@ -193,19 +193,32 @@ class RunHandle:
             "events.jsonl in its folder says why."
         )
 
-    def resize(self, num_stages: int, timeout_s: float = 600.0) -> None:
-        """Give the run another number of stages between two steps; returns when it has it.
+    def resize(
+        self, num_stages: int, timeout_s: float = 600.0, *, num_replicas: int | Sequence[int] | None = None
+    ) -> None:
+        """Give the run another number of stages, or of their replicas, between two steps; returns when it has it.
 
         No bit of the result changes. Layers whose stage changes move to its worker; new workers are started where the
         plan needs them, others end.
 
+        Args:
+            num_replicas: workers per stage, one number for all or one for each, at most as many as the run has lanes
+                (num_lanes); None for as many as it was configured with.
+
         Raises:
-            ConfigError: no number of stages.
+            ConfigError: no number of stages, or of replicas.
             PlanError: there is no such plan, or no place for it; the run goes on as it was.
         """
-        if not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1:
+        if not _is_count(num_stages):
             raise ConfigError(f"num_stages={num_stages!r} is not possible: give an integer of at least 1.")
-        self._connection.resize(num_stages, timeout_s)
+        counts = [] if num_replicas is None else [num_replicas] if isinstance(num_replicas, int) else [*num_replicas]
+        if not all(map(_is_count, counts)) or len(counts) not in {0, 1, num_stages}:
+            raise ConfigError(
+                f"num_replicas={num_replicas!r} with num_stages={num_stages} is not possible: give an integer of at "
+                "least 1, or one for each stage."
+            )
+        replicas = num_replicas if num_replicas is None or isinstance(num_replicas, int) else tuple(num_replicas)
+        self._connection.resize(num_stages, timeout_s, replicas)
 
     def stop(self, reason: str = "stop() was called") -> None:
         """Ask the run to end after the step that is running, with a checkpoint; ``wait`` tells when it has."""
@@ -294,6 +307,10 @@ def attach(name: str) -> RunHandle:
     from raypipe.runtime.driver.client import find_run
 
     return RunHandle(name, find_run(name))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _losses(table: pa.Table) -> list[tuple[float, float]]:

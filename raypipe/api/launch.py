@@ -112,7 +112,7 @@ def generation_setup(job: Job) -> GenerationSetup:
 
 
 def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
-    """What runs with replicas cannot do in this release.
+    """What runs with replicas cannot do.
 
     Args:
         scaling: ray.train.ScalingConfig or None.
@@ -127,12 +127,13 @@ def refuse_replicas(plan: Plan, scaling: Any = None) -> None:
             f"The plan has {shown} workers per stage, which partitioner='hierarchical' found: such a plan can be "
             f"looked at only. Set partitioner='auto' and, for replicas, num_replicas={list(replicas)}."
         )
-    if not wiring.replicated:
+    if not wiring.replicated or plan.weights.synchronous:
         return
     if (workers := worker_range(scaling)) is not None:
         raise PlanError(
-            f"ScalingConfig(num_workers=({workers.least}, {workers.most})) with num_replicas={shown}: in this release "
-            f"a run with replicas keeps its workers. Give num_workers={wiring.num_workers}, or leave num_replicas out."
+            f"ScalingConfig(num_workers=({workers.least}, {workers.most})) with num_replicas={shown} and schedule="
+            f"{plan.schedule.kind.split()[0]!r}: how old weights are follows from stages and replicas, so that a "
+            f"run keeps both. Give num_workers={wiring.num_workers}, leave num_replicas out, or take another schedule."
         )
 
 

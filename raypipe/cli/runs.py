@@ -75,11 +75,18 @@ def stop(run: Run) -> None:
 def resize(
     run: Run,
     num_stages: Annotated[int, typer.Option("--num-stages", help="Stages that the run goes on with.", min=1)],
+    num_replicas: Annotated[
+        str, typer.Option("--num-replicas", help="Workers per stage: a number for all, or one for each, as in 2-1-1.")
+    ] = "",
 ) -> None:
-    """Give a run that trains another number of stages; no bit of its result changes."""
+    """Give a run that trains another number of stages, or of workers of each; no bit of its result changes."""
+    parts = num_replicas.split("-") if num_replicas else []
+    if not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"--num-replicas {num_replicas}: give a number, or one for each stage, as in 2-1-1.")
+    counts = [int(part) for part in parts]
     handle = _attached(run)
-    handle.resize(num_stages)
-    typer.echo(f"{handle.name} goes on with {num_stages} stages")
+    handle.resize(num_stages, num_replicas=None if not counts else counts if len(counts) > 1 else counts[0])
+    typer.echo(f"{handle.name} goes on with {num_stages} stages{f', {num_replicas} workers' * bool(counts)}")
 
 
 def trace(

@@ -5,6 +5,11 @@
     and is one spare                                        yes   yes       where it survives failures
     asks the autoscaler for   5 places until it has them, fewer where growing would not pay any more
 
+With replicas, those are what comes and goes first, and then stages. num_workers=(1, 3), two stages 2-1:
+
+    workers                   1     2     3
+    workers of the stages     1     1-1   2-1
+
 Growing pays where the remaining steps gain more than the move takes, see planner/worth.py.
 """
 
@@ -13,6 +18,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from raypipe.config.ray import WorkerRange
+from raypipe.planner.regroup import counts_for
 from raypipe.planner.tune.request import PER_WORKER, Request
 from raypipe.planner.worth import Gain
 
@@ -28,10 +34,11 @@ MOVED_BYTES_S = 200e6
 
 
 class Shape(NamedTuple):
-    """What a plan is to be made for; ``num_stages`` is None where the planner chooses."""
+    """What a plan is to be made for; ``num_stages`` and ``replicas`` are None where the planner chooses."""
 
     num_stages: int | None
     num_workers: int
+    replicas: int | tuple[int, ...] | None = 1
 
 
 def gain_of(now_s: float, then_s: float, measured_s: float, move_s: float, steps_left: int) -> Gain:
@@ -75,15 +82,23 @@ def shape_of(request: Request, there: int) -> Shape:
     """For so many workers: at most as many stages as were asked for, and as many workers as those can be shared out to.
 
     One stage on each worker: fewer workers have fewer stages. Several: the stages stay as many and are shared out over
-    the most workers that take as many each; "zb-v" has two on each, so there they follow the workers.
+    the most workers that take as many each; "zb-v" has two on each, so there they follow the workers. Replicas are
+    taken away first.
 
     Args:
         request: as it was configured.
         there: workers, at least 1.
     """
     asked = len(request.split_points) + 1 if request.split_points else request.num_stages
+    if request.replicated and asked is not None and (groups := request.workers(asked)) <= there:
+        if request.kind.several_stages:
+            each = min(request.replicas_of(asked)[0], there // groups)
+            return Shape(asked, each * groups, each)
+        wanted = request.replicas_of(asked)
+        return Shape(asked, there, counts_for(wanted, there, tuple((stage,) for stage in range(asked))))
     if not request.kind.several_stages:
-        return Shape(None if asked is None else min(asked, there), there)
+        chosen = request.replicas if request.replicas is None else 1
+        return Shape(None if asked is None else min(asked, there), there, chosen)
     if asked is None:
         return Shape(None, there)
     if request.kind.stages_per_worker is not None:

@@ -56,6 +56,9 @@ def test_a_move_that_was_measured_counts_instead_of_the_assumption() -> None:
     assert move_seconds(2e9, last_s=0.8) == 0.8
 
 
+PIPEDREAM = {"num_stages": 2, "replicas": (3, 1)}
+
+
 @pytest.mark.parametrize(
     ("asked", "there", "shape"),
     [
@@ -70,6 +73,16 @@ def test_a_move_that_was_measured_counts_instead_of_the_assumption() -> None:
         ({"schedule": "interleaved", "num_stages": 7}, 3, Shape(7, 1)),
         ({"schedule": "zb-v", "num_stages": 8}, 3, Shape(6, 3)),
         ({"schedule": "zb-v", "num_stages": 8}, 9, Shape(8, 4)),
+        *(
+            (PIPEDREAM, there, shape)
+            for there, shape in enumerate(
+                (Shape(1, 1), Shape(2, 2, (1, 1)), Shape(2, 3, (2, 1)), Shape(2, 4, (3, 1)), Shape(2, 5, (3, 1))), 1
+            )
+        ),
+        ({"num_stages": 4, "schedule": "zb-v", "replicas": 3, "num_workers": 6}, 5, Shape(4, 4, 2)),
+        ({"num_stages": 4, "schedule": "zb-v", "replicas": 3, "num_workers": 6}, 1, Shape(2, 1)),
+        ({"replicas": None}, 3, Shape(None, 3, None)),
+        ({"replicas": None, "num_stages": 4}, 3, Shape(3, 3, None)),
     ],
 )
 def test_stages_follow_the_workers_up_to_what_was_asked_for(asked: dict[str, object], there: int, shape: Shape) -> None:

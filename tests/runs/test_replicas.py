@@ -200,9 +200,11 @@ def test_what_cannot_be_replicated_is_refused_by_name(tmp_path: Path) -> None:
     trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), num_replicas=[1, 2]).plan()
     with pytest.raises(PlanError, match="replicated_buffers=True means nothing here"):
         trainer(tmp_path, "norm", net(nn.BatchNorm1d(16)), num_replicas=[1, 2], replicated_buffers=True).plan()
-    plan = trainer(tmp_path, "replicas", num_replicas=[2, 1]).plan()
-    with pytest.raises(PlanError, match=r"ScalingConfig\(num_workers=\(2, 4\)\) .* Give num_workers=3"):
-        refuse_replicas(plan, SimpleNamespace(num_workers=(2, 4)))
+    workers = SimpleNamespace(num_workers=(2, 4))
+    refuse_replicas(trainer(tmp_path, "replicas", num_replicas=[2, 1]).plan(), workers)
+    aged = trainer(tmp_path, "aged", num_replicas=[2, 1], schedule="pipedream").plan()
+    with pytest.raises(PlanError, match=r"num_workers=\(2, 4\)\) with num_replicas=2-1 .* Give num_workers=3"):
+        refuse_replicas(aged, workers)
 
 
 @pytest.mark.parametrize(

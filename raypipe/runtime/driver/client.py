@@ -224,9 +224,10 @@ class RayConnection:
     def checkpoint(self) -> None:
         self._ask(self._driver.checkpoint.remote())
 
-    def resize(self, num_stages: int, timeout_s: float) -> None:
+    def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
         try:
-            self._ask(self._driver.resize.remote(num_stages, timeout_s), timeout_s + CONTROL_TIMEOUT_S)
+            asked = self._driver.resize.remote(num_stages, timeout_s, num_replicas)
+            self._ask(asked, timeout_s + CONTROL_TIMEOUT_S)
         except RayTaskError as error:
             if isinstance(error.cause, PlanError):
                 raise error.cause from None

@@ -44,11 +44,12 @@ from raypipe.runtime.driver.succession import (
 )
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
+from raypipe.runtime.run.later import first_plan
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.meter import Meter
-from raypipe.runtime.run.planning import first_plan, plan_for
-from raypipe.runtime.run.plans import wanted_replicas
+from raypipe.runtime.run.planning import plan_for
+from raypipe.runtime.run.plans import wanted_workers
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.resuming import stopped_at
 from raypipe.runtime.run.spec import Outcome, PlanInForce, RunSpec, Watcher
@@ -61,7 +62,7 @@ from raypipe.runtime.workers.packing import StoredTensors
 from raypipe.runtime.workers.places import PREFIX, Owner, release_orphans, release_unused
 from raypipe.runtime.workers.recovery import Recovery
 from raypipe.runtime.workers.roster import Member, shared_memory_notes
-from raypipe.runtime.workers.spares import Spares
+from raypipe.runtime.workers.spares import spares_of
 from raypipe.runtime.workers.takeover import take_over, take_survivors
 from raypipe.runtime.workers.watch import Notice
 
@@ -270,12 +271,10 @@ class _DriverActor:
         self, fleet: Fleet, charter: Charter, made: Assembled, tensors: StoredTensors, growth: Growth | None
     ) -> Recovery:
         """What brings the stages back."""
-        spec = charter.spec
-        event = RunFolder(spec.place).event
-        replicas = sum(wanted_replicas(charter.basis.request, made.plan.plan))
-        offered = max(spec.num_workers or 0, replicas) if spec.max_failures else 0
-        spares = growth or Spares(fleet, offered, event, self._requests.join if replicas else None)
-        return Recovery(fleet, charter.blueprint(made.run), charter.planned, made, tensors, spares, charter.packed)
+        wanted = wanted_workers(charter.basis.request, made.plan.plan, charter.asked)
+        spares = growth or spares_of(fleet, charter.spec, wanted, self._requests.join)
+        blueprint, planned = charter.blueprint(made.run), charter.planned
+        return Recovery(fleet, blueprint, planned, made, tensors, spares, charter.packed, charter.asked)
 
     def _loop(
         self,
@@ -366,13 +365,13 @@ class _DriverActor:
         self._requests.checkpoint()
 
     @ray.method(concurrency_group="control")
-    def resize(self, num_stages: int, timeout_s: float) -> None:
+    def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
         """Give the run a plan of so many stages; returns when it has it.
 
         Raises:
             PlanError: there is no such plan, or no place for it.
         """
-        self._requests.resize(num_stages, timeout_s)
+        self._requests.resize(num_stages, timeout_s, num_replicas=num_replicas)
 
     @ray.method(concurrency_group="control")
     def predicted(self) -> Timeline | None:

@@ -183,9 +183,13 @@ class Changing:
         """Between two steps, do what is wanted: another number of stages, other workers, another cut."""
         requests = self._parts.requests
         if (asked := requests.take_resize()) is not None:
-            count, planned = asked.num_stages, asked.planned
+            count, replicas, planned = asked.num_stages, asked.num_replicas, asked.planned
             self._change_to(
-                "resize", asked.reason, lambda on, at: on.resize(count, at, planned), asked.answer, num_stages=count
+                "resize",
+                asked.reason,
+                lambda on, at: on.resize(count, at, planned, replicas),
+                asked.answer,
+                num_stages=count,
             )
         if nodes := requests.take_leaving():
             self._change_to("move", "nodes are about to be taken away", lambda on, at: on.move(nodes, at))

@@ -18,8 +18,9 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster, Device
 from raypipe.ir.plan import Plan, human_bytes
 from raypipe.planner.tune import ASSUMED_LINK
+from raypipe.runtime.run.later import another, later_plan
 from raypipe.runtime.run.planned import Planned
-from raypipe.runtime.run.planning import PlanBasis, another, later_plan
+from raypipe.runtime.run.planning import PlanBasis
 
 __all__ = ["Fitted", "Offered", "within"]
 

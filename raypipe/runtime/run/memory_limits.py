@@ -11,8 +11,9 @@ from raypipe.planner.replan import can_be_cut_again
 from raypipe.planner.tune import ASSUMED_LINK, Decision
 from raypipe.planner.tune.again import line_of
 from raypipe.planner.tune.lighter import lighter
+from raypipe.runtime.run.later import another
 from raypipe.runtime.run.planned import Planned
-from raypipe.runtime.run.planning import PlanBasis, another, known_request
+from raypipe.runtime.run.planning import PlanBasis, known_request
 
 __all__ = ["MemoryLimits"]
 

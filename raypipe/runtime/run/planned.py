@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raypipe.ir.plan import Plan
 from raypipe.planner.control import MemoryBudget
+from raypipe.planner.tune import Request
 
 __all__ = ["Asked", "Planned"]
 
@@ -26,7 +27,12 @@ class Planned:
 
 
 class Asked(NamedTuple):
-    """Stages that somebody asked for with ``handle.resize``, and the workers that the plan for them uses."""
+    """Stages that somebody asked for with ``handle.resize``, the workers that the plan for them uses, and by stage."""
 
     num_stages: int
     workers: int
+    replicas: tuple[int, ...] = ()
+
+    def of(self, request: Request) -> Request:
+        """What a run asks of the planner of which this was asked."""
+        return replace(request, num_stages=self.num_stages, split_points=(), replicas=self.replicas or 1)

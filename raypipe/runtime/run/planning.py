@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 
 from raypipe.engine.capture.recipe import ModelRecipe
 from raypipe.engine.stage import StageProgram
-from raypipe.errors import CaptureError, PlanError
+from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.planner.columns import workspace_lines
 from raypipe.planner.control import MemoryBudget, budgets_of, unknown_budgets
-from raypipe.planner.elastic import shape_of
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.tune import (
     Decision,
@@ -38,7 +37,7 @@ from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.stage_words import stage_words
 
 __all__ = [
-    "PlanBasis", "another", "crowded_notes", "decided", "first_plan", "for_workers", "known_request", "later_plan",
+    "PlanBasis", "crowded_notes", "decided", "known_request",
     "plan_for",
 ]  # fmt: skip
 
@@ -76,90 +75,6 @@ class PlanBasis:
     loss_words: str = ""
     processors: int | None = None
     notes: tuple[str, ...] = ()
-
-
-def another(
-    basis: PlanBasis,
-    plan: Plan,
-    *,
-    num_stages: int | None,
-    num_workers: int | None = None,
-    cluster: Cluster | None = None,
-) -> PlanBasis:
-    """The basis of a later plan of the same run. Mini-batches are parted as before, so that no bit changes.
-
-    Args:
-        plan: one of this run.
-        num_stages: as many; None leaves it to the planner.
-        num_workers: that are offered now; None for as many as there are stages.
-        cluster: as it is now; None for equal workers.
-
-    Raises:
-        PlanError: stages have replicas.
-    """
-    if max(plan.partition.replicas) > 1:
-        given = "auto" if basis.request.replicas is None else basis.request.replicas
-        raise PlanError(
-            f"num_replicas={given!r}: a run with replicas keeps the stages that it began with in this release, and "
-            "only replicas that are lost come back. Stop it, and let it go on with other numbers."
-        )
-    recompute = basis.request.recompute
-    if isinstance(recompute, tuple) and len(recompute) != num_stages:  # which stages that were means nothing now
-        recompute = True if any(recompute) else None if None in recompute else False
-    points = basis.request.split_points
-    request = dataclasses.replace(
-        basis.request,
-        recompute=recompute,
-        replicas=1,
-        num_stages=num_stages,
-        num_workers=num_workers,
-        minibatch_size=plan.minibatch_size,
-        num_microbatches=plan.num_microbatches,
-        split_points=points if num_stages == len(points) + 1 else (),
-        partitioner=basis.request.partitioner if basis.profile is not None else "parameters",
-    )
-    return dataclasses.replace(basis, request=request, cluster=cluster)
-
-
-def for_workers(basis: PlanBasis, plan: Plan, request: Request, workers: int) -> PlanBasis:
-    """The basis of a later plan for so many workers, of a run that may change their number.
-
-    Args:
-        plan: one of this run.
-        request: what was asked for.
-    """
-    num_stages, num_workers = shape_of(request, workers)
-    return another(basis, plan, num_stages=num_stages, num_workers=num_workers)
-
-
-def first_plan(basis: PlanBasis, wanted: Planned, workers: int) -> Planned:
-    """The plan that a run begins with whose number of workers may change.
-
-    Args:
-        wanted: the plan of this basis.
-        workers: that are there.
-
-    Raises:
-        PlanError: there is none for so few.
-    """
-    if workers >= wanted.plan.schedule.num_workers:
-        return wanted
-    return later_plan(for_workers(basis, wanted.plan, basis.request, workers))
-
-
-def later_plan(basis: PlanBasis, decision: Decision | None = None) -> Planned:
-    """A plan for a run that was planned before: whatever is wrong with it, there was a better one.
-
-    Args:
-        decision: as in ``plan_for``.
-
-    Raises:
-        PlanError: there is none.
-    """
-    try:
-        return plan_for(basis, decision)
-    except CaptureError as error:  # the model cannot be cut like this
-        raise PlanError(str(error)) from None
 
 
 def decided(basis: PlanBasis) -> Decision:

@@ -10,26 +10,37 @@ from raypipe.ir.schedule import groups_in
 from raypipe.planner.regroup import counts_for, counts_of
 from raypipe.planner.tune import Decision, Request
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
+from raypipe.runtime.run.later import another, for_workers, later_plan
 from raypipe.runtime.run.memory_limits import MemoryLimits
 from raypipe.runtime.run.planned import Asked, Planned
-from raypipe.runtime.run.planning import another, for_workers, later_plan
 from raypipe.runtime.run.regroup import regroup
 
-__all__ = ["Plans", "wanted_replicas"]
+__all__ = ["Plans", "wanted_workers"]
 
 
-def wanted_replicas(request: Request, plan: Plan) -> tuple[int, ...]:
-    """Workers by group that a run is to have, also while some of them are lost; empty where no stage has several.
+def wanted_workers(request: Request, plan: Plan, asked: Asked | None) -> int:
+    """Workers that a run in lanes is to have, also while some of them are lost; 0 of any other run.
 
     Args:
-        plan: that its driver began with. What was left to the planner is as this plan has it.
+        plan, asked: see ``_wanted``.
+    """
+    return sum(_wanted(request, plan, asked)) if plan.schedule.wiring.lanes > 1 else 0
+
+
+def _wanted(request: Request, plan: Plan, asked: Asked | None) -> tuple[int, ...]:
+    """Workers by group that a run is to have, also while some of them are lost.
+
+    Args:
+        plan: of this run. What was left to the planner is as this plan has it.
+        asked: the size that somebody asked for last.
     """
     homes, stages = plan.schedule.wiring.homes, plan.partition.num_stages
-    if request.replicated:
-        wanted = dict(zip(homes, request.replicas_of(stages), strict=True))
-        return tuple(wanted[group] for group in groups_in(homes))
-    found = counts_of(homes)
-    return found if max(found) > 1 else ()
+    request = request if asked is None else asked.of(request)
+    wanted = len(request.split_points) + 1 if request.split_points else request.num_stages
+    if stages != wanted or not (request.replicated or asked):
+        return counts_of(homes)
+    by_home = dict(zip(homes, request.replicas_of(stages), strict=True))
+    return tuple(by_home[group] for group in groups_in(homes))
 
 
 class Plans:
@@ -40,12 +51,13 @@ class Plans:
 
     Attributes:
         made: in force.
+        asked: the size that somebody asked for last; None where nobody has.
         first: that this driver began with, which says how mini-batches are parted.
         limits: that later plans keep to.
     """
 
-    def __init__(self, blueprint: Blueprint, planned: Planned, made: Assembled) -> None:
-        self._blueprint, self.made, self.first = blueprint, made, made.plan.plan
+    def __init__(self, blueprint: Blueprint, planned: Planned, made: Assembled, asked: Asked | None = None) -> None:
+        self._blueprint, self.made, self.first, self.asked = blueprint, made, made.plan.plan, asked
         self._planned: dict[int, Planned] = {}
         self._num_stages: dict[int, int] = {}
         self._whole: dict[int, tuple[Planned, Assembled]] = {}  # each generation as it was planned
@@ -68,22 +80,22 @@ class Plans:
     @property
     def replicas(self) -> tuple[int, ...]:
         """Workers by group that the run is to have; empty where no stage has several."""
-        return wanted_replicas(self._blueprint.basis.request, self.first)
+        plan = self.made.plan.plan if self.asked is not None else self.first
+        found = _wanted(self._blueprint.basis.request, plan, self.asked)
+        return found if max(found) > 1 else ()
 
-    def planned_for(self, workers: int, asked: Asked | None) -> Planned:
+    def planned_for(self, workers: int) -> Planned:
         """A plan for so many workers. It changes nothing, from any thread.
 
         Raises:
             PlanError: there is none.
         """
         basis = self._blueprint.basis
-        request = basis.request
-        if asked is not None:
-            request = replace(request, num_stages=asked.num_stages, split_points=())
+        request = basis.request if self.asked is None else self.asked.of(basis.request)
         return later_plan(for_workers(basis, self.first, request, workers))
 
-    def of_stages(self, num_stages: int, num_workers: int | None, decision: Decision | None = None) -> Assembled:
-        """With so many stages.
+    def of_stages(self, num_stages: int, num_workers: int, decision: Decision | None = None) -> Assembled:
+        """With so many stages, on one worker each or sharing them.
 
         Raises:
             PlanError: there is none.
@@ -95,16 +107,36 @@ class Plans:
         planned = later_plan(basis, decision)
         return self.assembled(planned if decision is None else self.limits.capped(planned))
 
+    def resized(self, num_stages: int, replicas: int | tuple[int, ...] | None) -> Assembled:
+        """With so many stages, and so many replicas of each; None for as many as the run was configured with.
+
+        Raises:
+            PlanError: there is no such plan, or the run cannot have it; names the field.
+        """
+        basis, workers = self._blueprint.basis, None
+        lanes, configured = self.first.schedule.wiring.lanes, basis.request.replicas
+        if replicas is None and configured is None and lanes > 1:  # of the workers that it has
+            workers = max(num_stages, self.made.setup.num_workers)
+        elif replicas is None:
+            replicas = configured or 1
+            if isinstance(replicas, tuple) and len(replicas) != num_stages:
+                raise PlanError(
+                    f"num_replicas={replicas} speaks of {len(replicas)} stages. Say what it is for {num_stages}, as in "
+                    f"resize({num_stages}, num_replicas=1)."
+                )
+        found = another(basis, self.first, num_stages=num_stages, num_workers=workers, replicas=replicas)
+        return self.assembled(later_plan(found))
+
     def assembled(self, planned: Planned) -> Assembled:
         """The run's next plan, with a generation of its own."""
         planned = replace(planned, plan=replace(planned.plan, generation=self._next))
         return self._kept(planned, assemble(self._blueprint, planned))
 
     def for_fewer(self, workers: int) -> Assembled:
-        """The same stages with as many of their replicas as there are workers for.
+        """The same stages with as many of their replicas as there are workers for; fewer stages for fewer than those.
 
         Raises:
-            PlanError: there is not even one for each stage.
+            PlanError: there is no such plan, or the run cannot have it.
         """
         if self.made.plan.flow is not None:
             raise PlanError(
@@ -112,7 +144,7 @@ class Plans:
                 "have other ages, and the run other bits."
             )
         if (counts := counts_for(self.replicas, workers, self.made.setup.homes)) is None:
-            raise PlanError(f"The run needs {len(self.replicas)} workers, so that each stage has one.")
+            return self.assembled(self.planned_for(workers))
         return self._kept(*regroup(self.planned, self.made, counts, self._next))
 
     def regrouped(self, counts: tuple[int, ...]) -> Assembled:

@@ -64,7 +64,10 @@ class Recovered:
 
     def told(self) -> dict[str, Any]:
         """What events.jsonl says of it."""
-        plan = {} if self.plan is None else {"num_stages": self.plan.plan.partition.num_stages}
+        plan: dict[str, Any] = {}
+        if self.plan is not None:
+            counts = self.plan.plan.partition.replicas
+            plan = {"num_stages": len(counts)} | ({"replicas": list(counts)} if max(counts) > 1 else {})
         times = {f"{name}_s": round(took_s, 3) for name, took_s in self.seconds.items()}
         lost = {"lost": list(self.lost)} if self.lost else {}
         return {"replaced": list(self.replaced), **lost, **plan, **times, "moved_bytes": self.moved_bytes}
@@ -173,12 +176,19 @@ class Recoverer(Protocol):
             StageError, LinkError: it failed again meanwhile.
         """
 
-    def resize(self, num_stages: int, step: int, planned: Planned | None = None) -> Recovered:
+    def resize(
+        self,
+        num_stages: int,
+        step: int,
+        planned: Planned | None = None,
+        replicas: int | tuple[int, ...] | None = None,
+    ) -> Recovered:
         """Between two steps, give the run a plan of so many stages and move what changes hands.
 
         Args:
             step: steps that every stage has done.
             planned: the plan, where it has been made already; its generation does not count.
+            replicas: of every stage, one number for all or one for each; None for as many as were configured.
 
         Raises:
             PlanError: there is no such plan, or no place for it; the run can go on as it was.

@@ -21,8 +21,9 @@ from raypipe.planner.replan import Offer, Question, Replanner, answer, can_be_cu
 from raypipe.planner.tune import ASSUMED_LINK
 from raypipe.planner.tune.again import line_of
 from raypipe.runtime.run.blueprint import Blueprint
+from raypipe.runtime.run.later import another
 from raypipe.runtime.run.memory_limits import MemoryLimits
-from raypipe.runtime.run.planning import another, known_request
+from raypipe.runtime.run.planning import known_request
 
 __all__ = ["Replanning", "replanning_of"]
 

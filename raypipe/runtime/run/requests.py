@@ -24,11 +24,19 @@ class Resize:
     Attributes:
         planned: the plan for them; None where one is to be made.
         reason: why, for people.
+        num_replicas: of every stage, one number for all or one for each; None for as many as were configured.
         error: why the run does not have it; None where it has.
     """
 
-    def __init__(self, num_stages: int, planned: Planned | None = None, reason: str = "asked for") -> None:
+    def __init__(
+        self,
+        num_stages: int,
+        planned: Planned | None = None,
+        reason: str = "asked for",
+        num_replicas: int | tuple[int, ...] | None = None,
+    ) -> None:
         self.num_stages, self.planned, self.reason = num_stages, planned, reason
+        self.num_replicas = num_replicas
         self.done = threading.Event()
         self.error: RaypipeError | None = None
 
@@ -87,17 +95,22 @@ class Requests:
             fleet.halt()
 
     def resize(
-        self, num_stages: int, timeout_s: float, planned: Planned | None = None, reason: str = "asked for"
+        self,
+        num_stages: int,
+        timeout_s: float,
+        planned: Planned | None = None,
+        reason: str = "asked for",
+        num_replicas: int | tuple[int, ...] | None = None,
     ) -> None:
         """Have the run go on with so many stages; waits until it does.
 
         Args:
-            planned, reason: as in ``Resize``.
+            planned, reason, num_replicas: as in ``Resize``.
 
         Raises:
             PlanError: there is no such plan, no place for it, or nobody is there to make one.
         """
-        asked = Resize(num_stages, planned, reason)
+        asked = Resize(num_stages, planned, reason, num_replicas)
         with self._lock:
             if self._resize is not None or self._fleet is None or self.stop_reason:
                 why = self.stop_reason or ("it is being resized" if self._resize else "it has not begun")

@@ -49,8 +49,8 @@ class ThreadConnection:
     def checkpoint(self) -> None:
         self._requests.checkpoint()
 
-    def resize(self, num_stages: int, timeout_s: float) -> None:
-        self._requests.resize(num_stages, timeout_s)
+    def resize(self, num_stages: int, timeout_s: float, num_replicas: int | tuple[int, ...] | None = None) -> None:
+        self._requests.resize(num_stages, timeout_s, num_replicas=num_replicas)
 
     def predicted(self) -> Timeline | None:
         return self._predicted

@@ -52,6 +52,7 @@ class Recovery:
         tensors: that the run began with.
         spares: that are started again when one was used; of a run that may change its number of workers, its growth.
         charter: (plan, size asked for) -> what a later driver needs to know of a run that has this plan.
+        asked: the size that somebody asked an earlier driver for.
     """
 
     def __init__(
@@ -63,13 +64,14 @@ class Recovery:
         tensors: StoredTensors,
         spares: Spares | Growth,
         charter: Callable[[Planned, Asked | None], bytes],
+        asked: Asked | None = None,
     ) -> None:
         self._spares, self._growth = spares, spares if isinstance(spares, Growth) else None
-        self._charter, self._plans = charter, Plans(blueprint, planned, made)
+        self._charter, self._plans = charter, Plans(blueprint, planned, made, asked)
         self._fleet, self._blueprint, self._tensors = fleet, blueprint, tensors
         self.replanning = replanning_of(blueprint, self._plans.first, self._plans.limits)
         self.groups: Regrouper | None = None
-        if self._plans.replicas:
+        if made.setup.lanes > 1:  # there may be replicas
             self.groups = Regrouping(fleet, self._plans, self._keep_charter, spares.refill)
         self._replaying = Replaying(fleet, self._plans, self._keep_charter, spares.refill)
         self.replays: Replayer | None = self._replaying
@@ -133,11 +135,7 @@ class Recovery:
         Raises:
             PlanError: there is none.
         """
-        return self._plans.planned_for(workers, self._asked)
-
-    @property
-    def _asked(self) -> Asked | None:
-        return None if self._growth is None else self._growth.asked
+        return self._plans.planned_for(workers)
 
     @contextlib.contextmanager
     def growing(
@@ -156,17 +154,25 @@ class Recovery:
         with contextlib.closing(self._growth):
             yield
 
-    def resize(self, num_stages: int, step: int, planned: Planned | None = None) -> Recovered:
+    def resize(
+        self,
+        num_stages: int,
+        step: int,
+        planned: Planned | None = None,
+        replicas: int | tuple[int, ...] | None = None,
+    ) -> Recovered:
         """See Recoverer."""
         with self._refusing():
-            clock, fleet = Laps(), self._fleet
-            made = self._plans.of_stages(num_stages, None) if planned is None else self._plans.assembled(planned)
+            clock, fleet, plans = Laps(), self._fleet, self._plans
+            made = plans.resized(num_stages, replicas) if planned is None else plans.assembled(planned)
             clock.lap("plan")
             # Who asked for a size waits for places; a run that grows by itself has its workers, or does without.
             fleet.grow(made.setup.num_workers, PLACE_TIMEOUT_S if planned is None else None)
             clock.lap("workers")
             fleet.keep_copy(step, send=False)
-            asked = None if planned is not None else Asked(num_stages, made.setup.num_workers)
+            asked = None
+            if planned is None:
+                asked = Asked(num_stages, made.setup.num_workers, made.plan.plan.partition.replicas)
             self._hand_over(made, step, asked=asked)
             fleet.end_spares(keep=self._spares.count)
             clock.lap("move")
@@ -247,7 +253,8 @@ class Recovery:
         """Give workers a plan, with the state of this step, of which every stage has just taken a copy.
 
         Args:
-            asked: it is of this size because somebody asked for it: a run that may change its size grows no further.
+            asked: it is of this size because somebody asked for it: a run that may change its size grows no further,
+                and one with replicas has as many from now on.
 
         Raises:
             StageLostError: a copy is not there any more. No older state will do: the run has not gone back.
@@ -262,8 +269,9 @@ class Recovery:
         except CheckpointError as error:
             raise StageLostError(f"The run could not change its plan: {error}") from None
         self._plans.made = made
-        if asked is not None and self._growth is not None:
-            self._growth.wants(asked)
+        if asked is not None:
+            self._plans.asked = asked
+            self._spares.wants(asked)
         self._keep_charter(made)
 
     def _fewer(self, error: PlanError) -> Assembled | None:
@@ -322,7 +330,7 @@ class Recovery:
     def _keep_charter(self, made: Assembled) -> None:
         """Have every worker keep what a later driver needs."""
         names = [name for name in sorted(self._tensors.names) if name not in made.run.persistent]
-        charter = self._charter(self._plans.planned_of(made), self._asked)
+        charter = self._charter(self._plans.planned_of(made), self._plans.asked)
         self._fleet.keep_charter(charter, self._tensors, names)
 
     def _restore(

@@ -6,11 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from raypipe.engine.rundir import RunFolder
 from raypipe.errors import RaypipeError
+from raypipe.runtime.run.planned import Asked
+from raypipe.runtime.run.spec import RunSpec
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.places import AWAY, PLACE_TIMEOUT_S
 
-__all__ = ["Spares"]
+__all__ = ["Spares", "spares_of"]
 
 POLL_S, SLOW_POLL_S = 0.25, 2.0
 AGAIN_S = 10.0
@@ -22,17 +25,29 @@ class Spares:
 
     Args:
         count: of all members.
+        offered: of these, where no more are needed.
         event: (decision, reason) notes that one is ready, or could not be started, which ends nothing.
         join: is called when there is one that a run with replicas can take in, which waits for its place as long as it
-            takes; None for a run without replicas.
+            takes; None for a run that never has replicas.
     """
 
     def __init__(
-        self, fleet: Fleet, count: int, event: Callable[[str, str], None], join: Callable[[], None] | None = None
+        self,
+        fleet: Fleet,
+        count: int,
+        event: Callable[[str, str], None],
+        join: Callable[[], None] | None = None,
+        offered: int = 0,
     ) -> None:
         self._fleet, self.count, self._event, self._join = fleet, count, event, join
+        self._offered = offered
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+
+    def wants(self, asked: Asked) -> None:
+        """From now on the run is to have as many workers as somebody asked for, where those that are lost come back."""
+        if self._join is not None and self.count:
+            self.count = max(self._offered, asked.workers)
 
     def refill(self) -> None:
         """Start those that are missing, in the background; one that is there already may be taken in at once."""
@@ -81,3 +96,15 @@ class Spares:
                     return False
             time.sleep(SLOW_POLL_S if told else POLL_S)
         return not places.closed
+
+
+def spares_of(fleet: Fleet, spec: RunSpec, wanted: int, join: Callable[[], None]) -> Spares:
+    """Of one run.
+
+    Args:
+        wanted: workers that a run in lanes is to have; 0 of any other.
+        join: see Spares.
+    """
+    offered = spec.num_workers or 0
+    count = max(offered, wanted) if spec.max_failures else 0
+    return Spares(fleet, count, RunFolder(spec.place).event, join if wanted else None, offered)

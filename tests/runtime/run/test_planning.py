@@ -18,8 +18,11 @@ from raypipe.errors import PlanError
 from raypipe.ir.report import StepRecord, StepReport
 from raypipe.runtime.run.blueprint import assemble
 from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.later import another
 from raypipe.runtime.run.loop import run_loop
-from raypipe.runtime.run.planning import another, plan_for
+from raypipe.runtime.run.planned import Asked
+from raypipe.runtime.run.planning import plan_for
+from raypipe.runtime.run.plans import Plans, wanted_workers
 from raypipe.runtime.run.requests import Requests
 from tests.exactness import same_bits
 from tests.models import CASES, Paced
@@ -93,6 +96,79 @@ def test_another_number_of_stages_goes_on_with_the_same_bits(
     found, wanted = load_state_dict(tmp_path / "changed"), load_state_dict(alone.checkpoint)
     assert found.keys() == wanted.keys()
     assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
+
+
+SHAPES = {
+    "1f1b": ({"num_replicas": 2}, [(2, None), (2, 1), (3, (2, 1, 1)), (1, 2)]),
+    "zb-v": ({"num_replicas": 2, "num_stages": 4}, [(4, None), (4, 1), (2, 2)]),
+}
+"""What a run is configured with, and the stages and replicas that it has one after the other."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SHAPES)
+def test_other_stages_and_replicas_in_the_same_lanes_go_on_with_the_same_bits(schedule: str, tmp_path: Path) -> None:
+    given, shapes = SHAPES[schedule]
+    made = trainer(tmp_path, "changed", "noisy", schedule=schedule, **given)
+    job = made._prepared()
+    blueprint = made._blueprint(job, STEPS, local=True)
+    plans = Plans(blueprint, job.planned, assemble(blueprint, job.planned))
+    for number, (stages, replicas) in enumerate(shapes, 1):
+        made_of = plans.made if number == 1 else plans.resized(stages, replicas)
+        assert made_of.plan.plan.partition.replicas == (
+            (2,) * stages if replicas is None else replicas if isinstance(replicas, tuple) else (replicas,) * stages
+        )
+        assert made_of.setup.lanes == 2
+        fleet, requests = LocalFleet(made_of.run, made_of.setup, job.tensors), Requests()
+        try:
+            watcher = StopsAfter(requests, STEPS * number // len(shapes))
+            run_loop(fleet, blueprint.spec, made_of.plan, watcher, requests)
+        finally:
+            fleet.stop()
+    alone = trainer(tmp_path, "alone", "noisy", num_lanes=2).fit(STEPS, local=True, progress=False)
+    found, wanted = load_state_dict(tmp_path / "changed"), load_state_dict(alone.checkpoint)
+    assert [key for key in wanted if not same_bits(found[key], wanted[key])] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "words"),
+    [
+        ({"num_replicas": [2, 1]}, (3, None), r"\(2, 1\) speaks of 2 stages. .* resize\(3, num_replicas=1\)"),
+        ({"num_replicas": 2}, (2, (3, 1)), r"num_replicas=\(3, 1\): .* 2 lanes, .* than 2 replicas.* num_lanes=6"),
+        ({}, (2, 2), "num_replicas=2: the run sums gradients in one lane, .* more than 1 replica. .* num_lanes=2"),
+        (
+            {"num_replicas": 2, "schedule": "pipedream"}, (2, 1),
+            "num_replicas=2-2 with schedule='pipedream': how old weights are follows from stages and replicas",
+        ),
+        ({"num_replicas": 2, "schedule": "zb-v"}, (4, (2, 2, 1, 2)), "'zb-v'.* num_replicas=2"),
+    ],
+)  # fmt: skip
+def test_a_resize_that_would_change_bits_is_refused_by_name(
+    given: dict[str, Any], asked: tuple[int, Any], words: str, tmp_path: Path
+) -> None:
+    made = trainer(tmp_path, "run", "mlp", **given)
+    job = made._prepared()
+    blueprint = made._blueprint(job, STEPS, local=True)
+    with pytest.raises(PlanError, match=words):
+        Plans(blueprint, job.planned, assemble(blueprint, job.planned)).resized(*asked)
+
+
+def test_what_a_run_is_to_have_follows_what_was_asked_for_last(tmp_path: Path) -> None:
+    """Also for a later driver, while replicas are missing; fewer workers than stages have fewer stages."""
+    job = (made := trainer(tmp_path, "run", "mlp", num_replicas=[2, 1]))._prepared()
+    blueprint = made._blueprint(job, STEPS, local=True)
+    plans = Plans(blueprint, job.planned, assemble(blueprint, job.planned))
+    assert (plans.replicas, plans.for_fewer(2).plan.plan.partition.replicas) == ((2, 1), (1, 1))
+    assert plans.for_fewer(1).plan.plan.partition.replicas == (1,)
+    plans.made = plans.resized(2, (1, 2))
+    plans.asked = Asked(2, 3, (1, 2))
+    lost = plans.regrouped((1, 1))
+    later = Plans(blueprint, plans.planned, lost, plans.asked)
+    assert later.replicas == plans.replicas == (1, 2)
+    assert wanted_workers(job.basis.request, lost.plan.plan, plans.asked) == 3
+    assert later.planned_for(2).plan.partition.replicas == (1, 1)
+    plans.asked = Asked(2, 2, (1, 1))
+    assert plans.replicas == ()
 
 
 def test_a_plan_that_parts_mini_batches_otherwise_is_refused(tmp_path: Path) -> None:

@@ -59,9 +59,16 @@ def stopped(handle: RunHandle) -> tuple[int, str]:
     return handle.status().step, result.checkpoint
 
 
-def test_a_run_begins_with_what_there_is_and_grows_when_more_comes(cluster: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "alone"),
+    [({}, {"num_stages": 3}), ({"num_stages": 2, "num_replicas": [2, 1]}, {"num_lanes": 2})],
+    ids=["stages", "replicas"],
+)
+def test_a_run_begins_with_what_there_is_and_grows_when_more_comes(
+    cluster: None, tmp_path: Path, given: dict[str, Any], alone: dict[str, Any]
+) -> None:
     with somebody_else(2) as other:
-        handle = growing(tmp_path, "grows", (2, 3)).start(ENDLESS)
+        handle = growing(tmp_path, "grows", (2, 3), **given).start(ENDLESS)
         reached(handle, 5)
         first = handle.status().stages
         assert len(first) == 2
@@ -74,7 +81,7 @@ def test_a_run_begins_with_what_there_is_and_grows_when_more_comes(cluster: None
     assert {one["process"] for one in first} < {one["process"] for one in grown}
     (resize,) = events(tmp_path / "grows", "resize")
     assert resize["reason"] == "1 more worker came"
-    assert as_undisturbed(tmp_path, checkpoint, "noisy", steps, num_stages=3) == []
+    assert as_undisturbed(tmp_path, checkpoint, "noisy", steps, **alone) == []
 
 
 def test_too_few_workers_are_waited_for_with_a_line_that_says_for_what(cluster: None, tmp_path: Path) -> None:

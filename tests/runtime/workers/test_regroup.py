@@ -14,6 +14,7 @@ from ray.train import FailureConfig
 
 from raypipe import PipelineTrainer, load_state_dict
 from raypipe.api.handle import RunHandle
+from raypipe.errors import PlanError
 from tests.exactness import same_bits
 from tests.runs.test_replicas import trainer
 from tests.runtime.workers.test_recovery import events, reached
@@ -43,7 +44,10 @@ def as_undisturbed(folder: Path, checkpoint: str, steps: int, **pipeline: Any) -
 
 
 def test_a_run_goes_on_without_a_replica_until_another_one_joins(local_ray: None, tmp_path: Path) -> None:
-    """2-1: the replica of stage 0 that leads; when another one is there, the only worker of stage 1."""
+    """2-1: the replica of stage 0 that leads; when another one is there, the only worker of stage 1.
+
+    Then it is resized to 1-1 and to 1-2-1, which loses a replica again.
+    """
     handle, folder = (
         surviving(tmp_path, "lost", num_replicas=[2, 1], eval_interval_steps=50).start(MOST),
         tmp_path / "lost",
@@ -60,12 +64,25 @@ def test_a_run_goes_on_without_a_replica_until_another_one_joins(local_ray: None
     os.kill(after[2], signal.SIGKILL)
     wait_until(lambda: bool(events(folder, "recovery")), WAIT_S)
     reached(handle, 20 + handle.status().step)
+    handle.resize(2, num_replicas=1)
+    reached(handle, 20 + handle.status().step)
+    with pytest.raises(PlanError, match=r"num_replicas=\(1, 3\): the run sums gradients in 2 lanes, .* num_lanes=6"):
+        handle.resize(2, num_replicas=[1, 3])
+    handle.resize(3, num_replicas=[1, 2, 1])
+    assert len(processes(handle)) == 4
+    reached(handle, 20 + handle.status().step)
+    os.kill(processes(handle)[1], signal.SIGKILL)
+    wait_until(lambda: len(events(folder, "join")) == 2, WAIT_S)
+    reached(handle, 20 + handle.status().step)
     handle.stop()
     result = handle.wait(timeout_s=WAIT_S)
     steps = handle.status().step
     assert as_undisturbed(tmp_path, result.checkpoint, steps, num_lanes=2) == []
     assert [row["step"] for row in pq.read_table(folder / "metrics.parquet").to_pylist()] == list(range(steps))
-    (regrouped,), (recovered,) = events(folder, "regroup"), events(folder, "recovery")
-    assert (regrouped["lost"], regrouped["replaced"]) == (["Replica 0 of stage 0"], [])
+    (first, second), (recovered,) = events(folder, "regroup"), events(folder, "recovery")
+    assert [lost["lost"] for lost in (first, second)] == [["Replica 0 of stage 0"], ["Replica 0 of stage 1"]]
+    assert first["replaced"] == []
+    resized = events(folder, "resize")
+    assert [(one["num_stages"], one.get("replicas")) for one in resized] == [(2, None), (3, [1, 2, 1])]
     # nobody but its holder has the state of a stage without replicas
     assert (recovered["reason"], recovered["replaced"]) == ("from copies in memory", ["Stage 1"])

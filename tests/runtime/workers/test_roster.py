@@ -10,9 +10,10 @@ import ray
 from raypipe import load_state_dict
 from raypipe.engine.checkpoint import find_checkpoint
 from raypipe.runtime.run.blueprint import Blueprint, assemble
+from raypipe.runtime.run.later import another
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.planned import Planned
-from raypipe.runtime.run.planning import another, plan_for
+from raypipe.runtime.run.planning import plan_for
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.packing import stored
