@@ -46,8 +46,9 @@ class AllReduce:
     Args:
         placement: who the replicas are, and which lanes each has.
         sink: of the stage.
-        send: (worker, action, tensors) hands a message to another worker, from any thread.
-        receive: (worker, the sender's action) waits for one, in any thread.
+        send: (worker, action, tensors, how many of these lie in host memory: the first ones) hands a message to another
+            worker, from any thread.
+        receive: (worker, the sender's action, how many are to lie in host memory) waits for one, in any thread.
         codec: "bf16" rounds sums of lanes before they are added up in their own type, and the totals: half the bytes.
             Those that stay here are rounded too, so that the result depends on the lanes alone.
     """
@@ -57,8 +58,8 @@ class AllReduce:
         stage: int,
         placement: Placement,
         sink: GradientSink,
-        send: Callable[[int, Action, Tensors], None],
-        receive: Callable[[int, Action], tuple[torch.Tensor | None, ...]],
+        send: Callable[[int, Action, Tensors, int], None],
+        receive: Callable[[int, Action, int], tuple[torch.Tensor | None, ...]],
         codec: str = "none",
     ) -> None:
         self._stage, self._placement, self._sink = stage, placement, sink
@@ -126,8 +127,8 @@ class AllReduce:
             reached, total = self._summed(chunk, scatter)
             total = self._rounded(total)
             for peer in self._peers:
-                self._send(peer, gather, (total,))
-            totals = {me: total} | {peer: self._receive(peer, gather)[0] for peer in self._peers}
+                self._send(peer, gather, (total,), 0)
+            totals = {me: total} | {peer: self._receive(peer, gather, 0)[0] for peer in self._peers}
             for site, is_reached in zip(chunk.sites, map(any, zip(*reached.values(), strict=True)), strict=True):
                 if site not in known:
                     known.add(site)
@@ -140,14 +141,13 @@ class AllReduce:
         me = self._placement.worker
         own = {lane: self._sink.sums_of(lane, chunk.sites) for lane in self._placement.lanes_of(me)}
         there = torch.tensor([[x is not None for x in sums] for sums in own.values()], dtype=torch.uint8)
-        there = there.to(chunk.place)
         flat = {lane: x if (x := chunk.flattened(sums)) is None else self._rounded(x) for lane, sums in own.items()}
         for peer in self._peers:
-            self._send(peer, scatter, [there, *(chunk.slice_of(peer, x) for x in flat.values())])
+            self._send(peer, scatter, [there, *(chunk.slice_of(peer, x) for x in flat.values())], 1)
         slices = {lane: chunk.slice_of(me, x) for lane, x in flat.items()}
         reached: dict[int, list[int]] = dict(zip(own, there.tolist(), strict=True))
         for peer in self._peers:
-            theirs, *pieces = self._receive(peer, scatter)
+            theirs, *pieces = self._receive(peer, scatter, 1)
             assert theirs is not None
             lanes = self._placement.lanes_of(peer)
             reached |= zip(lanes, theirs.tolist(), strict=True)

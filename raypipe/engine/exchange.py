@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from raypipe.engine.all_reduce import AllReduce
-from raypipe.engine.channel import Channel, Message
+from raypipe.engine.channel import Channel
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CpuDevice, Crosses
 from raypipe.engine.placement import Placement
@@ -87,17 +87,18 @@ class Exchange:
         for all_reduce in self._all_reduce.values():
             all_reduce.abandon()
 
-    def _hand_over(self, stage: int, worker: int, action: Action, tensors: Tensors) -> None:
+    def _hand_over(self, stage: int, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
         self._works[stage].exchanged_bytes += sum(x.nbytes for x in tensors if x is not None)
-        self._channels[worker].send(action, self._crossing.to_host(tensors, Crosses.REDUCED), 0)
+        copied = self._crossing.to_host(tensors[in_host:], Crosses.REDUCED)
+        self._channels[worker].send(action, (*tensors[:in_host], *copied), 0)
 
-    def _wait_for(self, stage: int, worker: int, action: Action) -> Message:
+    def _wait_for(self, stage: int, worker: int, action: Action, in_host: int) -> tuple[torch.Tensor | None, ...]:
         try:
             message = self._channels[worker].recv(action, self._timeout_s)
         except LinkError as error:
             label = Action(stage, Op.REDUCE_GRAD, action.microbatch).label
             raise type(error)(f"Stage {stage} in {label}: {error}") from error
-        return self._crossing.message(message, Crosses.REDUCED)
+        return (*message[:in_host], *self._crossing.to_device(message[in_host:], Crosses.REDUCED))
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, int]:

@@ -107,8 +107,8 @@ def test_chunks_change_no_bit_and_memory_is_as_planned(
     works = [
         AllReduce(
             0, placement, sink,
-            lambda peer, action, tensors, me=placement.worker: ends[me, peer].send(action, tensors),
-            lambda peer, action, me=placement.worker: ends[me, peer].recv(action, TIMEOUT_S),
+            lambda peer, action, tensors, _, me=placement.worker: ends[me, peer].send(action, tensors),
+            lambda peer, action, _, me=placement.worker: ends[me, peer].recv(action, TIMEOUT_S),
         )
         for placement, sink in zip(placements, sinks, strict=True)
     ]  # fmt: skip
@@ -178,14 +178,14 @@ def test_sums_in_bf16_are_those_of_an_emulator_for_any_number_of_replicas(
     sinks = [sink_of(lanes, dtypes) for _ in range(replicas)]
 
     def work(me: int) -> None:
-        def send(peer: int, action: Any, tensors: Any) -> None:
+        def send(peer: int, action: Any, tensors: Any, _: int) -> None:
             sent_bytes[me] += sum(x.nbytes for x in tensors if x is not None and x.dtype != torch.uint8)
             ends[me, peer].send(action, tensors)
 
         placement = Placement((tuple(range(replicas)),), me, lanes)
         for lane in placement.lanes_of(me):
             fill(sinks[me], lane, 0)
-        receive = lambda peer, action: ends[me, peer].recv(action, TIMEOUT_S)  # noqa: E731
+        receive = lambda peer, action, _: ends[me, peer].recv(action, TIMEOUT_S)  # noqa: E731
         with torch.no_grad():
             AllReduce(0, placement, sinks[me], send, receive, "bf16").run(0)
 

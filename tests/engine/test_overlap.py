@@ -50,13 +50,13 @@ class Pair:
         """That a replica has told its first totals."""
 
         def works(me: int) -> AllReduce:
-            def send(peer: int, action: Action, tensors: object) -> None:
+            def send(peer: int, action: Action, tensors: object, _: int) -> None:
                 ends[me].send(action, tensors)  # type: ignore[arg-type]
                 if action.op is Op.STEP:
                     self.gathered[me].set()
 
             placement = Placement(((0, 1),), me, REPLICAS)
-            return AllReduce(0, placement, self.sinks[me], send, lambda _, action: ends[me].recv(action, TIMEOUT_S))
+            return AllReduce(0, placement, self.sinks[me], send, lambda _, action, __: ends[me].recv(action, TIMEOUT_S))
 
         self.works = [works(me) for me in range(REPLICAS)]
 

@@ -37,6 +37,20 @@ _LIBRARIES = (
     "torch", "numpy", "transformers", "datasets", "pyarrow", "pandas", "raypipe", "builtins", "collections",
     "functools", "typing", "logging",
 )  # fmt: skip
+_STATELESS = (
+    "builtins",
+    "_thread",
+    "threading",
+    "logging",
+    "random",
+    "io",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "datasets",
+    "ray",
+)
+"""Objects of these count by their class: what they hold differs from process to process, or is data."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has; those that matter are looked at by name."""
@@ -185,7 +199,7 @@ def _source(cls: type) -> str:
 
 
 def _has_state(value: Any) -> bool:
-    return _root(type(value)) not in ("builtins", "_thread") and bool(_state(value))
+    return _root(type(value)) not in _STATELESS and bool(_state(value))
 
 
 def _state(value: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -72,6 +71,7 @@ def steps_of(captured: Capture, program: StageProgram) -> Steps:
     function = program.train
     assert isinstance(function, SequentialFunction)
     sites = tuple(tuple(place[site] for site in child.sites.values()) for child in function.children)
+    words = functools.cache(lambda position: described(function.children[position].module))
 
     def run(
         leaves: Sequence[torch.Tensor],
@@ -87,7 +87,7 @@ def steps_of(captured: Capture, program: StageProgram) -> Steps:
         for position, child in enumerate(own.children):
             if child.changes_input and x.untyped_storage().data_ptr() == arrived.untyped_storage().data_ptr():
                 x = x.clone()
-            call = _Child(own, position)
+            call = _Child(own, position, words)
             with untraced_checkpoints(bind), computing(own.precision):
                 x = observe(position, call, (x,), {})
         return (x,)
@@ -97,17 +97,18 @@ def steps_of(captured: Capture, program: StageProgram) -> Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """One child as a call."""
+    """One child as a call.
+
+    Attributes:
+        words: (position) -> what the child there does.
+    """
 
     function: SequentialFunction
     position: int
+    words: Callable[[int], str]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.function.run_child(self.position, x, KEY)
-
-
-_described: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
-"""Of skeletons, which nobody changes: every pass of a profile asks."""
 
 
 def child_of(call: Callable[..., Any]) -> str | None:
@@ -115,9 +116,7 @@ def child_of(call: Callable[..., Any]) -> str | None:
     if not isinstance(call, _Child):
         return None
     child = call.function.children[call.position]
-    if child.module not in _described:
-        _described[child.module] = described(child.module)
-    return f"{_described[child.module]}; draws {child.num_draws}, changes input {child.changes_input}"
+    return f"{call.words(call.position)}; draws {child.num_draws}, changes input {child.changes_input}"
 
 
 def _traced_steps(analysis: Analysis, program: StageProgram, place: Mapping[Any, int]) -> Steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import subprocess
 import sys
@@ -22,10 +23,12 @@ from raypipe.engine.profiling.measure import Bench
 from tests.sources import ROOT
 
 ROUNDS = 2
+LOGGER = logging.getLogger(__name__)
 COLUMNS = {0: torch.ones(4, 4), 1: torch.ones(4, 4)}
 
 
 def turned(x: torch.Tensor, times: int) -> torch.Tensor:
+    LOGGER.debug("turned")
     for _ in range(times * ROUNDS):
         x = torch.tanh(x)
     return x
@@ -78,6 +81,8 @@ def test_code_counts_and_so_do_globals_and_hooks(monkeypatch: pytest.MonkeyPatch
     hooked.inner.register_forward_hook(lambda module, args, output: turned(output, 5))
     assert len({described(x) for x in (plain, more, hooked)}) == 3
     before = described(plain)
+    logging.getLogger(f"{__name__}.another")
+    assert described(Turning(2)) == before, "what a logger holds is no matter of time"
     monkeypatch.setattr(sys.modules[__name__], "ROUNDS", 3)
     assert described(Turning(2)) != before
 
