@@ -13,6 +13,9 @@ With one lane the order is that of the micro-batches, as in plain PyTorch.
 
     micro-batches 0 2 4 --> lane 0 --+
     micro-batches 1 3 5 --> lane 1 --+--> sum over sites --> parameter.grad
+
+Where every lane has one micro-batch of an update, and all lanes are here, their sum in the order of lanes is that of
+the micro-batches as they come: one set of accumulators will do, as for the last stage of 15-1.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from functools import partial
 import torch
 
 from raypipe.engine.stage import Site, StageProgram
+from raypipe.ir.schedule import in_lane_order, lane_of
 
 __all__ = ["EARLY_BYTES", "LARGE_BYTES", "Accumulators", "GradientSink"]
 
@@ -41,6 +45,7 @@ class GradientSink:
     Args:
         lanes: into which gradients are summed.
         exchanged: replicas wait for gradients, so that smaller ones are added as soon as they are known.
+        apart: sums of lanes are wanted one by one: they are rounded, or an update may join the next one.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class GradientSink:
         lanes: int = 1,
         *,
         exchanged: bool = False,
+        apart: bool = False,
     ) -> None:
         self._program = program
         self._parameters = parameters
@@ -60,6 +66,7 @@ class GradientSink:
         self._sums_of_lanes: list[list[torch.Tensor | None]] = [[None] * len(self._sites) for _ in range(lanes)]
         self._kept: list[list[torch.Tensor]] = [[] for _ in self._sites]  # memory that any lane may use again
         self.use_lane(0)
+        self._at_once = not (exchanged or apart)
         self._large_bytes = EARLY_BYTES if exchanged else LARGE_BYTES
         self._told: Callable[[int], None] | None = None
         self._number = {position: number for number, position in enumerate(self._trained_at)}
@@ -71,6 +78,17 @@ class GradientSink:
     def use_lane(self, lane: int) -> None:
         """What is added from now on belongs to this lane; 0 at first, and after ``close``."""
         self._sums = self._sums_of_lanes[lane]
+
+    def enter(self, microbatch: int, interval: int) -> None:
+        """What is added from now on is of this micro-batch, and micro-batches come in their order.
+
+        Args:
+            microbatch: counted as in ``lane_of``.
+            interval: micro-batches per update.
+        """
+        lanes = len(self._sums_of_lanes)
+        at_once = self._at_once and in_lane_order(microbatch, interval, lanes)
+        self.use_lane(0 if at_once else lane_of(microbatch, interval, lanes))
 
     def watch(self, position: int, leaf: torch.Tensor) -> None:
         """Add the gradients of this leaf as soon as they are known, if they are large.

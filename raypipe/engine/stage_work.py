@@ -68,8 +68,7 @@ class StageWork:
     ) -> None:
         programs, settings, weights = setup.programs, run.settings, setup.weights
         self.program = programs[stage]
-        self.stage, self.worker = stage, worker
-        self.last = stage == len(programs) - 1
+        self.stage, self.worker, self.last = stage, worker, stage == len(programs) - 1
         self.state = state
         self.settings = settings
         self._channels = channels
@@ -79,7 +78,8 @@ class StageWork:
         self._co_located = placement.co_located(stage)
         self._lanes, self._leads = placement.lanes, placement.leads
         self._codecs = setup.codecs
-        self.sink = GradientSink(self.program, state.parameters, self._lanes, exchanged=len(placement.replicas) > 1)
+        exchanged, apart = len(placement.replicas) > 1, settings.codec_sums != "none" or weights.puts_off
+        self.sink = GradientSink(self.program, state.parameters, self._lanes, exchanged=exchanged, apart=apart)
         kept = weights.rule, weights.capacity(stage), weights.ahead, len(placement.replicas)
         self.ring = WeightRing(self.program, state.parameters, *kept, self.sink.watch)
         self._in_flight = InFlight(self.sink, self.ring, sends_input_grads=stage > self.program.first_trainable)
@@ -233,7 +233,7 @@ class StageWork:
                 if stage - 1 in self._co_located and stage > self.program.first_trainable:
                     self._send_back(Action(stage, Op.SEND_B, microbatch))
             case Op.W:
-                self.sink.use_lane(self._lane(microbatch))
+                self.sink.enter(microbatch - self._segment.first_microbatch, self._segment.interval)
                 self._in_flight.backward_weight(microbatch)
             case Op.SEND_F:
                 self._send_forward(action)
@@ -297,7 +297,7 @@ class StageWork:
         return lane_of(within, segment.interval, self._lanes) if self._training else 0
 
     def _backward(self, op: Op, microbatch: int) -> None:
-        self.sink.use_lane(self._lane(microbatch))
+        self.sink.enter(microbatch - self._segment.first_microbatch, self._segment.interval)
         if op is Op.I:
             self._in_flight.backward_input(microbatch)
         elif microbatch == self.split_microbatch:

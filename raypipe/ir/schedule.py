@@ -17,7 +17,7 @@ from raypipe.ir.packed import OP_CODE, PackedRow
 
 __all__ = [
     "COMPUTE", "OF_UPDATES", "Action", "Homes", "Op", "Row", "Schedule", "Wiring", "dependencies", "groups_in",
-    "lane_of", "parse_action", "single_homes",
+    "in_lane_order", "lane_of", "parse_action", "single_homes",
 ]  # fmt: skip
 
 
@@ -155,6 +155,15 @@ def lane_of(microbatch: Any, update_interval: int, lanes: int) -> Any:
     are smaller than that.
     """
     return (microbatch % update_interval if update_interval >= lanes else microbatch) % lanes
+
+
+def in_lane_order(microbatch: int, update_interval: int, lanes: int) -> bool:
+    """Whether the micro-batches of this one's update come lane after lane, each in one of its own.
+
+    Then summing up micro-batches as they come is summing up lanes in their order.
+    """
+    first = 0 if update_interval >= lanes else microbatch // update_interval * update_interval % lanes
+    return first + update_interval <= lanes
 
 
 def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:

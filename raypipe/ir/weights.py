@@ -45,6 +45,7 @@ class WeightPolicy:
         norm_per_stage: every stage takes the norm of its own gradients, waits for nobody, and clips it to
             max_grad_norm times the root of its share; False takes the norm of the whole model.
         shares: of the trainable numbers, by stage.
+        puts_off: some stage may have no room for a version that an update would make.
     """
 
     rule: VersionRule = VersionRule.NEWEST
@@ -54,6 +55,7 @@ class WeightPolicy:
     norm_per_stage: bool = False
     shares: tuple[float, ...] = ()
     intervals: tuple[int, ...] = ()
+    puts_off: bool = False
 
     def interval_of(self, stage: int) -> int:
         """Micro-batches per update of a stage of an asynchronous schedule."""

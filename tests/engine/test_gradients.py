@@ -110,6 +110,33 @@ def test_lanes_are_summed_in_their_order() -> None:
     assert kept[0] == kept[1]
 
 
+@pytest.mark.parametrize(
+    ("count", "lanes", "first", "sums"),
+    [(5, 5, 0, 1), (3, 5, 0, 1), (2, 5, 2, 1), (2, 5, 4, 2), (6, 5, 0, 5), (10, 5, 10, 5)],
+    ids=["each", "fewer", "later", "around", "one more", "twice"],
+)
+def test_lanes_of_one_micro_batch_each_are_summed_as_they_come(count: int, lanes: int, first: int, sums: int) -> None:
+    """To the bits of sums that are kept apart, in the memory of one; an update begins at any lane."""
+    program = program_of((Site("a", 0),), {"a": torch.nn.Parameter(torch.zeros(1000))})
+    draw = torch.Generator().manual_seed(2)
+    gradients_of = [torch.randn(1000, generator=draw) for _ in range(count)]
+    totals, held = [], []
+    for way in ({}, {"apart": True}, {"exchanged": True}):
+        parameters = {"a": torch.nn.Parameter(torch.zeros(1000))}
+        sink = GradientSink(program, parameters, lanes, **way)
+        for number, gradient in enumerate(gradients_of):
+            sink.enter(first + number, count)
+            sink.add([gradient])
+        held.append(sum(x is not None for of_lane in sink._sums_of_lanes for x in of_lane))
+        sink.close()
+        sink.finish(())
+        totals.append(parameters["a"].grad)
+    assert held == [sums, min(count, lanes), min(count, lanes)]
+    assert totals[0] is not None
+    assert all(torch.equal(totals[0], total) for total in totals[1:] if total is not None)
+    assert None not in totals
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "cnn", "unet", "buffers", "attention", "frozen-middle"])
 def test_whole_steps_are_exact_when_every_gradient_counts_as_large(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from raypipe.ir.schedule import Schedule
+from raypipe.ir.schedule import Schedule, in_lane_order
 from raypipe.ir.schedule_spec import ScheduleSpec, takes
+from raypipe.ir.weights import WeightPolicy
 from raypipe.planner.memory import MemoryModel, Resident
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.tune.request import AUTO_SLACK, Request
@@ -81,10 +82,18 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         state_copies=request.state_copies,
         # Once per worker, whose stages share it.
         reserve_bytes=-(-request.reserve_bytes * request.workers(num_stages) // num_stages),
-        gradient_factor=tuple(-(-spec.lanes // count) for count in request.replicas_of(num_stages)),
+        gradient_factor=tuple(_sums(request, policy, spec, count) for count in request.replicas_of(num_stages)),
         resident=counted,
         recompute=request.recomputes,
     )
+
+
+def _sums(request: Request, policy: WeightPolicy, spec: ScheduleSpec, replicas: int) -> int:
+    """Sums of gradients that a worker holds: one for each of its lanes, or a single one (``engine.gradients``)."""
+    alone = replicas == 1 and request.sums_factor == 1.0 and not policy.puts_off
+    if alone and in_lane_order(0, policy.interval or spec.num_microbatches, spec.lanes):
+        return 1
+    return -(-spec.lanes // replicas)
 
 
 @functools.lru_cache(maxsize=256)  # the same few numbers are asked for at every cut that is tried

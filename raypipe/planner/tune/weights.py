@@ -83,7 +83,9 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
     # Who must see the whole model's norm waits for all stages at every update.
     alone = interval < num_stages or not request.clips or bool(intervals)
     capacities = tuple(min(given, n) for n in needed)
-    return WeightPolicy(rule, interval, capacities, warmups[0], alone, intervals=intervals)
+    return WeightPolicy(
+        rule, interval, capacities, warmups[0], alone, intervals=intervals, puts_off=given < max(needed)
+    )
 
 
 def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:

@@ -106,6 +106,39 @@ def test_what_one_stage_holds_for_lanes_does_not_count_against_another() -> None
     assert [dict(stage.memory)["weights x 1"] // MIB for stage in stages] == [7, 1]
 
 
+@pytest.mark.parametrize(
+    ("given", "sums"),
+    [
+        ({}, 3),
+        ({"num_microbatches": 3}, 1),
+        ({"num_microbatches": 3, "sums_factor": 0.5}, 3),
+        ({"num_microbatches": 4}, 3),
+        ({"schedule": "pipedream"}, 1),
+        ({"schedule": "pipedream", "update_interval": 6}, 3),
+        ({"schedule": "pipedream", "num_stages": 4, "replicas": (2, 1, 1, 1), "update_interval": 2}, 1),
+        (
+            {
+                "schedule": "pipedream",
+                "num_stages": 4,
+                "replicas": (2, 1, 1, 1),
+                "weight_versions": 2,
+                "update_interval": 2,
+            },
+            2,
+        ),
+        ({"schedule": "2bw"}, 3),
+    ],
+)
+def test_a_stage_of_one_worker_holds_one_sum_where_each_lane_has_one_micro_batch(
+    given: dict[str, object], sums: int
+) -> None:
+    """Not where sums are rounded one by one, nor where an update may be put off and joins the next (``weights``)."""
+    found = decide(dataclasses.replace(FIXED, **{"replicas": (3, 1), **given}), chain(4))
+    held = [dict(stage.memory)["gradients"] for stage in found.prediction.stages]
+    first, *others = (stage.param_bytes for stage in found.partition.stages)
+    assert held == [first, *(sums * params for params in others)]
+
+
 def test_what_cannot_be_planned_is_refused_by_name() -> None:
     wanted = dataclasses.replace(FIXED, replicas=(3, 1))
     with pytest.raises(PlanError, match=r"3-1 workers for its 2 stages, 4 in all, but scaling_config offers 3"):
