@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from raypipe.engine.item_randomness import own_generators
+from raypipe.engine.optimizer_apart import compare_apart
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.user_lines import quoted, short
@@ -27,6 +29,8 @@ PLATEAU = (
 )
 _EXAMPLE = "lambda p: torch.optim.AdamW(p, lr=3e-4)"
 _SIDE = 3
+_FEW = 1_000_000
+"""Numbers of a model that may be copied whole where an optimizer goes by sizes."""
 
 Named = list[tuple[str, torch.nn.Parameter]]
 
@@ -36,15 +40,20 @@ def try_optimizers(
     parameters: Mapping[str, torch.nn.Parameter],
     make_optimizer: MakeOptimizer,
     make_scheduler: MakeScheduler | None,
+    *,
+    replicated: bool = False,
 ) -> None:
-    """Make what every stage will make, and step it.
+    """Make what every stage will make, step it, and compare it with one optimizer of the whole model.
 
     Args:
         parameters: of the whole model, by name.
+        replicated: stages have replicas, each with an optimizer of its own.
 
     Raises:
-        ConfigError: it cannot be made or stepped; names the stage and what to write.
+        ConfigError: it cannot be made or stepped, or would step otherwise than one of the whole model; names the stage
+            and what to write.
     """
+    small = True
     for program in programs:
         held = {name: parameters[name] for name in program.parameters if name in program.trainable}
         if not held:
@@ -58,8 +67,14 @@ def try_optimizers(
                 break
             except ConfigError as error:
                 found = error
+            small = False
         if found is not None:
             raise found
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    if small or sum(p.numel() for p in trained.values()) <= _FEW:
+        stand_ins = {name: _copy(p, _SIDE if small else None).detach() for name, p in trained.items()}
+        copies = replicated or any(program.shared_with for program in programs)
+        compare_apart(programs, stand_ins, make_optimizer, make_scheduler, copies=copies)
 
 
 def _copy(parameter: torch.nn.Parameter, side: int | None) -> torch.nn.Parameter:
@@ -70,7 +85,7 @@ def _copy(parameter: torch.nn.Parameter, side: int | None) -> torch.nn.Parameter
 
 
 def _try(stage: int, named: Named, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), own_generators():
         warnings.simplefilter("ignore")
         optimizer = _optimizer(stage, named, make_optimizer)
         scheduler = None if make_scheduler is None else _scheduler(stage, optimizer, make_scheduler)

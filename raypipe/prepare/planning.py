@@ -127,7 +127,8 @@ def _job(
     """The stages of the plan, and what starts with them."""
     captured, plan = found.captured, planned.plan
     programs = captured.programs(plan.partition.cuts, plan.partition.order)
-    try_optimizers(programs, captured.parameters, given.optimizer, given.lr_scheduler)
+    replicated = any(count > 1 for count in plan.partition.replicas)
+    try_optimizers(programs, captured.parameters, given.optimizer, given.lr_scheduler, replicated=replicated)
     example = example_of(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         basis=basis,

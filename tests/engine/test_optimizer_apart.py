@@ -1,0 +1,117 @@
+"""Optimizers that would train otherwise in stages than in one piece, or otherwise after a resume, are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedulers
+
+from raypipe.engine.optimizer_trial import try_optimizers
+from raypipe.errors import ConfigError
+from tests.exactness import captured, programs
+
+pytestmark = pytest.mark.engine
+
+
+def tried(
+    optimizer: Callable[[Any], Any], scheduler: Any = None, model: str = "mlp", *, replicated: bool = False
+) -> None:
+    parameters = captured(model)[1].parameters
+    try_optimizers(programs(model, 2), parameters, optimizer, scheduler, replicated=replicated)
+
+
+def by_position(named: Any) -> torch.optim.Optimizer:
+    """Layer-wise rates, as they are often written."""
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 * 0.5**at} for at, (_, p) in enumerate(named)], lr=0.1)
+
+
+def by_name(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [p], "weight_decay": 0.1 * ("weight" in name)} for name, p in named], lr=0.1)
+
+
+def by_number(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1 / len(named))
+
+
+def clipping(named: Any) -> torch.optim.Optimizer:
+    """By the norm of what it was called with, which is that of a stage."""
+    made = torch.optim.SGD(named, lr=0.1)
+    parameters = [p for _, p in named]
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    made.register_step_pre_hook(clip)
+    return made
+
+
+def bounding(named: Any) -> torch.optim.Optimizer:
+    """Each number by itself."""
+    made = torch.optim.SGD(named, lr=0.1)
+    parameters = [p for _, p in named]
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_value_(parameters, 1.0)
+
+    made.register_step_pre_hook(clip)
+    return made
+
+
+class Warming(torch.optim.SGD):
+    """Counts its steps where no checkpoint looks."""
+
+    done = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.done += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * self.done
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Langevin's: each step adds a drawn number."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+        return super().step(closure)
+
+
+def noisy(named: Any) -> torch.optim.Optimizer:
+    return Noisy(named, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (by_position, r"gives 'layers\.2\.weight' lr=0\.1 on stage 1, and lr=0\.00625 where it is called with all"),
+        (by_number, r"gives 'layers\.0\.weight' lr=0\.0\d+ on stage 0, and lr=0\.0125 where .*let names and shapes"),
+        (clipping, r"the step of SGD moves 'layers\.0\.weight' on stage 0 otherwise .*max_grad_norm=.* num_stages=1"),
+        (lambda named: Warming(named, lr=0.1), r"Warming steps .* after its state_dict\(\) was loaded .* self\.state"),
+    ],
+)
+def test_what_stages_would_do_otherwise_is_refused(optimizer: Callable[[Any], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tried(optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [by_name, bounding, noisy], ids=lambda made: made.__name__)
+def test_what_decides_for_each_parameter_alone_is_taken(optimizer: Callable[[Any], Any]) -> None:
+    before = torch.get_rng_state()
+    tried(optimizer, lambda made: schedulers.ExponentialLR(made, 0.5))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_copies_of_a_parameter_must_not_draw() -> None:
+    with pytest.raises(ConfigError, match=r"Noisy draws random numbers, and every stage has replicas.*num_replicas=1"):
+        tried(noisy, replicated=True)
+    with pytest.raises(
+        ConfigError, match=r"Noisy draws random numbers, and 'embed\.weight' is held by stages \[0, 1\]"
+    ):
+        tried(noisy, model="tied-lm")
