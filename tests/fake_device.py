@@ -65,7 +65,8 @@ class FakeDevice:
         names = (COMPUTE, *Stream)
         self._queues: dict[str, deque[Callable[[], None] | Reached]] = {name: deque() for name in names}
         self._done = dict.fromkeys(names, 0)
-        self._current = COMPUTE
+        self._in = threading.local()  # the thread's stream
+        self._lock = threading.RLock()
         self._owner: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 
     @contextmanager
@@ -76,14 +77,19 @@ class FakeDevice:
 
     @contextmanager
     def stream(self, name: Stream) -> Iterator[None]:
-        before, self._current = self._current, name
+        before, self._in.stream = self._current, name
         try:
             yield
         finally:
-            self._current = before
+            self._in.stream = before
+
+    @property
+    def _current(self) -> str:
+        return getattr(self._in, "stream", COMPUTE)
 
     def mark(self) -> Reached:
-        return Reached(self._current, self._done[self._current] + len(self._queues[self._current]))
+        with self._lock:
+            return Reached(self._current, self._done[self._current] + len(self._queues[self._current]))
 
     def wait(self, mark: Reached, why: str) -> None:
         self.waits.add(why)
@@ -93,9 +99,10 @@ class FakeDevice:
     def finish(self, mark: Reached, why: str) -> None:
         self.waits.add(why)
         if why != self.without:
-            if self.eager:
-                self._run_others(mark.stream)
-            self._run(mark)
+            with self._lock:
+                if self.eager:
+                    self._run_others(mark.stream)
+                self._run(mark)
 
     def seconds(self, marks: Sequence[Reached]) -> list[float]:
         return [time.monotonic()] * len(marks)
@@ -147,6 +154,10 @@ class FakeDevice:
 
     def queue(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Carry out an operation later; what it returns is there at once, with nothing in it."""
+        with self._lock:
+            return self._queue(func, args, kwargs)
+
+    def _queue(self, func: Any, args: Any, kwargs: Any) -> Any:
         with _disable_current_modes(), _below_autograd():
             changed = _changed(func, args, kwargs)
             copies = {id(x): x.clone() for x in changed}

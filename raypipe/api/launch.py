@@ -295,12 +295,8 @@ def described_parts(
     arguments: Arguments, weights: InitialWeights | WorkerWeights | None, callbacks: Sequence[Any]
 ) -> dict[str, Any]:
     """What config.yaml names, as it was given."""
-    hidden = (
-        "survives",
-        "unfilled",
-        "on_gpus",
-    )  # run_config and scaling_config say these; run_config has Ray's callbacks
-    given = {name: part for name, part in arguments._asdict().items() if name not in hidden}
+    # run_config says whether it survives, and has Ray's callbacks
+    given = {name: part for name, part in arguments._asdict().items() if name not in ("survives", "unfilled")}
     if weights is not None:
         given |= {"model": weights.model} | ({} if weights.source is None else {"init_from": weights.source})
     if own := [callback for callback in callbacks if not isinstance(callback, FromRayTrain)]:

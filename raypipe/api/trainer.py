@@ -23,7 +23,7 @@ from raypipe.api.signals import stopping_on_signals
 from raypipe.api.worker_weights import begun_with, weights_for
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.config.ray import check_ray_settings, gpu_share, most_workers, resources_of, worker_range
+from raypipe.config.ray import check_ray_settings, most_workers, resources_of, worker_range
 from raypipe.engine.loader import notes_on
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
@@ -123,7 +123,7 @@ class PipelineTrainer:
         survives = launch.survives_with(run_config, scaling_config, self._pipeline.transport)
         self._arguments = Arguments(
             built, loss_fn, optimizer, lr_scheduler, train_data, eval_data,
-            survives, metrics, early_stopping, collate_fn, unfilled, gpu_share(self._resources()) > 0,
+            survives, metrics, early_stopping, collate_fn, unfilled,
         )  # fmt: skip
         if resume not in (None, True, False) or (resume and getattr(run_config, "name", None) is None):
             raise ConfigError(

@@ -30,6 +30,7 @@ import torch
 
 from raypipe.engine.chunks import Chunk, chunks_of
 from raypipe.engine.codec.host import one_core
+from raypipe.engine.device import CPU, Crosses, Device, Mark, Stream
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.placement import Placement
 from raypipe.ir.schedule import Action, Op
@@ -49,6 +50,7 @@ class AllReduce:
         send: (worker, action, tensors, how many of these lie in host memory: the first ones) hands a message to another
             worker, from any thread.
         receive: (worker, the sender's action, how many are to lie in host memory) waits for one, in any thread.
+        device: where the sums lie. An exchange beside a backward has a stream of its own there.
         codec: "bf16" rounds sums of lanes before they are added up in their own type, and the totals: half the bytes.
             Those that stay here are rounded too, so that the result depends on the lanes alone.
     """
@@ -61,12 +63,14 @@ class AllReduce:
         send: Callable[[int, Action, Tensors, int], None],
         receive: Callable[[int, Action, int], tuple[torch.Tensor | None, ...]],
         codec: str = "none",
+        device: Device = CPU,
     ) -> None:
         self._stage, self._placement, self._sink = stage, placement, sink
         self._send, self._receive = send, receive
         self._peers = [worker for worker in placement.replicas if worker != placement.worker]
         self._rounds = codec == "bf16" and placement.lanes > 1
         self._chunks = chunks_of(sink.trained, placement) if self._peers or self._rounds else []
+        self._device = device
         self._begun: _Begun | None = None
 
     @property
@@ -82,7 +86,7 @@ class AllReduce:
         """
         assert self._begun is None, "one update at a time"
         if self._peers and self._chunks:
-            self._begun = _Begun(self._chunks, lambda wait: self._exchange(microbatch, wait))
+            self._begun = _Begun(self._chunks, lambda wait: self._exchange(microbatch, wait), self._device)
             self._sink.tell(self._begun.completed)
             self._begun.start()
 
@@ -140,6 +144,8 @@ class AllReduce:
         """Of every lane, for which of the chunk's sites it has anything; this replica's slice of the chunk, summed."""
         me = self._placement.worker
         own = {lane: self._sink.sums_of(lane, chunk.sites) for lane in self._placement.lanes_of(me)}
+        for summed in (x for sums in own.values() for x in sums if x is not None):
+            self._device.record_stream(summed)
         there = torch.tensor([[x is not None for x in sums] for sums in own.values()], dtype=torch.uint8)
         flat = {lane: x if (x := chunk.flattened(sums)) is None else self._rounded(x) for lane, sums in own.items()}
         for peer in self._peers:
@@ -162,18 +168,25 @@ class AllReduce:
 class _Begun:
     """An exchange in a thread of its own, which goes from chunk to chunk as these become complete.
 
+    compute     gradients of 3 | mark | gradients of 2 | mark ...                wait | step
+    exchange              wait: sum and send 3         wait: sum and send 2 ... mark --^
+
     Args:
         exchange: all of it, given what waits for a chunk; returns the totals.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], exchange: Callable[[Callable[[int], None]], Tensors]) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], exchange: Callable[[Callable[[int], None]], Tensors], device: Device
+    ) -> None:
         self._missing = [set(chunk.sites) for chunk in chunks]
         self._of_site: dict[int, list[int]] = {}
         for number, chunk in enumerate(chunks):
             for site in chunk.sites:
                 self._of_site.setdefault(site, []).append(number)
         self._complete = [threading.Event() for _ in chunks]
-        self._exchange = exchange
+        self._marks: list[Mark] = [None] * len(chunks)
+        self._done: Mark = None
+        self._exchange, self._device = exchange, device
         self._error: BaseException | None = None
         self._totals: Tensors = ()
         self._abandoned = False
@@ -187,7 +200,12 @@ class _Begun:
         for number in self._of_site.get(site, ()):
             self._missing[number].discard(site)
             if not self._missing[number]:
-                self._complete[number].set()
+                self._completed(number)
+
+    def _completed(self, number: int) -> None:
+        """All gradients of a chunk are queued, in the stream that computes."""
+        self._marks[number] = self._device.mark()
+        self._complete[number].set()
 
     def finish(self) -> Tensors:
         """No gradients come any more: wait for the totals.
@@ -195,11 +213,16 @@ class _Begun:
         Raises:
             LinkError: a replica did not answer.
         """
-        for event in self._complete:
-            event.set()
+        for number, event in enumerate(self._complete):
+            if not event.is_set():
+                self._completed(number)
         self._thread.join()  # every wait in it has the deadline of a message
         if self._error is not None:
             raise self._error
+        self._device.wait(self._done, f"{Crosses.REDUCED}: used once they are exchanged")
+        for total in self._totals:
+            if total is not None:
+                self._device.record_stream(total)
         return self._totals
 
     def abandon(self) -> None:
@@ -211,8 +234,9 @@ class _Begun:
     def _run(self) -> None:
         try:
             one_core()
-            with torch.no_grad():
+            with torch.no_grad(), self._device.prepare_thread(), self._device.stream(Stream.EXCHANGE):
                 self._totals = self._exchange(self._wait)
+                self._done = self._device.mark()
         except BaseException as error:  # noqa: BLE001  (told where the stage waits for it)
             self._error = error
 
@@ -220,6 +244,7 @@ class _Begun:
         # ``finish`` or ``abandon`` comes, whatever becomes of the backward, unless it never ends.
         if not self._complete[number].wait(LONGEST_BACKWARD_S) or self._abandoned:
             raise _AbandonedError
+        self._device.wait(self._marks[number], f"{Crosses.REDUCED}: summed once they are complete")
 
 
 class _AbandonedError(Exception):

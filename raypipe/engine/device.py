@@ -3,6 +3,7 @@
     compute    ... kernels ... | mark ------------------------- wait | kernels ...
     copy_in                        wait? | copy | mark --^               host memory -> device
     copy_out                              wait | copy | mark             device -> host memory
+    exchange                                   wait | sum | mark         of replicas, beside a backward
     host                                                  finish | reads
 
 Work of one stream is done in order, that of several in any order unless one waits for a mark of the other; the host
@@ -37,6 +38,7 @@ class Stream(StrEnum):
 
     COPY_IN = "copy_in"
     COPY_OUT = "copy_out"
+    EXCHANGE = "exchange"
 
 
 class Crosses(StrEnum):

@@ -3,8 +3,8 @@
     row    ... 0F5 0B3 0F7 0B5 | 0B7 | 0SEND_B7 0REDUCE_GRAD7
                                  ^ the update's last backward here: the exchange begins beside it
 
-It begins early where the CPU computes and the update will surely be made, which is so in synchronous schedules;
-elsewhere, and where the backward is split to be timed, behind the backward. Its bits are the same.
+It begins early where the update will surely be made, which is so in synchronous schedules; elsewhere, and where the
+backward is split to be timed, behind the backward. Its bits are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from raypipe.engine.all_reduce import AllReduce
 from raypipe.engine.channel import Channel
 from raypipe.engine.crossing import Crossing
-from raypipe.engine.device import CpuDevice, Crosses
+from raypipe.engine.device import Crosses, Device
 from raypipe.engine.placement import Placement
 from raypipe.engine.stage_work import StageWork
 from raypipe.errors import LinkError
@@ -35,7 +35,7 @@ class Exchange:
     Args:
         works: of its stages.
         channels: to the other workers.
-        crossing: to the device that computes and back.
+        device: that computes.
         timeout_s: for each message.
         codec: of sums of gradients.
     """
@@ -45,15 +45,23 @@ class Exchange:
         placement: Placement,
         works: Mapping[int, StageWork],
         channels: Mapping[int, Channel],
-        crossing: Crossing,
+        device: Device,
         timeout_s: float,
         codec: str = "none",
     ) -> None:
         self._works, self._channels = works, channels
-        self._crossing, self._timeout_s = crossing, timeout_s
+        self._timeout_s = timeout_s
+        self._crossings = {stage: Crossing(device) for stage in works}
+        """Each of the thread in which a stage exchanges, beside the one that computes."""
         self._all_reduce = {
             stage: AllReduce(
-                stage, placement, work.sink, partial(self._hand_over, stage), partial(self._wait_for, stage), codec
+                stage,
+                placement,
+                work.sink,
+                partial(self._hand_over, stage),
+                partial(self._wait_for, stage),
+                codec,
+                device,
             )
             for stage, work in works.items()
         }
@@ -65,7 +73,7 @@ class Exchange:
             backward: its micro-batch.
             last: micro-batch of the update, as in ``run``.
         """
-        if isinstance(self._crossing.device, CpuDevice) and backward != self._works[stage].split_microbatch:
+        if backward != self._works[stage].split_microbatch:
             self._all_reduce[stage].begin(last)
 
     def run(self, stage: int, last: int) -> None:
@@ -89,7 +97,7 @@ class Exchange:
 
     def _hand_over(self, stage: int, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
         self._works[stage].exchanged_bytes += sum(x.nbytes for x in tensors if x is not None)
-        copied = self._crossing.to_host(tensors[in_host:], Crosses.REDUCED)
+        copied = self._crossings[stage].to_host(tensors[in_host:], Crosses.REDUCED)
         self._channels[worker].send(action, (*tensors[:in_host], *copied), 0)
 
     def _wait_for(self, stage: int, worker: int, action: Action, in_host: int) -> tuple[torch.Tensor | None, ...]:
@@ -98,7 +106,7 @@ class Exchange:
         except LinkError as error:
             label = Action(stage, Op.REDUCE_GRAD, action.microbatch).label
             raise type(error)(f"Stage {stage} in {label}: {error}") from error
-        return (*message[:in_host], *self._crossing.to_device(message[in_host:], Crosses.REDUCED))
+        return (*message[:in_host], *self._crossings[stage].to_device(message[in_host:], Crosses.REDUCED))
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, int]:

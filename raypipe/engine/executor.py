@@ -83,9 +83,7 @@ class Executor:
             for stage, work in self.works.items()
         }
         sinks = {stage: work.sink for stage, work in self.works.items()}
-        self._exchange = Exchange(
-            placement, self.works, channels, self.crossing, settings.timeout_s, settings.codec_sums
-        )
+        self._exchange = Exchange(placement, self.works, channels, device, settings.timeout_s, settings.codec_sums)
         self._reduction = Reduction(programs, placement, sinks, self._updates, self._exchange, self._send, self._recv)
         self.use_codecs(((), ()))
         self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None

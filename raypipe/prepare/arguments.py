@@ -44,7 +44,6 @@ class Arguments(NamedTuple):
         early_stopping: raypipe.EarlyStopping.
         collate_fn: makes a batch of a list of items.
         unfilled: builds the model without weights, and says where workers find them; None where it comes with them.
-        on_gpus: stages compute on GPUs.
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -58,7 +57,6 @@ class Arguments(NamedTuple):
     early_stopping: Any = None
     collate_fn: Collate | None = None
     unfilled: Callable[[], Unfilled] | None = None
-    on_gpus: bool = False
 
 
 def check_arguments(

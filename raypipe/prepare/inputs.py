@@ -79,8 +79,8 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     if evaluates:
         sources["eval"] = open_data(given.eval_data, seed=pipeline.seed, shuffle=False, collate=given.collate_fn)
     request = _request(pipeline, num_workers, sources["train"].num_samples)
-    copies = KEPT_COPIES + _keeps_log(pipeline) if given.survives else 0
-    request = replace(request, state_copies=copies, on_gpus=given.on_gpus)
+    if given.survives:
+        request = replace(request, state_copies=KEPT_COPIES + _keeps_log(pipeline))
     named = len(request.split_points) + 1 if request.split_points else request.num_stages
     minibatch, size, _count = microbatches(request, named or request.num_workers or 2)
     curve = wants_curve(pipeline) and needs_profile(pipeline, None)

@@ -29,7 +29,6 @@ class Limits:
             ``in_order`` only. Empty for none.
         sums_factor: bytes that replicas exchange for each byte of gradients.
         codecs: of messages forwards and backwards.
-        on_gpus: stages compute on GPUs.
         max_states: ``antichain`` refuses a graph with more sets of executed nodes than this.
     """
 
@@ -43,7 +42,6 @@ class Limits:
     sync_s_per_byte: tuple[float, ...] = ()
     sums_factor: float = 1.0
     codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
-    on_gpus: bool = False
     max_states: int = 100_000
 
     def __post_init__(self) -> None:

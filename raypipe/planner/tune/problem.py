@@ -96,6 +96,5 @@ def limits_of(request: Request, num_stages: int | None, stages: int, count: int,
         memory_limit_bytes=request.memory_limit_bytes,
         sums_factor=request.sums_factor,
         codecs=request.codecs,
-        on_gpus=request.on_gpus,
         update_interval=count,  # synchronous: replicas reduce their gradients once per step
     )

@@ -92,17 +92,14 @@ def exchange_s(
     whole_s = rate_s * float(sync_bytes[-1])
     backward_s = np.append(0.0, np.cumsum([factor * node.backward_s for node in nodes]))
     behind_s = whole_s
-    if hides(spec.of_kind, on_gpus=limits.on_gpus):
+    if hides(spec.of_kind):
         behind_s = float(exposed_s(rate_s, backward_s, sync_bytes, 0, [len(nodes)])[0])
     return whole_s + 2 * link.latency_s, whole_s - behind_s
 
 
-def hides(kind: ScheduleKind, *, on_gpus: bool) -> bool:
-    """Whether replicas exchange beside the last backward: one that is whole, of an update that surely will be made.
-
-    On a GPU they begin behind it, see ``engine.exchange``.
-    """
-    return kind.synchronous and not kind.splits_backward and not on_gpus
+def hides(kind: ScheduleKind) -> bool:
+    """Whether replicas exchange beside the last backward: one that is whole, of an update that surely will be made."""
+    return kind.synchronous and not kind.splits_backward
 
 
 def summing_rate_s(replicas: int, lanes: int, link: Link, factor: float = 1.0) -> float:

@@ -198,7 +198,7 @@ class ShapeSearch:
         sync_bytes = columns_of(graph).before[1].astype(np.float64)
         starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
         found: Floats = rate_s * (sync_bytes[ends] - sync_bytes[starts])
-        if replicas > 1 and hides(request.kind, on_gpus=request.on_gpus):
+        if replicas > 1 and hides(request.kind):
             backward_s = np.append(0.0, np.cumsum([node.backward_s for node in graph.nodes])) / speed
             for first in np.unique(starts).tolist():
                 rows = np.flatnonzero(starts == first)

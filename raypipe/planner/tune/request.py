@@ -55,7 +55,6 @@ class Request:
         changing: positions of the nodes that change buffers in training; their stages have one worker. Known where
             replicas are left to the planner.
         codecs: of messages forwards and backwards; cuts and steps count them.
-        on_gpus: stages compute on GPUs, where replicas exchange gradients behind the last backward.
     """
 
     num_stages: int | None
@@ -88,7 +87,6 @@ class Request:
     sums_factor: float = 1.0
     changing: tuple[int, ...] = ()
     codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
-    on_gpus: bool = False
 
     @property
     def kind(self) -> ScheduleKind:

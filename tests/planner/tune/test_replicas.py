@@ -74,19 +74,6 @@ def test_nothing_lies_beside_a_backward_that_is_split() -> None:
         assert (stage.hidden_s > 0.0) is hidden
 
 
-def test_on_gpus_all_of_an_exchange_is_behind_the_backward() -> None:
-    """The executor begins early on a processor only. What is compared for "auto" counts it so too."""
-    for on_gpus in (False, True):
-        asked = dataclasses.replace(FIXED, on_gpus=on_gpus)
-        given = decide(dataclasses.replace(asked, num_stages=1, replicas=2), chain(6)).prediction
-        (stage,) = given.stages
-        assert (stage.hidden_s > 0.0) is not on_gpus
-        assert given.step_s == pytest.approx(6 * stage.busy_s + stage.exchange_s - stage.hidden_s)
-        rows = decide(dataclasses.replace(asked, num_stages=None, num_workers=2, replicas=None), chain(6)).candidates
-        (row,) = (row for row in rows if row.workers == (2,))
-        assert row.step_s == pytest.approx(given.step_s)
-
-
 def test_memory_is_that_of_the_rows_and_of_the_lanes_of_each_replica() -> None:
     one, two = (
         decide(dataclasses.replace(FIXED, replicas=replicas, lanes=lanes), chain(4)).prediction.stages
