@@ -11,13 +11,13 @@ stages, and a head that stays. Every fault is printed with its step and moment, 
 again, though not the same moments. After the last one the run is stopped, and the same number of steps is trained once
 more without any fault. The last line is JSON:
 
-    faults, recoveries          by kind; and by where the state came from
+    faults, recoveries          by kind; and by where the state came from, or replayed: only the lost stage went back
     redone_steps, seconds       steps done again; seconds of recovery, and until the run trained again, p50 and max
     lost_steps                  steps that are not in the final metrics exactly once
     same_losses                 losses and gradient norms of all steps are the twin's, so each sample was used once
     regroups, joins             of replicas: how often the run went on without one, and took another one in
     replica_pause_seconds       from the kill until those that are left begin the step anew, p50 and max
-    rollbacks                   recoveries, which go back to an older step; with replicas there should be none
+    rollbacks                   recoveries in which all go back to an older step; with replicas there should be none
     survivors_lost              stages that no fault hit and that had another process or actor afterwards
     left_behind                 actors, placement groups, CPUs in use, processes, files of shared memory
     equal                       torch.equal of all parameters
@@ -161,13 +161,15 @@ def figures_of(chaos: Faults, folder: Path) -> dict[str, Any]:
     seconds = [event["seconds"] for event in recoveries]
     pauses = [fault.seconds for fault in done]
     lost = [fault.pause_s for fault in done if fault.pause_s]
-    sources = Counter("memory" if "memory" in event["reason"] else "checkpoint" for event in recoveries)
+    back = [event for event in recoveries if event["kind"] == "roll back"]
+    sources = Counter("memory" if "memory" in event["reason"] else "checkpoint" for event in back)
     return {
         "faults": dict(Counter(fault.kind for fault in done)),
         "failures": len(events(folder, "failure")),
         "recoveries": len(recoveries),
         "from_memory": sources["memory"],
         "from_checkpoint": sources["checkpoint"],
+        "replayed": len(recoveries) - len(back),
         "takeovers": sum("go on" in event["reason"] for event in events(folder, "take over")),
         "began_anew": len(events(folder, "not taken over")),
         "moves": len(events(folder, "move")),
@@ -178,7 +180,7 @@ def figures_of(chaos: Faults, folder: Path) -> dict[str, Any]:
         "pause_seconds_max": round(max(pauses, default=0.0), 2),
         "regroups": len(events(folder, "regroup")),
         "joins": len(events(folder, "join")),
-        "rollbacks": len(recoveries),
+        "rollbacks": len(back),
         "replica_pause_seconds_p50": round(median(lost), 3) if lost else 0.0,
         "replica_pause_seconds_max": round(max(lost, default=0.0), 3),
         "survivors_kept": sum(fault.kept for fault in done),

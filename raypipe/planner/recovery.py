@@ -5,7 +5,7 @@ stage 1   (lost)        worker 0 holds: 20        stage 0 from worker 0, stage 1
 
     all have made, or can make, step 27           worker 1's copy after 20; what worker 0 sent it in 20 ... 26
     roll back    steps 20 ... 26 by all           7 steps of the pipeline
-    replay       steps 20 ... 26 by worker 1      7 times what worker 1 computes in a step, and the messages' way to it
+    replay       steps 20 ... 26 by worker 1      7 times what worker 1 computes in a step, or the messages' way to it
 
 A worker is replayed on the messages that its neighbours have logged, and nobody else goes back.
 """
@@ -123,7 +123,7 @@ def replay_or_why_not(
         back: the newest step to which all could go back; None where that is a checkpoint.
     """
     begins: dict[int, int] = {}
-    fetched_bytes = 0.0
+    fetched_bytes, seconds = 0.0, 0.0
     for worker, one in sorted(lost.items()):
         if also := sorted(one.peers & lost.keys()):
             return f"workers {worker} and {also[0]}, which exchange messages, were lost together"
@@ -142,8 +142,10 @@ def replay_or_why_not(
             if wanted:
                 fetched_bytes += log.bytes_to.get(worker, 0) * len(wanted) / len(log.steps)
         begins[worker] = newest
-    seconds = max((times.busy_s.get(worker, 0.0) * (step - at) for worker, at in begins.items()), default=0.0)
-    seconds += fetched_bytes / FETCHED_BYTES_S
+        # Where processes share processors, one is said to compute for longer than the step took.
+        busy_s = times.busy_s.get(worker, 0.0)
+        seconds = max(seconds, len(wanted) * (min(busy_s, times.step_s) if times.step_s else busy_s))
+    seconds = max(seconds, fetched_bytes / FETCHED_BYTES_S)  # the next step's come while one is done
     redone_s = times.step_s * (step - (back or 0))
     if times.step_s and seconds > redone_s:
         return f"replaying would take {seconds:.2f} s, and the steps of all {redone_s:.2f} s"

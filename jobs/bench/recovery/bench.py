@@ -3,7 +3,7 @@
 Stages are killed or stopped in turns in the middle of a run; each trial waits until the spare is back.
 
     sigkill     two stages on this machine, AdamW; warm: a spare worker waits, with torch and the optimizer imported;
-                cold: a new process is started
+                cold: a new process is started; back: as warm, and all stages go back (``replay="off"``)
     sigstop     a stage's process is stopped for good
     node        the raylet of a stage's node is killed, with the health checks that docs/cluster.md recommends
     resize      2 -> 3 -> 1 -> 4 -> 2 stages on four raylets, spares warm
@@ -11,11 +11,14 @@ Stages are killed or stopped in turns in the middle of a run; each trial waits u
     ray_train, torchft    a killed worker of theirs: whole replicas of 96 MB of state, two workers
 
     --part sigkill --megabytes 96     only these parts; without --folder nothing is recorded
+    --way warm back                   only these ways: with and without replay
     --folder FOLDER                   parts are kept there and not measured again; all of them make the record
 
     *_seconds*          median over trials; *_max is the largest
     lost_steps          that the final records lack
-    redone_steps_*      steps that were done again, and redone_seconds_* what they take; means
+    redone_steps_*      steps that all stages did again, and redone_seconds_* what they take; means
+    replayed_steps_*    steps that the lost stage did again alone; mean
+    rolled_back_*       redone steps and seconds of the trials in which all stages go back
     resize_bytes_*      bytes that moved over those of the layers whose worker changed
     copy_overhead       1.02 is 2 % of a step
     equal               1: parameters are those of undisturbed runs, to the bit
@@ -43,8 +46,12 @@ LAYOUT: dict[str, str] = {
     "cold, s": r"sigkill_seconds_cold_(\d+mb)",
     "largest cold, s": r"sigkill_seconds_cold_max_(\d+mb)",
     "undisturbed step, s": r"step_seconds_(\d+mb)",
-    "steps again": r"redone_steps_(\d+mb)",
+    "steps of all again": r"redone_steps_(\d+mb)",
     "they take, s": r"redone_seconds_(\d+mb)",
+    "steps of one again": r"replayed_steps_(\d+mb)",
+    "all go back, s": r"sigkill_seconds_back_(\d+mb)",
+    "then steps again": r"rolled_back_steps_(\d+mb)",
+    "these take, s": r"rolled_back_seconds_(\d+mb)",
 }
 TARGETS: dict[str, str] = {
     r"equal": ">= 1",
@@ -61,6 +68,7 @@ TARGETS: dict[str, str] = {
     r"copy_overhead": "<= 1.03",
 }
 SIZES_MB = (10, 96, 500)
+WAYS = ("warm", "cold", "back")
 PEER_MB = 96
 OVERHEAD_MB, OVERHEAD_MBIT, OVERHEAD_TURNS = 1000, 2000.0, 3
 BLOCK_MB = 16.0
@@ -96,15 +104,20 @@ class Part(NamedTuple):
 
 
 def sigkill(megabytes: int, way: str, trials: int) -> Found:
-    outcome = faults.measured(megabytes, trials, warm=way == "warm")
+    outcome = faults.measured(megabytes, trials, warm=way != "cold", replay="off" if way == "back" else "auto")
     found = over(f"sigkill_seconds_{way}", (trial.seconds for trial in outcome.trials), f"_{megabytes}mb")
     of_size = {}
+    redone = mean(trial.redone for trial in outcome.trials)
+    redone_s = mean(trial.redone * trial.step_s for trial in outcome.trials)
     if way == "warm":
         of_size = {
             "step_seconds": median(trial.step_s for trial in outcome.trials),
-            "redone_steps": mean(trial.redone for trial in outcome.trials),
-            "redone_seconds": mean(trial.redone * trial.step_s for trial in outcome.trials),
+            "redone_steps": redone,
+            "redone_seconds": redone_s,
+            "replayed_steps": mean(trial.replayed for trial in outcome.trials),
         }
+    elif way == "back":
+        of_size = {"rolled_back_steps": redone, "rolled_back_seconds": redone_s}
     found |= {f"{name}_{megabytes}mb": value for name, value in of_size.items()}
     return Found(found | common_of(outcome), raw_of(outcome))
 
@@ -170,7 +183,7 @@ def raw_of(outcome: faults.Outcome) -> dict[str, Any]:
 
 def parts() -> list[Part]:
     """All, in the order in which they are run."""
-    found = [Part("sigkill", size, way, partial(sigkill, size, way)) for size in SIZES_MB for way in ("warm", "cold")]
+    found = [Part("sigkill", size, way, partial(sigkill, size, way)) for size in SIZES_MB for way in WAYS]
     found.append(Part("sigstop", 10, "", partial(sigstop, 10)))
     found.append(Part("node", 96, "", partial(node, 96)))
     found.append(Part("resize", 96, "", partial(resize, 96), trials=5))
@@ -188,6 +201,7 @@ def main() -> None:
         options={
             "--part": {"nargs": "+", "choices": names, "default": [], "help": "only these"},
             "--megabytes": {"type": int, "default": 0, "help": "only parts with so much state per stage"},
+            "--way": {"nargs": "+", "choices": WAYS, "default": [], "help": "only these ways of sigkill"},
             "--trials": {"type": int, "default": 0, "help": "of each part, instead of its own number"},
             "--folder": {"type": Path, "default": None, "help": "where parts are kept"},
         },
@@ -195,7 +209,9 @@ def main() -> None:
     wanted = [
         part
         for part in parts()
-        if (not asked.part or part.name in asked.part) and asked.megabytes in (0, part.megabytes)
+        if (not asked.part or part.name in asked.part)
+        and asked.megabytes in (0, part.megabytes)
+        and (not asked.way or part.way in asked.way)
     ]
     if asked.quick and not asked.part:
         wanted = wanted[:1]

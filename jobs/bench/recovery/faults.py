@@ -26,7 +26,8 @@ class Trial(NamedTuple):
         seconds: from the fault to the end of the first new step, less one undisturbed step.
         noticed_s: from the fault to the line of events.jsonl that tells of the failure.
         step_s: of an undisturbed step.
-        redone: steps that were done again.
+        redone: steps that all stages did again.
+        replayed: steps that the lost stage did again alone.
         event: that tells of the recovery.
     """
 
@@ -34,6 +35,7 @@ class Trial(NamedTuple):
     noticed_s: float
     step_s: float
     redone: int
+    replayed: int
     event: dict[str, Any]
 
 
@@ -61,7 +63,8 @@ def until_new_step(handle: raypipe.RunHandle, folder: Path, before: int, begin_s
     until(lambda: len(events(folder, "recovery")) > before, "the run had recovered")
     event = events(folder, "recovery")[-1]
     until(lambda: handle.status().step > event["step"], "the first new step was done")
-    return Trial(time.monotonic() - begin_s - step_s, noticed_s, step_s, event["redone_steps"], event)
+    seconds = time.monotonic() - begin_s - step_s
+    return Trial(seconds, noticed_s, step_s, event["redone_steps"], event.get("replayed_steps", 0), event)
 
 
 def copied_step(folder: Path) -> int:
@@ -89,22 +92,25 @@ def trials(
         yield until_new_step(handle, folder, number, begin_s, status.step_s)
 
 
-def measured(size_mb: int, count: int, fault: signal.Signals = signal.SIGKILL, *, warm: bool) -> Outcome:
+def measured(
+    size_mb: int, count: int, fault: signal.Signals = signal.SIGKILL, *, warm: bool, replay: str = "auto"
+) -> Outcome:
     """Trials of one run on this machine.
 
     Args:
         size_mb: state of each of two stages.
         warm: a spare worker waits, with torch and the optimizer imported.
+        replay: "off" has all stages go back.
     """
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         folder = Path(name)
-        handle = trainer(folder, "disturbed", size_mb, 3 if warm else 2).start(1_000_000)
+        handle = trainer(folder, "disturbed", size_mb, 3 if warm else 2, replay=replay).start(1_000_000)
         found = []
         try:
             for trial in trials(handle, folder / "disturbed", count, fault, warm=warm):
                 found.append(trial)
                 print(f"  {trial.seconds:.2f} s, noticed after {trial.noticed_s:.2f} s, {trial.redone} steps of "
-                      f"{trial.step_s:.3f} s again", flush=True)  # fmt: skip
+                      f"{trial.step_s:.3f} s again, {trial.replayed} by one stage alone", flush=True)  # fmt: skip
             handle.stop()
             result = handle.wait(timeout_s=WAIT_S)
             steps = handle.status().step

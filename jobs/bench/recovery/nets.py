@@ -58,6 +58,7 @@ def trainer(
     *,
     blocks: int = 2,
     resources: Mapping[str, float] | None = None,
+    replay: str = "auto",
 ) -> raypipe.PipelineTrainer:
     """Two stages that survive failures.
 
@@ -65,6 +66,7 @@ def trainer(
         size_mb: state of each of the blocks, in megabytes.
         workers: those that two stages do not use are spares.
         resources: of each worker.
+        replay: "auto" or "off", with which all stages go back when one is lost.
     """
     width = width_of(size_mb)
     torch.manual_seed(0)
@@ -78,7 +80,7 @@ def trainer(
         train_data=data,
         pipeline=raypipe.PipelineConfig(
             num_stages=2, minibatch_size=BATCH, num_microbatches=MICROBATCHES, partitioner="parameters",
-            schedule="1f1b", checkpoint_interval_steps=100_000,
+            schedule="1f1b", checkpoint_interval_steps=100_000, replay=replay,
         ),
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker=dict(resources or {"CPU": 1})),
         run_config=RunConfig(name=name, storage_path=str(folder), failure_config=FailureConfig(max_failures=-1)),

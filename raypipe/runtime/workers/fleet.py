@@ -206,6 +206,11 @@ class Fleet(Configuring):
         self._broken = flight or self._broken
         leave_work(self.in_use, flight.works if flight is not None else {}, self._term, self._links)
 
+    @property
+    def ordered(self) -> bool:
+        """Whether this fleet has ordered what the last failure ended, so that ``unheard`` knows of it."""
+        return self._broken is not None
+
     def unheard(
         self,
         count: int,

@@ -78,6 +78,9 @@ class Replaying:
             self.why_not = "those that are left cannot come to the same step"
             return None
         newer, totals = known
+        if newer > step and not fleet.ordered:
+            self.why_not = f"nobody knows all of the records of steps {step} to {newer - 1}"
+            return None
         told = fleet.come_to(newer, totals)  # before logs are asked for, which then have that step too
         self._laps.lap("complete")
         held = [(actor, f) for actor, f in fleet.copies() if f.generation == made.setup.generation]
