@@ -58,13 +58,14 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
     searches = [ShapeSearch(each) for each in _with_recompute(problem)]
     shown = _always_shown(searches[0], wanted)
     found: list[Decision] = []
-    for shape in wanted:
+    for shape in [*wanted, *_of_one_worker_each(problem, single, most, asked)]:
         if shape not in shown and searches[0].at_least_s(shape) > best_s * (1 + EVEN):
             continue
         try:
             decision = _first(searches, shape, math.inf if shape in shown else best_s * (1 + 2 * EVEN))
         except ShapeError as refusal:
-            rows.append(Candidate(shape, refused=str(refusal)))
+            if max(shape) > 1 or not single:
+                rows.append(Candidate(shape, refused=str(refusal)))
             continue
         if decision is not None:
             found.append(decision)
@@ -137,6 +138,16 @@ def shape_reason(best: Decision, table: Sequence[Candidate]) -> str:
     return f"{what}, {how} {other.kind} {shape}; {human_s(step_s)} against {human_s(other.step_s)}"
 
 
+def _of_one_worker_each(
+    problem: Problem, single: Sequence[Decision], most_stages: int, num_stages: int | None
+) -> list[Shape]:
+    """Pipelines whose cuts and numbers of micro-batches were not all compared before: on links of several speeds."""
+    if not problem.described or (single and all(found.of_all for found in single)):
+        return []
+    counts = range(1, min(most_stages, len(problem.cluster.devices)) + 1)
+    return [(1,) * count for count in counts if num_stages in (None, count)]
+
+
 def _always_shown(search: ShapeSearch, wanted: Sequence[Shape]) -> set[Shape]:
     """Data parallelism on all workers, and the most promising of the other shapes, so that the table has every kind."""
     bounds_s: dict[Shape, float] = {}
@@ -175,7 +186,9 @@ def _row(found: Decision) -> Candidate:
 
 def _table(rows: Sequence[Candidate], chosen: Shape) -> tuple[Candidate, ...]:
     """The quickest first, the best of each kind among them; then, as far as there is room, what was refused."""
-    quick = sorted((row for row in rows if not row.refused), key=lambda row: row.step_s)
+    slowest_first = sorted((row for row in rows if not row.refused), key=lambda row: -row.step_s)
+    quick = [*{row.workers: row for row in slowest_first}.values()]
+    quick.sort(key=lambda row: row.step_s)
     refused = sorted((row for row in rows if row.refused), key=lambda row: (len(row.workers) > 1, -sum(row.workers)))
     best = {row.kind: row for row in reversed(quick)}.values()
     kept = [row for row in quick if row.workers == chosen or row in best]
