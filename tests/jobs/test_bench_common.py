@@ -27,6 +27,8 @@ def test_the_last_line_is_json_and_refuses_what_is_no_number() -> None:
     line = common.final_line("bench_x", {"overhead": 1.0345678})
     assert json.loads(line) == {"bench": "bench_x", "figures": {"overhead": 1.0346}}
     assert "\n" not in line
+    for missed in ([], ["overhead"]):
+        assert json.loads(common.final_line("check_x", {"overhead": 2.0}, missed))["missed"] == missed
     with pytest.raises(ValueError, match="JSON"):
         common.final_line("bench_x", {"overhead": float("nan")})
 

@@ -192,6 +192,7 @@ def test_a_peer_that_dies_is_told_at_once_and_one_that_never_comes_after_the_dea
     number = TestRayCollective.number
     at = ray.get([end.listen.remote() for end in ends], timeout=WAIT_S)
     ray.get([end.open.remote(number, me, at[1 - me], 4) for me, end in enumerate(ends)], timeout=WAIT_S)
+    # From the second to the first: the other way a message of the tests above may be left.
     waits = ends[0].call.remote(number, "recv", b(0), WAIT_S)
     ends[1].call.remote(number, "send", b(0), [torch.ones(1 << 22)])
     first, error = ray.get(waits, timeout=WAIT_S)
