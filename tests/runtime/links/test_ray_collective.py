@@ -88,6 +88,8 @@ class _End:
 class _Far:
     """A channel in an actor. What comes is copied once more on its way here, to memory that lies as torch has it."""
 
+    on_device = True  # as DeviceChannel, also on a processor
+
     def __init__(self, actor: Any, number: int, name: str) -> None:
         self._actor, self._number, self.name = actor, number, name
         self._generation = 3
