@@ -38,6 +38,8 @@ __all__ = [
 ]  # fmt: skip
 
 STEPS = 5
+STAND_IN = 3
+"""Most places in a dimension of the parameters that plans try optimizers on (engine/optimizer_trial.py)."""
 SCHEDULES = ("gpipe", "1f1b", "kfkb1", "kfkb2", "kfkb3", "kfkb4", "slack", "zb-h1")
 
 
@@ -82,8 +84,8 @@ class Recorder:
         return Recording(named, **self.options)
 
     def _keep(self, step: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        if not any(p.grad is not None and p.grad.any() for p in parameters.values()):
-            return  # a plan tries a step on stand-ins, with gradients of nothing but zeros
+        if all(max(p.shape, default=0) <= STAND_IN for p in parameters.values()):
+            return  # a plan tries steps on stand-ins
         with self._lock:
             while len(self.steps) <= step:
                 self.steps.append({})
