@@ -26,7 +26,8 @@ class PipelineFields:
             "interleaved" one number for all stages: of workers that hold the same ones. In synchronous schedules with
             a stage on each worker "auto" compares data parallelism (one stage with several workers), pipelines and
             stages with replicas by the seconds of a step, within memory, and takes the quickest; the plan shows what
-            was compared (docs/design/0061).
+            was compared (docs/design/0061). Where scaling_config gives a pair as num_workers, these are the most there
+            will be.
         replicated_buffers: True lets stages whose forwards change buffers (batch normalisation) have replicas too. Each
             keeps the buffers that its own micro-batches made, and those of the first one are saved and evaluated with:
             they are not those that one worker would have.
