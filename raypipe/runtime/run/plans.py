@@ -80,7 +80,9 @@ class Plans:
     @property
     def replicas(self) -> tuple[int, ...]:
         """Workers by group that the run is to have; empty where no stage has several."""
-        plan = self.made.plan.plan if self.asked is not None else self.first
+        plan = self.made.plan.plan
+        if self.asked is None and plan.partition.num_stages == self.first.partition.num_stages:
+            plan = self.first
         found = _wanted(self._blueprint.basis.request, plan, self.asked)
         return found if max(found) > 1 else ()
 

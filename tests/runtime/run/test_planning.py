@@ -16,6 +16,7 @@ from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.local import LocalFleet
 from raypipe.errors import PlanError
 from raypipe.ir.report import StepRecord, StepReport
+from raypipe.planner.regroup import with_spares
 from raypipe.runtime.run.blueprint import assemble
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.later import another
@@ -159,7 +160,9 @@ def test_what_a_run_is_to_have_follows_what_was_asked_for_last(tmp_path: Path) -
     blueprint = made._blueprint(job, STEPS, local=True)
     plans = Plans(blueprint, job.planned, assemble(blueprint, job.planned))
     assert (plans.replicas, plans.for_fewer(2).plan.plan.partition.replicas) == ((2, 1), (1, 1))
-    assert plans.for_fewer(1).plan.plan.partition.replicas == (1,)
+    plans.made = plans.for_fewer(1)
+    assert (plans.made.plan.plan.partition.replicas, plans.replicas) == ((1,), ())
+    assert with_spares(plans.made.setup.homes, plans.replicas, 2) == (1,), "a spare does not bring a stage back"
     plans.made = plans.resized(2, (1, 2))
     plans.asked = Asked(2, 3, (1, 2))
     lost = plans.regrouped((1, 1))
