@@ -47,7 +47,7 @@ class Reached(NamedTuple):
         ready: it has all its gradients of the next one.
         totals: gradient norm of the whole model and loss of the step that it made last.
         flows: other steps are begun before one is made, or stages take their norms alone; or only some of its stages
-            have made the step in progress.
+            have made the step in progress, or it was stopped while it did steps again alone.
     """
 
     made: int | None = None

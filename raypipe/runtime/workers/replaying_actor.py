@@ -21,6 +21,7 @@ from raypipe.engine.channel import Channel
 from raypipe.engine.device import Device
 from raypipe.engine.executor import Executor
 from raypipe.engine.message_log import LoggedStep, MessageLog, Sent
+from raypipe.engine.reached import Reached
 from raypipe.engine.replay_channel import ReplayChannel
 from raypipe.engine.setup import GenerationSetup
 from raypipe.engine.state import StageState
@@ -104,6 +105,7 @@ class ReplayingActor(JoiningActor):
         run, states, placement = self._setup, self._next, setup.placement(worker)
         assert run is not None, "join() comes first"
         assert states is not None, "load() comes first"
+        self._come, self._log = Reached(flows=True), None  # nobody goes on from the middle of this
         log = self._copies.begin_log(setup.generation, todo.begins, self._loaded_bytes)
         channels = {
             peer: ReplayChannel(
@@ -122,7 +124,7 @@ class ReplayingActor(JoiningActor):
                     channel.deliver(messages[peer])
                 log.begin(step.order)
                 found.append(executor.replay(step, todo.rows[step.order.rows]))
-            self._come = executor.reached
+            self._come, self._log = executor.reached, log
         finally:
             self._executor = None
             executor.let_go()

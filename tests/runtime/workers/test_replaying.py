@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections import deque
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from raypipe.runtime.links import socket_channel
 from tests.runtime.workers.test_recovery import as_undisturbed, events, kill, reached, surviving
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
@@ -30,7 +37,51 @@ def test_the_middle_stage_is_replayed_and_nobody_goes_back(local_ray: None, tmp_
     (recovery,) = events(tmp_path / "replayed", "recovery")
     assert (recovery["kind"], recovery["redone_steps"], recovery["replaced"]) == ("replay", 0, ["Stage 1"])
     assert as_undisturbed(tmp_path, result.checkpoint, "noisy", **told) == []
+    same_records(tmp_path, "replayed")
+
+
+def same_records(folder: Path, run: str) -> None:
+    """As the run in threads that nobody disturbed."""
     columns = ["step", "loss", "grad_norm", "lr"]
-    ours, theirs = (pq.read_table(tmp_path / run / "metrics.parquet", columns=columns) for run in ("replayed", "alone"))
+    ours, theirs = (pq.read_table(folder / name / "metrics.parquet", columns=columns) for name in (run, "alone"))
     assert ours.num_rows == STEPS
     assert ours.equals(theirs)
+
+
+class Breaking:
+    """Takes the place of ``_send_all`` in a stage's process: one connection breaks, once in the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._send_all, self._left, self._folder = socket_channel._send_all, 300, folder
+        socket_channel._send_all = self.send
+
+    def send(self, sock: Any, buffers: deque[memoryview]) -> None:
+        self._left -= 1
+        if self._left == 0:
+            try:
+                (self._folder / "broken").touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                sock.shutdown(socket.SHUT_RDWR)
+        self._send_all(sock, buffers)
+
+
+def breaking_adamw(parameters: Any, *, folder: Path, here: int) -> torch.optim.Optimizer:
+    """AdamW, which every stage makes in its process."""
+    if os.getpid() != here and not isinstance(getattr(socket_channel._send_all, "__self__", None), Breaking):
+        Breaking(folder)
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def test_where_a_link_breaks_nobody_goes_back_and_nobody_is_replaced(local_ray: None, tmp_path: Path) -> None:
+    made = surviving(tmp_path, "broken-link", "noisy", retune_interval_steps=0)
+    optimizer = partial(breaking_adamw, folder=tmp_path, here=os.getpid())
+    made._arguments = made._arguments._replace(optimizer=optimizer)
+    result = made.start(STEPS).wait(timeout_s=WAIT_S)
+    assert (tmp_path / "broken").exists()
+    (recovery,) = events(tmp_path / "broken-link", "recovery")
+    assert (recovery["kind"], recovery["redone_steps"], recovery["replaced"]) == ("replay", 0, []), recovery
+    assert recovery["reason"] == "only links are new"
+    assert as_undisturbed(tmp_path, result.checkpoint, "noisy", STEPS) == []
+    same_records(tmp_path, "broken-link")
