@@ -25,6 +25,7 @@ from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.copies import copy_of
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.local import one_thread
+from raypipe.engine.loss_check import MANY_ROWS
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction, loss_weights
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
@@ -161,7 +162,7 @@ def _reduction(model: torch.nn.Module, source: Source, loss_fn: LossFn | None, c
     if config.loss_reduction != "auto":
         return config.loss_reduction
     columns = _columns(source, loss_fn)
-    example: Any = source.read(0, 0, min(4, source.num_samples), columns)
+    example: Any = source.read(0, 0, min(MANY_ROWS, source.num_samples), columns)
     captured = capture(model, example, columns, loss_fn, evaluates=False)
     rows = dict(example) if isinstance(example, Mapping) else dict(zip(columns, example, strict=True))
     return find_reduction(model, loss_fn, captured, rows, config).reduction

@@ -1,7 +1,7 @@
 """Whether weighted losses of micro-batches make the loss of the mini-batch, tried on real rows.
 
     whole      loss of rows 0 1 2 3
-    parts      loss of rows 0 1, loss of rows 2 3; loss of row 0, loss of rows 1 2 3
+    parts      loss of rows 0 1, loss of rows 2 3; loss of row 0, loss of rows 1 2 3; loss of each row
 
 The model and its loss are one function of rows here, called in evaluation mode without gradients, so that dropout and
 batch statistics do not disturb. A loss that compares rows with each other (contrastive pairs, a spread over the batch)
@@ -18,14 +18,16 @@ from typing import Any
 import torch
 
 from raypipe.engine.microbatch import Reduction, loss_weights
-from raypipe.errors import DataError
+from raypipe.errors import DataError, RaypipeError
 
-__all__ = ["GROUPINGS", "NUM_ROWS", "Grouping", "group_losses", "misfit", "weights_of"]
+__all__ = ["MANY_ROWS", "NUM_ROWS", "Grouping", "group_losses", "misfit", "weights_of"]
 
 NUM_ROWS = 4
+"""That go through the model."""
+MANY_ROWS = 16
+"""That a loss_fn is tried on without the model: what few of the rows have shows only in many."""
 TOLERANCE = 3e-5
 """Of the largest loss: float32 sums in another order differ by less, wrong weights by more."""
-GROUPINGS: Mapping[int, tuple[tuple[int, ...], ...]] = {2: ((1, 1),), 3: ((1, 2), (2, 1)), 4: ((2, 2), (1, 3))}
 
 Columns = Mapping[Any, torch.Tensor]
 
@@ -48,17 +50,33 @@ class Grouping:
 def group_losses(rows: Columns, loss_of: Callable[[Columns], float]) -> tuple[float, list[Grouping]]:
     """The loss of all rows together, and those of micro-batches of them.
 
+    Of a loss that cannot take one row (a variance, the two largest) only the groupings that it takes are tried.
+
     Args:
-        rows: columns, of 2 to NUM_ROWS samples.
+        rows: columns, of at least 2 samples.
         loss_of: the loss of some rows.
     """
     count = len(next(iter(rows.values())))
     whole = loss_of(rows)
     groupings = []
-    for sizes in GROUPINGS[count]:
+    failed: Exception | None = None
+    for sizes in _groupings(count):
         parts = tuple(_split(rows, sizes))
-        groupings.append(Grouping(sizes, parts, tuple(map(loss_of, parts))))
+        try:
+            groupings.append(Grouping(sizes, parts, tuple(map(loss_of, parts))))
+        except RaypipeError:
+            raise
+        except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
+            failed = error
+    if failed is not None and not groupings:
+        raise failed
     return whole, groupings
+
+
+def _groupings(count: int) -> list[tuple[int, ...]]:
+    """Halves, one row and the others, and rows by themselves."""
+    half = count // 2
+    return list(dict.fromkeys([(half, count - half), (1, count - 1), (1,) * count]))
 
 
 def misfit(whole: float, grouping: Grouping, weights: Sequence[float] | None) -> float | None:

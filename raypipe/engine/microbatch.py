@@ -61,7 +61,8 @@ def loss_weights(
             columns of each micro-batch. "mean" and "sum" do not look at them.
 
     Returns:
-        One weight per micro-batch. Those of an average add up to 1; a micro-batch without a valid
+        One weight per micro-batch. Those of an average add up to 1, unless the loss divides by something else than
+        the number of items (``LossCounts.bounds``); a micro-batch without a valid
         target weighs 0, and its loss must then be left out, for the average over nothing is nan.
 
     Raises:
@@ -70,18 +71,26 @@ def loss_weights(
     """
     if reduction == "sum":
         return [1.0] * len(sizes)
-    return _normalised(items_of(reduction, sizes, targets), sizes)
+    weights = _weights(reduction, 0, items_of(reduction, sizes, targets))
+    return _of_something(weights, sizes)
 
 
-def _normalised(counts: Sequence[float], sizes: Sequence[int]) -> list[float]:
-    """Weights that add up to 1."""
+def _weights(reduction: Reduction, term: int, counts: Sequence[float]) -> list[float]:
+    """Of micro-batches with so many items; zeros where there are none."""
+    if isinstance(reduction, LossCounts):
+        return reduction.weights(term, counts)
     total = sum(counts)
-    if not total:
+    return [count / (total or 1.0) for count in counts]
+
+
+def _of_something(weights: list[float], sizes: Sequence[int]) -> list[float]:
+    """The same, unless all of them are zero."""
+    if not any(weights):
         raise DataError(
             f"All targets of a mini-batch of {sum(sizes)} samples are {IGNORED_TARGET} or not counted, so its loss is "
             "an average over nothing. Leave such samples out of the data, or take a larger minibatch_size."
         )
-    return [count / total for count in counts]
+    return weights
 
 
 def items_of(
@@ -127,16 +136,13 @@ def update_weights(
     """
     if isinstance(reduction, LossCounts) and reduction.parts:
         counts = reduction.by_term(targets, sizes)
-        of_parts = [_update_weights(_normalised(counts[term], sizes), interval) for term in reduction.parts]
+        of_parts = [_update_weights(reduction, term, counts[term], sizes, interval) for term in reduction.parts]
     else:
-        shares = loss_weights(reduction, sizes, targets)
-        if interval >= len(sizes) or reduction == "sum":
+        if reduction == "sum":
+            shares = loss_weights(reduction, sizes)
             of_parts = [(shares, shares)]
-        elif reduction == "mean":
-            groups = (sizes[start : start + interval] for start in range(0, len(sizes), interval))
-            of_parts = [([weight for group in groups for weight in loss_weights("mean", group)], shares)]
         else:
-            of_parts = [_update_weights(shares, interval)]
+            of_parts = [_update_weights(reduction, 0, items_of(reduction, sizes, targets), sizes, interval)]
     weights, shares_of = zip(*of_parts, strict=True)
     return list(zip(*weights, strict=True)), list(zip(*shares_of, strict=True))
 
@@ -154,22 +160,28 @@ def evaluation_shares(reduction: Reduction, sizes: Sequence[int], targets: Any) 
     """
     if isinstance(reduction, LossCounts) and reduction.parts:
         by_term = reduction.by_term(targets, sizes)
-        counts = [by_term[term] for term in reduction.parts]
+        counts = [(term, by_term[term]) for term in reduction.parts]
     else:
-        counts = [items_of(reduction, sizes, targets)]
-    items = tuple(map(sum, counts))
+        counts = [(0, items_of(reduction, sizes, targets))]
     if reduction == "sum":
-        return [(1.0,)] * len(sizes), items
-    shares = [[count / (sum(of_part) or 1.0) for count in of_part] for of_part in counts]
+        return [(1.0,)] * len(sizes), (sum(counts[0][1]),)
+    items = tuple(
+        reduction.divisor(term, sum(of_part)) if isinstance(reduction, LossCounts) else sum(of_part)
+        for term, of_part in counts
+    )
+    shares = [_weights(reduction, term, of_part) for term, of_part in counts]
     return list(zip(*shares, strict=True)), items
 
 
-def _update_weights(shares: list[float], interval: int) -> tuple[list[float], list[float]]:
-    """From shares in a mini-batch to weights in its updates; an update without a valid target weighs nothing."""
-    if interval >= len(shares):
+def _update_weights(
+    reduction: Reduction, term: int, counts: Sequence[float], sizes: Sequence[int], interval: int
+) -> tuple[list[float], list[float]]:
+    """Weights in the updates of a mini-batch, and shares in it; an update without a valid target weighs nothing."""
+    shares = _of_something(_weights(reduction, term, counts), sizes)
+    if interval >= len(counts):
         return shares, shares
-    groups = [shares[start : start + interval] for start in range(0, len(shares), interval)]
-    return [share / (math.fsum(group) or 1.0) for group in groups for share in group], shares
+    groups = [counts[start : start + interval] for start in range(0, len(counts), interval)]
+    return [weight for group in groups for weight in _weights(reduction, term, group)], shares
 
 
 def _items(reduction: str | Callable[[Any], float], target: Any) -> float:

@@ -20,7 +20,15 @@ from raypipe.engine.randomness import RandomKey
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, DataError, RaypipeError
 
-__all__ = ["NUM_ROWS", "refuse_lazy", "refuse_sparse", "rehearse", "rehearse_evaluation", "scalar"]
+__all__ = [
+    "NUM_ROWS",
+    "refuse_frequencies",
+    "refuse_lazy",
+    "refuse_sparse",
+    "rehearse",
+    "rehearse_evaluation",
+    "scalar",
+]
 
 NUM_ROWS = 2
 
@@ -52,6 +60,21 @@ def refuse_sparse(model: torch.nn.Module) -> None:
                 f"The module {name!r}, {type(module).__name__}(sparse=True), makes sparse gradients, which stages do "
                 "not add up and most optimizers do not take. Set sparse=False: the same numbers, with a gradient as "
                 "large as the weight."
+            )
+
+
+def refuse_frequencies(model: torch.nn.Module) -> None:
+    """Of a mini-batch in several micro-batches, gradients that are divided by how often a word is in the batch.
+
+    Raises:
+        CaptureError: names the first module that makes such.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False) is True:
+            raise CaptureError(
+                f"The module {name!r}, {type(module).__name__}(scale_grad_by_freq=True), divides gradients by how "
+                "often a word is in the batch, and a micro-batch has other numbers than its mini-batch. Set "
+                "scale_grad_by_freq=False, or num_microbatches=1."
             )
 
 

@@ -18,18 +18,20 @@ import torch
 
 from raypipe.engine.capture import Capture
 from raypipe.engine.capture.explain import misfit_of_loss
-from raypipe.engine.item_randomness import own_generators
+from raypipe.engine.item_randomness import generator_states, own_generators
 from raypipe.engine.local import one_thread
-from raypipe.engine.loss_check import Grouping, group_losses
+from raypipe.engine.loss_check import MANY_ROWS, Grouping, group_losses
 from raypipe.engine.rehearsal import NUM_ROWS, scalar
 from raypipe.engine.remembered import read_memory
 from raypipe.errors import CaptureError, DataError, RaypipeError
 from raypipe.prepare.unrun import bare_outputs
 
-__all__ = ["drawn_losses", "rehearse_loss"]
+__all__ = ["drawn_losses", "losses_of_many", "rehearse_loss"]
 
 MOST_BYTES = 1 << 28
 """Of outputs; a loss over more of them is not tried."""
+FEW_BYTES = 1 << 24
+"""Of outputs, over which a loss takes milliseconds."""
 
 Columns = Mapping[Any, torch.Tensor]
 Draw = Callable[[torch.Tensor], torch.Tensor]
@@ -84,6 +86,22 @@ def rehearse_loss(captured: Capture, columns: Columns, *, data: str = "") -> Non
         raise DataError(f"{data}: {errors[0]}") if data else errors[0]
 
 
+def losses_of_many(captured: Capture, rows: Columns) -> tuple[float, list[Grouping]] | None:
+    """As ``drawn_losses``, of as many of the rows as take no time to speak of; None where it cannot be tried."""
+    count = min(MANY_ROWS, len(next(iter(rows.values()))))
+    while count > 1:
+        try:
+            some = {name: column[:count] for name, column in rows.items()}
+            if not _too_large(bare_outputs(captured, some), FEW_BYTES):
+                return drawn_losses(captured, some)
+        except CaptureError:
+            raise
+        except Exception:  # noqa: BLE001  (a model that needs its weights for shapes)
+            return None
+        count //= 2
+    return None
+
+
 def drawn_losses(captured: Capture, rows: Columns) -> tuple[float, list[Grouping]] | None:
     """Of all rows and of micro-batches of them, on drawn outputs; None where the loss cannot be tried like this.
 
@@ -110,13 +128,18 @@ def drawn_losses(captured: Capture, rows: Columns) -> tuple[float, list[Grouping
             return float(_loss(captured, outputs, part[list(rows)[-1]]))
 
         try:
-            with torch.no_grad(), one_thread(), warnings.catch_warnings():
+            with torch.no_grad(), one_thread(), warnings.catch_warnings(), own_generators():
                 warnings.simplefilter("ignore")  # of a loss over one row
-                return group_losses({**split, **rows}, loss_of)
+                before = generator_states()
+                found = group_losses({**split, **rows}, loss_of)
+                if not generator_states().same_as(before):
+                    return None  # other rows draw other numbers
         except CaptureError:
             raise
         except Exception:  # noqa: BLE001  (whatever it is, training says it better)
             continue
+        if math.isfinite(found[0]):  # a logarithm of what no model returns says nothing
+            return found
     return None
 
 
@@ -160,8 +183,8 @@ def _of_rows(whole: torch.Tensor, twice: torch.Tensor, count: int) -> bool:
     return twice.shape == (2 * whole.shape[0], *whole.shape[1:])
 
 
-def _too_large(bare: Sequence[torch.Tensor]) -> bool:
-    return sum(math.prod(x.shape) * max(4, x.dtype.itemsize) for x in bare) > MOST_BYTES
+def _too_large(bare: Sequence[torch.Tensor], most: int | None = None) -> bool:
+    return sum(math.prod(x.shape) * max(4, x.dtype.itemsize) for x in bare) > (MOST_BYTES if most is None else most)
 
 
 def _drawn(bare: torch.Tensor, draw: Draw, least: torch.dtype | None = None) -> torch.Tensor:

@@ -15,7 +15,14 @@ from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.codec.cost import codec_cost
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.meter import Asked
-from raypipe.engine.rehearsal import NUM_ROWS, refuse_lazy, refuse_sparse, rehearse, rehearse_evaluation
+from raypipe.engine.rehearsal import (
+    NUM_ROWS,
+    refuse_frequencies,
+    refuse_lazy,
+    refuse_sparse,
+    rehearse,
+    rehearse_evaluation,
+)  # fmt: skip
 from raypipe.engine.remembered import Memory, read_memory
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, DataError, RaypipeError
@@ -74,6 +81,8 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     loss_fn, evaluates = given.loss_fn, given.eval_data is not None
     refuse_lazy(built)
     refuse_sparse(built)
+    if pipeline.num_microbatches != 1:
+        refuse_frequencies(built)
     memory = read_memory(built, loss_fn)
     sources = {"train": open_data(given.train_data, seed=pipeline.seed, collate=given.collate_fn)}
     if evaluates:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from raypipe.engine.rehearsal import scalar
 from raypipe.engine.remembered import read_memory
 from raypipe.errors import CaptureError, ConfigError
 from raypipe.ir.precision import FP32
-from raypipe.prepare.drawn_outputs import drawn_losses
+from raypipe.prepare.drawn_outputs import drawn_losses, losses_of_many
 from raypipe.prepare.unrun import outputs_unrun
 
 __all__ = ["FoundReduction", "check_per_replica", "find_reduction"]
@@ -75,7 +75,7 @@ def find_reduction(
     """The reduction that is asked for, or the one that "auto" stands for.
 
     Args:
-        rows: a few samples by column, as the model reads them.
+        rows: a few samples by column, as the model reads them; of more than NUM_ROWS only a loss_fn sees the others.
 
     Raises:
         ConfigError: no weights of micro-batches make the loss of a mini-batch.
@@ -91,7 +91,7 @@ def find_reduction(
     if asked == "valid_tokens" and terms is not None:
         # The model may shift its labels; what counts are those that its loss sees.
         return FoundReduction(terms.counts or asked)
-    rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
+    many, rows = rows, {name: column[:NUM_ROWS] for name, column in rows.items()}
     trial = _Trial(model, loss_fn, pipeline.seed)
     unfilled = any(p.is_meta for p in model.parameters())
     several = pipeline.num_microbatches != 1
@@ -107,17 +107,16 @@ def find_reduction(
         return FoundReduction(asked)
     if loss_fn is not None:
         terms = _terms_of_loss_fn(loss_fn, outputs_unrun(captured, rows) if unfilled else trial.outputs(rows), rows)
-    tried = tries() if several else None
-    if several and unfilled and terms is None and tried is None:
+    trials = [tries(), losses_of_many(captured, many) if loss_fn is not None else None] if several else []
+    if several and unfilled and terms is None and not any(trials):
         raise ConfigError(
             "loss_reduction='auto': what the loss averages over cannot be read off it, for it cannot be traced, and it "
             "cannot be tried, because this process holds no weights (weights_on='workers'). Say what micro-batches "
             "shall mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that "
             "counts the items of a target; or set num_microbatches=1 or weights_on='client'."
         )
-    return _fitting(
-        _candidates(terms, rows), terms or _NO_TERMS, tried, list(rows)[-1] if loss_fn is not None else None
-    )
+    target = list(rows)[-1] if loss_fn is not None else None
+    return _fitting(_candidates(terms, rows), terms or _NO_TERMS, [found for found in trials if found], target)
 
 
 def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
@@ -135,29 +134,28 @@ def _candidates(terms: LossTerms | None, rows: Columns) -> list[Reduction]:
 
 
 def _fitting(
-    found: Sequence[Reduction], known: LossTerms, tried: tuple[float, list[Grouping]] | None, target: Any
+    found: Sequence[Reduction], known: LossTerms, trials: Sequence[tuple[float, list[Grouping]]], target: Any
 ) -> FoundReduction:
     """The first that makes the losses of micro-batches add up to that of a mini-batch.
 
     Args:
-        tried: losses of some rows, together and in micro-batches; None where they could not be tried.
+        trials: losses of some rows, together and in micro-batches; empty where they could not be tried.
         target: the column that a loss_fn compares with.
 
     Raises:
         ConfigError: none does; with the numbers.
     """
     note = _note(known.counts) if known.counts else ""
-    if tried is None:
-        return FoundReduction(found[0], note)
-    whole, groupings = tried
+    tried = [(whole, grouping) for whole, groupings in trials for grouping in groupings]
     for reduction in found:
-        if all(misfit(whole, g, weights_of(reduction, g, target)) is None for g in groupings):
+        if all(misfit(whole, g, weights_of(reduction, g, target)) is None for whole, g in tried):
             return FoundReduction(reduction, note if reduction is known.counts else "")
     if known.counts is not None:
-        for grouping in groupings:  # says so where terms average over different numbers of items
+        for _, grouping in tried:  # says so where terms average over different numbers of items
             known.counts.of_minibatch(grouping.parts, grouping.sizes)
     what = known.counts.words if known.counts else str(found[0])
-    raise ConfigError(_refusal(whole, [(g, weights_of(found[0], g, target)) for g in groupings], what))
+    weighed = [(whole, g, weights_of(found[0], g, target)) for whole, g in tried]
+    raise ConfigError(_refusal(weighed, what))
 
 
 def _refuse_sum(tried: tuple[float, list[Grouping]] | None) -> None:
@@ -223,10 +221,10 @@ def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig)
         whole, groupings = group_losses(rows, lambda part, at=at: float(parts_of(part)[at]))  # type: ignore[misc]
         weighed = []
         for grouping in groupings:
-            items = counts.by_term(grouping.parts, grouping.sizes)[term]
-            weighed.append((grouping, [n / sum(items) for n in items] if any(items) else None))
+            weights = counts.weights(term, counts.by_term(grouping.parts, grouping.sizes)[term])
+            weighed.append((grouping, weights if any(weights) else None))
         if any(misfit(whole, grouping, weights) is not None for grouping, weights in weighed):
-            raise ConfigError(_refusal(whole, weighed, counts.words, f"term {at + 1} of "))
+            raise ConfigError(_refusal([(whole, *found) for found in weighed], counts.words, f"term {at + 1} of "))
     return found
 
 
@@ -344,12 +342,18 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
                 buffer.copy_(kept[name])
 
 
-def _refusal(whole: float, weighed: Sequence[tuple[Grouping, list[float] | None]], what: str, term: str = "") -> str:
-    """The first grouping that does not fit, in numbers."""
-    grouping, total = next(
-        (grouping, total) for grouping, weights in weighed if (total := misfit(whole, grouping, weights)) is not None
+def _refusal(weighed: Sequence[tuple[float, Grouping, list[float] | None]], what: str, term: str = "") -> str:
+    """The first grouping that does not fit, in numbers.
+
+    Args:
+        weighed: the loss of all rows, their grouping, and what its micro-batches weigh.
+    """
+    whole, grouping, total = next(
+        (whole, grouping, total)
+        for whole, grouping, weights in weighed
+        if (total := misfit(whole, grouping, weights)) is not None
     )
-    sizes, losses = " and ".join(map(str, grouping.sizes)), " and ".join(f"{loss:.5g}" for loss in grouping.losses)
+    sizes, losses = _listed(map(str, grouping.sizes)), _listed(f"{loss:.5g}" for loss in grouping.losses)
     how = {"sum": "added up", "mean": "weighed by samples"}.get(what, f"weighed by {what}")
     return (
         f"loss_reduction='auto': no weights of micro-batches make {term}the loss of a mini-batch. Over "
@@ -359,3 +363,9 @@ def _refusal(whole: float, weighed: Sequence[tuple[Grouping, list[float] | None]
         "loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that counts the items of "
         "a target."
     )
+
+
+def _listed(words: Iterable[str]) -> str:
+    """The first four of them."""
+    *some, last = words
+    return " and ".join([*some, last]) if len(some) < 4 else " and ".join([*some[:4], "..."])

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from raypipe.config.pipeline import PipelineConfig
+from raypipe.engine.loss_check import MANY_ROWS
 from raypipe.engine.optimizer_trial import try_optimizers
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
@@ -60,7 +61,10 @@ def prepare(
         RaypipeError: one paragraph that says what to change.
     """
     found = _opened(given, pipeline, None if cluster else num_workers)
-    reduction, counted = find_reduction(found.model, given.loss_fn, found.captured, found.example, pipeline)
+    rows = found.example
+    if pipeline.num_microbatches != 1 and len(next(iter(rows.values()))) < MANY_ROWS:
+        rows = example_of(found.sources["train"], found.with_loss_fn, MANY_ROWS)
+    reduction, counted = find_reduction(found.model, given.loss_fn, found.captured, rows, pipeline)
     check_per_replica(pipeline, reduction)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
     if here:

@@ -182,6 +182,17 @@ def divided_by_an_item(output: torch.Tensor, target: torch.Tensor) -> torch.Tens
     return each / (target != 0).sum().item()
 
 
+def divided_by_the_rare(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """As detectors do: all boxes, by the number of those that hold something, which may be none."""
+    each = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+    return each / (target == 8).sum().clamp(min=1).float()
+
+
+def divided_by_more(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    each = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+    return each.sum() / ((target != -100).sum() + 1) + 1e-8
+
+
 LOSSES: dict[str, tuple[Loss, int]] = {
     "cross_entropy": (tokens(functional.cross_entropy), -100),
     "ignore_index=-1": (tokens(nn.CrossEntropyLoss(ignore_index=-1)), -1),
@@ -194,6 +205,8 @@ LOSSES: dict[str, tuple[Loss, int]] = {
     "masked by zero": (masked_by_zero, 0),
     "picked": (picked, 0),
     "divided by an item": (divided_by_an_item, 0),
+    "divided by the rare": (divided_by_the_rare, -100),
+    "divided by more": (divided_by_more, -100),
 }
 
 
@@ -219,7 +232,13 @@ def two_counts(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten()) + output.square().mean()
 
 
-@pytest.mark.parametrize("loss_fn", [spread, contrastive])
+def hardest(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cannot take one row."""
+    each = functional.cross_entropy(output.transpose(1, 2), target.clamp(min=0), reduction="none").mean(1)
+    return each.topk(2).values.mean()
+
+
+@pytest.mark.parametrize("loss_fn", [spread, contrastive, hardest])
 def test_losses_over_the_batch_are_refused_with_numbers_and_choices(loss_fn: Loss, tmp_path: Any) -> None:
     torch.manual_seed(3)
     data = Pairs(labelled(ROWS, -100).items)
@@ -244,6 +263,24 @@ def test_terms_that_average_over_different_counts_in_a_loss_fn(tmp_path: Any) ->
     padded = Pairs([*whole.items[:-1], {"i": torch.ones(6, dtype=torch.long), "l": torch.full((6,), -100)}])
     with pytest.raises((ConfigError, DataError), match=r"average over different numbers of items|no weights"):
         run(Tagger(), padded, two_counts, tmp_path / "padded", num_microbatches=4)
+
+
+def by_an_item_of_the_rare(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cannot be traced."""
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten()) / max(1, int((target == 8).any(1).sum()))
+
+
+def test_what_only_later_rows_show_is_found(tmp_path: Any) -> None:
+    """The model is tried on four rows, the loss_fn on sixteen."""
+    items = labelled(ROWS, 1, length=3).items
+    for item in items:
+        item["labels"].clamp_(max=7)
+    read = open_data(Pairs([{"row": torch.tensor(i), "labels": torch.tensor(0)} for i in range(ROWS)]), seed=0)
+    rows: Any = read.read(0, 0, ROWS, (0,))
+    for place in (7, 9, 12):
+        items[int(rows[0][place])]["labels"][0] = 8
+    with pytest.raises(ConfigError, match=r"Over 16 rows it is .* over micro-batches of 8 and 8 rows"):
+        run(Tagger(), Pairs(items), by_an_item_of_the_rare, tmp_path, num_microbatches=8)
 
 
 def test_a_loss_that_is_no_scalar_is_refused(tmp_path: Any) -> None:

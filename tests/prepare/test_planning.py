@@ -201,6 +201,12 @@ class Positions(nets.Mlp):
             "optimizers do not take. Set sparse=False: the same numbers, with a gradient as large as the weight.",
         ),
         (
+            nn.Sequential(nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Linear(4, 3)),
+            "The module '0', Embedding(scale_grad_by_freq=True), divides gradients by how often a word is in the "
+            "batch, and a micro-batch has other numbers than its mini-batch. Set scale_grad_by_freq=False, or "
+            "num_microbatches=1.",
+        ),
+        (
             nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(9, 3)),
             "The module '2', Linear(in_features=9, out_features=3, bias=True), cannot take its input, shape (2, 8) and "
             "type float32: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x8 and 9x3). The model is meant, "
@@ -213,7 +219,7 @@ class Positions(nets.Mlp):
             "is meant. Change the shape of the samples, or the sizes of the module.",
         ),
     ],
-    ids=["lazy", "sparse", "model", "data"],
+    ids=["lazy", "sparse", "frequencies", "model", "data"],
 )
 def test_models_that_would_fail_in_the_first_step(model: nn.Module, message: str) -> None:
     assert str(refusal(model)) == message

@@ -77,36 +77,47 @@ def work_out_of_place(traced: Traced) -> None:
     """
     graph = traced.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    roots = storage_roots(graph)
+    roots: dict[fx.Node, fx.Node] = {}  # as they are once all before has been rewritten
     families: dict[fx.Node, list[fx.Node]] = {}
-    for node, root in roots.items():
-        families.setdefault(root, []).append(node)
+    stayed: list[fx.Node] = []
     for node in list(graph.nodes):
+        base = _viewed(node)
+        roots[node] = roots[base] if base is not None else node
+        families.setdefault(roots[node], []).append(node)
         for changed in mutated_args(node):
             root = roots[changed]
             if root in traced.buffers:
                 continue
-            if root in traced.constants:
-                raise CaptureError(
-                    f"forward changes a tensor in place that is an attribute of the model, a global or in a closure "
-                    f"({root.name.removeprefix('c_')!r}{_line_of(node)}); no stage would share it and no checkpoint "
-                    "hold it. Make it a buffer: self.register_buffer(name, tensor)."
-                )
-            if root in traced.parameters:
-                raise CaptureError(
-                    f"forward changes the parameter {traced.parameters[root]!r} in place; a pipeline stage may only "
-                    "change buffers. Register it as a buffer or drop the update."
-                )
-            others = [v for v in families[root] if v is not changed and v is not node and order[v] < order[node]]
+            _refuse_lasting(root, node, traced)
+            others = [v for v in families[root] if v is not changed and v is not node]
             still_read = any(order[user] > order[node] for v in others for user in v.users)
             functional = functional_twin(node.target)
             if functional is None or still_read:
-                last = max((user for v in families[root] for user in v.users), key=order.__getitem__, default=node)
-                traced.pinned.append((root, last))
+                stayed.append(changed)
                 continue
             node.target = functional
             _replace_after(changed, node, order)
-            families.setdefault(node, [])
+            families[roots[node]].remove(node)
+            roots[node], families[node] = node, [node]  # memory of its own, which later views are of
+    for changed in stayed:
+        family = families[roots[changed]]
+        last = max((user for v in family for user in v.users), key=order.__getitem__, default=changed)
+        traced.pinned.append((roots[changed], last))
+
+
+def _refuse_lasting(root: fx.Node, node: fx.Node, traced: Traced) -> None:
+    """A change of what lasts from call to call and is no buffer."""
+    if root in traced.constants:
+        raise CaptureError(
+            f"forward changes a tensor in place that is an attribute of the model, a global or in a closure "
+            f"({root.name.removeprefix('c_')!r}{_line_of(node)}); no stage would share it and no checkpoint "
+            "hold it. Make it a buffer: self.register_buffer(name, tensor)."
+        )
+    if root in traced.parameters:
+        raise CaptureError(
+            f"forward changes the parameter {traced.parameters[root]!r} in place; a pipeline stage may only "
+            "change buffers. Register it as a buffer or drop the update."
+        )
 
 
 def _line_of(node: fx.Node) -> str:

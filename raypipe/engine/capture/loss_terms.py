@@ -13,6 +13,7 @@ such terms one by one, so that each can have its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import fx
 
 from raypipe.engine.capture.traced import Traced
-from raypipe.engine.loss_counts import LossCounts, count_labels
+from raypipe.engine.loss_counts import Bound, LossCounts, count_labels
 from raypipe.engine.randomness import bind_arguments
 from raypipe.engine.region import names_of
 from raypipe.engine.stage import GraphFunction
@@ -62,11 +63,16 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """One way of counting: a node that is the number, or labels with their ignore_index and class weights."""
+    """One way of counting: a node that is the number, or labels with their ignore_index and class weights.
+
+    Attributes:
+        bounds: what the loss makes of the number before it divides by it.
+    """
 
     node: fx.Node
     ignore_index: int | None = None
     class_weights: fx.Node | None = None
+    bounds: tuple[Bound, ...] = ()
 
 
 _SAMPLES, _ADDED_UP = "samples", "added up"
@@ -96,8 +102,9 @@ def loss_terms(traced: Traced, data: Set[fx.Node], tensors: Mapping[str, torch.T
     samples_too = _SAMPLES in found or any(count == len(counts) for _, count in parts)
     words = " and ".join(dict.fromkeys((*map(_words, counts), *(["samples"] if samples_too else []))))
     program = _program(traced, counts, tensors)
+    bounds = tuple(count.bounds for count in counts)
     return LossTerms(
-        LossCounts(program, samples_too, words, tuple(count for _, count in parts)), sums=False, parts=parts
+        LossCounts(program, samples_too, words, tuple(count for _, count in parts), bounds), sums=False, parts=parts
     )
 
 
@@ -201,7 +208,8 @@ def _kind(node: fx.Node, reach: _Reach) -> _Count | str:
     if name in ("aten::div", "aten::div_"):
         divisor = node.args[1]
         if isinstance(divisor, fx.Node) and divisor in reach.of_data and _is_number(divisor):
-            return _Count(_unclamped(divisor))
+            number, bounds = _unbounded(divisor)
+            return _Count(number, bounds=bounds)
         return _SAMPLES
     if "reduction" in (given := _arguments(node)):
         return _ADDED_UP if given["reduction"] == _SUM else _SAMPLES
@@ -217,13 +225,26 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
-def _unclamped(divisor: fx.Node) -> fx.Node:
-    """The number before it was kept above zero: clamp(min=1), + 1e-8."""
+def _unbounded(divisor: fx.Node) -> tuple[fx.Node, tuple[Bound, ...]]:
+    """The number before it was kept above zero, as by clamp(min=1) or + 1e-8, and what did that."""
     name, first = _name(divisor), divisor.args[0] if divisor.args else None
-    small = len(divisor.args) > 1 and isinstance(divisor.args[1], float) and abs(divisor.args[1]) < 1e-3
-    if isinstance(first, fx.Node) and (name in ("aten::clamp", "aten::clamp_min") or (name == "aten::add" and small)):
-        return _unclamped(first)
-    return divisor
+    if not isinstance(first, fx.Node):
+        return divisor, ()
+    given = _arguments(divisor)
+    bound: Bound | None = None
+    if name in ("aten::clamp", "aten::clamp_min"):
+        least, most = given.get("min"), given.get("max")
+        if not isinstance(least, fx.Node) and not isinstance(most, fx.Node):
+            bound = Bound(-math.inf if least is None else float(least), math.inf if most is None else float(most))
+    elif name == "aten::add" and isinstance(added := given.get("other"), int | float) and given.get("alpha", 1) == 1:
+        bound = Bound(added=float(added))
+    elif name in ("aten::to", "aten::_to_copy") and _is_number(first):
+        number, bounds = _unbounded(first)
+        return (number, bounds) if bounds else (divisor, ())
+    if bound is None:
+        return divisor, ()
+    number, bounds = _unbounded(first)
+    return number, (*bounds, bound)
 
 
 def _words(count: _Count) -> str:

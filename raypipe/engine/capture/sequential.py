@@ -44,9 +44,14 @@ __all__ = [
 
 
 def is_plain_sequential(model: nn.Module) -> bool:
-    """Whether the model is an nn.Sequential that does nothing but call its children in order."""
+    """Whether the model is an nn.Sequential that does nothing but call its children in order.
+
+    One with a train() of its own, which may keep a norm in evaluation, is traced, for its children know nothing of it.
+    """
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
-    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward and not any(hooks)
+    kind = type(model)
+    plain = kind.forward is nn.Sequential.forward and kind.train is nn.Module.train
+    return isinstance(model, nn.Sequential) and plain and not any(hooks)
 
 
 @dataclass(slots=True)

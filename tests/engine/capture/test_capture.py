@@ -118,6 +118,33 @@ class Aliased(nn.Module):
         return self.c(torch.tanh(z))
 
 
+class Overwritten(Aliased):
+    """Changes y in place, then a part of what came of that."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        y += 1.0
+        y[:, 0] = 0.5
+        y.mul_(2.0)
+        y.view(-1, 2, 3)[:, 1].add_(1.0)
+        return self.c(torch.tanh(self.b(y)))
+
+
+class StillNorm(nn.Sequential):
+    """Its norm stays in evaluation, as fine-tuning has it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), nn.Dropout(0.2), nn.Linear(6, 3)
+        )
+        self[1].running_mean.fill_(0.5)
+
+    def train(self, mode: bool = True) -> StillNorm:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
 class Recounting(nn.Module):
     """One BatchNorm under two names, used twice, a buffer that nobody reads, and one read in every stage."""
 
@@ -148,7 +175,7 @@ def views_first() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [Aliased, Recounting, repeated_norm, views_first])
+@pytest.mark.parametrize("build", [Aliased, Overwritten, StillNorm, Recounting, repeated_norm, views_first])
 def test_every_offered_cut_is_exact(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"every-cut-{build.__name__}"
     monkeypatch.setitem(CASES, name, Case(name, build, CASES["mlp"].data, functional.cross_entropy))
