@@ -224,6 +224,9 @@ def _recoveries(run: RunFacts) -> str:
             if name.endswith("_s") and isinstance(value, int | float)
         )
         more = [f"{event['redone_steps']} steps done again"] if event.get("redone_steps") else []
+        more += (
+            [f"{event['replayed_steps']} steps done again by one stage alone"] if event.get("replayed_steps") else []
+        )
         more += [f"{human_bytes(event['moved_bytes'])} moved"] if event.get("moved_bytes") else []
         took = human_s(event["seconds"]) if isinstance(event.get("seconds"), int | float) else ""
         detail = "; ".join(filter(None, [parts, *more]))

@@ -78,6 +78,8 @@ def _events(steps: int) -> list[tuple[int, dict[str, object]]]:
         (60, {"decision": "failure", "reason": f"stage 1 was killed {HOSTILE}", "seconds": 0.2, "failures": 1}),
         (58, {"decision": "recovery", "reason": "from copies in memory", "seconds": 0.81, "redone_steps": 2,
               "restore_s": 0.3, "configure_s": 0.5, "moved_bytes": 3 * MIB, "replaced": ["worker 1"]}),
+        (80, {"decision": "recovery", "reason": "Stage 1 did 5 steps again alone", "seconds": 0.4, "redone_steps": 0,
+              "replayed_steps": 5, "replaced": ["Stage 1"]}),
         (100, {"decision": "keep", "reason": "1f1b stays.", "link_s": link_s}),
         (120, {"decision": "switch", "reason": "Link 0 changed: kfkb k=2 would take 31 ms.", "link_s": slow_s}),
         (steps, {"decision": "checkpoint", "reason": f"{steps} steps", "seconds": 0.01}),
