@@ -10,6 +10,7 @@ A loss_fn is traced by itself on the model's outputs; a model that returns its o
 from __future__ import annotations
 
 import contextvars
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -147,9 +148,11 @@ def _fitting(
     """
     note = _note(known.counts) if known.counts else ""
     tried = [(whole, grouping) for whole, groupings in trials for grouping in groupings]
-    for reduction in found:
-        if all(misfit(whole, g, weights_of(reduction, g, target)) is None for whole, g in tried):
-            return FoundReduction(reduction, note if reduction is known.counts else "")
+    finite = [(whole, grouping) for whole, grouping in tried if math.isfinite(whole)]
+    for some in (tried, finite):  # a row that makes the loss nan ends its step, which names it
+        for reduction in found:
+            if all(misfit(whole, g, weights_of(reduction, g, target)) is None for whole, g in some):
+                return FoundReduction(reduction, note if reduction is known.counts else "")
     if known.counts is not None:
         for _, grouping in tried:  # says so where terms average over different numbers of items
             known.counts.of_minibatch(grouping.parts, grouping.sizes)

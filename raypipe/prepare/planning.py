@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from raypipe.engine.optimizer_trial import try_optimizers
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.engine.verify import verify
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.profile import Profile
 from raypipe.prepare.arguments import Arguments, in_one_paragraph
@@ -61,10 +63,7 @@ def prepare(
         RaypipeError: one paragraph that says what to change.
     """
     found = _opened(given, pipeline, None if cluster else num_workers)
-    rows = found.example
-    if pipeline.num_microbatches != 1 and len(next(iter(rows.values()))) < MANY_ROWS:
-        rows = example_of(found.sources["train"], found.with_loss_fn, MANY_ROWS)
-    reduction, counted = find_reduction(found.model, given.loss_fn, found.captured, rows, pipeline)
+    reduction, counted = find_reduction(found.model, given.loss_fn, found.captured, _rows(found, pipeline), pipeline)
     check_per_replica(pipeline, reduction)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
     if here:
@@ -123,6 +122,14 @@ def _basis(
         pipeline.retune_microbatches,
         {path: type(module).__name__ for path, module in modules},
     )
+
+
+def _rows(found: Opened, pipeline: PipelineConfig) -> Mapping[Any, torch.Tensor]:
+    """That the loss is tried on; those of one micro-batch where nothing needs weights or more cannot be read."""
+    if pipeline.num_microbatches != 1 and len(next(iter(found.example.values()))) < MANY_ROWS:
+        with contextlib.suppress(DataError):  # the step that takes such a row says so, with its number
+            return example_of(found.sources["train"], found.with_loss_fn, MANY_ROWS)
+    return found.example
 
 
 def _job(

@@ -171,8 +171,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "summing loss": (
         {"loss_fn": adding, "pipeline": {"loss_reduction": "mean"}},
         ["loss_fn=" + target_of("adding"), "pipeline.loss_reduction=mean"],
-        "loss_reduction='mean' is for a loss that averages over samples, but this one adds up: over 2 rows it is "
-        "2.1972, over 1 and 1 of them 1.0986 and 1.0986. The gradient would shrink with the number of micro-batches. "
+        "loss_reduction='mean' is for a loss that averages over samples, but this one adds up: over 4 rows it is "
+        "4.3944, over 2 and 2 of them 2.1972 and 2.1972. The gradient would shrink with the number of micro-batches. "
         "Set loss_reduction='sum', leave it out, or let the loss average (reduction='mean').",
     ),
 }  # fmt: skip
