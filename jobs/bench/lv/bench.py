@@ -19,15 +19,16 @@ GPipe on one of large activations (memory.py), measured, and as planned, with th
 *Accuracy.* Points lost against exact training, each with its own learning rate, for both tasks of bench/convergence and
 both optimizers (accuracy.py): the worst is named.
 
-The last lines say of every target whether it is met and, where not, what keeps the figure from it. With --json FILE,
-training runs for the accuracy that have ended are lines of FILE.runs.jsonl, and are not run again.
+The last lines say of every target whether it is met and, where not, what keeps the figure from it.
+
+    --folder FOLDER    runs that have ended are kept there, with their load and commit, and not done again
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from jobs.check.results import matching, met
 from jobs.lib import common
 from jobs.lib.common import machine_line, median
 from jobs.lib.emulated import CPU_SHARE
+from jobs.lib.kept_cells import OPTION, KeptCells
 from raypipe.runtime.driver.client import connected
 
 WARM_UP_STEPS, LAST_STEPS = 4, 2
@@ -64,14 +66,15 @@ class Settings(NamedTuple):
     """How much is measured.
 
     Attributes:
-        loads: ratios of a message's to a stage's seconds; figures of the first one have no suffix. At the last of
-            several, equal numbers of layers are tried too.
+        loads: ratios of a message's to a stage's seconds; figures of the first one have no suffix, and have the
+            targets. At the last of several, equal numbers of layers are tried too.
+        rounds: of the first load; the others, which show where it comes from, are run once.
     """
 
     chain: Chain = Chain()
     loads: tuple[float, ...] = (4.0, 1.0, 0.25)
-    num_steps: int = 14
-    torch_steps: int = 8
+    num_steps: int = 12
+    torch_steps: int = 7
     rounds: int = 2
     models: Mapping[str, memory.Model] = memory.MODELS
     local: bool = False
@@ -124,20 +127,31 @@ def candidates_of(settings: Settings) -> dict[str, tuple[str, float, bool]]:
     return found
 
 
-def time_all(settings: Settings, cut: Cut) -> Steps:
-    """Every candidate, round by round."""
+def time_all(settings: Settings, kept: KeptCells) -> tuple[Cut, Steps]:
+    """The cut, and every candidate, round by round."""
+    cut = tuple(kept.measured("cut", settings.chain, lambda: planned_cut(settings.chain)))
     found: Steps = {}
-    for _ in range(settings.rounds):
+    for turn in range(settings.rounds):
         for name, (policy, load, layers) in candidates_of(settings).items():
+            if turn and load != settings.loads[0]:
+                continue
             chain = settings.chain._replace(load=load)
             where = equal_cut(chain) if layers else cut
-            if policy == "torch_gpipe":
-                counted = run_torch(chain, where, settings.torch_steps)[1:]
-            else:
-                counted = run_ours(chain, where, POLICIES[policy], settings.num_steps)[WARM_UP_STEPS:-LAST_STEPS]
+            counted = kept.measured(
+                f"time-{name}-{turn}",
+                [chain, where, POLICIES.get(policy), settings.num_steps, settings.torch_steps],
+                functools.partial(time_one, settings, chain, where, policy),
+            )
             found.setdefault(name, []).extend(counted)
             print(f"{name}: {median(counted) * 1e3:.0f} ms a step; {machine_line()}", flush=True)
-    return found
+    return cut, found
+
+
+def time_one(settings: Settings, chain: Chain, cut: Cut, policy: str) -> list[float]:
+    """Seconds of the steps that count."""
+    if policy == "torch_gpipe":
+        return run_torch(chain, cut, settings.torch_steps)[1:]
+    return run_ours(chain, cut, POLICIES[policy], settings.num_steps)[WARM_UP_STEPS:-LAST_STEPS]
 
 
 def on_paper(settings: Settings, cut: Cut) -> dict[str, float]:
@@ -212,17 +226,16 @@ def reasons_of(
 
 def main() -> int:
     """Measure all three."""
-    asked = common.arguments(__doc__)
+    asked = common.arguments(__doc__, options=OPTION)
     if importlib.util.find_spec("sklearn") is None:
         raise SystemExit("The digits are scikit-learn's: pip install scikit-learn, which the extra 'bench' has.")
     settings = QUICK if asked.quick else Settings()
     torch.set_num_threads(1)
-    keep_in: Path | None = None if asked.json is None else asked.json.with_name(f"{asked.json.name}.runs.jsonl")
+    kept = KeptCells(asked.folder)
 
     chain = settings.chain
     with connected(chain.num_stages, {"CPU": CPU_SHARE}):
-        cut = planned_cut(chain)
-        steps = time_all(settings, cut)
+        cut, steps = time_all(settings, kept)
     told = on_paper(settings, cut)
     figures = time_figures(steps, told, settings)
     rows: list[list[Any]] = [
@@ -239,7 +252,7 @@ def main() -> int:
     print("\n" + common.table("on paper, for other links", loads, paper.ratios_by_load(chain, cut, POLICIES)))
 
     plans = memory.told_of(settings.models)
-    peaks = memory.measure(settings.models, settings.optimizers, local=settings.local)
+    peaks = memory.measure(settings.models, settings.optimizers, kept, local=settings.local)
     figures |= memory.figures_of(settings.models, peaks, plans)
     columns = ("model, candidate", "MiB", "planned MiB", "versions", "lv / it", "planned")
     print(
@@ -248,7 +261,8 @@ def main() -> int:
         + "\n"
     )
 
-    cells = accuracy.measure(settings.tasks, settings.optimizers, settings.seeds, settings.share, keep_in)
+    runs_in = asked.folder and asked.folder / "runs.jsonl"
+    cells = accuracy.measure(settings.tasks, settings.optimizers, settings.seeds, settings.share, runs_in)
     lost = accuracy.figures_of(cells)
     figures |= lost
     columns = ("cell", "exact %", "lv %", "drop", "standard error", "rate", "lv's rate", "ended")
@@ -268,6 +282,8 @@ def main() -> int:
             for name in ("exact", "lv")
             for cell, runs in getattr(cells, name).items()
         },
+        "measured": kept.told,
     }
+    kept.date(asked)
     common.finish("bench_lv", figures, raw, asked)
     return 0

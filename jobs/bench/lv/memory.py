@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jobs.bench.memory.runs import CANDIDATES, Sizes, Told, Watched, peak_of, predicted, run
+from jobs.bench.memory.runs import CANDIDATES, Sizes, Told, peak_of, predicted, run
 from jobs.lib.common import machine_line
+from jobs.lib.kept_cells import KeptCells
 
 __all__ = ["MODELS", "Model", "Peaks", "figures_of", "measure", "reason_of", "rows_of", "told_of"]
 
@@ -57,31 +58,40 @@ def told_of(models: Mapping[str, Model]) -> dict[str, dict[str, Told]]:
     return {name: predicted(model.sizes, model.candidates) for name, model in models.items()}
 
 
-def measure(models: Mapping[str, Model], optimizers: tuple[str, ...], *, local: bool = False) -> Peaks:
-    """Train and watch.
+def measure(models: Mapping[str, Model], optimizers: tuple[str, ...], kept: KeptCells, *, local: bool = False) -> Peaks:
+    """Train and watch; what has no target, with the first optimizer only.
 
     Args:
+        kept: what was measured before.
         local: all stages in threads of one process, which is then watched as a whole.
     """
     found: Peaks = {}
     for name, model in models.items():
         nothing = model.sizes._replace(width=8)
-        floors: dict[bool, list[list[Watched]]] = {}
+        floors: dict[bool, list[int]] = {}
         for candidate in model.candidates:
             ours = CANDIDATES[candidate] is not None
             if local and not ours:
                 continue
             if ours not in floors:
-                floors[ours] = run(nothing, candidate, "sgd", local=local)
-            for optimizer in optimizers:
-                seen = run(model.sizes, candidate, optimizer, local=local)
-                steps, count = model.sizes.num_steps, model.sizes.microbatches
-                found[name, candidate, optimizer] = [
-                    peak_of(looks, steps, count) - peak_of(floor, steps, count)
-                    for looks, floor in zip(seen, floors[ours], strict=True)
-                ]
+                floors[ours] = _peaks(kept, f"{name}-nothing", nothing, candidate, "sgd", local=local)
+            for optimizer in optimizers[:1] if candidate in model.beside else optimizers:
+                seen = _peaks(kept, name, model.sizes, candidate, optimizer, local=local)
+                found[name, candidate, optimizer] = [a - b for a, b in zip(seen, floors[ours], strict=True)]
                 total = sum(found[name, candidate, optimizer])
                 print(f"{name} {candidate} {optimizer}: {total / MIB:.1f} MiB; {machine_line()}", flush=True)
+    return found
+
+
+def _peaks(kept: KeptCells, name: str, sizes: Sizes, candidate: str, optimizer: str, *, local: bool) -> list[int]:
+    """Bytes of each stage, of one run."""
+
+    def seen() -> list[int]:
+        stages = run(sizes, candidate, optimizer, local=local)
+        return [peak_of(looks, sizes.num_steps, sizes.microbatches) for looks in stages]
+
+    asked = [sizes._asdict(), candidate, optimizer, local]
+    found: list[int] = kept.measured(f"memory-{name}-{candidate}-{optimizer}", asked, seen)
     return found
 
 

@@ -12,6 +12,8 @@ several rates are told:
 Nothing is run and nothing is timed: seconds follow from the layers' operations (vgg16.py), and all of it is arithmetic.
 So both sides get all that their links carry. Where the published factor is larger than what a V100's rate makes, data
 parallelism had less of its links than that: no overlap, or rings below the rate of the wire.
+
+    --train --folder FOLDER    scenes of the race are kept there as they end, and not measured again
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 from jobs.bench.vs_dp.replay import Hosts, Stage, all_reduce_s, period_s
 from jobs.bench.vs_dp.vgg16 import BATCH, vgg16
 from jobs.lib import common
+from jobs.lib.kept_cells import OPTION, KeptCells
 from raypipe.ir.cluster import Cluster, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
@@ -110,7 +113,8 @@ def gbit_for(graph: ModelGraph, speedup: float) -> float:
 def main() -> None:
     """Work it out at every rate; the last line has the figures."""
     asked = common.arguments(
-        __doc__, options={"--train": {"action": "store_true", "help": "race plans and DDP on emulated devices too"}}
+        __doc__,
+        options={"--train": {"action": "store_true", "help": "race plans and DDP on emulated devices too"}, **OPTION},
     )
     figures: dict[str, float] = {}
     rows: list[list[Any]] = []
@@ -139,7 +143,9 @@ def main() -> None:
     if asked.train:
         from jobs.bench.vs_dp import race  # not above: what is worked out on paper needs no torch
 
-        raced, told = race.run(quick=asked.quick)
+        kept = KeptCells(asked.folder)
+        raced, told = race.run(kept, quick=asked.quick)
         figures |= raced
-        raw |= told
+        raw |= {**told, "measured": kept.told}
+        kept.date(asked)
     common.finish("bench_vs_dp", figures, raw, asked)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from jobs.bench.vs_dp.models import MODELS, accuracy, heldout, loss_of, samples
-from jobs.bench.vs_dp.run import EVAL_EVERY, LEARNING_RATE, MINIBATCH, SEED, WARM_UP, Asked, Ran
+from jobs.bench.vs_dp.run import EVAL_EVERY, FEW_STEPS, LEARNING_RATE, MINIBATCH, SEED, WARM_UP, Asked, Ran
 from jobs.lib.common import median
 from jobs.lib.processes import run_processes
 from raypipe.engine.data import open_data
@@ -31,7 +31,7 @@ LIMIT_S = 600.0
 
 
 def run_ddp(asked: Asked, enough: float, *, bf16: bool = False, bucket_mb: float = 25.0) -> Ran:
-    """Train in processes of their own.
+    """Train in processes of their own, until accuracy is enough and FEW_STEPS are done, or all steps.
 
     Args:
         enough: held-out accuracy.
@@ -114,12 +114,15 @@ def _rank(rank: int, asked: Asked, enough: float, bf16: bool, bucket_mb: float, 
             dist.all_reduce(mean)
             losses.append(float(mean) / asked.workers)
             if (step + 1) % EVAL_EVERY == 0:
-                told.append((step + 1, _heldout(plain) if rank == 0 else 0.0))
-                dist.barrier()
+                accurate = torch.tensor([_heldout(plain) if rank == 0 else 0.0])
+                dist.broadcast(accurate, 0)
+                told.append((step + 1, float(accurate)))
+                if step + 1 >= FEW_STEPS and any(value >= enough for _, value in told):
+                    break
         if rank == 0:
             found = Ran(
                 step_s=median(seconds[WARM_UP:] or seconds),
-                step_bytes=asked.workers * ring.sent_bytes / asked.steps,
+                step_bytes=asked.workers * ring.sent_bytes / len(losses),
                 losses=losses,
                 reached=next((step for step, value in told if value >= enough), 0),
                 accuracy=told[-1][1] if told else 0.0,

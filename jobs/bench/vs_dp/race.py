@@ -7,29 +7,33 @@
     data_parallel_<scene>      DDP's seconds per step over those of our own data parallelism
     hidden_<scene>             share of min(exchange, last backward) that our data parallelism did not wait for
 
-A scene is a model, so many workers and a rate. Seconds to accuracy are steps to it times the median step: evaluations
-are not timed. All candidates begin with the same weights and see the same mini-batches, so that exact ones have the
-same losses; where they have not, the race is off.
+A scene is a model, so many workers and a rate; it is measured as a whole, so that its candidates meet the same machine,
+and kept (kept_cells.py). Seconds to accuracy are steps to it times the median step: evaluations are not timed. DDP and
+the choice train until they are there; all others for FEW_STEPS, which show how long a step takes. All candidates begin
+with the same weights and see the same mini-batches, so that exact ones have the same losses; where they have not, the
+race is off.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
 
 from jobs.bench.vs_dp.ddp import run_ddp
 from jobs.bench.vs_dp.models import MODELS
-from jobs.bench.vs_dp.run import Asked, Ran, plan_of, run_plan, shape_of
+from jobs.bench.vs_dp.run import EVAL_EVERY, FEW_STEPS, Asked, Ran, plan_of, run_plan, shape_of
 from jobs.lib import common
+from jobs.lib.kept_cells import KeptCells
 from raypipe.ir.plan import Plan
 
-__all__ = ["candidates_of", "check_losses", "figures_of", "run"]
+__all__ = ["candidates_of", "check_losses", "figures_of", "measure", "run", "steps_of"]
 
 ENOUGH = 0.90
 """Of held-out accuracy; exact training gets there in some hundred steps."""
-STEPS, FEW_STEPS = 160, 40
-"""Of a scene; and of candidates that only show how long a step takes."""
+STEPS = 200
+"""In which accuracy has to be enough."""
 WORKERS, RATES_MBIT = (2, 4, 8), (1000.0, 200.0)
 
 
@@ -84,31 +88,60 @@ def figures_of(asked: Asked, chosen: Plan, plans: dict[str, Plan], ran: dict[str
     return figures
 
 
-def run(*, quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
-    """All scenes; figures, and what every candidate did."""
+def run(kept: KeptCells, *, quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    """All scenes; figures, and what every candidate did.
+
+    Args:
+        kept: scenes that were measured before.
+    """
     scenes = [Asked(*scene, STEPS) for scene in itertools.product(MODELS, WORKERS, RATES_MBIT)]
     if quick:
         scenes = [Asked("parameters", 2, 200.0, 10)]
     figures: dict[str, float] = {}
     raw: dict[str, Any] = {}
     for asked in scenes:
-        chosen = plan_of(asked)
-        print(f"\n{asked.name}: {shape_of(chosen)}, {dict(chosen.reasons)['replicas']}; {common.machine_line()}")
-        plans = {"choice": chosen}
-        plans |= {kind: plan_of(asked, shape) for kind, shape in candidates_of(chosen).items() if not quick}
-        ran = {"ddp": run_ddp(asked, ENOUGH), "ddp bf16": run_ddp(asked, ENOUGH, bf16=True)}
-        for name, plan in plans.items():
-            few = asked if name == "choice" else asked._replace(steps=FEW_STEPS)
-            ran[name] = run_plan(few, plan, ENOUGH)
-            check_losses(f"{asked.name}, {name}", ran["ddp"], ran[name])
-        figures |= figures_of(asked, chosen, plans, ran)
-        raw[asked.name] = {
-            "plans": {name: shape_of(plan) for name, plan in plans.items()},
-            "predicted_s": {name: plan.prediction and plan.prediction.step_s for name, plan in plans.items()},
-            "ran": {name: each._asdict() for name, each in ran.items()},
-        }
-        print(common.table(asked.name, COLUMNS, [_row(name, plans.get(name), each) for name, each in ran.items()]))
+        known = [asked, MODELS[asked.model], FEW_STEPS, ENOUGH, quick]
+        found = kept.measured(f"race-{asked.name}", known, functools.partial(measure, asked, quick=quick))
+        figures |= found["figures"]
+        raw[asked.name] = found["raw"]
     return figures, raw
+
+
+def measure(asked: Asked, *, quick: bool) -> dict[str, dict[str, Any]]:
+    """One scene: its figures, and what every candidate did.
+
+    Args:
+        quick: the choice and DDP only.
+    """
+    chosen = plan_of(asked)
+    print(
+        f"\n{asked.name}: {shape_of(chosen)}, {dict(chosen.reasons)['replicas']}; {common.machine_line()}", flush=True
+    )
+    plans = {"choice": chosen}
+    plans |= {kind: plan_of(asked, shape) for kind, shape in candidates_of(chosen).items() if not quick}
+    few = asked._replace(steps=min(FEW_STEPS, asked.steps))
+    ran = {"ddp": run_ddp(asked, ENOUGH), "ddp bf16": run_ddp(few, ENOUGH, bf16=True)}
+    for name, plan in plans.items():
+        ran[name] = run_plan(steps_of(asked, ran["ddp"]) if name == "choice" else few, plan, ENOUGH)
+        if name == "choice" and ran["ddp"].reached and not ran[name].reached:  # later than expected: see when
+            ran[name] = run_plan(asked, plan, ENOUGH)
+        check_losses(f"{asked.name}, {name}", ran["ddp"], ran[name])
+    print(
+        common.table(asked.name, COLUMNS, [_row(name, plans.get(name), each) for name, each in ran.items()]), flush=True
+    )
+    raw = {
+        "plans": {name: shape_of(plan) for name, plan in plans.items()},
+        "predicted_s": {name: plan.prediction and plan.prediction.step_s for name, plan in plans.items()},
+        "ran": {name: each._asdict() for name, each in ran.items()},
+    }
+    return {"figures": figures_of(asked, chosen, plans, ran), "raw": raw}
+
+
+def steps_of(asked: Asked, ddp: Ran) -> Asked:
+    """As many as exact training needs, by what DDP needed, and two evaluations more: it trains the same."""
+    return (
+        asked._replace(steps=min(asked.steps, max(FEW_STEPS, ddp.reached + 2 * EVAL_EVERY))) if ddp.reached else asked
+    )
 
 
 COLUMNS = ("candidate", "plan", "ms per step", "predicted", "MB per step", "steps to accuracy", "accuracy")

@@ -26,11 +26,23 @@ from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.plan import Plan
 from raypipe.runtime.links.socket_channel import SocketChannel
 
-__all__ = ["EVAL_EVERY", "LEARNING_RATE", "MINIBATCH", "SEED", "Asked", "Ran", "plan_of", "run_plan", "shape_of"]
+__all__ = [
+    "EVAL_EVERY",
+    "FEW_STEPS",
+    "LEARNING_RATE",
+    "MINIBATCH",
+    "SEED",
+    "Asked",
+    "Ran",
+    "plan_of",
+    "run_plan",
+    "shape_of",
+]
 
 MINIBATCH, LEARNING_RATE, SEED = 64, 0.02, 0
 EVAL_EVERY = 5
-WARM_UP = 3
+WARM_UP, FEW_STEPS = 3, 30
+"""Steps that are not counted; and of candidates that only show how long a step takes, with their evaluations."""
 LATENCY_S = 2e-4
 
 

@@ -1,0 +1,86 @@
+"""Parts of a long benchmark, kept in a folder as they end: what was cut off goes on where it was.
+
+    FOLDER/<title>.json    what was asked, what was found, and when, under which load and at which commit
+
+A cell that was asked for something else is measured again. ``told`` goes to the raw numbers of the record, so that
+nobody takes figures of several days for those of one hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jobs.lib import machine, records
+
+__all__ = ["OPTION", "KeptCells"]
+
+OPTION: dict[str, dict[str, Any]] = {
+    "--folder": {"type": Path, "default": None, "help": "where parts that have ended are kept, and not measured again"}
+}
+"""Of the command line, for ``common.arguments``."""
+
+
+class KeptCells:
+    """Of one run of a benchmark.
+
+    Args:
+        folder: made where it is missing; None keeps nothing. Delete it, or a file in it, to measure anew.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._cells: dict[str, dict[str, Any]] = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def measured(self, title: str, asked: Any, measure: Callable[[], Any]) -> Any:
+        """What ``measure`` finds, or has found before.
+
+        Args:
+            title: of the cell; a name of a file.
+            asked: all that the outcome depends on, as far as the command line changes it.
+            measure: its result goes through JSON: tuples come back as lists.
+        """
+        wanted = json.loads(json.dumps(asked))
+        file = None if self._folder is None else self._folder / f"{title}.json"
+        if file is not None and file.exists():
+            cell = json.loads(file.read_text())
+            if cell["asked"] == wanted:
+                print(f"{title}: kept in {file}, of {cell['date']} at {cell['commit']}", flush=True)
+                self._cells[title] = cell
+                return cell["found"]
+        began = records.begin()
+        found = json.loads(json.dumps(measure()))
+        revision, dirty = machine.commit()
+        cell = {
+            "date": began.date, "load": {"before": began.load, "after": machine.load()}, "commit": revision,
+            "dirty": dirty, "took_s": round(time.monotonic() - began.clock_s, 1), "asked": wanted, "found": found,
+        }  # fmt: skip
+        self._cells[title] = cell
+        if file is not None:  # whole or not at all
+            beside = file.with_suffix(".part")
+            beside.write_text(json.dumps(cell))
+            beside.replace(file)
+        return found
+
+    @property
+    def told(self) -> dict[str, dict[str, Any]]:
+        """When and how every cell was measured, by title."""
+        return {
+            title: {name: value for name, value in cell.items() if name not in ("asked", "found")}
+            for title, cell in self._cells.items()
+        }
+
+    def date(self, asked: argparse.Namespace) -> None:
+        """Have the record begin with the oldest cell, and take as long as all of them together, if any was kept."""
+        if not self._cells:
+            return
+        first = min(self._cells.values(), key=lambda cell: cell["date"])
+        if first["date"] < asked.began.date:
+            spent_s = sum(cell["took_s"] for cell in self._cells.values())
+            asked.began = records.Began(first["date"], time.monotonic() - spent_s, first["load"]["before"])
