@@ -8,6 +8,7 @@ from jobs.bench.vs_dp import race
 from jobs.bench.vs_dp.ddp import run_ddp
 from jobs.bench.vs_dp.models import MODELS
 from jobs.bench.vs_dp.run import Asked, Ran, plan_of, run_plan, shape_of
+from jobs.check.replicated_steps import simulated_s
 
 SCENE = Asked("parameters", 2, 200.0, 5)
 
@@ -37,8 +38,18 @@ def test_plans_train_as_ddp_does() -> None:
         ran = run_plan(SCENE, plan, 0.0, local=True)
         race.check_losses(shape_of(plan), ddp, ran)
         assert ran.accuracy == pytest.approx(ddp.accuracy, abs=0.01)
+        assert len(ran.stage_s) == len(shape)
+        assert all(0 < seconds < ran.step_s * 10 for stage in ran.stage_s for seconds in stage)
     with pytest.raises(RuntimeError, match="after step 1 the losses"):
         race.check_losses("another", ddp, ddp._replace(losses=[ddp.losses[0], 0.0]))
+
+
+def test_exact_training_stops_two_evaluations_behind_ddp() -> None:
+    asked = Asked("parameters", 2, 200.0, 200)
+    assert race.steps_of(asked, Ran(0.1, 1.0, [], 90, 0.9)).steps == 100
+    assert race.steps_of(asked, Ran(0.1, 1.0, [], 5, 0.9)).steps == 30
+    assert race.steps_of(asked, Ran(0.1, 1.0, [], 195, 0.9)).steps == 200
+    assert race.steps_of(asked, Ran(0.1, 1.0, [], 0, 0.5)).steps == 200
 
 
 def test_figures_follow_from_what_ran() -> None:
@@ -67,3 +78,13 @@ def test_figures_follow_from_what_ran() -> None:
     assert found[f"hidden_{name}"] == pytest.approx(0.0, abs=1e-6)
     assert found[f"limit_{name}"] > 2.0
     assert found[f"mb_ddp_{name}"] == pytest.approx(8.0)
+
+
+def test_a_step_is_simulated_anew_from_its_actions() -> None:
+    """With the profile's own seconds it is the plan's; some twice as long where all forwards and backwards are."""
+    plan = plan_of(SCENE, (1, 1))
+    assert plan.prediction is not None
+    profiled = [(stage.forward_s, stage.backward_s) for stage in plan.prediction.stages]
+    assert simulated_s(plan, profiled) == pytest.approx(plan.prediction.step_s)
+    twice_s = simulated_s(plan, [(2 * f_s, 2 * b_s) for f_s, b_s in profiled])
+    assert 1.8 < twice_s / plan.prediction.step_s < 2.001

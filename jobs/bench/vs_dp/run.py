@@ -6,12 +6,15 @@ Every worker's messages wait before its one way out for bytes / rate, whoever th
 from __future__ import annotations
 
 import functools
+import json
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -72,6 +75,7 @@ class Ran(NamedTuple):
         losses: by step.
         reached: steps until held-out accuracy was enough, as far as evaluations tell; 0 where it never was.
         accuracy: the last that was measured.
+        stage_s: (forward, backward) of a micro-batch by stage, means over one step that was traced; of ours only.
     """
 
     step_s: float
@@ -79,6 +83,7 @@ class Ran(NamedTuple):
     losses: list[float]
     reached: int
     accuracy: float
+    stage_s: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass
@@ -170,6 +175,7 @@ def run_plan(asked: Asked, plan: Plan, enough: float, *, local: bool = False) ->
             num_replicas=list(plan.partition.replicas), num_lanes=plan.schedule.wiring.lanes, **fields,
         )  # fmt: skip
         result = trainer.fit(num_steps=asked.steps, local=local, progress=False)
+        traced = stage_seconds(Path(folder) / "run" / "timeline" / "trace.json", plan.partition.num_stages)
     # What follows an evaluation begins late.
     steady = [r for r in result.records if r.step >= WARM_UP and r.step % EVAL_EVERY] or result.records
     told = [(r.step + 1, dict(r.evaluation)["eval_accuracy"]) for r in result.records if r.evaluation]
@@ -179,7 +185,22 @@ def run_plan(asked: Asked, plan: Plan, enough: float, *, local: bool = False) ->
         losses=[r.loss for r in result.records],
         reached=next((step for step, value in told if value >= enough), 0),
         accuracy=told[-1][1] if told else 0.0,
+        stage_s=traced,
     )
+
+
+def stage_seconds(trace: Path, num_stages: int) -> tuple[tuple[float, float], ...]:
+    """(forward, backward) seconds of a micro-batch by stage, means over the measured step that a run has kept."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    measured = next(e["pid"] for e in events if e["name"] == "process_name" and "measured" in e["args"]["name"])
+    took: dict[tuple[int, bool], dict[int, float]] = {}
+    for event in events:
+        if event["pid"] == measured and event.get("cat") in ("F", "B", "I", "W"):  # one may be split to be timed: I, W
+            args, is_forward = event["args"], event["cat"] == "F"
+            of_stage = took.setdefault((args["stage"], is_forward), {})
+            of_stage[args["microbatch"]] = of_stage.get(args["microbatch"], 0.0) + event["dur"] / 1e6
+    forward_s, backward_s = ([mean(took[s, way].values()) for s in range(num_stages)] for way in (True, False))
+    return tuple(zip(forward_s, backward_s, strict=True))
 
 
 def shape_of(plan: Plan) -> str:
