@@ -35,6 +35,7 @@ class KeptCells:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._cells: dict[str, dict[str, Any]] = {}
+        self._earlier: set[str] = set()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -53,6 +54,7 @@ class KeptCells:
             if cell["asked"] == wanted:
                 print(f"{title}: kept in {file}, of {cell['date']} at {cell['commit']}", flush=True)
                 self._cells[title] = cell
+                self._earlier.add(title)
                 return cell["found"]
         began = records.begin()
         found = json.loads(json.dumps(measure()))
@@ -77,10 +79,10 @@ class KeptCells:
         }
 
     def date(self, asked: argparse.Namespace) -> None:
-        """Have the record begin with the oldest cell, and take as long as all of them together, if any was kept."""
-        if not self._cells:
+        """Have the record begin with the oldest cell that was kept, if any, and count what these took."""
+        if not self._earlier:
             return
-        first = min(self._cells.values(), key=lambda cell: cell["date"])
-        if first["date"] < asked.began.date:
-            spent_s = sum(cell["took_s"] for cell in self._cells.values())
-            asked.began = records.Began(first["date"], time.monotonic() - spent_s, first["load"]["before"])
+        earlier = [self._cells[title] for title in self._earlier]
+        first = min(earlier, key=lambda cell: cell["date"])
+        spent_s = sum(cell["took_s"] for cell in earlier)
+        asked.began = records.Began(first["date"], asked.began.clock_s - spent_s, first["load"]["before"])
