@@ -90,7 +90,7 @@ class Executor:
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
         self._told: tuple[torch.Tensor, torch.Tensor] | None = None  # totals of the step that is replayed
         self._alone = self._skipped = False
-        self._training, self._ready, self._flows = True, False, False
+        self._training, self._ready, self._flows, self._loose = True, False, False, False
         self._made: int | None = None  # steps
         self._stepped = 0  # stages that have made the one in progress
         self._begun_s: float | None = None  # since then another one is under way
@@ -175,7 +175,7 @@ class Executor:
 
     def _has_made(self, step: int) -> None:
         if self._log is not None and self._totals is not None:
-            self._log.made(step, self._totals)
+            self._log.made(step, (None, None) if self._alone else self._totals)
         self._made, self._ready, self._begun_s, self._last = step + 1, False, None, self._totals
         self._stepped = 0
 
@@ -222,7 +222,9 @@ class Executor:
         """
         self._segment, self._training = segment, training
         synchronous = segment.update_interval is None
-        self._flows |= alone or not synchronous
+        if training:  # the step before may not have ended on all stages
+            loose = alone or not synchronous
+            self._flows, self._loose = loose or self._loose, loose
         whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
         whole |= any(work.program.precision.scaled for work in self.works.values())
         assert not (alone and synchronous and whole), "clipping and skipping need the whole norm"

@@ -121,10 +121,11 @@ class MessageLog:
         """The worker has made this step.
 
         Args:
-            totals: gradient norm of the whole model, and loss, as all stages know them.
+            totals: gradient norm of the whole model, and loss; None where stages took their norms alone, and know no
+                such numbers.
         """
         with self._lock:
-            if totals[0] is None or totals[1] is None:  # stages that take their norms alone are not replayed
+            if totals[0] is None or totals[1] is None:  # nor can such a step be replayed, or any before it
                 self._drop(self._steps)
             elif step in self._steps:
                 self._steps[step].totals = totals[0], totals[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -148,14 +149,18 @@ class Workers:
     def executor(self, worker: int, channels: Mapping[int, Any]) -> Executor:
         return Executor(self.run_setup, self.setup, worker, self.states[worker], channels, log=self.logs[worker])
 
-    def run(self, segment: Segment) -> dict[int, list[list[StepReport]]]:
-        """One step; who fails leaves. Reports by worker that made it."""
+    def run(self, segment: Segment, *, alone: bool = False) -> dict[int, list[list[StepReport]]]:
+        """One step; who fails leaves. Reports by worker that made it.
+
+        Args:
+            alone: stages take their norms alone.
+        """
         found = {}
 
         def work(worker: int, executor: Executor, row: Row) -> None:
             self.logs[worker].begin(Order(segment))
             try:
-                found[worker] = executor.run(segment, row)
+                found[worker] = executor.run(segment, row, alone=alone)
             except LinkError:
                 executor.leave("it failed")
 
@@ -284,6 +289,17 @@ def test_a_worker_that_dies_after_any_message_is_replayed_to_the_same_bits(case:
                 }
     assert made_by[0] == 0, "without the victim the step cannot end"
     assert made_by[-1] == len(found.states) - 1
+
+
+def test_nobody_is_replayed_before_a_step_with_the_norm_of_all_has_ended() -> None:
+    """A stage that takes its norm alone may be a step ahead of another one."""
+    found = Workers(Case("1f1b", 3))
+    found.run_setup = replace(found.run_setup, settings=replace(found.run_setup.settings, max_grad_norm=None))
+    found.executors = [found.executor(worker, channels) for worker, channels in enumerate(found.channels)]
+    for segment, alone, flows in zip(segments(), (False, True, False, False), (False, True, True, False), strict=False):
+        found.run(segment, alone=alone)
+        assert [executor.reached.flows for executor in found.executors] == [flows] * 3
+    assert [log.steps for log in found.logs] == [range(2, 4)] * 3
 
 
 def kept_by(state: StageState) -> list[Any]:

@@ -75,7 +75,7 @@ class Replaying:
         living = [worker for worker in range(len(fleet.in_use)) if worker not in fleet.lost]
         known = newest(fleet.reached(), step) if living else None
         if known is None:
-            self.why_not = "those that are left cannot come to the same step"
+            self.why_not = "those that are left cannot come to the same step, as where steps overlap"
             return None
         newer, totals = known
         if newer > step and not fleet.ordered:
