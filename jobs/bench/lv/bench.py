@@ -22,6 +22,7 @@ both optimizers (accuracy.py): the worst is named.
 The last lines say of every target whether it is met and, where not, what keeps the figure from it.
 
     --folder FOLDER    runs that have ended are kept there, with their load and commit, and not done again
+    --part memory      only this is measured, and kept in --folder; without --part all of it makes the record
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from jobs.lib.kept_cells import OPTION, KeptCells
 from raypipe.runtime.driver.client import connected
 
 WARM_UP_STEPS, LAST_STEPS = 4, 2
+PARTS = ("time", "memory", "accuracy")
 LAYOUT: dict[str, str] = {
     "step / lv's": r"time_vs_(\w+)",
     "on paper": r"paper_vs_(\w+)",
@@ -226,7 +228,10 @@ def reasons_of(
 
 def main() -> int:
     """Measure all three."""
-    asked = common.arguments(__doc__, options=OPTION)
+    further = {"nargs": "+", "choices": PARTS, "default": [], "help": "only these, kept in --folder; no record"}
+    asked = common.arguments(__doc__, options={"--part": further, **OPTION})
+    if asked.part and asked.folder is None:
+        raise SystemExit("--part keeps what it measures in a folder: name it with --folder.")
     if importlib.util.find_spec("sklearn") is None:
         raise SystemExit("The digits are scikit-learn's: pip install scikit-learn, which the extra 'bench' has.")
     settings = QUICK if asked.quick else Settings()
@@ -234,8 +239,25 @@ def main() -> int:
     kept = KeptCells(asked.folder)
 
     chain = settings.chain
-    with connected(chain.num_stages, {"CPU": CPU_SHARE}):
-        cut, steps = time_all(settings, kept)
+
+    def time() -> tuple[Cut, Steps]:
+        with connected(chain.num_stages, {"CPU": CPU_SHARE}):
+            return time_all(settings, kept)
+
+    def peaks_of_all() -> memory.Peaks:
+        return memory.measure(settings.models, settings.optimizers, kept, local=settings.local)
+
+    def cells_of_all() -> accuracy.Cells:
+        runs_in = asked.folder and asked.folder / "runs.jsonl"
+        return accuracy.measure(settings.tasks, settings.optimizers, settings.seeds, settings.share, runs_in)
+
+    if asked.part:
+        for name, measure in zip(PARTS, (time, peaks_of_all, cells_of_all), strict=True):
+            if name in asked.part:
+                measure()
+        return 0
+
+    cut, steps = time()
     told = on_paper(settings, cut)
     figures = time_figures(steps, told, settings)
     rows: list[list[Any]] = [
@@ -252,7 +274,7 @@ def main() -> int:
     print("\n" + common.table("on paper, for other links", loads, paper.ratios_by_load(chain, cut, POLICIES)))
 
     plans = memory.told_of(settings.models)
-    peaks = memory.measure(settings.models, settings.optimizers, kept, local=settings.local)
+    peaks = peaks_of_all()
     figures |= memory.figures_of(settings.models, peaks, plans)
     columns = ("model, candidate", "MiB", "planned MiB", "versions", "lv / it", "planned")
     print(
@@ -261,8 +283,7 @@ def main() -> int:
         + "\n"
     )
 
-    runs_in = asked.folder and asked.folder / "runs.jsonl"
-    cells = accuracy.measure(settings.tasks, settings.optimizers, settings.seeds, settings.share, runs_in)
+    cells = cells_of_all()
     lost = accuracy.figures_of(cells)
     figures |= lost
     columns = ("cell", "exact %", "lv %", "drop", "standard error", "rate", "lv's rate", "ended")
