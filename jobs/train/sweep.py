@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 def sweep(asked: argparse.Namespace) -> tune.ResultGrid:
     """Run all trials."""
+    make = trainers(asked)
+    at_once = asked.at_once or max(1, int(ray.cluster_resources().get("CPU", 1)) // asked.stages)
+    tuner = tune.Tuner(
+        raypipe.tune.trainable(make, asked.steps, asked.interval),
+        param_space={"rate": tune.grid_search(asked.rates)},
+        tune_config=tune.TuneConfig(
+            metric="loss",
+            mode="min",
+            max_concurrent_trials=at_once,
+            scheduler=ASHAScheduler(
+                time_attr="step", max_t=asked.steps, grace_period=asked.interval, reduction_factor=2
+            ),
+        ),
+        run_config=tune.RunConfig(name=asked.name, storage_path=absolute(asked.storage), verbose=0),
+    )
+    return tuner.fit()
+
+
+def trainers(asked: argparse.Namespace) -> Callable[[dict[str, Any], str], raypipe.PipelineTrainer]:
+    """Write the data, and return what makes the trainer of a trial of its config and its name."""
     images, folder = read_images(None, 8), f"{absolute(asked.storage)}/{asked.name}-data"
     data = {name: write_split(split, f"{folder}/{name}.parquet") for name, split in images.splits.items()}
     shape = (images.channels, images.size, len(images.classes))
@@ -74,21 +95,7 @@ def sweep(asked: argparse.Namespace) -> tune.ResultGrid:
             run_config=RunConfig(name=name, storage_path=absolute(asked.storage)),
         )
 
-    at_once = asked.at_once or max(1, int(ray.cluster_resources().get("CPU", 1)) // asked.stages)
-    tuner = tune.Tuner(
-        raypipe.tune.trainable(make, asked.steps, asked.interval),
-        param_space={"rate": tune.grid_search(asked.rates)},
-        tune_config=tune.TuneConfig(
-            metric="loss",
-            mode="min",
-            max_concurrent_trials=at_once,
-            scheduler=ASHAScheduler(
-                time_attr="step", max_t=asked.steps, grace_period=asked.interval, reduction_factor=2
-            ),
-        ),
-        run_config=tune.RunConfig(name=asked.name, storage_path=absolute(asked.storage), verbose=0),
-    )
-    return tuner.fit()
+    return make
 
 
 def row_of(result: Any) -> tuple[Any, ...]:

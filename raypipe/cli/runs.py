@@ -124,8 +124,14 @@ def _is_run_folder(path: Path) -> bool:
 
 def _attached(run: str) -> Any:
     from raypipe.api.handle import attach
+    from raypipe.api.listing import DEFAULT_STORAGE
 
-    return attach(Path(run).absolute().name if _is_run_folder(Path(run)) else run)
+    try:
+        return attach(Path(run).absolute().name if _is_run_folder(Path(run)) else run)
+    except ConfigError as error:
+        if _known_folder(run) is not None:
+            raise
+        raise ConfigError(f"There is no run's folder {run}, neither here nor in {DEFAULT_STORAGE}. {error}") from None
 
 
 def _known_folder(run: str) -> Path | None:
