@@ -76,6 +76,7 @@ class Changing:
         self._replanning = None if recovery is None else recovery.replanning
         self._groups, self._replays = (None, None) if recovery is None else (recovery.groups, recovery.replays)
         self._step_s = 0.0  # of the last one that was measured
+        self._torn = False  # some stages may have another state, or another plan, than the run stands at
         if self._replanning is not None:
             self._replanning.serve(parts.requests.offer)
             parts.ordering.measures = self._replanning.measures
@@ -101,9 +102,9 @@ class Changing:
             watcher.tell(message=f"recovering: {_line(error)}")
             begin_s = time.monotonic()
             try:
-                if _was_lost(error) and self._stayed(error, follow, begin_s):
+                if not self._torn and _was_lost(error) and self._stayed(error, follow, begin_s):
                     return
-                was = max(was, progress.at.step)
+                was, self._torn = max(was, progress.at.step), True
                 back = self._recovery.recover(progress.marks.steps)
                 self._go_back(back)
                 if back.stopped:
@@ -288,6 +289,7 @@ class Changing:
             answer(error)
             return None
         except Exception as error:
+            self._torn = decision != "join"  # which changes nobody who trains
             answer(PlanError(f"The run failed meanwhile, and recovers where it may: {error}"))
             raise
         took_s = None
@@ -301,6 +303,7 @@ class Changing:
     def _go_back(self, back: Recovered) -> None:
         """The stages have the state of this or an earlier step: forget what came after it, and order it again."""
         parts, progress = self._parts, self._progress
+        self._torn = False
         progress.go_back(back)
         parts.notes.try_to(lambda: parts.metrics.go_back(progress.at.step))
         self._take_plan_of(back)

@@ -146,6 +146,10 @@ class ReplayingActor(JoiningActor):
         if self._log is not None and order.training:
             self._log.begin(order)
 
+    def _forget_copies(self) -> None:
+        super()._forget_copies()
+        self._log = None
+
     _log: MessageLog | None = None
 
 

@@ -1,4 +1,4 @@
-"""What a failure for want of memory leads to, with a recovery that has no other plan."""
+"""What a failure for want of memory leads to, with a recovery that has no other plan; and one while all go back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ class Told:
 
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.spec = self.ordering = self.requests = self
-        self.max_failures = -1
+        self.spec = self.ordering = self.requests = self.watcher = self
+        self.max_failures, self.lease = -1, None
 
-    def tell(self, decision: str, reason: str, **numbers: Any) -> None:
-        self.told.append(decision)
+    def tell(self, decision: str = "", reason: str = "", **numbers: Any) -> None:
+        if decision:
+            self.told.append(decision)
+
+    def counted(self, metric: str) -> None:
+        """Nobody looks."""
 
 
 class NoOtherPlan:
@@ -36,6 +40,39 @@ class NoOtherPlan:
 class At:
     class at:  # noqa: N801
         step = 7
+
+    class marks:  # noqa: N801
+        steps = (5,)
+
+
+class Enough(Exception):  # noqa: N818
+    """The test has seen what it wanted."""
+
+
+class LosesAnother:
+    """Of a run that can replay nobody, and loses another worker whenever all go back."""
+
+    replanning = groups = None
+
+    def __init__(self) -> None:
+        self.replays, self.asked = self, list[str]()
+        self.why_not = "stages have replicas"
+
+    def complete(self, step: int) -> None:
+        self.asked.append("complete")
+
+    def recover(self, steps: tuple[int, ...]) -> None:
+        self.asked.append("recover")
+        if len(self.asked) == 3:
+            raise Enough
+        raise StageLostError("Stage 0 died")
+
+
+def test_once_some_have_gone_back_nobody_is_taken_to_be_where_the_run_was() -> None:
+    recovery = LosesAnother()
+    with pytest.raises(Enough):
+        Changing(Told(), At(), recovery).survive(StageLostError("Stage 1 died"), lambda news: None)  # type: ignore[arg-type]
+    assert recovery.asked == ["complete", "recover", "recover"]
 
 
 @pytest.mark.parametrize("kind", [StageLostError, StageError])
