@@ -12,6 +12,11 @@ The listener outlives generations. A greeting of an older generation, of another
 all is closed without disturbing anybody; whoever was closed and is alive tries again until its own
 deadline, so workers may enter a generation in any order. A proven greeting of a *newer* generation says
 that this opening is obsolete and ends it.
+
+A reset can keep the welcome from the caller, while the answerer, which said it, takes the link for open. So the
+answerer looks at its connections before it leaves, and stays for the next one where one was reset. It may have left
+before that; nobody takes then what the caller tries next. So whoever saw a reset after the caller's proof waits DOUBT_S
+for the peer, not its deadline, and then says that the link is lost: all links are opened again.
 """
 
 from __future__ import annotations
@@ -44,6 +49,9 @@ ACCEPTED_AT_ONCE = 16
 
 GUEST_S = 5.0
 """Time that somebody who connected has to prove itself."""
+
+DOUBT_S = 5.0
+"""Time in which a peer that may take a link for open, which was reset, has to answer again."""
 
 GUESTS = 64
 """Connections, besides those of peers, that may be in the middle of proving themselves. With one more the oldest has to
@@ -178,6 +186,7 @@ class _Opening:
         self.calls: dict[int, _Talk] = {}  # by peer
         self.guests: dict[_Talk, None] = {}  # oldest first
         self.unproven: set[int] = set()  # peers in whose name somebody called who does not know the secret
+        self.doubts_until_s: dict[tuple[int, int], float] = {}  # by sender and receiver, of links that were reset
         self.unix = {peer for peer, at in peers.items() if at.unix and same_machine(at, listener.address)}
         self.retry_at_s = dict.fromkeys(peers, 0.0)
         self.patience_s = dict.fromkeys(peers, CONNECT_AGAIN_S)
@@ -186,10 +195,12 @@ class _Opening:
             self.selector.register(sock, selectors.EVENT_READ)
 
     def run(self) -> None:
-        while len(self.outgoing) < len(self.peers) or len(self.incoming) < len(self.peers):
+        while not self._open():
             now_s = time.monotonic()
             if now_s >= self.deadline_s:
                 self._raise_late()
+            for ends in (ends for ends, until_s in self.doubts_until_s.items() if now_s >= until_s):
+                self._raise_reset(*ends)
             for guest in [guest for guest in self.guests if now_s >= guest.until_s]:
                 self._drop(guest)
             for talk in [talk for talk in self.calls.values() if now_s >= talk.until_s]:
@@ -198,12 +209,27 @@ class _Opening:
                 if now_s >= at_s:
                     self._connect(peer)
             talks = (*self.guests, *self.calls.values())
-            next_s = min([self.deadline_s, *self.retry_at_s.values(), *(talk.until_s for talk in talks)])
+            times_s = (*self.retry_at_s.values(), *self.doubts_until_s.values(), *(talk.until_s for talk in talks))
+            next_s = min([self.deadline_s, *times_s])
             for key, _ in self.selector.select(max(next_s - time.monotonic(), 0.0)):
                 if key.data is None:
                     self._accept(key.fileobj)  # type: ignore[arg-type]
                 elif key.data in self.guests or self.calls.get(key.data.peer) is key.data:  # else dropped just now
                     self._go_on(key.data, connecting=bool(key.events & selectors.EVENT_WRITE))
+
+    def _open(self) -> bool:
+        """Whether all links are open; who called us and was reset has to call again."""
+        if len(self.outgoing) < len(self.peers) or len(self.incoming) < len(self.peers):
+            return False
+        for peer, sock in list(self.incoming.items()):
+            try:
+                sock.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                continue
+            except OSError:
+                self.incoming.pop(peer).close()
+                self._doubt(self._ends(peer, outgoing=False))
+        return len(self.incoming) == len(self.peers)
 
     def close(self) -> None:
         self.selector.close()
@@ -276,7 +302,11 @@ class _Opening:
                 done = talk.step()
             else:
                 done = talk.hear()
-        except OSError:  # the peer is in another generation still, or gone, which the next connect will tell
+        except OSError as error:  # the peer is in another generation still, or gone, which the next connect will tell
+            if (
+                isinstance(error, ConnectionResetError) and talk.peer is not None and talk.turns > 1
+            ):  # a peer that refuses closes in order
+                self._doubt(self._ends(talk.peer, outgoing=True))
             done = Answer(None, False)
         if done is None:
             return
@@ -295,6 +325,7 @@ class _Opening:
         if peer in kept:  # it tried again, so the first connection is dead
             kept.pop(peer).close()
         kept[peer] = talk.sock
+        self.doubts_until_s.pop(self._ends(peer, outgoing=talk.peer is not None), None)
 
     def _drop(self, talk: _Talk) -> None:
         self._forget(talk)
@@ -307,6 +338,19 @@ class _Opening:
             del self.guests[talk]
         else:
             del self.calls[talk.peer]
+
+    def _ends(self, peer: int, *, outgoing: bool) -> tuple[int, int]:
+        me = self.hellos[peer].sender
+        return (me, peer) if outgoing else (peer, me)
+
+    def _doubt(self, ends: tuple[int, int]) -> None:
+        self.doubts_until_s.setdefault(ends, time.monotonic() + DOUBT_S)
+
+    def _raise_reset(self, sender: int, receiver: int) -> None:
+        raise LinkError(
+            f"the connection from worker {sender} to worker {receiver} was reset in the middle of its handshake, and "
+            f"did not come back within {DOUBT_S:g} s: one end takes it for open, or hangs. Open all links again."
+        )
 
     def _raise_late(self) -> None:
         silent = sorted(set(self.peers) - self.incoming.keys())
