@@ -122,6 +122,11 @@ def main() -> int:
     )
     differing = [name for name, tensor in wanted.items() if not torch.equal(tensor, again.state[name])]
     print(f"parameters that differ from the undisturbed run's: {len(differing)} of {len(wanted)}")
+    figures = {
+        "even_s": even_s, "slow_s": slow_s, "again_s": again_s, "fresh_s": fresh_s,
+        "again_over_fresh": again_s / fresh_s, "different": differing,
+    }  # fmt: skip
+    print(json.dumps({"check": "slow_stage", "figures": figures}))
     return 0 if not differing and again_s / fresh_s <= 1.05 else 1
 
 

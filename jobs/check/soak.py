@@ -6,19 +6,20 @@
 
 A tiny model is trained in two stages with checkpoints on the way. Resident memory is looked at after 1,000 steps,
 and at nine moments after that. The exit status is 1 where it grew by more than 5 MiB from the first to the last, or a
-process had more descriptors or threads at the end.
+process had more descriptors or threads at the end. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import sys
 import tempfile
 import time
 import tracemalloc
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -187,9 +188,15 @@ def main() -> int:
     asked = parser.parse_args()
     kinds = {"threads": [True], "ray": [False], "both": [True, False]}[asked.where]
     good = True
+    figures: dict[str, Any] = {}
     for local in kinds:
         found = soak(asked.steps, local=local, trace=asked.trace)
-        good = judged("threads" if local else "Ray", found) and good
+        where = "threads" if local else "Ray"
+        good = judged(where, found) and good
+        figures[where] = [
+            {"step": step, **{name: asdict(look) for name, look in looks.items()}} for step, looks in found
+        ]
+    print(json.dumps({"check": "soak", "figures": {"flat": good, "looks": figures}}))
     return int(not good)
 
 
