@@ -82,8 +82,9 @@ class Blocks(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
         self.norm = nn.BatchNorm1d(8)
-        self.register_buffer("scale", torch.linspace(1, 2, 8))
-        self.register_buffer("shift", torch.linspace(0, 1, 8), persistent=False)
+        # Not torch.linspace: once transformers has built a model, its tensors are not on torch.device("meta").
+        self.register_buffer("scale", 1 + torch.arange(8) / 7)
+        self.register_buffer("shift", torch.arange(8) / 7, persistent=False)
         nn.init.trunc_normal_(self.second.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
