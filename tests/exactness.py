@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,8 +39,8 @@ __all__ = [
 ]  # fmt: skip
 
 STEPS = 5
-STAND_IN = 3
-"""Most places in a dimension of the parameters that plans try optimizers on (engine/optimizer_trial.py)."""
+TRIALS = ("optimizer_trial.py", "optimizer_apart.py")
+"""Files of raypipe/engine in which plans try optimizers on stand-ins."""
 SCHEDULES = ("gpipe", "1f1b", "kfkb1", "kfkb2", "kfkb3", "kfkb4", "slack", "zb-h1")
 
 
@@ -84,8 +85,12 @@ class Recorder:
         return Recording(named, **self.options)
 
     def _keep(self, step: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        if all(max(p.shape, default=0) <= STAND_IN for p in parameters.values()):
-            return  # a plan tries steps on stand-ins
+        if not any(p.grad is not None and p.grad.any() for p in parameters.values()):
+            return  # nothing was learnt in it
+        frame = sys._getframe()
+        while (frame := frame.f_back) is not None:
+            if frame.f_code.co_filename.endswith(TRIALS):
+                return  # a plan tries steps on stand-ins
         with self._lock:
             while len(self.steps) <= step:
                 self.steps.append({})

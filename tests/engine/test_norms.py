@@ -37,7 +37,10 @@ def test_a_loss_that_is_no_number_ends_the_run(limit: float | None, words: str, 
         return case.loss_fn(output, target) * (float("nan") if next(calls) == 30 else 1.0)
 
     with pytest.raises(StageError, match=words):
-        fit(trainer(tmp_path, "run", loss_fn=loss_fn, schedule="zb-h1", max_grad_norm=limit), STEPS)
+        fit(
+            trainer(tmp_path, "run", loss_fn=loss_fn, loss_reduction="mean", schedule="zb-h1", max_grad_norm=limit),
+            STEPS,
+        )
 
 
 def test_the_plan_counts_the_steady_state(tmp_path: Path) -> None:

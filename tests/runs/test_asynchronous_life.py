@@ -196,7 +196,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(mode: str, words:
         return loss * (float("nan") if next(calls) == 30 else 1.0)
 
     with pytest.raises(StageError, match=words):
-        fit(trainer(tmp_path, "run", loss_fn=loss_fn, **MODES[mode]), STEPS)
+        fit(trainer(tmp_path, "run", loss_fn=loss_fn, loss_reduction="mean", **MODES[mode]), STEPS)
 
 
 def test_the_predicted_step_has_no_flush_in_it(tmp_path: Path) -> None:
