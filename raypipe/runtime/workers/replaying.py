@@ -170,7 +170,10 @@ class Replaying:
             steps = fleet.logged_steps(min(peers, default=living[0]), begins, found.step)
             rows = {key: made.plan.rows(key).row(worker) for key in {step.order.rows for step in steps}}
             todo[worker] = Todo(begins, steps, rows, peers, fleet.links)
-        reports = fleet.replay(made.run, setup, copies, todo)
+        try:
+            reports = fleet.replay(made.run, setup, copies, todo)
+        except PlanError as error:  # a failure as any other, after which there may be room for another worker
+            raise StageLostError(f"Another worker was lost before one was replayed: {error}") from None
         self._moved_bytes = fleet.moved_bytes
         self._replayed_steps = max(found.step - begins for begins in found.begins.values())
         return reports
