@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,27 @@ print(json.dumps({"seconds": list(range(asked["steps"])), "cpu": asked["cpu"]}),
 
 
 class Lab:
-    """Starts them where it stands."""
+    """Starts them where it stands; ``close`` ends them."""
 
     answer = Rig.answer
 
+    def __init__(self) -> None:
+        self._started = ExitStack()
+
     def start(self, host: int, script: str, asked: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-c", RUN, asked], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-c", RUN, asked], stdout=subprocess.PIPE, text=True)
+        self._started.enter_context(process)  # which waits for it
+        self._started.callback(process.kill)
+        return process
+
+    def close(self) -> None:
+        self._started.close()
 
 
 def test_runs_take_turns_and_the_middle_of_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.lib.turns.HANDOVER_S", 0.0)
-    found = in_turns(Lab(), {"a": {}, "b": {}}, turns=3, steps=4)
+    with closing(Lab()) as lab:
+        found = in_turns(lab, {"a": {}, "b": {}}, turns=3, steps=4)
     assert {name: run["turns"] for name, run in found.items()} == {name: [[1, 2], [5, 6], [9, 10]] for name in "ab"}
     shares = [run["cpu"] for run in found.values()]
     assert 0.5 < shares[0] < 1
@@ -70,5 +81,5 @@ def test_runs_take_turns_and_the_middle_of_each_counts(monkeypatch: pytest.Monke
 def test_a_run_that_ends_too_soon_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.lib.turns.HANDOVER_S", 0.0)
     pipelines: dict[str, dict[str, Any]] = {"a": {}, "b": {"dies": True}}
-    with pytest.raises(RuntimeError, match="run1 stands at step 10 of 12"):
-        in_turns(Lab(), pipelines, turns=4, steps=4)
+    with closing(Lab()) as lab, pytest.raises(RuntimeError, match="run1 stands at step 10 of 12"):
+        in_turns(lab, pipelines, turns=4, steps=4)
