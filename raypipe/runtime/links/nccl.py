@@ -32,7 +32,7 @@ from raypipe.runtime.links.device_channel import DeviceChannel
 from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.handshake import run_digest
 from raypipe.runtime.links.listener import SocketListener
-from raypipe.runtime.links.tcp import Address, Opened, open_channels
+from raypipe.runtime.links.tcp import Address, Opened, open_links
 
 __all__ = ["LEAST_NCCL", "NcclEndpoint", "NcclGroup", "why_no_nccl"]
 
@@ -166,18 +166,8 @@ class NcclEndpoint:
             return made[-1]
 
         try:
-            return open_channels(
-                self._listener,
-                me,
-                {peer: at.sockets for peer, at in peers.items()},
-                opening.generation,
-                opening.run_id,
-                opening.capacity,
-                opening.timeout_s,
-                opening.names,
-                secret=opening.secret,
-                make=channel,
-            )
+            sockets = {peer: at.sockets for peer, at in peers.items()}
+            return open_links(self._listener, opening, sockets, make=channel)
         except BaseException:
             for one in made:
                 one.abort("another link could not be opened")

@@ -18,7 +18,7 @@ from raypipe.engine.channel import Channel
 from raypipe.engine.device import CPU, Device
 from raypipe.errors import ConfigError
 from raypipe.runtime.links.endpoint import Endpoint, Opening
-from raypipe.runtime.links.tcp import SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketListener, open_links
 
 __all__ = ["TRANSPORTS", "make_endpoint"]
 
@@ -36,18 +36,7 @@ class SocketEndpoint:
         return self._listener.address
 
     def open(self, opening: Opening) -> Mapping[int, Channel]:
-        return open_channels(
-            self._listener,
-            opening.me,
-            opening.addresses,
-            opening.generation,
-            opening.run_id,
-            opening.capacity,
-            opening.timeout_s,
-            opening.names,
-            secret=opening.secret,
-            checksum=opening.checksum,
-        )
+        return open_links(self._listener, opening)
 
     def close(self) -> None:
         self._listener.close()

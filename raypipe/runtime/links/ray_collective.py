@@ -31,7 +31,7 @@ from raypipe.runtime.links.device_channel import DeviceChannel
 from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.handshake import run_digest
 from raypipe.runtime.links.listener import SocketListener
-from raypipe.runtime.links.tcp import Opened, open_channels
+from raypipe.runtime.links.tcp import Opened, open_links
 
 __all__ = ["RayCollectiveEndpoint", "RayGroup"]
 
@@ -117,18 +117,7 @@ class RayCollectiveEndpoint:
         def channel(peer: int, found: Opened) -> DeviceChannel:
             return DeviceChannel(*found, CPU, (RayGroup(name, peer), RayGroup(name, peer)))
 
-        return open_channels(
-            self._listener,
-            opening.me,
-            opening.addresses,
-            opening.generation,
-            opening.run_id,
-            opening.capacity,
-            left_s,
-            opening.names,
-            secret=opening.secret,
-            make=channel,
-        )
+        return open_links(self._listener, opening, timeout_s=left_s, make=channel)
 
     def close(self) -> None:
         """Take no more peers; the group stays as long as the process."""

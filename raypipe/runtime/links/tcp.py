@@ -33,11 +33,12 @@ from typing import Any, NamedTuple
 from raypipe.errors import LinkError
 from raypipe.runtime.links.addresses import Address, check_reachable, same_machine
 from raypipe.runtime.links.congestion import choose_congestion_control
+from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.handshake import Answer, Conversation, Hello, answer, call, run_digest
 from raypipe.runtime.links.listener import SocketListener, enlarge_buffers
 from raypipe.runtime.links.socket_channel import SocketChannel
 
-__all__ = ["Address", "Opened", "SocketChannel", "SocketListener", "open_channels"]
+__all__ = ["Address", "Opened", "SocketChannel", "SocketListener", "open_channels", "open_links"]
 
 RETRY_S = 0.02
 
@@ -120,6 +121,35 @@ def open_channels(
         return {peer: made[peer] for peer in peers}
     finally:
         opening.close()
+
+
+def open_links(
+    listener: SocketListener,
+    opening: Opening,
+    peers: Mapping[int, Address] | None = None,
+    *,
+    timeout_s: float | None = None,
+    make: Callable[[int, Opened], Any] | None = None,
+) -> dict[int, Any]:
+    """``open_channels`` with what a worker was told.
+
+    Args:
+        peers: addresses of their listeners, where the endpoints' own are more than that.
+        timeout_s: that is left, where something else came first.
+    """
+    return open_channels(
+        listener,
+        opening.me,
+        opening.addresses if peers is None else peers,
+        opening.generation,
+        opening.run_id,
+        opening.capacity,
+        opening.timeout_s if timeout_s is None else timeout_s,
+        opening.names,
+        secret=opening.secret,
+        checksum=opening.checksum,
+        make=make,
+    )
 
 
 class _Talk:
