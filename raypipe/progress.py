@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TextIO
 
 from raypipe.ir.report import StepRecord
 from raypipe.runtime.run.journal import News
 
-__all__ = ["ProfilingBar", "ProgressLine", "RunProgress"]
+__all__ = ["ProfilingBar", "ProgressLine", "RunProgress", "heard", "telling"]
 
 
 class ProgressLine:
@@ -115,24 +118,66 @@ class RunProgress:
             self._say(f"{news.status.name}: {message}")
 
 
+_heard: ContextVar[bool] = ContextVar("heard", default=True)
+
+
+@contextmanager
+def heard(progress: bool) -> Iterator[None]:
+    """Whether anybody wants to know what is done inside."""
+    token = _heard.set(progress)
+    try:
+        yield
+    finally:
+        _heard.reset(token)
+
+
+@contextmanager
+def telling(text: str) -> Iterator[None]:
+    """Whoever waits for what is done inside is told what it is."""
+    bar = ProfilingBar()
+    bar.say(text)
+    try:
+        yield
+    finally:
+        bar.close()
+
+
 class ProfilingBar:
-    """What is done before a run can start, on a terminal only; what it wrote is gone when it is closed.
+    """What is done before a run can start: at once on a terminal, in a line that is gone when it is closed; elsewhere in
+    a line every few seconds, of work that takes longer than that.
 
     Called with (done, total), it shows how many operations have been profiled.
+
+    Args:
+        every_s: seconds between lines where the output is no terminal.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, every_s: float = 3.0) -> None:
         self._stream = stream if stream is not None else sys.stderr
-        self._live = self._stream.isatty()
+        self._live = self._stream.isatty() and _heard.get()
+        self._text, self._shown = "", ""
+        self._closed = threading.Event()
+        if _heard.get() and not self._live:  # what takes long may call nobody meanwhile
+            threading.Thread(target=self._print_now_and_then, args=(every_s,), daemon=True).start()
 
     def __call__(self, done: int, total: int) -> None:
         self.say(f"profiling {done} of {total} operations")
 
     def say(self, text: str) -> None:
         """Show this in place of what was there."""
+        self._text = text
         if self._live:
             self._stream.write(f"\r{text}\x1b[K")
             self._stream.flush()
 
     def close(self) -> None:
+        self._closed.set()
         self.say("")
+
+    def _print_now_and_then(self, every_s: float) -> None:
+        while not self._closed.wait(every_s):
+            text = self._text
+            if text and text != self._shown:
+                self._shown = text
+                self._stream.write(f"{text}\n")
+                self._stream.flush()

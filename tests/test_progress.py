@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
 from raypipe.ir.report import StepRecord
-from raypipe.progress import ProfilingBar, RunProgress
+from raypipe.progress import ProfilingBar, RunProgress, heard
 from raypipe.runtime.run.journal import Journal
 from raypipe.runtime.run.spec import Outcome
 
@@ -68,16 +69,50 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_is_done_before_a_run_shows_on_a_terminal_only() -> None:
+def test_what_is_done_before_a_run_shows_on_a_terminal_at_once() -> None:
     shown, hidden = Terminal(), io.StringIO()
     for stream in (shown, hidden):
-        bar = ProfilingBar(stream)
+        bar = ProfilingBar(stream, every_s=600.0)
         bar.say("tracing the model")
         bar(48, 120)
         bar.close()
     assert hidden.getvalue() == ""
     lines = [text.removesuffix("\x1b[K") for text in shown.getvalue().split("\r")[1:]]
     assert lines == ["tracing the model", "profiling 48 of 120 operations", ""]
+
+
+class Written(io.StringIO):
+    """Tells when a line was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = threading.Event()
+
+    def flush(self) -> None:
+        self.line.set()
+
+
+def test_a_log_hears_of_what_takes_long_before_a_run() -> None:
+    stream = Written()
+    bar = ProfilingBar(stream, every_s=0.01)
+    for done in (48, 96):
+        stream.line.clear()
+        bar(done, 120)
+        assert stream.line.wait(30.0)
+    bar.close()
+    assert stream.getvalue() == "profiling 48 of 120 operations\nprofiling 96 of 120 operations\n"
+
+
+def test_nobody_is_told_who_did_not_ask() -> None:
+    stream = Terminal()
+    with heard(False):
+        bar = ProfilingBar(stream)
+        bar.say("tracing the model")
+        bar.close()
+    assert stream.getvalue() == ""
+    with heard(True):
+        ProfilingBar(stream).say("tracing the model")
+    assert stream.getvalue()
 
 
 def test_what_happens_is_heard_at_once_and_taken_back_by_the_next_step() -> None:

@@ -37,7 +37,7 @@ from raypipe.prepare.identity import settings_of
 from raypipe.prepare.job import Job
 from raypipe.prepare.planning import prepare, profile
 from raypipe.prepare.resume import free_name
-from raypipe.progress import RunProgress
+from raypipe.progress import RunProgress, heard
 from raypipe.runfile.write import describe
 from raypipe.runtime.run.blueprint import Blueprint, predicted_step
 from raypipe.runtime.run.resuming import refuse_another_run
@@ -189,13 +189,14 @@ class PipelineTrainer:
         Args:
             num_steps, num_epochs: how long, steps of earlier submissions included; exactly one of them.
             local: run the same plan in threads of this process, without Ray.
-            progress: show the plan's notes, the run's folder and a live line on standard error.
+            progress: show what a start waits for, the plan's notes, the run's folder and a live line on standard error.
 
         Raises:
             RaypipeError: the root cause of a failure; nothing is left running.
         """
-        watch = RunProgress(self._prepared().plan.notes) if progress else None
-        with stopping_on_signals() as stop:
+        with heard(progress):
+            watch = RunProgress(self._prepared().plan.notes) if progress else None
+        with heard(progress), stopping_on_signals() as stop:
             handle = self._start(num_steps, num_epochs, local=local, detached=False, connected_to_ray=stop.install)
             stop.watch(handle)
             return handle.wait(on_news=watch or (lambda news: None))
@@ -344,8 +345,7 @@ class PipelineTrainer:
                 )
             )
             connected_to_ray()  # which takes signals for itself
-            check = partial(self._check, job)
-            line = start_run(blueprint, job.initial, self._resources(), check, detached=detached)
+            line = start_run(blueprint, job.initial, self._resources(), partial(self._check, job), detached=detached)
             return RunHandle(blueprint.spec.name, line, stack.pop_all().close)
         raise AssertionError("unreachable: an ExitStack swallows nothing")
 

@@ -31,7 +31,7 @@ from raypipe.prepare.profile import (
     refuse_other_graph,
     shared_processors,
 )
-from raypipe.progress import ProfilingBar
+from raypipe.progress import telling
 from raypipe.runtime.run.blueprint import codecs_of
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.planning import PlanBasis, decided, plan_for
@@ -63,7 +63,9 @@ def prepare(
         RaypipeError: one paragraph that says what to change.
     """
     found = _opened(given, pipeline, None if cluster else num_workers)
-    reduction, counted = find_reduction(found.model, given.loss_fn, found.captured, _rows(found, pipeline), pipeline)
+    with telling("finding what the loss averages over"):
+        rows = _rows(found, pipeline)
+        reduction, counted = find_reduction(found.model, given.loss_fn, found.captured, rows, pipeline)
     check_per_replica(pipeline, reduction)
     here = profiled is None and (predict or needs_profile(pipeline, cluster))
     if here:
@@ -73,7 +75,8 @@ def prepare(
         loss_words=counted,
         processors=shared_processors() if here else None,
     )
-    planned = plan_for(basis, None if profiled is None else decided(basis))
+    with telling("planning"):
+        planned = plan_for(basis, None if profiled is None else decided(basis))
     settings = Settings(
         pipeline.seed, reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, pipeline.on_nonfinite, pipeline.codec_sums
     )
@@ -91,13 +94,9 @@ def profile(given: Arguments, pipeline: PipelineConfig, num_workers: int | None)
 
 
 def _opened(given: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
-    """What ``open_arguments`` finds, while a terminal says what takes so long."""
-    bar = ProfilingBar()
-    bar.say("tracing the model")
-    try:
+    """What ``open_arguments`` finds, while somebody who waits is told what takes so long."""
+    with telling("tracing the model"):
         return open_arguments(given, pipeline, num_workers)
-    finally:
-        bar.close()
 
 
 def _measured(found: Opened, pipeline: PipelineConfig, *, by_size: bool) -> Profile:
@@ -183,7 +182,8 @@ def _check(found: Opened, programs: tuple[StageProgram, ...], size: int, pipelin
     full = source.num_samples >= 2 * size
     second = {name: column[size:] if full else column[:size].flip(0) for name, column in named.items()}
     batches = (first, second)
-    verify(found.model, captured.loss_fn, programs, tensors, batches, pipeline.seed)
+    with telling("comparing the stages with the model"):
+        verify(found.model, captured.loss_fn, programs, tensors, batches, pipeline.seed)
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:

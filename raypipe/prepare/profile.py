@@ -40,7 +40,7 @@ def profile_of(
 ) -> Profile:
     """The graph with seconds, measured here or read from the cache; estimated where the model cannot be run alone.
 
-    A terminal shows how far it is.
+    Whoever waits is told how far it is.
 
     Args:
         example: one micro-batch by column.
