@@ -143,8 +143,8 @@ def telling(text: str) -> Iterator[None]:
 
 
 class ProfilingBar:
-    """What is done before a run can start: at once on a terminal, in a line that is gone when it is closed; elsewhere in
-    a line every few seconds, of work that takes longer than that.
+    """What is done before a run can start: at once on a terminal, in a line that is gone when it is closed; elsewhere
+    in a line every few seconds, of work that takes longer than that.
 
     Called with (done, total), it shows how many operations have been profiled.
 
