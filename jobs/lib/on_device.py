@@ -20,7 +20,7 @@ from raypipe.ir.work_order import Order
 from raypipe.planner.rows import rows_for
 from raypipe.planner.segments import train_segments
 
-__all__ = ["adamw", "gpt", "pipeline", "steps", "texts"]
+__all__ = ["adamw", "gpt", "pipeline", "steps", "texts", "trainer_of"]
 
 HEADS = 8
 
@@ -42,6 +42,24 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95))
 
 
+def trainer_of(
+    model: Any, data: TensorDataset, folder: Path, scaling_config: Any = None, **config: Any
+) -> raypipe.PipelineTrainer:
+    """Of that model, whose runs lie below ``folder``.
+
+    Args:
+        model: or a function that makes it.
+        config: of PipelineConfig.
+    """
+    from ray.train import RunConfig
+
+    return raypipe.PipelineTrainer(
+        model, loss_fn=loss_fn, optimizer=adamw, train_data=data,
+        pipeline=raypipe.PipelineConfig(verify="off", **config), scaling_config=scaling_config,
+        run_config=RunConfig(name="on_device", storage_path=str(folder)),
+    )  # fmt: skip
+
+
 @contextmanager
 def pipeline(
     model: torch.nn.Module, data: TensorDataset, folder: Path, device_of: Callable[[int], Device],
@@ -54,13 +72,7 @@ def pipeline(
         device_of: worker -> what it computes on.
         config: of PipelineConfig.
     """
-    from ray.train import RunConfig
-
-    trainer = raypipe.PipelineTrainer(
-        model, loss_fn=loss_fn, optimizer=adamw, train_data=data,
-        pipeline=raypipe.PipelineConfig(verify="off", **config),
-        run_config=RunConfig(name="on_device", storage_path=str(folder)),
-    )  # fmt: skip
+    trainer = trainer_of(model, data, folder, **config)
     job = trainer._prepared()
     fleet = LocalFleet(launch.run_setup(job, None), launch.generation_setup(job), job.tensors, device_of)
     plan = job.plan

@@ -11,15 +11,17 @@ process, so that with it the bits would depend on what other threads do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from raypipe.errors import CaptureError
 from raypipe.ir.precision import FP32, Precision
 
-__all__ = ["computing", "converted", "leaf_dtype", "model_converted", "model_in", "refuse_other_types"]
+__all__ = ["computing", "converted", "leaf_dtype", "model_converted", "model_in", "refuse_other_types", "uncast"]
 
 
 def computing(precision: Precision, tensors: Sequence[torch.Tensor | None] = ()) -> AbstractContextManager[object]:
@@ -33,6 +35,20 @@ def computing(precision: Precision, tensors: Sequence[torch.Tensor | None] = ())
     found = {x.device.type for x in tensors if x is not None} - {"meta"}
     device_type = min(found, default="cpu", key=lambda kind: kind == "cpu")
     return torch.autocast(device_type, dtype=getattr(torch, precision.autocast), cache_enabled=False)
+
+
+def uncast(kind: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An operation of a region in which the model switches autocast off, as models do around rotary angles and routers.
+
+    Args:
+        kind: type of the device that the region names. "cpu", where models are captured, stands for the device of the
+            tensors, which is where such code takes it from.
+    """
+    device_type = next((x.device.type for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)), kind)
+    if device_type == "meta" or kind not in ("cpu", device_type):
+        return operation(*args, **kwargs)
+    with torch.autocast(device_type, enabled=False):
+        return operation(*args, **kwargs)
 
 
 def leaf_dtype(precision: Precision) -> torch.dtype | None:

@@ -44,7 +44,7 @@ Tensors = Mapping[str, torch.Tensor]
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 ROUNDING = 1e-5
-"""Of the largest number of a tensor; a tenth of that of the largest gradient too."""
+"""Of the largest number of a tensor; a tenth of that of the largest gradient too. See ``_rounding``."""
 _REMEDY = (
     "So forward or loss depends on something besides the data, parameters and buffers: a global, a file, an attribute, "
     "an earlier call. Pass it in as data or keep it in a buffer; verify='off' trains the stages as they are."
@@ -92,7 +92,8 @@ def verify(
             for index, (columns, wanted) in enumerate(zip(batches, expected, strict=True)):
                 key = RandomKey(seed, 0, index)
                 run = functools.partial(_chained, programs, {**tensors, **held}, columns, key, before.restore)
-                _compare(name, index, wanted, _attempt(f"The stages of {name}", run), added)
+                least = _rounding(programs[0].precision)
+                _compare(name, index, wanted, _attempt(f"The stages of {name}", run), added, least)
                 held, added = wanted.buffers, {} if programs[0].precision.leaves else wanted.gradients
         finally:
             before.restore()
@@ -236,14 +237,20 @@ def _staged(
     return parts
 
 
+def _rounding(precision: Precision) -> float:
+    """What two ways to round may differ by, of the largest number of a tensor, whatever its own type."""
+    return 8 * torch.finfo(getattr(torch, precision.autocast)).eps if precision.autocast else ROUNDING
+
+
 def _compare(
-    name: str, index: int, wanted: _Outcome, found: _Outcome, added: Mapping[str, torch.Tensor | None]
+    name: str, index: int, wanted: _Outcome, found: _Outcome, added: Mapping[str, torch.Tensor | None], least: float
 ) -> None:
     """Refuse whatever differs.
 
     Args:
         index: of the micro-batch.
         added: gradients of the micro-batches before, which the module's own contain.
+        least: see ``_rounding``.
     """
 
     def refuse(what: str, here: torch.Tensor, there: torch.Tensor) -> None:
@@ -252,7 +259,7 @@ def _compare(
             f"computes: {what} {_in_numbers(here, there)}. {_REMEDY}"
         )
 
-    if not _close(wanted.loss, found.loss):
+    if not _close(wanted.loss, found.loss, least):
         refuse("the loss is", wanted.loss, found.loss)
     pairs = {}
     for parameter, gradient in wanted.gradients.items():
@@ -265,10 +272,10 @@ def _compare(
     differing = {parameter: pair for parameter, pair in pairs.items() if not _equal(*pair)}  # most have the same bits
     largest = max((_size(mine) for mine, _ in pairs.values()), default=0.0) if differing else 0.0
     for parameter, (mine, theirs) in differing.items():
-        if not _close(mine, theirs, largest):
+        if not _close(mine, theirs, least, largest):
             refuse(f"the gradient of {parameter!r} is", mine, theirs)
     for buffer, value in found.buffers.items():
-        if buffer in wanted.buffers and not _close(wanted.buffers[buffer], value):
+        if buffer in wanted.buffers and not _close(wanted.buffers[buffer], value, least):
             refuse(f"the buffer {buffer!r} becomes", wanted.buffers[buffer], value)
 
 
@@ -276,17 +283,18 @@ def _equal(here: torch.Tensor, there: torch.Tensor) -> bool:
     return here.shape == there.shape and here.dtype == there.dtype and torch.equal(here, there)
 
 
-def _close(here: torch.Tensor, there: torch.Tensor, largest: float = 0.0) -> bool:
+def _close(here: torch.Tensor, there: torch.Tensor, least: float, largest: float = 0.0) -> bool:
     """The same but for rounding, nan being itself.
 
     Args:
+        least: see ``_rounding``.
         largest: of what the numbers are made of, which may be larger than they are where sums cancel out.
     """
     if here.shape != there.shape or here.dtype != there.dtype:
         return False
     if not here.is_floating_point():
         return torch.equal(here, there)
-    relative = max(ROUNDING, 8 * torch.finfo(here.dtype).eps)
+    relative = max(least, 8 * torch.finfo(here.dtype).eps)
     near = (here - there).abs_() <= relative * _size(here) + 0.1 * relative * largest
     return bool(near.all()) or bool((near | (here == there) | (here.isnan() & there.isnan())).all())
 

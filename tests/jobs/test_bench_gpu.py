@@ -1,23 +1,59 @@
-"""The parts of bench_gpu that decide what a figure means, on the CPU."""
+"""The parts of bench_gpu that decide what a figure means, on the CPU; and one stage beside two."""
 
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from jobs.bench.gpu import bench
+from jobs.check import two_processes
 from raypipe.engine.device import CPU
+from tests.sources import ROOT
 
 pytestmark = pytest.mark.ray
 
 
 def test_figures_follow_from_the_trials() -> None:
-    figures, raw = bench.measure(bench.TINY, lambda: CPU)
+    figures, raw = bench.measure(bench.TINY, lambda: CPU, peak_flops=1e9)
     medians = {label: statistics.median(seconds) for label, seconds in raw["step_s"].items()}
-    assert set(medians) == {"plain", "stage", "two_stages"}
+    assert set(medians) == {"plain", "stage", "two_stages", "torch", "torch_two_stages"}
     assert all(len(seconds) == bench.TINY.steps * bench.TINY.rounds for seconds in raw["step_s"].values())
-    assert figures["stage_over_plain"] == pytest.approx(medians["stage"] / medians["plain"])
+    for label in ("stage", "torch"):
+        assert figures[f"{label}_over_plain"] == pytest.approx(medians[label] / medians["plain"])
     tokens = bench.TINY.minibatch * bench.TINY.context
     assert figures["tokens_per_second_plain"] == pytest.approx(tokens / medians["plain"])
     assert figures["peak_over_plain"] > 0
+    assert figures["mfu_stage"] == pytest.approx(bench.flops_of(bench.TINY) / medians["stage"] / 1e9)
+    assert raw["planned_bytes"] > 0
+
+
+def test_operations_are_those_that_torch_counts() -> None:
+    """But for the norms, and what a causal mask would let one leave out."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    size = bench.TINY
+    x, y = next(bench.minibatches(size))
+    model = bench.gpt(size.context, size.width, size.depth)
+    with FlopCounterMode(display=False) as counted, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        bench.loss_fn(model(x), y).backward()
+    assert bench.flops_of(size) == pytest.approx(counted.get_total_flops(), rel=0.1)
+
+
+def test_one_stage_and_two_in_threads_have_the_same_bits() -> None:
+    one, two = (two_processes.in_threads(stages, lambda: CPU, "bf16-autocast") for stages in (1, 2))
+    assert two_processes.apart(one, two) == []
+    assert len(one.losses) == two_processes.STEPS
+    assert two_processes.apart(one, one._replace(losses=one.losses[:-1])) == ["losses"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["jobs/bench/gpu", "jobs/check/two_processes.py"])
+def test_without_a_gpu_one_line_says_so(command: str) -> None:
+    done = subprocess.run([sys.executable, command], cwd=ROOT, capture_output=True, text=True, timeout=240, check=True)
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("nothing to ")
+    assert "torch" in line

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 
 __all__ = ["Plain", "train_plain"]
 
-Microbatch = tuple[torch.Tensor, torch.Tensor]
+Microbatch = tuple[torch.Tensor, torch.Tensor] | Mapping[str, torch.Tensor]
+"""(input, target), or what a model is given that returns its own loss."""
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,7 +30,7 @@ class Plain(NamedTuple):
 
 def train_plain(
     model: nn.Module,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
     steps: Sequence[Sequence[Microbatch]],
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
     precision: str,
@@ -39,6 +40,7 @@ def train_plain(
     """A copy of the model, trained; micro-batches of a step weigh by their samples.
 
     Args:
+        loss_fn: None for a model that returns its own.
         scaling: options of torch.amp.GradScaler, for "fp16".
     """
     masters = copy.deepcopy(model).train()
@@ -47,22 +49,22 @@ def train_plain(
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", **scaling)
     found = Plain([], [], [], {}, [], [])
     for number, microbatches in enumerate(steps):
-        samples = sum(len(x) for x, _ in microbatches)
+        samples = sum(map(_samples, microbatches))
         losses = []
         for _, p in named:
             p.grad = None
         low = copy.deepcopy(masters).to(_DTYPES.get(precision, torch.float32))
-        for x, y in microbatches:
-            if precision in _DTYPES and x.is_floating_point():
-                x = x.to(_DTYPES[precision])
+        for microbatch in microbatches:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
-                loss = loss_fn(low(x), y)
-            weighed = loss * (len(x) / samples)
-            losses.append(loss.detach().float() * (len(x) / samples))
-            grads = torch.autograd.grad(scaler.scale(weighed), list(low.parameters()))
+                loss = _loss(low, loss_fn, microbatch, _DTYPES.get(precision))
+            weight = _samples(microbatch) / samples
+            weighed = loss * weight
+            losses.append(loss.detach().float() * weight)
+            grads = torch.autograd.grad(scaler.scale(weighed), list(low.parameters()), allow_unused=True)
             for (_, p), grad in zip(named, grads, strict=True):
-                wide = grad.float()
-                p.grad = wide.clone() if p.grad is None else p.grad + wide
+                if grad is not None:
+                    wide = grad.float()
+                    p.grad = wide.clone() if p.grad is None else p.grad + wide
         scaler.unscale_(stepper)
         parameters = [p for _, p in named]
         if max_grad_norm is None:
@@ -79,4 +81,22 @@ def train_plain(
         scaler.update()
         found.scales.append(scaler.get_scale())
     found.parameters.update({name: p.detach().clone() for name, p in named})
+    return found
+
+
+def _samples(microbatch: Microbatch) -> int:
+    return len(next(iter(microbatch.values())) if isinstance(microbatch, Mapping) else microbatch[0])
+
+
+def _loss(model: nn.Module, loss_fn: Any, microbatch: Microbatch, dtype: torch.dtype | None) -> torch.Tensor:
+    """Of a model whose floating-point inputs are converted as it is itself; targets of a loss_fn are not."""
+
+    def in_type(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
+    if isinstance(microbatch, Mapping):
+        loss: torch.Tensor = model(**{name: in_type(x) for name, x in microbatch.items()}).loss
+        return loss
+    x, y = microbatch
+    found: torch.Tensor = loss_fn(model(in_type(x)), y)
     return found

@@ -307,17 +307,50 @@ class Traced(nn.Module):
 
 
 class Switching(nn.Module):
-    def __init__(self) -> None:
+    """As models of transformers do around rotary angles and routers: some products are not of 16 bits."""
+
+    def __init__(self, *, switches: bool = True) -> None:
         super().__init__()
-        self.one, self.other = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.one, self.other, self.switches = nn.Linear(6, 8), nn.Linear(8, 3), switches
+        self.register_buffer("table", torch.linspace(-1, 1, 48).view(6, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            h = self.one(x)
+        kind = x.device.type
+        with torch.no_grad(), torch.autocast(kind, enabled=not self.switches):
+            angles = (x @ self.table).float()
+        with torch.autocast(kind, enabled=not self.switches):
+            h = torch.relu_(self.one(x) + angles.cos())
+            h = functional.dropout(h, 0.0, self.training) * x.shape[1]
         return self.other(h)
 
 
-def test_autocast_that_a_model_switches_off_is_refused(tmp_path: Path) -> None:
-    made = trainer(Switching(), tmp_path, precision="bf16-autocast", data=data_of(children()))
-    with pytest.raises(CaptureError, match=r"switches autocast off inside forward.*precision='bf16'"):
+@pytest.mark.parametrize(
+    "fields", [{"partitioner": "prefix_sum"}, {"schedule": "zb-h1", "recompute": "always"}], ids=["profiled", "split"]
+)
+def test_where_a_model_switches_autocast_off_it_is_off(fields: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = Switching()
+    steps = microbatches_of(data_of(children()))
+    plain = train_plain(model, of_words, steps, adamw, "bf16-autocast", FIELDS["max_grad_norm"])
+    given = {"precision": "bf16-autocast", "data": data_of(children()), **fields}
+    assert faults(model, tmp_path, plain, **given) == []
+    model.switches = False
+    other = train_plain(model, of_words, steps, adamw, "bf16-autocast", FIELDS["max_grad_norm"])
+    assert other.losses != plain.losses, "it makes no difference"
+
+
+class Choosing(Switching):
+    """Switches autocast off in one of two ways."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def off(h: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.other(h.float())
+
+        return torch.cond(x.sum() > 0, off, lambda h: self.other(h).float(), (self.one(x),))
+
+
+def test_autocast_that_is_switched_off_in_one_of_two_ways_is_refused(tmp_path: Path) -> None:
+    made = trainer(Choosing(), tmp_path, precision="bf16-autocast", data=data_of(children()))
+    with pytest.raises(CaptureError, match=r"switches autocast off inside torch.cond.*precision='bf16'"):
         made.plan()

@@ -1,13 +1,18 @@
-"""What a pipeline costs on one GPU: a GPT under bf16 autocast, as one stage and as two, beside plain PyTorch.
+"""What a pipeline costs on one GPU: a GPT of 1 B parameters in bf16, beside plain PyTorch and torch's pipelining.
 
-    step_s_plain, _stage, _two_stages    seconds of a step: forwards, backwards of all micro-batches, AdamW
-    stage_over_plain                     one stage over plain PyTorch; two_stages_over_plain
-    tokens_per_second_*                  of a step
-    peak_over_plain                      most memory of the device, one stage over plain PyTorch
+    step_s_*                 seconds of a step: forwards, backwards of all micro-batches, AdamW; under bf16 autocast
+        plain                plain PyTorch
+        stage, two_stages    ours, in threads with the same GPU; messages between two go through host memory
+        torch, torch_two_stages   torch.distributed.pipelining in one process, which hands tensors over as they are
+    *_over_plain             seconds over those of plain PyTorch
+    tokens_per_second_*      of a step
+    mfu_*                    operations of the model, none counted twice, over what the GPU's data sheet promises
+    peak_over_plain          most memory of the device, one stage over plain PyTorch
+    peak_over_plan           the same of one stage with precision="bf16", over the bytes that its plan says
 
-Two stages are threads with the same GPU, whose messages go through host memory: what a message costs is in it, and no
-second GPU. All take turns. Without a GPU nothing is measured; --device cpu shows that everything works, with figures
-that say nothing of one.
+What a message costs is in the seconds of two stages, and no second GPU. All take turns. Without a GPU nothing is
+measured; --device cpu shows that everything works, with figures that say nothing of one. A GPU whose data sheet is not
+known here needs --peak-tflops for mfu_*.
 """
 
 from __future__ import annotations
@@ -16,14 +21,15 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from jobs.bench.gpu import torch_stages
 from jobs.lib import common
-from jobs.lib.on_device import adamw, gpt, pipeline, texts
+from jobs.lib.on_device import adamw, gpt, pipeline, texts, trainer_of
 from jobs.train.lm import loss_fn
 from raypipe.engine.cuda_device import CudaDevice, why_not
 from raypipe.engine.device import CPU, Device
@@ -32,9 +38,27 @@ LAYOUT: dict[str, str] = {
     "seconds of a step": r"step_s_(\w+)",
     "over plain PyTorch": r"(\w+)_over_plain",
     "tokens per second": r"tokens_per_second_(\w+)",
+    "of the data sheet": r"mfu_(\w+)",
+    "peak": r"peak_over_(\w+)",
 }
-TARGETS: dict[str, str] = {"stage_over_plain": "<= 1.02"}
+TARGETS: dict[str, str] = {"stage_over_plain": "<= 1.02", "peak_over_plan": "0.9 to 1.1"}
 STAGES = {"stage": 1, "two_stages": 2}
+TORCH = {"torch": 1, "torch_two_stages": 2}
+LABELS = ("plain", *STAGES, *TORCH)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--device": {"default": "cuda", "choices": ("cuda", "cpu"), "help": "cpu: a tiny model, and no record"},
+    "--peak-tflops": {"type": float, "default": None, "help": "of the GPU, dense bf16, by its data sheet"},
+}
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+}
+"""Dense bf16 with fp32 sums, by NVIDIA's data sheets; the first whose name is in that of the device."""
 
 
 class Size(NamedTuple):
@@ -55,21 +79,26 @@ TINY = Size(16, 32, 2, 4, 2, 1, 2, 1)
 """For a CPU."""
 
 
+def minibatches(size: Size) -> Iterator[tuple[torch.Tensor, ...]]:
+    """(inputs, targets) of one after another, in host memory, without end."""
+    columns = texts(4 * size.minibatch, size.context).tensors
+    while True:
+        yield from zip(*(column.split(size.minibatch) for column in columns), strict=True)
+
+
 def plain(size: Size, device: Device) -> Iterator[None]:
     """One step of plain PyTorch at each turn, done when it returns."""
     place = device.place
-    model, data = gpt(size.context, size.width, size.depth).to(place), texts(4 * size.minibatch, size.context)
-    optimizer, at = adamw(model.parameters()), 0
-    while True:
-        for x, y in zip(*(column[at : at + size.minibatch].chunk(size.microbatches) for column in data.tensors),
-                        strict=True):  # fmt: skip
+    model = gpt(size.context, size.width, size.depth).to(place)
+    optimizer = adamw(model.parameters())
+    for minibatch in minibatches(size):
+        for x, y in zip(*(column.chunk(size.microbatches) for column in minibatch), strict=True):
             with torch.autocast(place.type, torch.bfloat16, cache_enabled=False):
                 loss = loss_fn(model(x.to(place)), y.to(place)) / size.microbatches
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         float(loss.detach())
-        at = (at + size.minibatch) % (4 * size.minibatch)
         yield
 
 
@@ -92,53 +121,114 @@ def trial(label: str, size: Size, device_of: Callable[[], Device]) -> tuple[list
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device.place)
     with ExitStack() as stack:
+        run: Iterator[Any]
         if label == "plain":
-            run: Iterator[Any] = plain(size, device)
+            run = plain(size, device)
+        elif label in TORCH:
+            model = gpt(size.context, size.width, size.depth)
+            run = torch_stages.steps(model, minibatches(size), adamw, device, TORCH[label], size.microbatches)  # type: ignore[arg-type]
+            stack.callback(run.close)  # type: ignore[attr-defined]
         else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-gpu-"))
-            _, carry_out = stack.enter_context(
-                pipeline(
-                    gpt(size.context, size.width, size.depth), texts(4 * size.minibatch, size.context), Path(folder),
-                    lambda worker: device_of(), num_stages=STAGES[label], minibatch_size=size.minibatch,
-                    num_microbatches=size.microbatches, schedule="1f1b", precision="bf16-autocast",
-                    partitioner="parameters",  # a profile would time the model on the CPU
-                )
-            )  # fmt: skip
-            run = carry_out(size.warm_up + size.steps)
+            run = stack.enter_context(ours(size, device_of, STAGES[label], "bf16-autocast"))
         return measured(run, size), device.peak_bytes()
 
 
-def measure(size: Size, device_of: Callable[[], Device]) -> tuple[dict[str, float], dict[str, Any]]:
-    """(figures, raw numbers) of rounds in which the candidates take turns."""
-    labels = ("plain", *STAGES)
-    seconds: dict[str, list[float]] = {label: [] for label in labels}
-    peaks = dict.fromkeys(labels, 0)
+@contextmanager
+def ours(size: Size, device_of: Callable[[], Device], num_stages: int, precision: str) -> Iterator[Iterator[Any]]:
+    """Steps of a pipeline in threads."""
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        model, data = gpt(size.context, size.width, size.depth), texts(4 * size.minibatch, size.context)
+        config = config_of(size, num_stages, precision)
+        with pipeline(model, data, Path(folder), lambda worker: device_of(), **config) as (_, carry_out):
+            yield carry_out(size.warm_up + size.steps)
+
+
+def config_of(size: Size, num_stages: int, precision: str) -> dict[str, Any]:
+    """Fields of PipelineConfig; by parameters, for a profile would time the model on the CPU."""
+    return {
+        "num_stages": num_stages, "minibatch_size": size.minibatch, "num_microbatches": size.microbatches,
+        "schedule": "1f1b", "precision": precision, "partitioner": "parameters",
+    }  # fmt: skip
+
+
+def planned_bytes(size: Size) -> int:
+    """What one stage in bf16 needs by its plan, from shapes alone."""
+    data = texts(4 * size.minibatch, size.context)
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
+        config = config_of(size, 1, "bf16") | {"partitioner": "auto", "weights_on": "workers"}
+        made = trainer_of(lambda: gpt(size.context, size.width, size.depth), data, Path(folder), **config)
+        prediction = made.plan().prediction
+    assert prediction is not None, "made from shapes"
+    return prediction.stages[0].memory_bytes
+
+
+def peak_in_bf16(size: Size, device_of: Callable[[], Device]) -> int:
+    """Most bytes that the device had in use by one stage in bf16; 0 on a processor, which does not count them."""
+    device = device_of()
+    if device.place.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device.place)
+    with ours(size, device_of, 1, "bf16") as run:
+        for _ in range(size.warm_up):
+            next(run)
+        return device.peak_bytes()
+
+
+def flops_of(size: Size) -> float:
+    """Of a step, forward and backward: 6 for each parameter and token, and those of attention (arXiv:2204.02311, B)."""
+    model = gpt(size.context, size.width, size.depth)
+    looked_up = sum(p.numel() for name, p in model.named_parameters() if name.startswith(("embed.", "position.")))
+    parameters = sum(p.numel() for p in model.parameters()) - looked_up
+    of_token = 6 * parameters + 12 * size.depth * size.width * size.context
+    return float(of_token * size.minibatch * size.context)
+
+
+def measure(
+    size: Size, device_of: Callable[[], Device], peak_flops: float | None = None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """(figures, raw numbers) of rounds in which the candidates take turns.
+
+    Args:
+        peak_flops: of the device in a second; None for no mfu_*.
+    """
+    seconds: dict[str, list[float]] = {label: [] for label in LABELS}
+    peaks = dict.fromkeys(LABELS, 0)
     for _ in range(size.rounds):
-        for label in labels:
+        for label in LABELS:
             found, peak = trial(label, size, device_of)
             seconds[label] += found
             peaks[label] = max(peaks[label], peak)
             gc.collect()
     tokens = size.minibatch * size.context
     step_s = {label: common.median(found) for label, found in seconds.items()}
-    figures = {f"step_s_{label}": step_s[label] for label in labels}
-    figures |= {f"tokens_per_second_{label}": tokens / step_s[label] for label in labels}
-    figures |= {f"{label}_over_plain": step_s[label] / step_s["plain"] for label in STAGES}
+    figures = {f"step_s_{label}": step_s[label] for label in LABELS}
+    figures |= {f"tokens_per_second_{label}": tokens / step_s[label] for label in LABELS}
+    figures |= {f"{label}_over_plain": step_s[label] / step_s["plain"] for label in LABELS[1:]}
     figures["peak_over_plain"] = peaks["stage"] / max(peaks["plain"], 1)
-    return figures, {"step_s": seconds, "peak_bytes": peaks}
+    if peak_flops:
+        figures |= {f"mfu_{label}": flops_of(size) / step_s[label] / peak_flops for label in LABELS}
+    promised, in_bf16 = planned_bytes(size), peak_in_bf16(size, device_of)
+    if in_bf16:
+        figures["peak_over_plan"] = in_bf16 / promised
+    return figures, {"step_s": seconds, "peak_bytes": peaks, "planned_bytes": promised, "peak_bytes_bf16": in_bf16}
 
 
 def main() -> None:
-    device = {"default": "cuda", "choices": ("cuda", "cpu"), "help": "cpu: a tiny model, and no record"}
-    asked = common.arguments(__doc__, options={"--device": device})
+    asked = common.arguments(__doc__, options=OPTIONS)
     if asked.device == "cuda" and (reason := why_not()):
         print(f"nothing to measure: {reason}")
         return
     on_cpu = asked.device == "cpu"
     asked.quick = asked.quick or on_cpu
     size = TINY if on_cpu else QUICK if asked.quick else Size()
-    figures, raw = measure(size, lambda: CPU if on_cpu else CudaDevice())
     where = "cpu" if on_cpu else torch.cuda.get_device_name()
+    known = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in where), None)
+    tflops = asked.peak_tflops or known
+    if tflops is None and not on_cpu:
+        print(f"no mfu_*: the data sheet of {where} is not known here; --peak-tflops NUMBER says it")
+    figures, raw = measure(size, lambda: CPU if on_cpu else CudaDevice(), None if tflops is None else tflops * 1e12)
     parameters = sum(p.numel() for p in gpt(size.context, size.width, size.depth).parameters())
     title = f"GPT of {parameters / 1e6:.0f} M parameters on {where}; {common.machine_line()}"
     print(common.table(title, ("figure", "value"), figures.items()))

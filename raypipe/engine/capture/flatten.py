@@ -15,7 +15,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
 from raypipe.engine.capture.regions import body_of, fold, in_levels, refuse_draws
-from raypipe.engine.capture.traced import Traced
+from raypipe.engine.capture.traced import UNCAST, Traced
 from raypipe.engine.randomness import dropout, keyed_call, num_draws
 from raypipe.engine.region import Body, Choice
 from raypipe.errors import CaptureError
@@ -115,9 +115,15 @@ def _canonical_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def copy_nodes(
-    owner: torch.nn.Module, source: fx.Graph, env: dict[fx.Node, Any], traced: Traced, *, detached: bool
-) -> None:
-    """Copy call nodes into traced.graph; ``detached`` inside a no-grad region, whose results carry no gradient."""
+    owner: torch.nn.Module, source: fx.Graph, env: dict[fx.Node, Any], traced: Traced, *, detached: bool,
+    uncast: str = "",
+) -> None:  # fmt: skip
+    """Copy call nodes into traced.graph.
+
+    Args:
+        detached: inside a no-grad region, whose results carry no gradient.
+        uncast: type of the device for which a region switches autocast off; see lines.py.
+    """
     graph = traced.graph
     for node in in_levels(source.nodes):
         if isinstance(node, list):
@@ -139,7 +145,7 @@ def copy_nodes(
         mapped: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         args, kwargs = mapped
         if "wrap_with_" in str(node.target):
-            env[node] = _inline(node, args, traced, detached)
+            env[node] = _inline(node, args, traced, detached, uncast)
             continue
         if node.target is torch.ops.higher_order.cond:
             predicate, *bodies, operands = args
@@ -148,6 +154,8 @@ def copy_nodes(
         else:
             env[node] = copy = _copy_call(graph, traced, node, args, dict(kwargs))
         copy.meta = {k: node.meta[k] for k in ("val", "nn_module_stack", "stack_trace") if k in node.meta}
+        if uncast:
+            copy.meta[UNCAST] = uncast
         if detached:
             env[node] = _detached(graph, copy)
 
@@ -170,6 +178,11 @@ def _body(body: fx.GraphModule, traced: Traced, detached: bool) -> Body:
         if node.op == "placeholder":
             env[node] = inner.graph.placeholder(node.name)
     copy_nodes(body, body.graph, env, inner, detached=detached)
+    if any(UNCAST in node.meta for node in inner.graph.nodes):
+        raise CaptureError(
+            "The model switches autocast off inside torch.cond, which raypipe cannot cut. Switch it off around the "
+            "whole torch.cond, or take precision='bf16'."
+        )
     output = next(n for n in body.graph.nodes if n.op == "output").args[0]
     inner.graph.output(fx.map_arg(output, env.__getitem__))
     return body_of(inner.graph)
@@ -190,28 +203,25 @@ def _refuse_outside_update(node: fx.Node, source: fx.Graph, env: dict[fx.Node, A
             )
 
 
-def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool) -> Any:
+def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool, uncast: str) -> Any:
     """A no-grad or autocast region becomes part of the flat graph."""
     if "set_grad_enabled" in str(node.target):
         enabled, body, *inputs = args
         detached = not enabled
     elif "autocast" in str(node.target):
         device, _dtype, enabled, _cache, body, *inputs = args
-        if not enabled and torch.is_autocast_enabled(device):
-            raise CaptureError(
-                "The model switches autocast off inside forward, which precision='bf16-autocast' would not keep. Take "
-                "precision='bf16', or leave precision out."
-            )
         if enabled:
             raise CaptureError(
                 "The model switches autocast on inside forward; use PipelineConfig(precision=...) instead, so that "
                 "every stage computes in one known precision."
             )
+        if torch.is_autocast_enabled("cpu"):  # the precision's, which a capture is made in
+            uncast = device
     else:
         raise CaptureError(f"The traced graph contains {node.target}, which raypipe cannot cut.")
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
     env = dict(zip(placeholders, inputs, strict=True))
-    copy_nodes(body, body.graph, env, traced, detached=detached)
+    copy_nodes(body, body.graph, env, traced, detached=detached, uncast=uncast)
     output = next(n for n in body.graph.nodes if n.op == "output").args[0]
     return fx.map_arg(output, lambda n: env[n])
 

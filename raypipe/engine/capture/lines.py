@@ -20,6 +20,8 @@ import torch
 from torch import fx
 
 from raypipe.engine.capture.analyse import SYM_SIZE, Analysis
+from raypipe.engine.capture.traced import UNCAST
+from raypipe.engine.precision import uncast
 from raypipe.engine.region import names_of
 
 __all__ = ["Kind", "Lines", "Shape", "Value", "lines_of"]
@@ -192,12 +194,18 @@ def _texts(
         copies[node] = graph.create_node(node.op, target, args, kwargs, name)
     graph.output(())
     code = graph.python_code("self")
+    names = names_of(code)
     found = {}
     by_name = {f"value{i}of": node for node, i in number.items()}
     for line in code.src.splitlines():
         name, equals, right = line.strip().partition(" = ")
         if equals and name in by_name:
             source = re.sub(r";  (value\d+of = )+None$", "", right)
+            kind = by_name[name].meta.get(UNCAST)
+            if kind and getattr(by_name[name].target, "__module__", "") != "_operator":  # items, arithmetic on sizes
+                function, _, arguments = source.partition("(")
+                source = f"uncast({kind!r}, {function}, {arguments}"
+                names["uncast"] = uncast
             parts = _MARK.split(source)
             found[by_name[name]] = (tuple(map(sys.intern, parts[::2])), tuple(map(int, parts[1::2])))
-    return found, names_of(code)
+    return found, names

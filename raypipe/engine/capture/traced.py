@@ -10,7 +10,10 @@ from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture.lengths import is_tokens
 
-__all__ = ["Traced"]
+__all__ = ["UNCAST", "Traced"]
+
+UNCAST = "raypipe_uncast"
+"""In the meta of a node: the type of the device for which the model switches autocast off around it."""
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.analyse import SYM_SIZE, Analysis, column_with
 from raypipe.engine.capture.sequential import SequentialFunction
-from raypipe.engine.precision import computing, converted
+from raypipe.engine.capture.traced import UNCAST
+from raypipe.engine.precision import computing, converted, uncast
 from raypipe.engine.profiling.described import described
 from raypipe.engine.randomness import RandomKey, dropout, keyed_call
 from raypipe.engine.recompute import untraced_checkpoints
@@ -212,7 +213,15 @@ class _Run:
             return _meta_draw
         if self.meta and target is torch.ops.aten.scaled_dot_product_attention.default:
             return _meta_attention
+        if UNCAST in node.meta and target not in (dropout, keyed_call):
+            return _without_autocast(node.meta[UNCAST], target)
         return target
+
+
+@functools.cache
+def _without_autocast(kind: str, target: Callable[..., Any]) -> Callable[..., Any]:
+    """One object for each operation, by which those that are alike are known."""
+    return functools.partial(uncast, kind, target)
 
 
 def _meta_dropout(x: torch.Tensor, p: float, key: Any, index: int) -> torch.Tensor:
