@@ -66,6 +66,7 @@ LAYOUTS = (
 
 
 TWO_VERSIONS = (
+    Layout(1, 1, "2bw"),
     Layout(2, 2, "2bw"),
     Layout(3, 3, "2bw", (1, 2)),
     Layout(4, 4, "2bw"),

@@ -61,6 +61,6 @@ def flowing_keys(plan: Plan) -> tuple[RowsKey, ...]:
     if flow is None:
         return ()
     count, drained, interval = plan.num_microbatches, flow.num_to_drain, flow.interval
-    wholes = [RowsKey(count, n, update_interval=interval) for n in range(1, max(1, drained) + 1)]
-    completed = ((Phase.FILL, 1), (Phase.STEADY, 1), (Phase.DRAIN, drained)) if drained else ()
+    wholes = [RowsKey(count, n, update_interval=interval) for n in range(1, drained + 1)]
+    completed = ((Phase.FILL, 1), (Phase.STEADY, 1), (Phase.DRAIN, drained))
     return (*wholes, *(RowsKey(count, done, phase, update_interval=interval) for phase, done in completed))

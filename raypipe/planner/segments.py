@@ -62,7 +62,7 @@ class Flow:
 
     Attributes:
         interval: micro-batches per update.
-        num_to_drain: mini-batches that are under way, and completed, when it is drained.
+        num_to_drain: mini-batches that are under way, and completed, when it is drained; at least 1.
     """
 
     interval: int
@@ -153,8 +153,6 @@ def _next_phase(num_to_drain: int, until: int, flowing: bool, *, soon: bool) -> 
     """(mini-batches, phase) of the next segment, of ``until`` mini-batches before the pipeline must be empty."""
     if flowing:
         return (num_to_drain, Phase.DRAIN) if soon or until <= num_to_drain else (1, Phase.STEADY)
-    if not num_to_drain:
-        return 1, Phase.WHOLE
     if until <= num_to_drain:
         return until, Phase.WHOLE
     return (1, Phase.WHOLE) if soon else (1, Phase.FILL)

@@ -50,10 +50,13 @@ __all__ = ["continuous", "finite", "minibatches_to_drain", "part"]
 def minibatches_to_drain(num_microbatches: int, ahead: int) -> int:
     """Mini-batches that the epilogue completes: those that the prologue, or the body before, has begun.
 
+    One at least: a single stage begins none before its time, and yet the rule by which weights are late goes on from
+    mini-batch to mini-batch there too.
+
     Args:
         ahead: W_0, forwards that stage 0 runs ahead of its backwards.
     """
-    return math.ceil(ahead / num_microbatches)
+    return max(1, math.ceil(ahead / num_microbatches))
 
 
 def continuous(

@@ -94,7 +94,7 @@ def staleness(request: Request, num_stages: int, num_microbatches: int) -> tuple
     if policy.interval is None:
         return (0,) * num_stages
     if policy.rule is VersionRule.DELAYED:
-        return (1 if num_stages > 1 else 0,) * num_stages
+        return (1,) * num_stages
     warmups = _ahead(request, num_stages, num_microbatches)
     ahead = warmups if policy.rule is VersionRule.NEWEST else (warmups[0],) * num_stages
     return tuple(math.ceil(w / policy.interval_of(stage)) for stage, w in enumerate(ahead))

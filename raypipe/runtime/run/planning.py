@@ -21,6 +21,7 @@ from raypipe.errors import PlanError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
+from raypipe.ir.weights import VersionRule
 from raypipe.planner.columns import workspace_lines
 from raypipe.planner.control import MemoryBudget, budgets_of, unknown_budgets
 from raypipe.planner.partition.fit import memory_of
@@ -289,7 +290,8 @@ def crowded_notes(workers: int, processors: int | None) -> list[str]:
 
 def _late_notes(plan: Plan, optimizer_class: str) -> list[str]:
     """A sentence where late gradients are known to hurt: adaptive moments magnify them."""
-    late = plan.weights.interval is not None and plan.partition.num_stages > 1
+    one_stage = plan.partition.num_stages == 1 and plan.weights.rule is not VersionRule.DELAYED
+    late = plan.weights.interval is not None and not one_stage
     if not late or "adam" not in optimizer_class.lower():
         return []
     return [

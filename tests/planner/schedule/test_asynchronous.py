@@ -197,7 +197,7 @@ def test_policies_that_cannot_be(changes: dict[str, object], count: int, words: 
 
 @given(
     num_samples=st.integers(1, 60), minibatch=st.integers(1, 9), microbatch=st.integers(1, 9),
-    steps=st.integers(1, 40), drained=st.integers(0, 4), every=st.integers(1, 12), hurry=st.sets(st.integers(0, 60)),
+    steps=st.integers(1, 40), drained=st.integers(1, 4), every=st.integers(1, 12), hurry=st.sets(st.integers(0, 60)),
 )  # fmt: skip
 def test_segments_take_every_sample_once_and_are_empty_where_they_must_be(
     num_samples: int, minibatch: int, microbatch: int, steps: int, drained: int, every: int, hurry: set[int]

@@ -1,0 +1,62 @@
+"""Features that meet by chance train what plain PyTorch trains, or are refused before the first step by a field's name.
+
+`python jobs/check/combinations.py` hunts for hours; here are a few draws, the same ones every time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from jobs.lib.combinations import trial
+from jobs.lib.combinations.drawn import SCHEDULES, Combination, drawn
+from jobs.lib.combinations.nets import NETS
+from jobs.lib.combinations.optimizers import OPTIMIZERS, SCHEDULERS
+from jobs.lib.combinations.trial import carry_out
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
+
+TRIALS = 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(TRIALS))
+def test_drawn_combinations(number: int, tmp_path: Path) -> None:
+    found = drawn(Random(f"combination test-{number}"))
+    outcome = carry_out(found, tmp_path)
+    assert outcome.good, "\n".join([str(found), *outcome.details])
+
+
+def test_draws_are_repeatable_and_reach_everything() -> None:
+    made = [drawn(Random(number)) for number in range(600)]
+    assert made == [drawn(Random(number)) for number in range(600)]
+    assert all(Combination.parse(str(found)) == found for found in made)
+    for seen, wanted in (
+        ({found.net for found in made}, set(NETS)),
+        ({found.schedule for found in made}, set(SCHEDULES)),
+        ({found.optimizer for found in made}, set(OPTIMIZERS)),
+        ({found.scheduler for found in made}, set(SCHEDULERS)),
+        ({found.fields["precision"] for found in made}, {"fp32", "bf16", "fp16", "bf16-autocast"}),
+    ):
+        assert seen == wanted
+    often = Counter(name for found in made for name in found.fields)
+    assert min(often[name] for name in ("num_replicas", "recompute", "codec_forward", "codec_sums", "slack")) > 5
+    assert sum(found.stop > 0 and found.first["schedule"] != found.schedule for found in made) > 20
+
+
+@pytest.mark.parametrize("fields", [{}, {"schedule": "pipedream", "num_stages": 3}])
+def test_a_wrong_weight_of_micro_batches_is_seen(
+    fields: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of plain PyTorch, for once."""
+    usual = {"minibatch_size": 6, "num_microbatches": 3, "num_stages": 2, "partitioner": "parameters"}
+    found = Combination("class weights", 12, 3, fields=usual | {"precision": "fp32", "schedule": "1f1b"} | fields)
+    assert carry_out(found, tmp_path / "right").word == "equal"
+    monkeypatch.setitem(trial.NETS, "class weights", dataclasses.replace(NETS["class weights"], items=len))
+    outcome = carry_out(found, tmp_path / "wrong")
+    assert outcome.word == "WRONG"
+    assert "loss" in outcome.details[0]
