@@ -254,17 +254,15 @@ class StageMemory:
     exchange_bytes: int = 0
 
     @property
+    def lasting_bytes(self) -> int:
+        """What is held through the whole step, whatever is in flight."""
+        weights = self.weight_bytes + self.leaf_bytes + self.gradient_bytes
+        return weights + self.optimizer_bytes + self.buffer_bytes + self.copy_bytes + self.reserve_bytes
+
+    @property
     def total_bytes(self) -> int:
-        resident = (
-            self.weight_bytes
-            + self.leaf_bytes
-            + self.gradient_bytes
-            + self.optimizer_bytes
-            + self.buffer_bytes
-            + self.copy_bytes
-        )
         passing = self.activation_bytes + self.message_bytes + self.workspace_bytes + self.exchange_bytes
-        return resident + passing + self.reserve_bytes
+        return self.lasting_bytes + passing
 
     def __str__(self) -> str:
         parts = {

@@ -131,16 +131,11 @@ def replay_or_why_not(
         if newest is None:
             return f"nobody has a copy of what worker {worker} held"
         wanted = range(newest, step)
-        for peer in sorted(one.peers):
+        for peer in sorted(one.peers) if wanted else ():
             log = logs.get(peer, Log(range(0), {}))
-            if wanted and (not log.steps or log.steps[0] > newest or log.steps[-1] < step - 1):
-                kept = f"steps {log.steps[0]} to {log.steps[-1]}" if log.steps else "no step"
-                return (
-                    f"worker {worker} would need what worker {peer} sent in steps {newest} to {step - 1}, and the log "
-                    f"there has {kept}"
-                )
-            if wanted:
-                fetched_bytes += log.bytes_to.get(worker, 0) * len(wanted) / len(log.steps)
+            if not log.steps or log.steps[0] > newest or log.steps[-1] < step - 1:
+                return _not_in_log(worker, peer, wanted, log)
+            fetched_bytes += log.bytes_to.get(worker, 0) * len(wanted) / len(log.steps)
         begins[worker] = newest
         # Where processes share processors, one is said to compute for longer than the step took.
         busy_s = times.busy_s.get(worker, 0.0)
@@ -150,3 +145,12 @@ def replay_or_why_not(
     if times.step_s and seconds > redone_s:
         return f"replaying would take {seconds:.2f} s, and the steps of all {redone_s:.2f} s"
     return Replay(step, begins, seconds, redone_s)
+
+
+def _not_in_log(worker: int, peer: int, wanted: range, log: Log) -> str:
+    """Which of the steps that a worker has to do again its neighbour has kept no messages of, for people."""
+    kept = f"steps {log.steps[0]} to {log.steps[-1]}" if log.steps else "no step"
+    return (
+        f"worker {worker} would need what worker {peer} sent in steps {wanted[0]} to {wanted[-1]}, and the log "
+        f"there has {kept}"
+    )

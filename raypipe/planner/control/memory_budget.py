@@ -91,13 +91,7 @@ def budgets_of(
         MemoryBudget(
             most_in_flight=free.most_in_flight if limit is None else None,
             limit_bytes=limit,
-            fixed_bytes=m.weight_bytes
-            + m.leaf_bytes
-            + m.gradient_bytes
-            + m.optimizer_bytes
-            + m.buffer_bytes
-            + m.copy_bytes
-            + m.reserve_bytes,
+            fixed_bytes=m.lasting_bytes,
             activation_bytes=m.activation_bytes // max(1, m.activation_sets),
             message_bytes=(m.message_bytes - m.in_flight * m.input_bytes) // max(1, model.message_slots),
             input_bytes=m.input_bytes,

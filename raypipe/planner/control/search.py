@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from raypipe.ir.schedule_spec import kinds_to_search
 from raypipe.planner.control.choice import NO_CODEC, Choice, CodecCost
 from raypipe.planner.control.config import ControllerConfig
 from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s, squeezed
 from raypipe.planner.control.memory_budget import fits, why_not
-from raypipe.planner.search.candidates import Question, candidates, quickest, resident
+from raypipe.planner.search.candidates import Question, candidates, next_larger, quickest, resident, thriftiest
 from raypipe.planner.tolerance import EVEN
 
 __all__ = ["Found", "Scored", "search"]
@@ -80,7 +79,8 @@ def search(config: ControllerConfig, measured: Measured, current: Choice) -> Fou
     for here in at.values():
         orders.extend(_orders(config, here, plain, score))
     if not orders:  # nothing fits: what holds least is what comes nearest
-        orders.append(_thriftiest(config, _with_count(plain, _nearest_count(config, current, at))))
+        plain_spec = plain.spec.with_microbatches(_nearest_count(config, current, at))
+        orders.append(Choice(thriftiest(config.mode, plain_spec, len(config.budgets) - 1)))
     lossless = _pick(config, orders, score)
     here = at[lossless.choice.num_microbatches]
     compressed = _compressed(config, here, lossless.choice, codecs, score)
@@ -117,7 +117,7 @@ def _compressed(
     hops = len(config.budgets) - 1
     if not hops or not (config.forward_codecs or config.backward_codecs):
         return None
-    thrifty = dict.fromkeys((order, _thriftiest(config, order)))
+    thrifty = dict.fromkeys((order, Choice(thriftiest(config.mode, order.spec, hops))))
     pairs = [(f.name, b.name) for f in (NO_CODEC, *config.forward_codecs) for b in (NO_CODEC, *config.backward_codecs)]
     everywhere = [
         replace(one, forward_codecs=(f,) * hops, backward_codecs=(b,) * hops) for one in thrifty for f, b in pairs[1:]
@@ -147,22 +147,6 @@ def _nearest_count(config: ControllerConfig, current: Choice, counts: Iterable[i
     return current.num_microbatches if hopeless else max(counts)
 
 
-def _thriftiest(config: ControllerConfig, plain: Choice) -> Choice:
-    """The order of the same micro-batches that holds the fewest of them."""
-    match config.mode:
-        case "auto":
-            return Choice(plain.spec.as_kind("1f1b"))
-        case "kfkb":
-            return Choice(plain.spec.as_kind("kfkb"))
-        case "slack" | "zb-h1":
-            return Choice(plain.spec.as_kind(config.mode, slack=(1,) * (len(config.budgets) - 1)))
-    return plain
-
-
-def _with_count(choice: Choice, num_microbatches: int) -> Choice:
-    return replace(choice, spec=choice.spec.with_microbatches(num_microbatches))
-
-
 def _without(choice: Choice, hop: int, forward: bool) -> Choice:
     codecs = list(choice.forward_codecs if forward else choice.backward_codecs)
     codecs[hop] = NO_CODEC.name
@@ -179,16 +163,9 @@ def _pick(config: ControllerConfig, found: Sequence[Choice], score: Callable[[Ch
 
 def _limit(config: ControllerConfig, choice: Choice) -> str:
     """What forbids one more of k, or of r on every hop; "" where memory is not the reason."""
-    spec, kinds, hops = choice.spec, kinds_to_search(config.mode), len(config.budgets) - 1
-    if "kfkb" in kinds:
-        more = spec.as_kind("kfkb", group_size=spec.group_size + 1)
-        name = f"k={more.group_size}"
-    elif kinds and hops:
-        more = spec.as_kind(spec.kind if spec.slack else "slack", slack=tuple(r + 1 for r in spec.slack or (1,) * hops))
-        name = "one more of slack on every hop"
-    else:
+    larger = next_larger(config.mode, choice.spec, len(config.budgets) - 1)
+    if larger is None:
         return ""
-    if more.group_size > more.num_microbatches:
-        return ""
-    reason = why_not(Choice(more), config.budgets)
+    spec, name = larger
+    reason = why_not(Choice(spec), config.budgets)
     return f"memory does not allow {name}: {reason}" if reason else ""

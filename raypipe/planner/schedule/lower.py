@@ -75,20 +75,7 @@ def lower(schedule: Schedule) -> Schedule:
         )
     _check_share(schedule)
     rules = _rules(schedule)
-    lowered: list[tuple[Row, Row, Row]] = []
-    for worker, body in enumerate(schedule.body):
-        before: Progress = Counter()
-        prologue = _lower_row(worker, schedule.prologue[worker] if schedule.prologue else (), rules, before)
-        after = before.copy()
-        middle = _lower_row(worker, body, rules, after)
-        if schedule.wiring.replicated:
-            middle = _with_empty_update(middle, worker, schedule.wiring)
-        wiring = schedule.wiring
-        shifted = {(s, u + schedule.stride // wiring.interval_of(s)): n for (s, u), n in before.items()}
-        _check_periodic(worker, shifted, after, wiring)
-        # The epilogue counts from the end of the body as the body counts from its own beginning.
-        epilogue = _lower_row(worker, schedule.epilogue[worker] if schedule.epilogue else (), rules, before)
-        lowered.append((prologue, middle, epilogue))
+    lowered = [_lower_worker(schedule, worker, rules) for worker in range(len(schedule.body))]
     return Schedule(
         schedule.kind,
         schedule.wiring,
@@ -165,6 +152,22 @@ def _rules(schedule: Schedule) -> _Rules:
     wiring = schedule.wiring
     finishing = [OP_CODE[_finishing_op(wiring, s)] for s in range(wiring.num_stages)]
     return _Rules(receive, send, np.array(finishing, dtype=np.int8), wiring)
+
+
+def _lower_worker(schedule: Schedule, worker: int, rules: _Rules) -> tuple[Row, Row, Row]:
+    """Prologue, body and epilogue of one worker."""
+    wiring = schedule.wiring
+    before: Progress = Counter()
+    prologue = _lower_row(worker, schedule.prologue[worker] if schedule.prologue else (), rules, before)
+    after = before.copy()
+    body = _lower_row(worker, schedule.body[worker], rules, after)
+    if wiring.replicated:
+        body = _with_empty_update(body, worker, wiring)
+    shifted = {(s, u + schedule.stride // wiring.interval_of(s)): n for (s, u), n in before.items()}
+    _check_periodic(worker, shifted, after, wiring)
+    # The epilogue counts from the end of the body as the body counts from its own beginning.
+    epilogue = _lower_row(worker, schedule.epilogue[worker] if schedule.epilogue else (), rules, before)
+    return prologue, body, epilogue
 
 
 def _lower_row(worker: int, row: Row, rules: _Rules, progress: Progress) -> Row:

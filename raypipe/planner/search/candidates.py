@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from raypipe.ir.schedule_spec import ScheduleSpec, kinds_to_search
+from raypipe.ir.schedule_spec import ScheduleSpec, kinds_to_search, takes
 from raypipe.planner.memory import MemoryModel
 from raypipe.planner.tolerance import EVEN
 
-__all__ = ["Question", "candidates", "quickest", "resident"]
+__all__ = ["Question", "candidates", "next_larger", "quickest", "resident", "thriftiest"]
 
 MOST_SINGLE = 12
 """Groups up to this size are tried one by one, larger ones in growing steps."""
@@ -75,6 +75,31 @@ def candidates(asked: Question) -> Iterator[ScheduleSpec]:
     for kind in ("slack", "zb-h1") if asked.round_trip_s else ():
         if kind in kinds and (kind == asked.schedule or kind == "slack" or asked.split_backward):
             yield from _slacks(kind, asked)
+
+
+def thriftiest(schedule: str, now: ScheduleSpec, num_hops: int) -> ScheduleSpec:
+    """The candidate for the same micro-batches that holds the fewest of them.
+
+    Args:
+        schedule: what was asked for, as in ``Question``.
+        now: stays as it is where its numbers were given.
+    """
+    kinds = kinds_to_search(schedule)
+    if not kinds:
+        return now
+    return now.as_kind(kinds[0], slack=(1,) * num_hops if takes(kinds[0], "slack") else ())
+
+
+def next_larger(schedule: str, now: ScheduleSpec, num_hops: int) -> tuple[ScheduleSpec, str] | None:
+    """The candidate that holds a little more than ``now``, and its name; None where there is no larger one."""
+    kinds = kinds_to_search(schedule)
+    if "kfkb" in kinds:
+        k = now.group_size + 1
+        return (now.as_kind("kfkb", group_size=k), f"k={k}") if k <= now.num_microbatches else None
+    if not kinds or not num_hops:
+        return None
+    r = tuple(r + 1 for r in now.slack or (1,) * num_hops)
+    return now.as_kind(now.kind if now.slack else "slack", slack=r), "one more of slack on every hop"
 
 
 def quickest(found: Sequence[T], score: Callable[[T], float], held: Callable[[T], float]) -> T:

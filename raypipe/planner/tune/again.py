@@ -22,7 +22,7 @@ from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition, Plan
 from raypipe.ir.profile import Profile
-from raypipe.ir.schedule_spec import ScheduleSpec, takes
+from raypipe.ir.schedule_spec import ScheduleSpec
 from raypipe.planner.partition.fit import fitting_partition
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.partition.prefix_sum import prefix_sum
@@ -36,8 +36,7 @@ from raypipe.planner.tune.rescale import graph_at, seconds_at, slower, times_of
 from raypipe.planner.tune.solvers import placed
 
 __all__ = [
-    "CutAgain", "calibrated", "cut_again", "cut_anew", "in_force", "kept", "line_of", "moved", "planned_seconds",
-    "speeds_of",
+    "CutAgain", "calibrated", "cut_again", "cut_anew", "in_force", "line_of", "moved", "planned_seconds", "speeds_of",
 ]  # fmt: skip
 
 
@@ -118,16 +117,6 @@ def line_of(plan: Plan, cluster: Cluster | None, link: Link) -> Cluster:
     return Cluster(tuple(cluster.devices[s.devices[0]] for s in plan.partition.stages), cluster.links)
 
 
-def kept(request: Request, spec: ScheduleSpec) -> Request:
-    """The request with the schedule that a run has."""
-    return dataclasses.replace(
-        request,
-        schedule=spec.kind,
-        slack=spec.slack if takes(spec.kind, "slack") else None,
-        group_size=spec.group_size if takes(spec.kind, "group_size") else None,
-    )
-
-
 def in_force(request: Request, profile: Profile, plan: Plan, line: Cluster) -> Decision:
     """The plan as it is, on these workers: what others are compared with.
 
@@ -168,7 +157,8 @@ def cut_again(
     """
     devices = (dataclasses.replace(d, speed=s) for d, s in zip(line.devices, speeds, strict=True))
     line = Cluster(tuple(devices), line.links)
-    now, found = (make(kept(request, spec), profile, plan, line) for make in (in_force, cut_anew))
+    request = request.with_schedule(spec)
+    now, found = (make(request, profile, plan, line) for make in (in_force, cut_anew))
     return CutAgain(found, tuple(speeds), seconds_of(now), seconds_of(found))
 
 

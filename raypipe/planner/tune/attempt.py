@@ -69,7 +69,7 @@ def _settled(
     limits = limits_of(request, num_stages, stages, sizes.num_microbatches, sizes.microbatch)
     partition = cut_for(request, solver, graph, problem.cluster, limits)
     if problem.request.schedule == "auto" and partition.num_stages == 1:
-        request = dataclasses.replace(request, schedule="1f1b", slack=None)
+        request = request.as_1f1b()
     elif problem.request.schedule == "auto" and problem.described:
         request = _with_slack(problem, request, graph, limits, partition)
         limits = limits_of(request, num_stages, partition.num_stages, sizes.num_microbatches, sizes.microbatch)
@@ -136,8 +136,7 @@ def predicted(decision: Decision, links: str, first_trainable: int | None = None
     plain = None
     # On as many workers, 1F1B would have fewer and larger stages: no question of this cut.
     if schedule.kind != "1f1b" and stages > 1 and not request.kind.several_stages:
-        as_1f1b = dataclasses.replace(request, schedule="1f1b", slack=None, group_size=None)
-        plain = build_schedule(as_1f1b, stages, count, first)
+        plain = build_schedule(request.as_1f1b(), stages, count, first)
     found = predict(decision, schedule, links, one_f_one_b=plain)
     choice = decision.choice
     if choice is None:

@@ -243,7 +243,7 @@ def _kinds(problem: Problem, num_stages: int | None) -> list[Request]:
     if request.schedule != "auto" or num_stages == 1:
         return [request]
     slack = dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)
-    plain = dataclasses.replace(request, schedule="1f1b", slack=None)
+    plain = request.as_1f1b()
     split = dataclasses.replace(request, schedule="zb-h1", slack=None)
     return [slack, *([plain] if problem.bounded else []), *([split] if problem.described else [])]
 

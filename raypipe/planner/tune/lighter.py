@@ -17,7 +17,7 @@ from raypipe.ir.cluster import Cluster
 from raypipe.ir.plan import Plan, human_bytes
 from raypipe.ir.profile import Profile
 from raypipe.planner.partition.fit import memory_of
-from raypipe.planner.tune.again import cut_anew, in_force, kept
+from raypipe.planner.tune.again import cut_anew, in_force
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.request import Request
 
@@ -43,7 +43,7 @@ def lighter(request: Request, profile: Profile, plan: Plan, line: Cluster, worke
         PlanError: no plan holds less there; names worker, bytes and fields.
     """
     assert plan.spec is not None, "can_be_cut_again"
-    now = in_force(kept(request, plan.spec), profile, plan, line)
+    now = in_force(request.with_schedule(plan.spec), profile, plan, line)
     need = memory_of(now.graph, now.partition, now.limits.memory)[worker].total_bytes
     limit = max(1, int(LESS * min(need, held_bytes or need)))
     devices = list(line.devices)
@@ -66,10 +66,10 @@ def lighter(request: Request, profile: Profile, plan: Plan, line: Cluster, worke
 def _thriftiest_first(request: Request, plan: Plan) -> list[Request]:
     """The schedules that may be taken, that which holds the fewest micro-batches first. Who asked for one keeps it."""
     assert plan.spec is not None
-    now = kept(request, plan.spec)
+    now = request.with_schedule(plan.spec)
     if request.schedule != "auto" or plan.spec.kind == "1f1b":
         return [now]
-    return [dataclasses.replace(request, schedule="1f1b", slack=None, group_size=None), now]
+    return [request.as_1f1b(), now]
 
 
 def _again(request: Request, plan: Plan, worker: int) -> list[Request]:

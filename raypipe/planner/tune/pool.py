@@ -144,7 +144,7 @@ def _requests(asked: Question, costs: CutCosts, count: int) -> Iterator[list[Req
     if request.schedule != "auto":
         yield [request] * cuts
         return
-    plain = dataclasses.replace(request, schedule="1f1b", slack=None)
+    plain = request.as_1f1b()
     yield [plain] * cuts
     if not hops:
         return

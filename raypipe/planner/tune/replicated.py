@@ -132,7 +132,7 @@ class ShapeSearch:
         request = self._request(shape)
         if request.schedule != "auto":
             return [request]
-        plain = dataclasses.replace(request, schedule="1f1b", slack=None)
+        plain = request.as_1f1b()
         return [plain] if len(shape) == 1 else [plain, dataclasses.replace(request, schedule="slack", slack=AUTO_SLACK)]
 
     def _speeds(self, shape: Shape) -> list[float]:

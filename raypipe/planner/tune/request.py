@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raypipe.errors import PlanError
 from raypipe.ir.codec_cost import NO_CODEC, CodecCost
-from raypipe.ir.schedule_spec import KINDS, ScheduleKind
+from raypipe.ir.schedule_spec import KINDS, ScheduleKind, ScheduleSpec, takes
 
 __all__ = ["AUTO_SLACK", "DEFAULT_STAGES", "DEFAULT_WORKERS", "PER_WORKER", "Request", "microbatches"]
 
@@ -92,6 +92,16 @@ class Request:
     def kind(self) -> ScheduleKind:
         """What is known of the schedule; "auto" is one of the synchronous kinds with a stage per worker."""
         return KINDS.get(self.schedule, ScheduleKind())
+
+    def with_schedule(self, spec: ScheduleSpec) -> Request:
+        """The same request with the schedule that a run has, and its numbers."""
+        slack = spec.slack if takes(spec.kind, "slack") else None
+        group_size = spec.group_size if takes(spec.kind, "group_size") else None
+        return replace(self, schedule=spec.kind, slack=slack, group_size=group_size)
+
+    def as_1f1b(self) -> Request:
+        """The same request with 1F1B, which holds the fewest micro-batches."""
+        return replace(self, schedule="1f1b", slack=None, group_size=None)
 
     @property
     def overlaps(self) -> bool:

@@ -37,7 +37,7 @@ def best_small(problem: Problem, num_stages: int | None) -> Decision | None:
         sizes = [(n, b) for n, b in all_sizes(minibatch) if b >= least]
     graphs = [(n, b, problem.at(b, graph)) for n, b in sizes]
     if request.schedule == "auto" and num_stages == 1:
-        request = dataclasses.replace(request, schedule="1f1b", slack=None)
+        request = request.as_1f1b()
     found = best_of_all(_question(problem, request), cuts, graphs)
     if found is None:
         return None

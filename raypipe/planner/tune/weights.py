@@ -52,20 +52,7 @@ def weight_policy(request: Request, num_stages: int, num_microbatches: int) -> W
     warmups = _ahead(request, num_stages, num_microbatches)
     interval = _interval(request, num_microbatches, request.num_lanes(num_stages), warmups[0])
     if request.schedule == "2bw":
-        if num_microbatches < num_stages:
-            raise PlanError(
-                f"schedule='2bw' needs num_microbatches of at least the number of stages, {num_stages}, so that two "
-                f"weight versions are enough; it is {num_microbatches}. Raise it, or take schedule='pipedream'."
-            )
-        if warmups[0] > num_microbatches:
-            shape = "-".join(map(str, request.replicas_of(num_stages)))
-            what, cure = f"slack={request.slack} runs", "Lower slack or raise"
-            if request.slack is None:
-                what, cure = f"num_replicas={shape} runs", "Lower num_replicas or raise"
-            raise PlanError(
-                f"{what} {warmups[0]} forwards ahead on stage 0, but two weight versions are enough for "
-                f"{num_microbatches} only, the micro-batches of a mini-batch. {cure} num_microbatches."
-            )
+        _check_two_versions(request, num_stages, num_microbatches, warmups[0])
         rule = VersionRule.DELAYED
     else:
         rule = VersionRule.STAMPED if request.vertical_sync else VersionRule.NEWEST
@@ -132,6 +119,24 @@ def weight_reason(request: Request, num_stages: int, num_microbatches: int) -> s
 def _ahead(request: Request, num_stages: int, num_microbatches: int) -> tuple[int, ...]:
     """By stage, forwards that it runs ahead."""
     return ahead_of(request.replicas_of(num_stages), slack_of(request, num_stages, num_microbatches))
+
+
+def _check_two_versions(request: Request, num_stages: int, num_microbatches: int, ahead: int) -> None:
+    """Two versions of the weights are enough where no micro-batch outlives the mini-batch after its own."""
+    if num_microbatches < num_stages:
+        raise PlanError(
+            f"schedule='2bw' needs num_microbatches of at least the number of stages, {num_stages}, so that two "
+            f"weight versions are enough; it is {num_microbatches}. Raise it, or take schedule='pipedream'."
+        )
+    if ahead > num_microbatches:
+        shape = "-".join(map(str, request.replicas_of(num_stages)))
+        what, cure = f"slack={request.slack} runs", "Lower slack or raise"
+        if request.slack is None:
+            what, cure = f"num_replicas={shape} runs", "Lower num_replicas or raise"
+        raise PlanError(
+            f"{what} {ahead} forwards ahead on stage 0, but two weight versions are enough for "
+            f"{num_microbatches} only, the micro-batches of a mini-batch. {cure} num_microbatches."
+        )
 
 
 def _check_lanes(request: Request, num_stages: int, num_microbatches: int) -> None:

@@ -13,7 +13,7 @@ from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.planner.partition.fit import memory_of
 from raypipe.planner.tune import ASSUMED_LINK, Request, decide, plan_of
-from raypipe.planner.tune.again import calibrated, in_force, kept, line_of, planned_seconds
+from raypipe.planner.tune.again import calibrated, in_force, line_of, planned_seconds
 from raypipe.planner.tune.lighter import LESS, lighter
 from tests.planner.partition_cases import chain_of
 
@@ -33,7 +33,7 @@ def plan_and_profile(ticks: list[int], request: Request) -> tuple[Plan, Profile]
 def held(request: Request, profile: Profile, plan: Plan, worker: int) -> int:
     """Bytes that the plan counts for a worker."""
     assert plan.spec is not None
-    now = in_force(kept(request, plan.spec), profile, plan, line_of(plan, None, ASSUMED_LINK))
+    now = in_force(request.with_schedule(plan.spec), profile, plan, line_of(plan, None, ASSUMED_LINK))
     return memory_of(now.graph, now.partition, now.limits.memory)[worker].total_bytes
 
 
