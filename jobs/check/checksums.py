@@ -25,7 +25,8 @@ import torch
 from jobs.lib.machine import machine_line
 from raypipe.engine import seal
 from raypipe.ir.action import Action, Op
-from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_channels
+from raypipe.runtime.links.endpoint import Opening
+from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_links
 
 HOST, WAIT_S = "127.0.0.1", 120.0
 SIZES = {256 << 10: 400, 16 << 20: 24}
@@ -36,7 +37,9 @@ def opened(me: int, pipe: Connection, checksum: str) -> SocketChannel:
     """This process's end of a TCP link to the process at the other end of the pipe."""
     with SocketListener(HOST, unix=False) as listener:
         pipe.send(tuple(listener.address))
-        return open_channels(listener, me, {1 - me: pipe.recv()}, 0, "run", 1, WAIT_S, checksum=checksum)[1 - me]
+        peer = 1 - me
+        opening = Opening(me, {peer: pipe.recv()}, 0, "run", {peer: 1}, WAIT_S, {peer: "the link"}, checksum=checksum)
+        return open_links(listener, opening)[peer]
 
 
 def receive(pipe: Connection) -> None:

@@ -46,7 +46,7 @@ _BUFFERS_PER_CALL = 512  # IOV_MAX is 1024 on Linux and macOS
 
 
 class SocketChannel(QueuedChannel):
-    """See the Channel protocol. ``open_channels`` makes both connections and hands them over.
+    """See the Channel protocol. ``open_links`` makes both connections and hands them over.
 
     Args:
         name: for messages to people.

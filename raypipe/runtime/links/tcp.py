@@ -38,7 +38,7 @@ from raypipe.runtime.links.handshake import Answer, Conversation, Hello, answer,
 from raypipe.runtime.links.listener import SocketListener, enlarge_buffers
 from raypipe.runtime.links.socket_channel import SocketChannel
 
-__all__ = ["Address", "Opened", "SocketChannel", "SocketListener", "open_channels", "open_links"]
+__all__ = ["Address", "Opened", "SocketChannel", "SocketListener", "open_links"]
 
 RETRY_S = 0.02
 
@@ -71,85 +71,45 @@ class Opened(NamedTuple):
     incoming: socket.socket
 
 
-def open_channels(
+def open_links(
     listener: SocketListener,
-    me: int,
-    peers: Mapping[int, Address | tuple[str, int]],
-    generation: int,
-    run_id: str | bytes,
-    max_tensors: int | Mapping[int, int],
-    timeout_s: float,
-    names: Mapping[int, str] | None = None,
+    opening: Opening,
+    peers: Mapping[int, Address | tuple[str, int]] | None = None,
     *,
-    secret: bytes = b"",
-    checksum: str = "auto",
+    timeout_s: float | None = None,
     make: Callable[[int, Opened], Any] | None = None,
 ) -> dict[int, Any]:
-    """Open the links of worker ``me`` to all its peers; each of them does the same.
+    """Open the links of one worker to all its peers; each of them does the same.
+
+    Messages themselves are neither encrypted nor authenticated.
 
     Args:
         listener: of this worker; stays open.
-        me: number of this worker in the plan.
-        peers: ``SocketListener.address`` of each peer, by worker number. Host and port do too, for TCP alone.
-        generation: of the plan.
-        run_id: equal on all workers of a run, and of no other run.
-        max_tensors: most tensors per message, for all peers or by peer; both ends must say the same.
-        timeout_s: deadline for all links together.
-        names: of the channels, by peer.
-        secret: known to the workers of this run only, 16 random bytes or more; both ends of every connection
-            prove that they know it. Messages themselves are neither encrypted nor authenticated.
-        checksum: see PipelineConfig.link_checksum; the same on all workers.
+        opening: both ends of every connection prove that they know its secret, 16 random bytes or more.
+        peers: ``SocketListener.address`` of each peer, where their endpoints' addresses are more than that. Host and
+            port do too, for TCP alone.
+        timeout_s: that is left, where something else came first.
         make: (peer, connections) -> the channel; it owns them. None makes a SocketChannel.
 
     Raises:
         LinkError: a peer could not be reached in time, is gone, has a newer generation or another plan, or an
             address that reaches no other machine; no connection is left open.
     """
-    places = {peer: Address(*address) for peer, address in peers.items()}
+    me, generation, limits = opening.me, opening.generation, opening.capacity
+    places = {peer: Address(*address) for peer, address in (opening.addresses if peers is None else peers).items()}
     check_reachable(me, listener.address, places)
-    limits = max_tensors if isinstance(max_tensors, Mapping) else dict.fromkeys(peers, max_tensors)
-    hellos = {peer: Hello(run_digest(run_id), generation, me, peer, limits[peer]) for peer in peers}
-    opening = _Opening(listener, places, hellos, secret, timeout_s)
+    hellos = {peer: Hello(run_digest(opening.run_id), generation, me, peer, limits[peer]) for peer in places}
+    way = _Opening(listener, places, hellos, opening.secret, opening.timeout_s if timeout_s is None else timeout_s)
     try:
-        opening.run()
+        way.run()
         made: dict[int, Any] = {}
-        for peer in sorted(peers, key=lambda peer: (min(me, peer), max(me, peer))):  # all workers in one order
-            name = (names or {}).get(peer, f"worker {me} <-> worker {peer}")
-            sockets = _ready(opening.outgoing.pop(peer)), _ready(opening.incoming.pop(peer))
-            found = Opened(name, generation, limits[peer], *sockets)
-            made[peer] = SocketChannel(*found, checksum) if make is None else make(peer, found)
-        return {peer: made[peer] for peer in peers}
+        for peer in sorted(places, key=lambda peer: (min(me, peer), max(me, peer))):  # all workers in one order
+            sockets = _ready(way.outgoing.pop(peer)), _ready(way.incoming.pop(peer))
+            found = Opened(opening.names[peer], generation, limits[peer], *sockets)
+            made[peer] = SocketChannel(*found, opening.checksum) if make is None else make(peer, found)
+        return {peer: made[peer] for peer in places}
     finally:
-        opening.close()
-
-
-def open_links(
-    listener: SocketListener,
-    opening: Opening,
-    peers: Mapping[int, Address] | None = None,
-    *,
-    timeout_s: float | None = None,
-    make: Callable[[int, Opened], Any] | None = None,
-) -> dict[int, Any]:
-    """``open_channels`` with what a worker was told.
-
-    Args:
-        peers: addresses of their listeners, where the endpoints' own are more than that.
-        timeout_s: that is left, where something else came first.
-    """
-    return open_channels(
-        listener,
-        opening.me,
-        opening.addresses if peers is None else peers,
-        opening.generation,
-        opening.run_id,
-        opening.capacity,
-        opening.timeout_s if timeout_s is None else timeout_s,
-        opening.names,
-        secret=opening.secret,
-        checksum=opening.checksum,
-        make=make,
-    )
+        way.close()
 
 
 class _Talk:
@@ -199,7 +159,7 @@ class _Talk:
 
 
 class _Opening:
-    """The state of one ``open_channels``: one thread, one selector, nothing that a stranger can hold up."""
+    """The state of one ``open_links``: one thread, one selector, nothing that a stranger can hold up."""
 
     def __init__(
         self,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_channels
+from raypipe.runtime.links.endpoint import Opening
+from raypipe.runtime.links.tcp import Opened, SocketChannel, SocketListener, open_links
 from tests.contract.channel import WAIT_S
 
 HOST = "127.0.0.1"
@@ -18,6 +19,26 @@ def together(*calls: Callable[[], object]) -> list[object]:
     """Run calls that wait for each other; the first error is raised when all have ended."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(WAIT_S) for future in [pool.submit(call) for call in calls]]
+
+
+def open_channels(
+    listener: SocketListener,
+    me: int,
+    peers: Mapping[int, Any],
+    generation: int,
+    run_id: str,
+    max_tensors: int | Mapping[int, int],
+    timeout_s: float,
+    names: Mapping[int, str] | None = None,
+    *,
+    make: Callable[[int, Opened], Any] | None = None,
+    **known: Any,
+) -> dict[int, Any]:
+    """``open_links`` of a worker that is told no more than a test is about; the rest is as in Opening."""
+    limits = max_tensors if isinstance(max_tensors, Mapping) else dict.fromkeys(peers, max_tensors)
+    called = names or {peer: f"worker {me} <-> worker {peer}" for peer in peers}
+    opening = Opening(me, peers, generation, run_id, limits, timeout_s, called, **known)
+    return open_links(listener, opening, make=make)
 
 
 def open_link(

@@ -13,9 +13,9 @@ import pytest
 
 from raypipe.errors import LinkError
 from raypipe.runtime.links import addresses
-from raypipe.runtime.links.tcp import Address, SocketListener, open_channels
+from raypipe.runtime.links.tcp import Address, SocketListener
 from tests.contract.channel import WAIT_S
-from tests.runtime.links.ends import HOST
+from tests.runtime.links.ends import HOST, open_channels
 
 ROOT = Path(__file__).parents[3]
 

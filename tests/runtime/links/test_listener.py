@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from raypipe.errors import LinkError
 from raypipe.runtime.links import listener
 from raypipe.runtime.links import tcp as sockets
-from raypipe.runtime.links.tcp import SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketListener
 from tests.contract.channel import WAIT_S, Failing, b, f
-from tests.runtime.links.ends import HOST, close, together
+from tests.runtime.links.ends import HOST, close, open_channels, together
 
 
 def test_strangers_do_not_disturb() -> None:

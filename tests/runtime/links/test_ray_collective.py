@@ -22,12 +22,12 @@ from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.listener import SocketListener
 from raypipe.runtime.links.opening import make_endpoint
 from raypipe.runtime.links.ray_collective import RayCollectiveEndpoint, RayGroup
-from raypipe.runtime.links.tcp import open_channels
 from tests.contract.channel import WAIT_S, ChannelContract, Pair, b
 from tests.exactness import same_bits
 from tests.fake_device import FakeDevice
 from tests.models import CASES
 from tests.prepare.test_resume import outcome, unhurried, wait_for
+from tests.runtime.links.ends import open_channels
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -14,9 +14,9 @@ import torch
 from raypipe.errors import LinkError
 from raypipe.runtime.links import tcp
 from raypipe.runtime.links.addresses import Address
-from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketChannel, SocketListener
 from tests.contract.channel import WAIT_S, Failing, f
-from tests.runtime.links.ends import HOST, close, together
+from tests.runtime.links.ends import HOST, close, open_channels, together
 
 CHALLENGE_BYTES = 16
 

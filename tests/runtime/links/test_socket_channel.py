@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from raypipe.engine import frame
 from raypipe.errors import LinkError
-from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketChannel, SocketListener
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f, wait_until
-from tests.runtime.links.ends import HOST, PROMISE_S, open_link
+from tests.runtime.links.ends import HOST, PROMISE_S, open_channels, open_link
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("tcp", "unix")
@@ -271,8 +271,9 @@ def test_a_message_over_the_limit_ends_the_link_on_both_sides(kind: str) -> None
 
 PEER = """
 import json, sys, time
-from raypipe.runtime.links.tcp import SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketListener
 from tests.contract.channel import b, f
+from tests.runtime.links.ends import open_channels
 import torch
 listener = SocketListener("127.0.0.1", unix=sys.argv[2] == "unix")
 print(json.dumps(listener.address), flush=True)

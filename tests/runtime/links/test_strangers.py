@@ -15,9 +15,9 @@ import torch
 from jobs.lib.strangers import KINDS, Strangers
 from raypipe.runtime.links import tcp as sockets
 from raypipe.runtime.links.handshake import Hello, call, run_digest
-from raypipe.runtime.links.tcp import SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketListener
 from tests.contract.channel import WAIT_S, Failing, b, f, wait_until
-from tests.runtime.links.ends import HOST, close, together
+from tests.runtime.links.ends import HOST, close, open_channels, together
 
 SECRET = b"secret"
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from raypipe.errors import ConfigError, LinkError
-from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_channels
+from raypipe.runtime.links.tcp import SocketChannel, SocketListener
 from tests.contract.channel import WAIT_S, WAKE_S, Failing, b, f
-from tests.runtime.links.ends import HOST, close, together
+from tests.runtime.links.ends import HOST, close, open_channels, together
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +24,7 @@ def test_three_workers_open_all_links_and_names_are_kept() -> None:
         peers = {p: listeners[p].address for p in range(3) if p != me}
         names = {p: f"{me}-{p}" for p in peers}
         limits = {p: 1 + p + me for p in peers}
-        return open_channels(listeners[me], me, peers, 0, b"run", limits, WAIT_S, names)
+        return open_channels(listeners[me], me, peers, 0, "run", limits, WAIT_S, names)
 
     channels = together(*(partial(enter, me) for me in range(3)))
     for me in range(3):
