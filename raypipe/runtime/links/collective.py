@@ -34,7 +34,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from raypipe.errors import LinkError
 from raypipe.runtime.links.addresses import machine
-from raypipe.runtime.links.collective_channel import NOTICE, CollectiveChannel, Group, notice_of
+from raypipe.runtime.links.collective_channel import NOTICE, CollectiveChannel, Group, Groups, notice_of
 from raypipe.runtime.links.congestion import choose_congestion_control
 from raypipe.runtime.links.endpoint import Opening, is_checked
 from raypipe.runtime.links.handshake import Conversation, Hello, Turn, answer, call, run_digest
@@ -132,9 +132,8 @@ class _Opening:
             if len(sockets) != 2:
                 raise LinkError(f"{name}: gloo has {len(sockets)} sockets instead of two: an unknown version of torch.")
             checked = is_checked(opening.checksum, same_host=theirs_machine == machine())
-            return CollectiveChannel(
-                name, generation, max_tensors, outgoing, incoming, sockets, notice, work, checked=checked
-            )
+            found = Groups(outgoing, incoming, sockets, notice, work)
+            return CollectiveChannel(name, generation, max_tensors, found, checked=checked)
         except BaseException:
             for sock in sockets:
                 with contextlib.suppress(OSError):

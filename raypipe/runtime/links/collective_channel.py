@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,7 @@ from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.links.forecast import Forecast
 from raypipe.runtime.links.queued_channel import END_TIMEOUT_S, QueuedChannel
 
-__all__ = ["NO_END", "CollectiveChannel", "Group"]
+__all__ = ["NO_END", "CollectiveChannel", "Group", "Groups"]
 
 NO_END = timedelta(days=365)
 SEND_END = timedelta(minutes=10)
@@ -88,6 +88,22 @@ class Group:
             raise ConnectionError(_told(error)) from error
 
 
+class Groups(NamedTuple):
+    """Both groups of a link, proven, and what its channel needs of them.
+
+    Attributes:
+        outgoing, incoming: in which this end sends, and receives.
+        sockets: duplicates of their sockets, for shutdown(2).
+        notice, notice_work: where the peer's notice arrives, and its receive, posted on ``outgoing``.
+    """
+
+    outgoing: Group
+    incoming: Group
+    sockets: Sequence[socket.socket]
+    notice: torch.Tensor
+    notice_work: Any
+
+
 class CollectiveChannel(QueuedChannel):
     """See the Channel protocol. ``CollectiveEndpoint.open`` makes it.
 
@@ -95,24 +111,19 @@ class CollectiveChannel(QueuedChannel):
         name: for messages to people.
         generation: of the plan.
         max_tensors: most tensors that a message has; equal on both ends.
-        outgoing, incoming: groups in which this end sends, and receives.
-        sockets: duplicates of the groups' sockets, for shutdown(2).
-        notice, notice_work: where the peer's notice arrives, and its receive, posted on ``outgoing``.
+        groups: of the link; the channel owns them.
         checked: messages carry checksums; equal on both ends. A damaged one ends the link: where a receive has to
             know the size of what comes, nothing can be asked for again.
     """
 
     linger_s = 0.05
 
-    def __init__(
-        self, name: str, generation: int, max_tensors: int, outgoing: Group, incoming: Group,
-        sockets: Sequence[socket.socket], notice: torch.Tensor, notice_work: Any, *, checked: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, generation: int, max_tensors: int, groups: Groups, *, checked: bool) -> None:
         super().__init__(name, generation, max_tensors)
-        self._out: Any = outgoing  # a Group until release
-        self._in: Any = incoming
-        self._sockets = sockets
-        self._notice, self._notice_work = notice, notice_work
+        self._out: Any = groups.outgoing  # a Group until release
+        self._in: Any = groups.incoming
+        self._sockets = groups.sockets
+        self._notice, self._notice_work = groups.notice, groups.notice_work
         self._notice_lock = threading.Lock()
         self._expected = Forecast()  # by the peer, of what this end sends
         self._checked, self._sent, self._taken = checked, 0, 0  # messages, each counted by one thread
