@@ -5,7 +5,7 @@
                                              |
                                              v   planner/
     executor.py     carries out a row of a schedule, action by action
-      stage_work.py     forwards, backwards, messages
+      stage_work.py     forwards, backwards, messages; tally.py counts them
       update.py         norms and the optimizer's step
       weight_ring.py    versions of the weights
       feed.py           the data of this stage

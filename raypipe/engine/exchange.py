@@ -96,7 +96,7 @@ class Exchange:
             all_reduce.abandon()
 
     def _hand_over(self, stage: int, worker: int, action: Action, tensors: Tensors, in_host: int) -> None:
-        self._works[stage].exchanged_bytes += sum(x.nbytes for x in tensors if x is not None)
+        self._works[stage].tally.exchanged_bytes += sum(x.nbytes for x in tensors if x is not None)
         copied = self._crossings[stage].to_host(tensors[in_host:], Crosses.REDUCED)
         self._channels[worker].send(action, (*tensors[:in_host], *copied), 0)
 

@@ -15,23 +15,22 @@ from dataclasses import replace
 
 import torch
 
+from raypipe.engine.beside import channels_beside
 from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.exchange import Exchange, last_backwards
-from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.message_log import LoggedStep, MessageLog
 from raypipe.engine.norms import norms_told
 from raypipe.engine.out_of_memory import held_bytes, ran_out
-from raypipe.engine.placement import Placement
 from raypipe.engine.reached import Reached, Scalar
 from raypipe.engine.reduction import Reduction
 from raypipe.engine.row_parts import as_many, split_row
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
+from raypipe.engine.tally import Totals
 from raypipe.engine.update import Update
 from raypipe.errors import LESS_MEMORY, LinkError, RanOut, RaypipeError, StageError
 from raypipe.ir.plan import human_bytes
@@ -67,15 +66,14 @@ class Executor:
         programs, settings = setup.programs, run.settings
         placement = self.placement = setup.placement(worker)
         self._codecs = setup.codecs
-        self.channels = channels
-        self.settings = settings
+        self.channels, self.settings = channels, settings
         self.device, self.crossing, self._log = device, Crossing(device), log
-        joined = _joined(programs, placement, channels)
+        beside = channels_beside(programs, placement, channels)
         for channel in channels.values() if device.codes else ():
             if not channel.on_device:
                 channel.leave_coded()
         self.works = {
-            stage: StageWork(run, setup, stage, worker, state, joined[stage], self.crossing)
+            stage: StageWork(run, setup, stage, worker, state, beside[stage], self.crossing)
             for stage, state in zip(placement.stages, states, strict=True)
         }
         self._updates = {
@@ -86,7 +84,7 @@ class Executor:
         self._exchange = Exchange(placement, self.works, channels, device, settings.timeout_s, settings.codec_sums)
         self._reduction = Reduction(programs, placement, sinks, self._updates, self._exchange, self._send, self._recv)
         self.use_codecs(((), ()))
-        self._totals: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+        self._totals: Totals | None = None
         self._norms: tuple[torch.Tensor, torch.Tensor] | None = None
         self._told: tuple[torch.Tensor, torch.Tensor] | None = None  # totals of the step that is replayed
         self._alone = self._skipped = False
@@ -94,7 +92,7 @@ class Executor:
         self._made: int | None = None  # steps
         self._stepped = 0  # stages that have made the one in progress
         self._begun_s: float | None = None  # since then another one is under way
-        self._last: tuple[torch.Tensor | None, torch.Tensor | None] | None = None  # totals of the last one made
+        self._last: Totals | None = None  # totals of the last one made
 
     @property
     def reached(self) -> Reached:
@@ -159,7 +157,7 @@ class Executor:
         self._has_made(step)
         found, ways = [], {"alone": False, "keep_spans": False, "measure": False}
         for stage, work in self.works.items():
-            report = work.report(step, begin_s, end_s, totals[1], totals[0], (), **ways)
+            report = work.report(step, (begin_s, end_s), totals, (), **ways)
             found.append([replace(report, skipped=self._skipped, lr=self._updates[stage].lr)])
         return found
 
@@ -220,17 +218,7 @@ class Executor:
             StageError: the user's code raised, or the loss is not a finite scalar; names stage and action.
             LinkError: a message did not come; names the link, the action and the micro-batch.
         """
-        self._segment, self._training = segment, training
-        synchronous = segment.update_interval is None
-        if training:  # the step before may not have ended on all stages
-            loose = alone or not synchronous
-            self._flows, self._loose = loose or self._loose, loose
-        whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
-        whole |= any(work.program.precision.scaled for work in self.works.values())
-        assert not (alone and synchronous and whole), "clipping and skipping need the whole norm"
-        self._alone = alone
-        for work in self.works.values():
-            work.begin_segment(segment, training=training)
+        self._begin(segment, training=training, alone=alone)
         per_minibatch = len(segment.microbatch_samples)
         reports: list[list[StepReport]] = [[] for _ in self.works]
         try:
@@ -243,16 +231,29 @@ class Executor:
         except RaypipeError:
             raise
         except Exception as error:
-            stage, where = self.placement.stages[0], ""
-            if self._action is not None:
-                stage, where = self._action.stage, f" in {self._action.label}"
-            raise self._failure(error, f"Stage {stage}", where) from error
+            raise self._failure(error) from error
         finally:
             self._exchange.abandon()
         return reports
 
-    def _failure(self, error: Exception, name: str, where: str) -> StageError:
+    def _begin(self, segment: Segment, *, training: bool, alone: bool) -> None:
+        """What comes belongs to this segment."""
+        self._segment, self._training, self._alone = segment, training, alone
+        synchronous = segment.update_interval is None
+        if training:  # the step before may not have ended on all stages
+            loose = alone or not synchronous
+            self._flows, self._loose = loose or self._loose, loose
+        whole = self.settings.max_grad_norm is not None or self.settings.on_nonfinite == "skip"
+        whole |= any(work.program.precision.scaled for work in self.works.values())
+        assert not (alone and synchronous and whole), "clipping and skipping need the whole norm"
+        for work in self.works.values():
+            work.begin_segment(segment, training=training)
+
+    def _failure(self, error: Exception) -> StageError:
         """That the user's code raised, or had no memory left."""
+        name, where = f"Stage {self.placement.stages[0]}", ""
+        if self._action is not None:
+            name, where = f"Stage {self._action.stage}", f" in {self._action.label}"
         said = f"{type(error).__name__}: {error}"
         if not ran_out(error):
             return StageError(f"{name} failed{where}: {said}")
@@ -268,10 +269,9 @@ class Executor:
     ) -> list[StepReport]:
         segment = self._segment
         first, step = segment.first_microbatch, segment.first_step + minibatch
-        works = self.works
         if self._training:
             self._made, self._ready, self._begun_s = step, False, time.monotonic()
-        for work in works.values():
+        for work in self.works.values():
             work.begin_minibatch(minibatch, measure=measure)
             if self._training and (self.placement.lanes > 1 or (self._log is not None and self._log.keeps)):
                 work.buffers.keep()
@@ -291,29 +291,37 @@ class Executor:
         self._action = None
         if self._training:
             self._has_made(step)
-        times = self.device.seconds(marks)
+        return self._reports(step, done, self.device.seconds(marks), keep_spans=keep_spans, measure=measure)
+
+    def _reports(
+        self, step: int, done: Sequence[Action], times: Sequence[float], *, keep_spans: bool, measure: bool
+    ) -> list[StepReport]:
+        """Of all stages, on the mini-batch that ends.
+
+        Args:
+            times: when the first action began, and when each of them ended.
+        """
+        me, works = self.placement.worker, self.works
         for action, begin_s, end_s in zip(done, times, times[1:], strict=False):
             if action.op in COMPUTE:
-                works[action.stage].worked(end_s - begin_s)
+                works[action.stage].tally.busy_s += end_s - begin_s
         spans: list[Span] = []
         if keep_spans or measure:
-            me = self.placement.worker
             spans = [Span(me, a, s, e) for a, s, e in zip(done, times, times[1:], strict=False)]
+        norms = None
+        # Asynchronous stages' norms are of different weights: nobody makes one of them.
+        if self._norms is not None and self._segment.update_interval is None:
+            places, values = self.crossing.to_host(self._norms, Crosses.NORMS)
+            assert places is not None
+            assert values is not None
+            norms = norms_told(places, values)
         found = []
         for stage, work in works.items():
-            norm, loss = self._totals if self._totals is not None else (None, work.loss())
+            totals = self._totals if self._totals is not None else (None, work.loss())
             own = spans if len(works) == 1 else [span for span in spans if span.action.stage == stage]
-            report = work.report(
-                step, times[0], times[-1], loss, norm, own,
-                alone=self._alone, keep_spans=keep_spans, measure=measure,
-            )  # fmt: skip
-            # Asynchronous stages' norms are of different weights: nobody makes one of them.
-            if self._norms is not None and segment.update_interval is None:
-                places, norms = self.crossing.to_host(self._norms, Crosses.NORMS)
-                assert places is not None
-                assert norms is not None
-                report = replace(report, norms=norms_told(places, norms))
-            found.append(replace(report, skipped=self._skipped, lr=self._updates[stage].lr))
+            ways = {"alone": self._alone, "keep_spans": keep_spans, "measure": measure}
+            report = work.report(step, (times[0], times[-1]), totals, own, **ways)
+            found.append(replace(report, norms=norms, skipped=self._skipped, lr=self._updates[stage].lr))
         return found
 
     _action: Action | None = None
@@ -348,9 +356,9 @@ class Executor:
         assert self._action is not None
         work = self.works[self._action.stage]
         if worker in self.placement.replicas:
-            work.exchanged_bytes += nbytes
+            work.tally.exchanged_bytes += nbytes
         else:
-            work.sent(nbytes, nbytes, ahead=worker > self.placement.worker)
+            work.tally.sent(nbytes, nbytes, ahead=worker > self.placement.worker)
         self.channels[worker].send(action, self.crossing.to_host(tensors, Crosses.REDUCED), 0)
 
     def _recv(self, worker: int, action: Action) -> Message:
@@ -363,28 +371,3 @@ class Executor:
         finally:
             self.works[self._action.stage].waited(time.monotonic() - begin_s)
         return self.crossing.message(message, Crosses.REDUCED)
-
-
-def _joined(
-    programs: Sequence[StageProgram], placement: Placement, channels: Mapping[int, Channel]
-) -> dict[int, dict[int, Sequence[Channel]]]:
-    """By stage of this worker, channels to the stages beside it, by lane; the frames of a link join co-located ones.
-
-    So a stage that writes to its input in place spoils nothing of the one before, and strides arrive as anywhere else.
-    """
-    lanes = range(placement.lanes)
-    own = placement.lanes_of(placement.worker)
-    found: dict[int, dict[int, Sequence[Channel]]] = {}
-    for stage in placement.stages:
-        found[stage] = {}
-        for s in placement.beside(stage):
-            if s not in placement.co_located(stage):
-                # Nothing comes of lanes that others have, but evaluations count all as the first.
-                homes = [placement.home_of(s, lane if lane in own else own[0]) for lane in lanes]
-                found[stage][s] = [channels[home] for home in homes]
-    for stage in placement.stages:
-        if stage + 1 in placement.co_located(stage):
-            capacity = max(mode.num_outputs for mode in programs[stage].modes.values())
-            ahead, back = InMemoryChannel.pair(f"stage {stage} <-> stage {stage + 1}", 0, capacity)
-            found[stage][stage + 1], found[stage + 1][stage] = [ahead] * len(lanes), [back] * len(lanes)
-    return found

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from raypipe.engine.frame import Frame, gather
 from raypipe.engine.reached import Scalar
+from raypipe.engine.tally import Totals
 from raypipe.ir.action import EVALUATION
 from raypipe.ir.schedule import Action, Op
 from raypipe.ir.work_order import Order
@@ -117,7 +118,7 @@ class MessageLog:
                 self._drop(self._steps)
             self._steps[segment.first_step] = _Step(lean)
 
-    def made(self, step: int, totals: tuple[torch.Tensor | None, torch.Tensor | None]) -> None:
+    def made(self, step: int, totals: Totals) -> None:
         """The worker has made this step.
 
         Args:

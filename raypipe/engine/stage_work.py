@@ -30,10 +30,11 @@ from raypipe.engine.second_forward import Given, SecondForward
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage_buffers import StageBuffers
 from raypipe.engine.state import StageState
+from raypipe.engine.tally import Tally, Totals
 from raypipe.engine.token_count import TokenCount
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import LinkError
-from raypipe.ir.links import MessageTimes, stage_sample
+from raypipe.ir.links import stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Action, Op, lane_of
 from raypipe.ir.segment import Segment
@@ -105,9 +106,7 @@ class StageWork:
         self._seed_tensors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._arrived: dict[int, Message] = {}
         self._training = True
-        self._wait_s = self._busy_s = 0.0
-        self._sent, self._plain = [0, 0], [0, 0]
-        self._peak = self._damaged = 0
+        self.tally = Tally()
 
     def use_codecs(self, ahead: Codec, back: Codec) -> None:
         """What the messages to other workers travel in from now on, for the bytes that are told."""
@@ -137,52 +136,32 @@ class StageWork:
             measure: how long messages take, and now and then the input and weight parts of one backward.
         """
         segment = self._segment
-        self._times = _message_times(self.stage) if measure else {}
         count = len(segment.microbatch_samples)
         step, middle = segment.first_step + minibatch, segment.first_microbatch + minibatch * count + count // 2
         splits = self._splits and measure and (step < SPLIT_FIRST or step % SPLIT_EVERY == 0)
         self.split_microbatch, self._split_marks = middle if splits else None, None
-        self._wait_s = self._busy_s = 0.0
-        self._sent, self._plain, self._peak = [0, 0], [0, 0], len(self._in_flight)
-        self.exchanged_bytes = 0
-        self._damaged = 0
+        self.tally = Tally.of(self.stage, len(self._in_flight), measure=measure)
         self._losses.clear()
         self._seed_tensors.clear()
 
-    def worked(self, seconds: float) -> None:
-        """A compute action of this stage took so long."""
-        self._busy_s += seconds
-
     def waited(self, seconds: float) -> None:
-        """For a message of another stage."""
-        self._wait_s += seconds
-
-    def sent(self, uncompressed_bytes: int, wire_bytes: int, *, ahead: bool) -> None:
-        """To a worker with later stages, or with earlier ones."""
-        direction = 0 if ahead else 1
-        self._plain[direction] += uncompressed_bytes
-        self._sent[direction] += wire_bytes
+        """For a message of another stage, or of a replica."""
+        self.tally.wait_s += seconds
 
     def report(
-        self,
-        step: int,
-        start_s: float,
-        end_s: float,
-        loss: torch.Tensor | None,
-        norm: torch.Tensor | None,
-        spans: Sequence[Span],
-        *,
-        alone: bool,
-        keep_spans: bool,
-        measure: bool,
-    ) -> StepReport:
+        self, step: int, during_s: tuple[float, float], totals: Totals, spans: Sequence[Span],
+        *, alone: bool, keep_spans: bool, measure: bool,
+    ) -> StepReport:  # fmt: skip
         """On the mini-batch that ends.
 
         Args:
+            during_s: when it began and when it ended.
             spans: of this stage.
             alone: the norm is that of this stage.
         """
+        tally, (norm, loss) = self.tally, totals
         loss_value, norm_value = self._crossing.read((loss, norm), Crosses.LOSS)
+        split_s = self._crossing.two_parts_s(self._split_marks) if measure else None
         return StepReport(
             stage=self.stage,
             step=step,
@@ -192,27 +171,24 @@ class StageWork:
             loss=loss_value,
             grad_norm=None if alone else norm_value,
             stage_grad_norm=norm_value if alone else None,
-            start_s=start_s,
-            end_s=end_s,
-            busy_s=self._busy_s,
-            wait_s=self._wait_s,
-            sent_bytes=(self._sent[0], self._sent[1]),
-            uncompressed_bytes=(self._plain[0], self._plain[1]),
-            peak_in_flight=self._peak,
+            start_s=during_s[0],
+            end_s=during_s[1],
+            busy_s=tally.busy_s,
+            wait_s=tally.wait_s,
+            sent_bytes=(tally.sent_bytes[0], tally.sent_bytes[1]),
+            uncompressed_bytes=(tally.uncompressed_bytes[0], tally.uncompressed_bytes[1]),
+            peak_in_flight=tally.peak_in_flight,
             weight_versions=self.ring.held,
             spans=tuple(spans) if keep_spans else (),
-            sample=stage_sample(self.stage, step, spans, self._crossing.two_parts_s(self._split_marks))
-            if measure
-            else None,
-            messages=tuple(times for times in self._times.values() if times.wire_bytes),
+            sample=stage_sample(self.stage, step, spans, split_s) if measure else None,
+            messages=tuple(times for times in tally.times.values() if times.wire_bytes),
             worker=self.worker,
-            damaged=self._damaged,
+            damaged=tally.damaged,
             tokens=self._tokens.take(self._segment, step) if self._training else 0,
-            exchanged_bytes=self.exchanged_bytes,
+            exchanged_bytes=tally.exchanged_bytes,
         )
 
     _segment: Segment
-    _times: dict[Op, MessageTimes]
     split_microbatch: int | None = None
     _split_marks: tuple[Mark, Mark, Mark] | None = None
 
@@ -288,7 +264,7 @@ class StageWork:
             self._note_loss(outputs, data, microbatch)
         if training or not self.last:
             self._in_flight.hold(microbatch, inputs, outputs, again)
-            self._peak = max(self._peak, len(self._in_flight))
+            self.tally.peak_in_flight = max(self.tally.peak_in_flight, len(self._in_flight))
 
     def _lane(self, microbatch: int) -> int:
         """Evaluations run on workers that lead, which have the first lane."""
@@ -364,7 +340,7 @@ class StageWork:
 
     def _send(self, peer: int, action: Action, tensors: Sequence[torch.Tensor | None], weight_version: int = 0) -> None:
         if peer not in self._co_located:
-            self.sent(*message_bytes(action.op, tensors, self._codecs), ahead=peer > self.stage)
+            self.tally.sent(*message_bytes(action.op, tensors, self._codecs), ahead=peer > self.stage)
         what = Crosses.OUTPUTS if action.op is Op.SEND_F else Crosses.INPUT_GRADS
         channel, codec = self._channels[peer][self._lane(action.microbatch)], self._codecs.of(action.op)
         payload = self._crossing.outgoing(action, tensors, what, codec, on_device=channel.on_device)
@@ -383,18 +359,10 @@ class StageWork:
             at = Action(self.stage, op, action.microbatch)
             raise type(error)(f"Stage {self.stage} in {at.label}: {error}") from error
         finally:
-            self._wait_s += time.monotonic() - begin_s
-        self._damaged += message.stamp.damaged
-        if self._times and peer not in self._co_located:
-            sent_at_s, arrived_at_s, wire_bytes, _ = message.stamp
-            raw_bytes = sum(x.nbytes for x in message if x is not None)
-            self._times[op].add(wire_bytes, raw_bytes, sent_at_s, arrived_at_s)
+            self.tally.wait_s += time.monotonic() - begin_s
+        self.tally.received(op, message, crossed=peer not in self._co_located)
         return self._crossing.message(message, Crosses.INPUTS if action.op is Op.SEND_F else Crosses.OUTPUT_GRADS)
 
 
 _NOTHING = Message()
 """What the first stage receives."""
-
-
-def _message_times(stage: int) -> dict[Op, MessageTimes]:
-    return {Op.RECV_F: MessageTimes(stage - 1, forward=True), Op.RECV_B: MessageTimes(stage, forward=False)}

@@ -1,0 +1,37 @@
+"""Channels to the stages beside each stage of a worker, whoever holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from raypipe.engine.channel import Channel
+from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.placement import Placement
+from raypipe.engine.stage import StageProgram
+
+__all__ = ["channels_beside"]
+
+
+def channels_beside(
+    programs: Sequence[StageProgram], placement: Placement, channels: Mapping[int, Channel]
+) -> dict[int, dict[int, Sequence[Channel]]]:
+    """By stage of this worker, channels to the stages beside it, by lane; the frames of a link join co-located ones.
+
+    So a stage that writes to its input in place spoils nothing of the one before, and strides arrive as anywhere else.
+    """
+    lanes = range(placement.lanes)
+    own = placement.lanes_of(placement.worker)
+    found: dict[int, dict[int, Sequence[Channel]]] = {}
+    for stage in placement.stages:
+        found[stage] = {}
+        for s in placement.beside(stage):
+            if s not in placement.co_located(stage):
+                # Nothing comes of lanes that others have, but evaluations count all as the first.
+                homes = [placement.home_of(s, lane if lane in own else own[0]) for lane in lanes]
+                found[stage][s] = [channels[home] for home in homes]
+    for stage in placement.stages:
+        if stage + 1 in placement.co_located(stage):
+            capacity = max(mode.num_outputs for mode in programs[stage].modes.values())
+            ahead, back = InMemoryChannel.pair(f"stage {stage} <-> stage {stage + 1}", 0, capacity)
+            found[stage][stage + 1], found[stage + 1][stage] = [ahead] * len(lanes), [back] * len(lanes)
+    return found
