@@ -1,4 +1,4 @@
-"""Channels to the stages beside each stage of a worker, whoever holds them."""
+"""Which channels there are: between the workers of one process, and to the stages beside each stage of a worker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.placement import Placement
 from raypipe.engine.stage import StageProgram
 
-__all__ = ["channels_beside"]
+__all__ = ["channels_beside", "channels_between"]
 
 
 def channels_beside(
@@ -34,4 +34,16 @@ def channels_beside(
             capacity = max(mode.num_outputs for mode in programs[stage].modes.values())
             ahead, back = InMemoryChannel.pair(f"stage {stage} <-> stage {stage + 1}", 0, capacity)
             found[stage][stage + 1], found[stage + 1][stage] = [ahead] * len(lanes), [back] * len(lanes)
+    return found
+
+
+def channels_between(placements: Sequence[Placement], programs: Sequence[StageProgram]) -> list[dict[int, Channel]]:
+    """Channels in memory to the neighbours of each worker, by worker and neighbour."""
+    found: list[dict[int, Channel]] = [{} for _ in placements]
+    for one, placement in enumerate(placements):
+        for other in sorted(placement.neighbours(programs)):
+            if one < other:
+                name = f"{placement.name_of(one)} <-> {placement.name_of(other)}"
+                ends = InMemoryChannel.pair(name, 0, placement.message_capacity(programs, other))
+                found[one][other], found[other][one] = ends
     return found

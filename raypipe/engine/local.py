@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.beside import channels_between
 from raypipe.engine.checkpoint import FreshOptions, GivenTensors, StateSource, read_all, take_snapshot
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.executor import Executor
-from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.placement import Placement
 from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -39,6 +39,9 @@ from raypipe.ir.work_order import Order
 __all__ = ["LocalFleet"]
 
 SAVE_TIMEOUT_S = 3600.0
+
+_Outcome = tuple[int, list[list[StepReport]] | BaseException]
+"""Of one worker: its reports, or why there are none."""
 
 
 class LocalFleet:
@@ -62,14 +65,7 @@ class LocalFleet:
         self._halted = False
         self._spans: list[Span] = []
         placements = [setup.placement(worker) for worker in range(setup.num_workers)]
-        channels: list[dict[int, InMemoryChannel]] = [{} for _ in placements]
-        for one, placement in enumerate(placements):
-            for other in placement.neighbours(programs):
-                if one < other:
-                    capacity = placement.message_capacity(programs, other)
-                    name = f"{placement.name_of(one)} <-> {placement.name_of(other)}"
-                    a, b = InMemoryChannel.pair(name, 0, capacity)
-                    channels[one][other], channels[other][one] = a, b
+        channels = channels_between(placements, programs)
         self.executors = []
         sources = [GivenTensors(initial)] if isinstance(initial, Mapping) else initial
         crossings: dict[int, Crossing] = {}
@@ -160,7 +156,7 @@ class LocalFleet:
                 channel.close()
 
     def _run_segment(self, order: Order, schedule: Schedule) -> list[list[StepReport]]:
-        outcomes: Queue[tuple[int, list[list[StepReport]] | BaseException]] = Queue()
+        outcomes: Queue[_Outcome] = Queue()
         if order.training:
             for executor in self.executors:
                 executor.use_codecs(order.codecs)
@@ -187,17 +183,7 @@ class LocalFleet:
             ]
             for thread in threads:
                 thread.start()
-            found: dict[int, list[list[StepReport]]] = {}
-            failure: BaseException | None = None
-            for _ in threads:
-                index, outcome = self._next(outcomes)
-                if isinstance(outcome, BaseException):
-                    if failure is None or (not isinstance(failure, StageError) and isinstance(outcome, StageError)):
-                        failure = outcome
-                    for executor in self.executors:
-                        executor.abort(f"{executor.placement.name_of(index)} failed")
-                else:
-                    found[index] = outcome
+            found, failure = self._gather(outcomes)
             for thread in threads:
                 thread.join()
         if failure is not None:
@@ -209,15 +195,28 @@ class LocalFleet:
         }
         return [by_holder[holder] for holder in sorted(by_holder)]
 
-    @staticmethod
-    def _next(
-        outcomes: Queue[tuple[int, list[list[StepReport]] | BaseException]],
-    ) -> tuple[int, list[list[StepReport]] | BaseException]:
-        while True:  # in short waits, so that Ctrl-C gets through
-            try:
-                return outcomes.get(timeout=0.5)
-            except Empty:
-                continue
+    def _gather(self, outcomes: Queue[_Outcome]) -> tuple[dict[int, list[list[StepReport]]], BaseException | None]:
+        """The reports of each worker, and the first failure, or what explains it; it releases the other workers."""
+        found: dict[int, list[list[StepReport]]] = {}
+        failure: BaseException | None = None
+        for _ in self.executors:
+            index, outcome = _next(outcomes)
+            if isinstance(outcome, BaseException):
+                if failure is None or (not isinstance(failure, StageError) and isinstance(outcome, StageError)):
+                    failure = outcome
+                for executor in self.executors:
+                    executor.abort(f"{executor.placement.name_of(index)} failed")
+            else:
+                found[index] = outcome
+        return found, failure
+
+
+def _next(outcomes: Queue[_Outcome]) -> _Outcome:
+    while True:  # in short waits, so that Ctrl-C gets through
+        try:
+            return outcomes.get(timeout=0.5)
+        except Empty:
+            continue
 
 
 def _with_own_functions(setup: GenerationSetup, placement: Placement) -> GenerationSetup:

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from raypipe.engine.beside import channels_between
 from raypipe.engine.capture import capture
 from raypipe.engine.data import open_data
 from raypipe.engine.executor import Executor
 from raypipe.engine.local import _with_own_functions, one_thread
-from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.reached import Reached, Scalar, newest
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram
@@ -85,12 +85,7 @@ class Workers:
             ]
             for placement in placements
         ]
-        channels: list[dict[int, Any]] = [{} for _ in placements]
-        for one, placement in enumerate(placements):
-            for other in sorted(placement.neighbours(programs)):
-                if one < other:
-                    ends = InMemoryChannel.pair(f"{one} <-> {other}", 0, placement.message_capacity(programs, other))
-                    channels[one][other], channels[other][one] = ends
+        channels: list[dict[int, Any]] = channels_between(placements, programs)
         self.life = Mortal()
         if mortal is not None:
             channels[mortal] = {peer: MortalChannel(end, self.life) for peer, end in channels[mortal].items()}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from raypipe.engine.beside import channels_between
 from raypipe.engine.capture import capture
 from raypipe.engine.checkpoint import load_stage
 from raypipe.engine.codec import Codec, Codecs
@@ -21,7 +22,6 @@ from raypipe.engine.copy import StageCopies
 from raypipe.engine.data import open_data
 from raypipe.engine.executor import Executor
 from raypipe.engine.local import one_thread
-from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.message_log import MessageLog
 from raypipe.engine.reached import newest
 from raypipe.engine.replay_channel import ReplayChannel
@@ -116,13 +116,7 @@ class Workers:
         self.placements = [self.setup.placement(worker) for worker in range(self.setup.num_workers)]
         self.states = list(states) or [self.new_states(worker) for worker in range(self.setup.num_workers)]
         self.logs = list(logs) or [log_since(0) for _ in self.placements]
-        self.channels: list[dict[int, Any]] = [{} for _ in self.placements]
-        for one, placement in enumerate(self.placements):
-            for other in sorted(placement.neighbours(self.programs)):
-                if one < other:
-                    capacity = placement.message_capacity(self.programs, other)
-                    ends = InMemoryChannel.pair(f"{one} <-> {other}", 0, capacity)
-                    self.channels[one][other], self.channels[other][one] = ends
+        self.channels: list[dict[int, Any]] = channels_between(self.placements, self.programs)
         self.life = Mortal()
         if mortal is not None:
             self.channels[mortal] = {p: MortalChannel(end, self.life) for p, end in self.channels[mortal].items()}
