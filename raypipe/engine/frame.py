@@ -135,36 +135,45 @@ def encode(
     described: list[Described | None] = []
     held: list[torch.Tensor | None] = []
     for place, tensor in enumerate(tensors):
-        if tensor is None:
-            described.append(None)
-            held.append(None)
-            continue
-        if isinstance(tensor, CodedTensor):
-            known, tensor = _as_encoded(tensor), tensor.wire
-        else:
-            name = codec.name if travels_coded(codec.name, action.op, tensor) else "none"
-            found = None
-            if layout.is_plain(tensor):
-                found = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)
-            if found is None:
-                tensor, found = prepare(action, tensor, name)
-            known = found
-            if known.codec != "none" and known.extent_bytes:
-                tensor = _coded(action, place, tensor, known, codec)
+        known, memory = (None, None) if tensor is None else _as_it_travels(action, place, tensor, codec)
         described.append(known)
-        held.append(tensor)
+        held.append(memory)
     header, places, payload_bytes = header_of(
         action, described, generation=generation, max_tensors=max_tensors, weight_version=weight_version
     )
+    return Frame(header, _buffers(described, held, places), payload_bytes)
+
+
+def _buffers(
+    described: Sequence[Described | None], held: Sequence[torch.Tensor | None], places: Sequence[int]
+) -> list[memoryview]:
+    """What is written one after the other: memory of each tensor at its place, and padding between."""
     buffers: list[memoryview] = []
     end_bytes = 0
-    for known_or_none, memory, begin_bytes in zip(described, held, places, strict=True):
-        if known_or_none is not None and memory is not None and known_or_none.extent_bytes:
+    for known, memory, begin_bytes in zip(described, held, places, strict=True):
+        if known is not None and memory is not None and known.extent_bytes:
             if padding_bytes := begin_bytes - end_bytes:
                 buffers.append(_PADDING[:padding_bytes])
-            buffers.append(layout.raw_bytes(memory, known_or_none.extent_bytes))
-            end_bytes = begin_bytes + known_or_none.extent_bytes
-    return Frame(header, buffers, payload_bytes)
+            buffers.append(layout.raw_bytes(memory, known.extent_bytes))
+            end_bytes = begin_bytes + known.extent_bytes
+    return buffers
+
+
+def _as_it_travels(
+    action: Action, place: int, tensor: torch.Tensor | CodedTensor, codec: Codec
+) -> tuple[Described, torch.Tensor]:
+    """What the header says of it, and the memory that goes: its own, a packed copy's, or what the codec makes."""
+    if isinstance(tensor, CodedTensor):
+        return _as_encoded(tensor), tensor.wire
+    name = codec.name if travels_coded(codec.name, action.op, tensor) else "none"
+    known = None
+    if layout.is_plain(tensor):
+        known = describe(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad, name)
+    if known is None:
+        tensor, known = prepare(action, tensor, name)
+    if known.codec != "none" and known.extent_bytes:
+        tensor = _coded(action, place, tensor, known, codec)
+    return known, tensor
 
 
 def header_of(
