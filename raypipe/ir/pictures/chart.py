@@ -20,6 +20,8 @@ __all__ = ["Line", "Mark", "chart_svg"]
 
 Point = tuple[float, float]
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 62.0, 52.0
+WIDTH, HEIGHT = 720, 330
+"""Of every chart, in pixels."""
 LETTER_PX = 7.6
 
 DASHES = {"bad": "10 3", "good": "4 3", "note": "2 2"}
@@ -50,7 +52,6 @@ def chart_svg(
     unit: str = "",
     marks: Sequence[Mark] = (),
     span: tuple[float, float] | None = None,
-    size: tuple[int, int] = (720, 330),
 ) -> str:
     """One chart.
 
@@ -59,11 +60,10 @@ def chart_svg(
         unit: "s", "B", "B/s", "%" (of shares from 0 to 1) or anything else; those named begin at 0.
         marks: where something happened.
         span: of x, where it is to be more than what the points have.
-        size: width and height in pixels.
     """
     known = [point for line in lines for point in line.points if _finite(point)]
     scale, unit_name = (0.01, "%") if unit == "%" else in_unit(max((y for _, y in known), default=0.0), unit)
-    box = _Box(known, [*(mark.x for mark in marks), *(span or ())], scale, bool(unit), size)
+    box = _Box(known, [*(mark.x for mark in marks), *(span or ())], scale, bool(unit))
     label = f"{y_label} ({unit_name})" if unit_name else y_label
     parts = [text(12, 24, title, size=17, bold=True), *_axes(box, x_label, label)]
     for mark in marks:
@@ -74,21 +74,19 @@ def chart_svg(
         )
     for number, line in enumerate(lines):
         parts += _line(line, number % len(LINES), box)
-    parts += _legend([line.name for line in lines], size[0])
+    parts += _legend([line.name for line in lines])
     if not known:
-        parts.append(text(size[0] / 2, (TOP + box.bottom) / 2, "nothing yet", "mute", "middle"))
+        parts.append(text(WIDTH / 2, (TOP + box.bottom) / 2, "nothing yet", "mute", "middle"))
     seen = [[line.name, [[x, y / scale] for x, y in _thinned(line.points, 400) if _finite((x, y))]] for line in lines]
-    content = {"lines": seen, "unit": unit_name, "x": x_label, "box": [LEFT, size[0] - RIGHT, box.low_x, box.high_x]}
+    content = {"lines": seen, "unit": unit_name, "x": x_label, "box": [LEFT, WIDTH - RIGHT, box.low_x, box.high_x]}
     data = f"data-chart='{html.escape(json.dumps(content, separators=(',', ':')))}'"
-    return frame(*size, f"{title}: {label} over {x_label}", "".join(parts), "rp-chart", data)
+    return frame(WIDTH, HEIGHT, f"{title}: {label} over {x_label}", "".join(parts), "rp-chart", data)
 
 
 class _Box:
     """Where the plot is, and the way from values to pixels."""
 
-    def __init__(
-        self, points: Sequence[Point], more_x: Sequence[float], scale: float, from_zero: bool, size: tuple[int, int]
-    ) -> None:
+    def __init__(self, points: Sequence[Point], more_x: Sequence[float], scale: float, from_zero: bool) -> None:
         xs = [*(x for x, _ in points), *more_x]
         ys = [y / scale for _, y in points]
         self.low_x, self.high_x = min(xs, default=0.0), max(xs, default=1.0)
@@ -99,12 +97,12 @@ class _Box:
             self.high_x += 1.0
         spare = (high_y - low_y) * 0.05 or abs(high_y) * 0.05 or 0.5
         self.low_y, self.high_y = low_y - (0.0 if from_zero and low_y == 0.0 else spare), high_y + spare
-        self.scale, self.width = scale, size[0]
+        self.scale = scale
         self.counts = not from_zero and all(y == int(y) for y in ys)
-        self.bottom = size[1] - BOTTOM
+        self.bottom = HEIGHT - BOTTOM
 
     def x(self, value: float) -> float:
-        return LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (self.width - LEFT - RIGHT)
+        return LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
         """Of a value in the unit that is shown."""
@@ -112,7 +110,7 @@ class _Box:
 
 
 def _axes(box: _Box, x_label: str, y_label: str) -> list[str]:
-    right = box.width - RIGHT
+    right = WIDTH - RIGHT
     parts = [text(12, TOP - 14, y_label, "mute")]
     for value in ticks(box.low_y, box.high_y, 5, whole=box.counts):
         y = box.y(value)
@@ -129,7 +127,7 @@ def _axes(box: _Box, x_label: str, y_label: str) -> list[str]:
 
 def _line(line: Line, colour: int, box: _Box) -> list[str]:
     parts = []
-    points = _thinned(line.points, int(2 * box.width))
+    points = _thinned(line.points, 2 * WIDTH)
     for finite, group in groupby(points, _finite):
         placed = [(box.x(x), box.y(y / box.scale) if finite else box.bottom) for x, y in group]
         if not finite:
@@ -147,11 +145,11 @@ def _line(line: Line, colour: int, box: _Box) -> list[str]:
     return parts
 
 
-def _legend(names: Sequence[str], width: int) -> list[str]:
+def _legend(names: Sequence[str]) -> list[str]:
     """To the right of the y axis' label, from the right; a single line needs none."""
     if len(names) < 2:
         return []
-    parts, at = [], width - RIGHT
+    parts, at = [], WIDTH - RIGHT
     for number, name in reversed(list(enumerate(names))):
         at -= LETTER_PX * len(name)
         parts.append(text(at, TOP - 14, name))
