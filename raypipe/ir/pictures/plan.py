@@ -12,7 +12,7 @@ from raypipe.ir.pictures.theme import frame, text
 from raypipe.ir.pictures.timeline import Drawn, timeline_svg
 from raypipe.ir.plan_facts import PlanFacts
 from raypipe.ir.plan_table import human_bytes, human_s
-from raypipe.ir.prediction import Prediction
+from raypipe.ir.prediction import Prediction, StagePrediction
 from raypipe.ir.schedule import dependencies
 
 __all__ = ["plan_html", "plan_svg", "stage_bars_svg"]
@@ -74,31 +74,48 @@ def stage_bars_svg(found: Prediction, width: int = 1200, placement: Sequence[int
         parts.append(text(LEFT - 10, top + 13, f"stage {index}", anchor="end"))
         if shared:
             parts.append(text(LEFT - 10, top + BAR + 15, f"worker {placement[index]}", "mute", "end"))
-        seconds = ((stage.forward_s, "F", "forward"), (stage.backward_s, "B", "backward"))
-        end = _bar(parts, top, [(s / slowest_s * scale, kind, f"{name} {human_s(s)}") for s, kind, name in seconds])
-        parts.append(text(end + 8, top + 13, human_s(stage.busy_s)))
-        shares = [
-            (count / most * scale, f"area{_colour(kinds, name)}", f"{name} {human_bytes(count)}")
-            for name, count in stage.memory
-            if count
-        ]
-        end = _bar(parts, top + BAR + 3, shares)
-        words = human_bytes(stage.memory_bytes)
-        if stage.limit_bytes is not None:
-            at = LEFT + stage.limit_bytes / most * scale
-            parts.append(
-                f'<path d="M{at:.1f},{top + BAR + 1:g}V{top + 2 * BAR + 5:g}" class="rp-limit" stroke-width="2">'
-                f"<title>limit {human_bytes(stage.limit_bytes)}</title></path>"
-            )
-            words += f" of {human_bytes(stage.limit_bytes)}" + (f" of worker {placement[index]}" if shared else "")
-            end = max(end, at)
-        parts.append(text(end + 8, top + BAR + 16, words))
+        _add_seconds(parts, top, stage, slowest_s, scale)
+        of_worker = f" of worker {placement[index]}" if shared else ""
+        _add_bytes(parts, top + BAR + 3, stage, most, scale, kinds, of_worker)
     top = HEAD + len(found.stages) * ROW
     entries = [("F", "forward"), ("B", "backward"), *((f"area{_colour(kinds, k)}", k) for k in kinds)]
     explained, rows = legend(entries, LEFT, top, width - LEFT / 4)
     return frame(
         width, top + FOOT - 24 + (rows - 1) * LEGEND_ROW, "Seconds and bytes of every stage", "".join(parts + explained)
     )
+
+
+def _add_seconds(parts: list[str], top: float, stage: StagePrediction, slowest_s: float, scale: float) -> None:
+    """The bar of a stage's seconds, and how many they are."""
+    seconds = ((stage.forward_s, "F", "forward"), (stage.backward_s, "B", "backward"))
+    end = _bar(parts, top, [(s / slowest_s * scale, kind, f"{name} {human_s(s)}") for s, kind, name in seconds])
+    parts.append(text(end + 8, top + 13, human_s(stage.busy_s)))
+
+
+def _add_bytes(
+    parts: list[str], top: float, stage: StagePrediction, most: int, scale: float, kinds: Sequence[str], of_worker: str
+) -> None:
+    """The bar of a stage's bytes, their limit, and how many they are.
+
+    Args:
+        of_worker: whose limit it is, where that is not clear.
+    """
+    shares = [
+        (count / most * scale, f"area{_colour(kinds, name)}", f"{name} {human_bytes(count)}")
+        for name, count in stage.memory
+        if count
+    ]
+    end = _bar(parts, top, shares)
+    words = human_bytes(stage.memory_bytes)
+    if stage.limit_bytes is not None:
+        at = LEFT + stage.limit_bytes / most * scale
+        parts.append(
+            f'<path d="M{at:.1f},{top - 2:g}V{top + BAR + 2:g}" class="rp-limit" stroke-width="2">'
+            f"<title>limit {human_bytes(stage.limit_bytes)}</title></path>"
+        )
+        words += f" of {human_bytes(stage.limit_bytes)}{of_worker}"
+        end = max(end, at)
+    parts.append(text(end + 8, top + 13, words))
 
 
 def _kind(name: str) -> str:
