@@ -43,6 +43,13 @@ Columns = Mapping[Any, torch.Tensor]
 
 _NO_TERMS = LossTerms(None, False)
 
+_UNTRIED = (
+    "loss_reduction='auto': what the loss averages over cannot be read off it, for it cannot be traced, and it "
+    "cannot be tried, because this process holds no weights (weights_on='workers'). Say what micro-batches "
+    "shall mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that "
+    "counts the items of a target; or set num_microbatches=1 or weights_on='client'."
+)
+
 
 class FoundReduction(NamedTuple):
     """What weighs the micro-batches' losses, and a note for the plan; empty where it goes without saying."""
@@ -67,11 +74,7 @@ def check_per_replica(pipeline: PipelineConfig, found: Reduction) -> None:
 
 
 def find_reduction(
-    model: torch.nn.Module,
-    loss_fn: LossFn | None,
-    captured: Capture,
-    rows: Columns,
-    pipeline: PipelineConfig,
+    model: torch.nn.Module, loss_fn: LossFn | None, captured: Capture, rows: Columns, pipeline: PipelineConfig
 ) -> FoundReduction:
     """The reduction that is asked for, or the one that "auto" stands for.
 
@@ -83,12 +86,7 @@ def find_reduction(
     """
     asked, terms = pipeline.loss_reduction, captured.terms
     if terms is not None and terms.parts:
-        if asked in ("auto", "valid_tokens"):
-            return _weighed_by_part(captured, rows, pipeline)
-        raise ConfigError(
-            f"loss_reduction={asked!r} is one weight for a loss whose terms average over different things "
-            f"({terms.counts.words}). Leave it out: 'auto' weighs each term."  # type: ignore[union-attr]
-        )
+        return _weighed_by_part(captured, rows, pipeline)
     if asked == "valid_tokens" and terms is not None:
         # The model may shift its labels; what counts are those that its loss sees.
         return FoundReduction(terms.counts or asked)
@@ -110,12 +108,7 @@ def find_reduction(
         terms = _terms_of_loss_fn(loss_fn, outputs_unrun(captured, rows) if unfilled else trial.outputs(rows), rows)
     trials = [tries(), losses_of_many(captured, many) if loss_fn is not None else None] if several else []
     if several and unfilled and terms is None and not any(trials):
-        raise ConfigError(
-            "loss_reduction='auto': what the loss averages over cannot be read off it, for it cannot be traced, and it "
-            "cannot be tried, because this process holds no weights (weights_on='workers'). Say what micro-batches "
-            "shall mean: loss_reduction='mean' (each its own loss, weighed by samples), 'sum', or a function that "
-            "counts the items of a target; or set num_microbatches=1 or weights_on='client'."
-        )
+        raise ConfigError(_UNTRIED)
     target = list(rows)[-1] if loss_fn is not None else None
     return _fitting(_candidates(terms, rows), terms or _NO_TERMS, [found for found in trials if found], target)
 
@@ -190,20 +183,45 @@ def _note(counts: LossCounts) -> str:
 
 def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig) -> FoundReduction:
     """A model whose last stage returns the terms of its loss one by one, each tried with its own weights."""
-    terms = captured.terms
-    assert terms is not None
-    assert terms.counts is not None
-    counts = terms.counts
+    assert captured.terms is not None
+    assert captured.terms.counts is not None
+    counts = captured.terms.counts
+    if pipeline.loss_reduction not in ("auto", "valid_tokens"):
+        raise ConfigError(
+            f"loss_reduction={pipeline.loss_reduction!r} is one weight for a loss whose terms average over different "
+            f"things ({counts.words}). Leave it out: 'auto' weighs each term."
+        )
     rows = {name: column[:NUM_ROWS] for name, column in rows.items()}
     found = FoundReduction(
         counts, f"its terms average over {counts.words}, and micro-batches weigh in each by how many they have"
     )
+    if not _can_try_parts(captured, pipeline):
+        return found
+    parts_of = _parts_of(captured, pipeline.seed)
+    for at, term in enumerate(counts.parts):
+        whole, groupings = group_losses(rows, lambda part, at=at: float(parts_of(part)[at]))  # type: ignore[misc]
+        weighed = []
+        for grouping in groupings:
+            weights = counts.weights(term, counts.by_term(grouping.parts, grouping.sizes)[term])
+            weighed.append((grouping, weights if any(weights) else None))
+        if any(misfit(whole, grouping, weights) is not None for grouping, weights in weighed):
+            raise ConfigError(_refusal([(whole, *found) for found in weighed], counts.words, f"term {at + 1} of "))
+    return found
+
+
+def _can_try_parts(captured: Capture, pipeline: PipelineConfig) -> bool:
+    """Whether the terms of some rows can be computed here, as exactly as their counts tell."""
     assert isinstance(captured.model, TracedModel)
     changes = captured.model.train.changing_buffers or captured.model.train.traced.num_draws
     if pipeline.num_microbatches == 1 or (captured.model.eval is None and changes):
-        return found
+        return False
     if captured.recipe.precision != FP32:  # sums of 16-bit numbers would not match the counts closely enough
-        return found
+        return False
+    return not any(x.is_meta for x in (*captured.parameters.values(), *captured.buffers.values()))
+
+
+def _parts_of(captured: Capture, seed: int) -> Callable[[Columns], tuple[torch.Tensor, ...]]:
+    """The terms of the loss as a function of rows, in evaluation mode where there is one."""
     trains, evals = captured.recipe.stages.functions((), ())
     (function,) = evals or trains
     tensors = {**captured.parameters, **captured.buffers}
@@ -215,20 +233,10 @@ def _weighed_by_part(captured: Capture, rows: Columns, pipeline: PipelineConfig)
                 [tensors[name].detach().clone() for name in function.buffers],
                 (),
                 [part[name].clone() for name in function.columns],
-                RandomKey(pipeline.seed, 0, 0),
+                RandomKey(seed, 0, 0),
             )
 
-    if any(tensor.is_meta for tensor in tensors.values()):
-        return found
-    for at, term in enumerate(counts.parts):
-        whole, groupings = group_losses(rows, lambda part, at=at: float(parts_of(part)[at]))  # type: ignore[misc]
-        weighed = []
-        for grouping in groupings:
-            weights = counts.weights(term, counts.by_term(grouping.parts, grouping.sizes)[term])
-            weighed.append((grouping, weights if any(weights) else None))
-        if any(misfit(whole, grouping, weights) is not None for grouping, weights in weighed):
-            raise ConfigError(_refusal([(whole, *found) for found in weighed], counts.words, f"term {at + 1} of "))
-    return found
+    return parts_of
 
 
 class _LossModule(torch.nn.Module):
