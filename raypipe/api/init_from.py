@@ -219,22 +219,11 @@ def matched(
         ConfigError: names or shapes are others.
     """
     first = shared_names(own) if shared is None else shared
-    held: dict[str, str] = {}  # of each tensor of the model, a name that is in the file
-    unequal = []
-    for name in own:
-        if name in found:
-            other = held.setdefault(first.get(name, name), name)
-            if other != name and not equal(found[other], found[name]):
-                unequal.append(f"{other!r} and {name!r}")
-    shapes = [
-        f"{name!r} ({_kind(found[name])} there, {_kind(own[name])} in the model)"
-        for name in own
-        if name in found and not _fits(found[name], own[name])
-    ]
+    held, unequal = _held(own, found, first, equal)
     faults = {
         "missing there": [repr(name) for name in own if first.get(name, name) not in held],
         "not in the model": [repr(name) for name in found if name not in own],
-        "of another shape or kind": shapes,
+        "of another shape or kind": _other_shapes(own, found),
         "one tensor in the model and two there": unequal,
     }
     if any(faults.values()):
@@ -244,6 +233,28 @@ def matched(
             "were saved from this model."
         )
     return {name: found[held[first.get(name, name)]] for name in own}
+
+
+def _held(
+    own: Iterable[str], found: Mapping[str, Any], first: Mapping[str, str], equal: Callable[[Any, Any], bool]
+) -> tuple[dict[str, str], list[str]]:
+    """By each tensor of the model, a name that was found; and names of one tensor under which two were."""
+    held: dict[str, str] = {}
+    unequal = []
+    for name in own:
+        if name in found:
+            other = held.setdefault(first.get(name, name), name)
+            if other != name and not equal(found[other], found[name]):
+                unequal.append(f"{other!r} and {name!r}")
+    return held, unequal
+
+
+def _other_shapes(own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name!r} ({_kind(found[name])} there, {_kind(own[name])} in the model)"
+        for name in own
+        if name in found and not _fits(found[name], own[name])
+    ]
 
 
 def _fits(there: Any, here: Any) -> bool:

@@ -152,27 +152,17 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     taken = _Example.of(example, columns, loss_fn, precision)
     named, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     held = {name: tensor.nbytes for name, tensor in (*named.items(), *buffers.items())}
-    about = _About(
-        held,
-        frozenset(n for n, p in named.items() if not p.requires_grad),
-        loss_fn,
-        precision,
-        evaluates,
-        asked.outputs,
-    )
+    frozen = frozenset(n for n, p in named.items() if not p.requires_grad)
+    about = _About(held, frozen, loss_fn, precision, evaluates, asked.outputs)
     with model_in(model, precision):
-        if (
-            isinstance(model, nn.Sequential)
-            and is_plain_sequential(model)
-            and len(taken.args) == 1
-            and not taken.kwargs
-        ):
+        one_input = len(taken.args) == 1 and not taken.kwargs
+        if isinstance(model, nn.Sequential) and is_plain_sequential(model) and one_input:
             found = _children_captured(model, taken, about)
         else:
             found = _traced(model, taken, about)
     _refuse_rounded(model, found, example, precision)
     numels = {name: parameter.numel() for name, parameter in named.items()}
-    trainable = frozenset(named) - about.frozen
+    trainable = frozenset(named) - frozen
     recipe = ModelRecipe(
         found.graph, found.stages, numels, trainable, tuple(buffers), found.loss, taken.targets, asked, precision
     )
