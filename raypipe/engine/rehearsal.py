@@ -123,10 +123,8 @@ def rehearse(
     rows = {name: x[:NUM_ROWS] if x.dim() else x for name, x in columns.items()}
     (program,) = captured.programs(())
     function = program.modes["train" if training else "eval"]
-    leaves = [
-        captured.parameters[site.parameter].detach().requires_grad_(site.parameter in program.trainable)
-        for site in function.sites
-    ]
+    names = [site.parameter for site in function.sites]
+    leaves = [captured.parameters[name].detach().requires_grad_(name in program.trainable) for name in names]
     buffers = [captured.buffers[name].detach().clone() for name in function.buffers]
     with one_thread(), torch.set_grad_enabled(training), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")  # compares all rows with all others
@@ -144,8 +142,8 @@ def rehearse(
         total = sum(scalar(part, len(next(iter(rows.values())))) for part in parts)
         if training:
             assert isinstance(total, torch.Tensor)
-            trained = zip((site.parameter for site in function.sites), leaves, strict=True)
-            _backward(total, [(name, leaf) for name, leaf in trained if leaf.requires_grad], captured)
+            trained = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if leaf.requires_grad]
+            _backward(total, trained, captured)
 
 
 def _copied(rows: Mapping[Any, torch.Tensor], names: Sequence[Any]) -> list[torch.Tensor]:
