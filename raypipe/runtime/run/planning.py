@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from raypipe.engine.capture.recipe import ModelRecipe
 from raypipe.engine.stage import StageProgram
@@ -128,39 +129,54 @@ def plan_for(basis: PlanBasis, decision: Decision | None = None, *, generation: 
         PlanError: nothing fits, or the stages cannot run as they were asked to; names the field.
         CaptureError: the model cannot be cut like this.
     """
-    counts: tuple[tuple[int, float], ...] = ()
-    if basis.profile is None:
-        partition = make_partition(basis.recipe.graph, basis.request)
-        programs = basis.recipe.programs(partition.cuts)
-        request = dataclasses.replace(basis.request, ties=_ties(programs))
-        plan = make_plan(request, partition, programs[0].first_trainable, _notes(basis.recipe, programs))
-        budgets = unknown_budgets(len(programs))
-    else:
-        decision = decision or decided(basis)
-        partition = decision.partition
-        programs = basis.recipe.programs(partition.cuts, partition.order)
-        request = dataclasses.replace(decision.request, ties=_ties(programs))
-        decision = dataclasses.replace(decision, request=request)
-        notes = [*_notes(basis.recipe, programs), *_profile_notes(basis, decision)]
-        plan = plan_of(decision, programs[0].first_trainable, notes)
-        budgets = _budgets(decision)
-        if basis.retunes_microbatches:
-            sizes = decision.minibatch_size, decision.num_microbatches, request.least_microbatch
-            counts = seconds_by_count(basis.profile, *sizes)
-    inexact = _changing_buffers(plan, programs, basis.request)
-    plan = _with_shares(plan, basis.recipe, programs)
-    still = [ONE_SIZE] if basis.retunes_microbatches and len(counts) < 2 else []
+    cut = _by_parameters(basis) if basis.profile is None else _by_seconds(basis, decision or decided(basis))
+    programs = cut.programs
+    inexact = _changing_buffers(cut.plan, programs, basis.request)
+    plan = _with_shares(cut.plan, basis.recipe, programs)
+    still = [ONE_SIZE] if basis.retunes_microbatches and len(cut.counts) < 2 else []
     plan = dataclasses.replace(
         plan,
         generation=generation,
         notes=(*plan.notes, *_late_notes(plan, basis.optimizer_class), *still, *basis.notes, *inexact),
         reasons=(
-            *stage_words(basis.module_classes, basis.recipe.graph, partition),
+            *stage_words(basis.module_classes, basis.recipe.graph, plan.partition),
             *plan.reasons,
             *_further_reasons(basis, programs),
         ),
     )
-    return Planned(plan, budgets, counts)
+    return Planned(plan, cut.budgets, cut.counts)
+
+
+class _Cut(NamedTuple):
+    """A plan without its shares and most of its notes, the stages that it cuts, and what is told besides it."""
+
+    plan: Plan
+    programs: tuple[StageProgram, ...]
+    budgets: tuple[MemoryBudget, ...]
+    counts: tuple[tuple[int, float], ...] = ()
+
+
+def _by_parameters(basis: PlanBasis) -> _Cut:
+    """Equal parameters, where nobody asks for seconds."""
+    partition = make_partition(basis.recipe.graph, basis.request)
+    programs = basis.recipe.programs(partition.cuts)
+    request = dataclasses.replace(basis.request, ties=_ties(programs))
+    plan = make_plan(request, partition, programs[0].first_trainable, _notes(basis.recipe, programs))
+    return _Cut(plan, programs, unknown_budgets(len(programs)))
+
+
+def _by_seconds(basis: PlanBasis, decision: Decision) -> _Cut:
+    """As it was decided by what was measured."""
+    programs = basis.recipe.programs(decision.partition.cuts, decision.partition.order)
+    decision = dataclasses.replace(decision, request=dataclasses.replace(decision.request, ties=_ties(programs)))
+    notes = [*_notes(basis.recipe, programs), *_profile_notes(basis, decision)]
+    plan = plan_of(decision, programs[0].first_trainable, notes)
+    counts: tuple[tuple[int, float], ...] = ()
+    if basis.retunes_microbatches:
+        assert basis.profile is not None
+        sizes = decision.minibatch_size, decision.num_microbatches, decision.request.least_microbatch
+        counts = seconds_by_count(basis.profile, *sizes)
+    return _Cut(plan, programs, _budgets(decision), counts)
 
 
 def _budgets(decision: Decision) -> tuple[MemoryBudget, ...]:
