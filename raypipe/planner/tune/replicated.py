@@ -43,7 +43,7 @@ from raypipe.planner.tune.problem import Problem, limits_of
 from raypipe.planner.tune.replicas import exposed_s, groups_of, hides, slowest_link, summing_rate_s
 from raypipe.planner.tune.request import AUTO_SLACK, Request, microbatches
 from raypipe.planner.tune.resolve import memory_model, spec_of
-from raypipe.planner.tune.shape_costs import SizedCuts, bounds_s, way_s
+from raypipe.planner.tune.shape_costs import SizedCuts, way_s
 from raypipe.planner.tune.shapes import Shape, cuts_into
 
 __all__ = ["ShapeError", "ShapeSearch"]
@@ -179,12 +179,8 @@ class ShapeSearch:
         latency_s = np.array([link.latency_s for link in links])
         sent: Floats = (costs.crossing_bytes * size).astype(np.float64)
         there_s, back_s = (way_s(codec, sent, latency_s, bandwidth) for codec in self._problem.request.codecs)
-        least_s = bounds_s(
-            np.array(shape), count, costs.first, forward_s, backward_s, reduce_s, np.add(*there_s), np.add(*back_s),
-            empties=self._problem.request.kind.synchronous, splits=self._problem.request.kind.splits_backward,
-        )  # fmt: skip
-        weight_s, hops_s = costs.weight_s / speed, (*there_s, *back_s)
-        return SizedCuts(count, size, costs, forward_s, backward_s, weight_s, reduce_s, hops_s, least_s)
+        weight_s, hops_s, kind = costs.weight_s / speed, (*there_s, *back_s), self._problem.request.kind
+        return SizedCuts(shape, kind, count, size, costs, forward_s, backward_s, weight_s, reduce_s, hops_s)
 
     def _reduce_s(
         self, costs: CutCosts, stage: int, size: int, lanes: int, replicas: int, speed: float, link: Link
