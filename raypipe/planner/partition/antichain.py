@@ -95,12 +95,24 @@ def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
         if len(states.members) > MAX_UNBOUNDED:
             raise
         refusal, bound_ps = error, math.inf
+    problem = _problem(graph, limits, states, lineup, bound_ps)
+    table = _solve(problem)
+    goals = [(float(table.best_ps[g, 0]), lineup.depths[g], g) for g in lineup.goals(limits.num_stages)]
+    period_ps, _, goal = min(goals, default=(math.inf, 0, 0))
+    if math.isinf(period_ps):
+        raise refusal or PlanError(f"antichain finds no cut into {limits.num_stages} stages: set num_stages lower.")
+    pieces = _pieces(problem, table, goal)
+    return make_answer(graph, cluster, limits, pieces, period_ps / PICO, "antichain")
+
+
+def _problem(graph: ModelGraph, limits: Limits, states: States, lineup: Lineup, bound_ps: float) -> _Problem:
+    """What does not depend on the step that is looked at."""
     cut_bytes = states.cut_bytes * limits.memory.microbatch_size
     bandwidths = {step.bandwidth_bytes_s for step in lineup.steps}
     limited = any(kind.capacity_bytes is not None for kind in lineup.kinds)
     depths = set(lineup.depths) - {0} if limited else set()
     parts = [states.sums(part) for part in limits.memory.node_parts(graph)] if limited else []
-    problem = _Problem(
+    return _Problem(
         states,
         lineup,
         bound_ps,
@@ -109,13 +121,6 @@ def antichain(graph: ModelGraph, cluster: Cluster, limits: Limits) -> Partition:
         states.sums(columns_of(graph).trainable_bytes),
         {depth: limits.sync_ps_per_byte(depth) for depth in set(lineup.depths) - {0} if limits.sync_s_per_byte},
     )
-    table = _solve(problem)
-    goals = [(float(table.best_ps[g, 0]), lineup.depths[g], g) for g in lineup.goals(limits.num_stages)]
-    period_ps, _, goal = min(goals, default=(math.inf, 0, 0))
-    if math.isinf(period_ps):
-        raise refusal or PlanError(f"antichain finds no cut into {limits.num_stages} stages: set num_stages lower.")
-    pieces = _pieces(problem, table, goal)
-    return make_answer(graph, cluster, limits, pieces, period_ps / PICO, "antichain")
 
 
 def _solve(problem: _Problem) -> _Table:

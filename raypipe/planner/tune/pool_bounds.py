@@ -82,21 +82,19 @@ def cut_costs(
 
     def by_stage(seconds: list[float]) -> Floats:
         sums = np.append(0.0, np.cumsum(seconds))[positions]
-        by_cut: Floats = (sums[:, 1:] - sums[:, :-1]) / cluster.devices[0].speed
+        by_cut: Floats = np.diff(sums, axis=1) / cluster.devices[0].speed
         return by_cut
 
     forward_s = by_stage([node.forward_s for node in graph.nodes])
     backward_s = by_stage([node.backward_s for node in graph.nodes])
     weight_s = by_stage([node.backward_weight_s for node in graph.nodes])
-    held = found.before[:, positions]
-    held_bytes = held[:, :, 1:] - held[:, :, :-1]
+    held_bytes = np.diff(found.before[:, positions], axis=2)
     # No stage that trains at all: argmax gives 0, as first_trainable_stage does.
     first = (held_bytes[1] > 0).argmax(axis=1)
     if any(recompute):
         backward_s = backward_s + np.where(np.array(recompute) & (np.arange(stages) >= first[:, None]), forward_s, 0.0)
     crossing = found.cut_bytes[cuts[:, 1:-1]]
     links = [cluster.link(stage, stage + 1) for stage in range(stages - 1)]
-    bandwidth = np.array([link.bandwidth_bytes_s for link in links])
     return CutCosts(
         graph=graph,
         positions=positions,
@@ -106,7 +104,7 @@ def cut_costs(
         weight_s=np.where(np.arange(stages) > first[:, None], weight_s, backward_s),
         crossing_bytes=crossing,
         latency_s=np.array([[link.latency_s for link in links]]),
-        occupancy_s=crossing * microbatch_size / bandwidth,
+        occupancy_s=crossing * microbatch_size / np.array([link.bandwidth_bytes_s for link in links]),
         held_bytes=held_bytes,
     )
 
