@@ -100,10 +100,7 @@ def cut_of(layers: Any, count: int) -> Partition:
 
 def bottleneck_s(partition: Partition, layers: Any) -> float:
     """Of this cut, by these seconds."""
-    order = partition.order or range(len(layers.nodes))
-    return max(
-        sum(layers.nodes[order[at]].busy_s for at in range(stage.start, stage.stop)) for stage in partition.stages
-    )
+    return max(sum(layers.nodes[at].busy_s for at in partition.nodes_of(stage)) for stage in partition.stages)
 
 
 def number_ratio(name: str, count: int) -> tuple[float, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from raypipe.ir.candidate import Candidate
@@ -69,6 +70,10 @@ class Partition:
     def replicas(self) -> tuple[int, ...]:
         """Workers by stage."""
         return tuple(max(1, len(stage.devices)) for stage in self.stages)
+
+    def nodes_of(self, stage: Stage) -> Sequence[int]:
+        """Positions of a stage's nodes in the graph, in the order in which they are run."""
+        return self.order[stage.start : stage.stop] if self.order else range(stage.start, stage.stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ def no_cut_fits(graph: ModelGraph, cluster: Cluster, limits: Limits, nearest: Pa
     behind = sum(len(stage.devices) for stage in nearest.stages)
     rows = []
     for stage in nearest.stages:
-        held = sums_of(graph, (nearest.order or range(len(graph.nodes)))[stage.start : stage.stop])
+        held = sums_of(graph, nearest.nodes_of(stage))
         memory = stage_memory(limits.memory, held, stage.index, -(-behind // len(stage.devices)))
         device = cluster.devices[stage.devices[0]]
         cap = limits.capacity_bytes(device)

@@ -32,13 +32,12 @@ ROUNDS = 4
 
 def memory_of(graph: ModelGraph, partition: Partition, model: MemoryModel) -> tuple[StageMemory, ...]:
     """The memory of every stage, messages and workspace included."""
-    order = partition.order or range(len(graph.nodes))
     behind = sum(max(1, len(stage.devices)) for stage in partition.stages)
     found = []
     for stage in partition.stages:
         replicas = max(1, len(stage.devices))
         after = partition.stages[stage.index + 1].input_bytes if stage.index + 1 < partition.num_stages else 0
-        nodes = order[stage.start : stage.stop]
+        nodes = partition.nodes_of(stage)
         found.append(
             stage_memory(
                 model,
@@ -106,7 +105,7 @@ def solve_within(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Li
 def _neediest(graph: ModelGraph, partition: Partition, stage: Stage, samples: int) -> int:
     """The node of a stage that needs most above what the stage keeps."""
     after, needs = 0, dict[int, int]()
-    for node in reversed((partition.order or range(len(graph.nodes)))[stage.start : stage.stop]):
+    for node in reversed(partition.nodes_of(stage)):
         needs[node] = most(graph.nodes[node].workspace, samples) - after
         after += samples * graph.nodes[node].activation_bytes
     return max(needs, key=needs.__getitem__)

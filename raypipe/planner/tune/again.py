@@ -64,7 +64,7 @@ def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Se
     nodes = list(graph.nodes)
     took = zip(plan.partition.stages, planned_seconds(profile, plan), busy_s, speeds, strict=True)
     for stage, planned_s, measured_s, speed in took:
-        for at in _order(plan.partition, graph)[stage.start : stage.stop]:
+        for at in plan.partition.nodes_of(stage):
             nodes[at] = slower(nodes[at], measured_s * speed / planned_s if planned_s > 0 else 1.0)
     found = dataclasses.replace(graph, nodes=tuple(nodes))
     total_s = math.fsum(node.busy_s for node in nodes)
@@ -80,11 +80,11 @@ def calibrated(profile: Profile, plan: Plan, busy_s: Sequence[float], speeds: Se
 def planned_seconds(profile: Profile, plan: Plan) -> tuple[float, ...]:
     """Seconds of forward and backward of one micro-batch on a worker of speed 1, by stage."""
     graph = _at(profile, plan.microbatch_size)
-    order, again = _order(plan.partition, graph), plan.recompute or (False,) * plan.partition.num_stages
+    again = plan.recompute or (False,) * plan.partition.num_stages
     return tuple(
         math.fsum(
             node.busy_s + again[stage.index] * node.forward_s
-            for node in (graph.nodes[at] for at in order[stage.start : stage.stop])
+            for node in (graph.nodes[at] for at in plan.partition.nodes_of(stage))
         )
         for stage in plan.partition.stages
     )
@@ -177,7 +177,3 @@ def _decision(
 
 def _at(profile: Profile, samples: int) -> ModelGraph:
     return graph_at(profile, samples, seconds_at(profile, times_of(profile), samples), profile.graph)
-
-
-def _order(partition: Partition, graph: ModelGraph) -> Sequence[int]:
-    return partition.order or range(len(graph.nodes))

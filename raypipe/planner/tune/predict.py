@@ -49,20 +49,18 @@ __all__ = [
 
 def first_trainable_stage(graph: ModelGraph, partition: Partition) -> int:
     """Lowest stage with a parameter that learns; 0 where the graph knows of none."""
-    order = partition.order or tuple(range(len(graph.nodes)))
     for stage in partition.stages:
-        if any(graph.nodes[i].param_bytes > graph.nodes[i].frozen_bytes for i in order[stage.start : stage.stop]):
+        if any(graph.nodes[i].param_bytes > graph.nodes[i].frozen_bytes for i in partition.nodes_of(stage)):
             return stage.index
     return 0
 
 
 def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits: Limits) -> tuple[StagePrediction, ...]:
     """Seconds and bytes of every stage."""
-    order = partition.order or tuple(range(len(graph.nodes)))
     first = first_trainable_stage(graph, partition)
     found = []
     for stage, memory in zip(partition.stages, memory_of(graph, partition, limits.memory), strict=True):
-        nodes = [graph.nodes[i] for i in order[stage.start : stage.stop]]
+        nodes = [graph.nodes[i] for i in partition.nodes_of(stage)]
         forward_s, backward_s = math.fsum(n.forward_s for n in nodes), math.fsum(n.backward_s for n in nodes)
         busy_s = forward_s + backward_s
         # The solver's period has replicas, speeds and all-reduce in it.

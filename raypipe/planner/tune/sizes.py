@@ -106,12 +106,9 @@ def _slowest_s(graph: ModelGraph, cut: Partition, cluster: Cluster, limits: Limi
         graph: with the seconds of some size.
         cut_at: with those that the cut was made for, and its periods.
     """
-    order = cut.order or range(len(graph.nodes))
     busy_s: dict[tuple[int, ...], float] = {}
     for stage, found in zip(cut.stages, stages_of(cut_at, cut, cluster, limits), strict=True):
-        here_s, then_s = (
-            math.fsum(g.nodes[i].busy_s for i in order[stage.start : stage.stop]) for g in (graph, cut_at)
-        )
+        here_s, then_s = (math.fsum(g.nodes[i].busy_s for i in cut.nodes_of(stage)) for g in (graph, cut_at))
         grown = here_s / then_s if then_s else 1.0
         busy_s[stage.devices] = busy_s.get(stage.devices, 0.0) + found.busy_s * grown
     return max(busy_s.values())

@@ -133,10 +133,9 @@ def placed(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Li
     on_devices = [dataclasses.replace(stage, devices=(stage.index,)) for stage in partition.stages]
     found = dataclasses.replace(partition, stages=tuple(on_devices))
     memory = memory_of(graph, found, limits.memory)
-    order = partition.order or tuple(range(len(graph.nodes)))
     stages = []
     for stage, bytes_of in zip(found.stages, memory, strict=True):
-        busy_s = sum(graph.nodes[i].busy_s for i in order[stage.start : stage.stop])
+        busy_s = sum(graph.nodes[i].busy_s for i in partition.nodes_of(stage))
         period_s = busy_s / cluster.devices[stage.index].speed
         stages.append(dataclasses.replace(stage, period_s=period_s, memory_bytes=bytes_of.total_bytes))
     return dataclasses.replace(found, stages=tuple(stages), bottleneck_s=max(stage.period_s for stage in stages))

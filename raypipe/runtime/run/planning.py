@@ -184,8 +184,7 @@ def _budgets(decision: Decision) -> tuple[MemoryBudget, ...]:
     if not memory.spec.of_kind.turned:  # the controller leaves it alone
         return unknown_budgets(decision.partition.num_stages)
     graph, partition = decision.graph, decision.partition
-    order = partition.order or range(len(graph.nodes))
-    lines = [workspace_lines(graph, order[stage.start : stage.stop]) for stage in partition.stages]
+    lines = [workspace_lines(graph, partition.nodes_of(stage)) for stage in partition.stages]
     limits = [stage.limit_bytes for stage in decision.prediction.stages]
     return budgets_of(memory_of(graph, partition, memory), memory, limits, lines)
 

@@ -19,8 +19,7 @@ def stage_words(classes: Mapping[str, str], graph: ModelGraph, partition: Partit
     Args:
         classes: class name of every module of the model, by path.
     """
-    order = partition.order or range(len(graph.nodes))
-    paths = [[graph.nodes[i].module for i in order[stage.start : stage.stop]] for stage in partition.stages]
+    paths = [[graph.nodes[i].module for i in partition.nodes_of(stage)] for stage in partition.stages]
     holders: dict[str, set[int]] = {}
     for index, found in enumerate(paths):
         for path in found:

@@ -272,8 +272,7 @@ def test_the_stages_of_a_worker_keep_its_limit_together(
     for worker, used in enumerate(bytes_by_worker(plan)):
         limits = [request.memory_limit_bytes, *([caps[worker]] if cluster else [])]
         assert all(limit is None or used <= limit for limit in limits)
-    order = plan.partition.order or tuple(range(len(graph.nodes)))
-    assert sorted(i for s in stages for i in order[s.start : s.stop]) == list(range(len(graph.nodes)))
+    assert sorted(i for s in stages for i in plan.partition.nodes_of(s)) == list(range(len(graph.nodes)))
     assert Plan.from_json(plan.to_json()) == plan
 
 

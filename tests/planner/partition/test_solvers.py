@@ -53,7 +53,7 @@ def check_valid(graph: ModelGraph, cluster: Cluster, bounds: Limits, found: Part
     assert all(s.start < s.stop for s in found.stages)
     stage_of = [0] * len(order)
     for stage in found.stages:
-        for i in order[stage.start : stage.stop]:
+        for i in found.nodes_of(stage):
             stage_of[i] = stage.index
     assert all(stage_of[a] <= stage_of[b] for a, b in graph.edges or ())
     assert all(stage_of[a] == stage_of[b] for a, b in graph.together)

@@ -78,8 +78,7 @@ def test_a_plan_keeps_every_limit_and_every_word_of_the_request(
     plan = plan_of(decision)
     stages, prediction = plan.partition.stages, plan.prediction
     assert prediction is not None
-    order = plan.partition.order or tuple(range(len(graph.nodes)))
-    assert sorted(i for s in stages for i in order[s.start : s.stop]) == list(range(len(graph.nodes)))
+    assert sorted(i for s in stages for i in plan.partition.nodes_of(s)) == list(range(len(graph.nodes)))
     assert request.num_stages in (None, len(stages))
     assert plan.minibatch_size == request.minibatch_size
     if request.num_microbatches is not None:
