@@ -11,7 +11,7 @@ what messages took while they were whole counts for choices that compress them l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -109,13 +109,8 @@ def predicted_s(
         codecs: by name and whether forward; "none" need not be there.
     """
     program = compiled(choice.spec, measured.num_stages)
-    wires = []
-    for place in range(len(measured.links)):
-        forward = place % 2 == 0
-        name = choice.codec(place // 2, forward)
-        wire = _wire(measured, place, NO_CODEC if name == "none" else codecs[name, forward])
-        newest = wire.draws_s[-measured.replays * choice.num_microbatches :]
-        wires.append(Wire(wire.latency_s, newest))
+    newest = measured.replays * choice.num_microbatches
+    wires = [Wire(wire.latency_s, wire.draws_s[-newest:]) for wire in _wires(measured, choice, codecs)]
     return step_s(
         program,
         measured.forward_s,
@@ -133,17 +128,22 @@ def squeezed(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool
     Args:
         codecs: as in ``predicted_s``.
     """
-    links = []
-    for place, link in enumerate(measured.links):
-        name = choice.codec(place // 2, place % 2 == 0)
-        wire = _wire(measured, place, NO_CODEC if name == "none" else codecs[name, place % 2 == 0])
-        links.append(link and replace(link, latency_s=wire.latency_s, draws_s=wire.draws_s))
-    return replace(measured, links=tuple(links), whole_s=())
+    wires = zip(measured.links, _wires(measured, choice, codecs), strict=True)
+    links = tuple(link and replace(link, latency_s=wire.latency_s, draws_s=wire.draws_s) for link, wire in wires)
+    return replace(measured, links=links, whole_s=())
 
 
 def busiest_hops(measured: Measured) -> Sequence[int]:
     """Hops by the time that their messages take, the longest first."""
     return sorted(range(measured.num_stages - 1), key=lambda h: -measured.round_trip_s(h))
+
+
+def _wires(measured: Measured, choice: Choice, codecs: Mapping[tuple[str, bool], CodecCost]) -> Iterator[Wire]:
+    """Of all hops, as messages in the codecs of a choice find them."""
+    for place in range(len(measured.links)):
+        forward = place % 2 == 0
+        name = choice.codec(place // 2, forward)
+        yield _wire(measured, place, NO_CODEC if name == "none" else codecs[name, forward])
 
 
 def _wire(measured: Measured, place: int, codec: CodecCost) -> Wire:

@@ -22,7 +22,10 @@ from raypipe.planner.columns import sums_of, workspace_bytes
 from raypipe.planner.memory import MemoryModel, StageMemory, check_memory, stage_memory
 from raypipe.planner.partition.limits import Limits
 
-__all__ = ["Solver", "fits_within", "fitting_partition", "limit_bytes", "memory_of", "refilled", "solve_within"]
+__all__ = [
+    "Solver", "fits_within", "fitting_partition", "limit_bytes", "memory_of", "refilled", "solve_within",
+    "stage_limit_bytes",
+]  # fmt: skip
 
 Solver = Callable[[ModelGraph, Cluster, Limits], Partition]
 """What ``prefix_sum``, ``antichain`` and ``hierarchical`` are."""
@@ -82,10 +85,7 @@ def solve_within(solver: Solver, graph: ModelGraph, cluster: Cluster, limits: Li
     for _ in range(ROUNDS):
         found = solver(_charged(graph, charges), cluster, dataclasses.replace(limits, room_bytes=room))
         memory = memory_of(graph, found, limits.memory)
-        caps = [
-            min((cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None), default=None)
-            for stage in found.stages
-        ]
+        caps = [stage_limit_bytes(cluster, limits, stage) for stage in found.stages]
         over = [m for m, cap in zip(memory, caps, strict=True) if cap is not None and m.total_bytes > cap]
         if not over:
             return refilled(found, graph, limits.memory) if charges else found
@@ -135,11 +135,16 @@ def limit_bytes(cluster: Cluster, limits: Limits, device: int) -> int | None:
     return min((cap for cap in caps if cap is not None), default=None)
 
 
+def stage_limit_bytes(cluster: Cluster, limits: Limits, stage: Stage) -> int | None:
+    """What each worker of a stage may use: that of the smallest of its devices, None for no limit."""
+    return min((cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None), default=None)
+
+
 def fits_within(partition: Partition, graph: ModelGraph, cluster: Cluster, limits: Limits, memory: MemoryModel) -> bool:
     """Whether every stage of a cut fits on its devices with this memory."""
     for stage, need in zip(partition.stages, memory_of(graph, partition, memory), strict=True):
-        caps = [cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None]
-        if caps and need.total_bytes > min(caps):
+        cap = stage_limit_bytes(cluster, limits, stage)
+        if cap is not None and need.total_bytes > cap:
             return False
     return True
 

@@ -22,7 +22,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.timeline import Timeline
 from raypipe.planner.columns import columns_of
 from raypipe.planner.memory import StageMemory, activations_of
-from raypipe.planner.partition.fit import limit_bytes, memory_of
+from raypipe.planner.partition.fit import memory_of, stage_limit_bytes
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.schedule import schedule_of
 from raypipe.planner.schedule.lower import lower
@@ -73,7 +73,6 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
         summed_s, hidden_s = 0.0, 0.0
         if limits.memory.spec.replicas:
             summed_s, hidden_s = exchange_s(nodes, factor, stage.devices, cluster, limits)
-        caps = [cap for i in stage.devices if (cap := limit_bytes(cluster, limits, i)) is not None]
         found.append(
             StagePrediction(
                 devices=tuple(cluster.devices[i].name for i in stage.devices),
@@ -82,7 +81,7 @@ def stages_of(graph: ModelGraph, partition: Partition, cluster: Cluster, limits:
                 in_flight=memory.in_flight,
                 fullest_at=memory.action,
                 memory=_parts(memory),
-                limit_bytes=min(caps, default=None),
+                limit_bytes=stage_limit_bytes(cluster, limits, stage),
                 weight_s=factor * weight_s,
                 recompute=again_s > 0.0,
                 exchange_s=summed_s,
