@@ -32,6 +32,7 @@ from raypipe.runtime.driver.knock import knock
 from raypipe.runtime.driver.reading import refuse_without_cpus
 from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.journal import News
+from raypipe.runtime.run.spec import RunSpec
 from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.workers.packing import StoredTensors, stored
 from raypipe.runtime.workers.places import NAMESPACE, PREFIX, is_driver, release_abandoned, release_orphans
@@ -288,19 +289,7 @@ def start_run(
     if detached:
         check()
     release_abandoned()
-    options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
-    options["max_restarts"] = spec.max_failures  # each takes the stages over, see runtime/driver/succession.py
-    # Ray puts an actor that asks for nothing on any node, also on one that is soon taken away.
-    options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-    if detached:
-        options["lifetime"] = "detached"
-    try:
-        driver = DriverActor.options(**options).remote(spec.name, str(spec.place), detached)
-    except ValueError as error:
-        raise ConfigError(
-            f"A run named {spec.name!r} is on this cluster ({error}). Choose another RunConfig(name=...), follow it "
-            f"with raypipe.attach({spec.name!r}), or wait for it."
-        ) from error
+    driver = _driver(spec, detached=detached)
     try:
         call = _begun(driver, blueprint, initial, resources, detached=detached)
         connection = RayConnection(driver, spec.name, owner=not detached, call=call, path=str(spec.place))
@@ -316,6 +305,27 @@ def start_run(
         release_orphans(driver_name(spec.name))
         raise
     return connection
+
+
+def _driver(spec: RunSpec, *, detached: bool) -> Any:
+    """The actor.
+
+    Raises:
+        ConfigError: a run of this name is on the cluster.
+    """
+    options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
+    options["max_restarts"] = spec.max_failures  # each takes the stages over, see runtime/driver/succession.py
+    # Ray puts an actor that asks for nothing on any node, also on one that is soon taken away.
+    options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    if detached:
+        options["lifetime"] = "detached"
+    try:
+        return DriverActor.options(**options).remote(spec.name, str(spec.place), detached)
+    except ValueError as error:
+        raise ConfigError(
+            f"A run named {spec.name!r} is on this cluster ({error}). Choose another RunConfig(name=...), follow it "
+            f"with raypipe.attach({spec.name!r}), or wait for it."
+        ) from error
 
 
 def _begun(

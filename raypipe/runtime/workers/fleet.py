@@ -137,12 +137,7 @@ class Fleet(Configuring):
         results(ends, SETTLE_S, "being taken over")
 
     def run(
-        self,
-        orders: Iterator[Order],
-        schedules: Callable[[RowsKey], Schedule],
-        *,
-        ahead: int = 3,
-        last: bool = False,
+        self, orders: Iterator[Order], schedules: Callable[[RowsKey], Schedule], *, ahead: int = 3, last: bool = False
     ) -> Iterator[list[list[StepReport]]]:
         """Feed orders to all stages, ``ahead`` of them at a time; yields the reports of each, by stage.
 
@@ -155,16 +150,7 @@ class Fleet(Configuring):
         Raises:
             StageError, LinkError: the root cause of the first failure; every stage has been released.
         """
-        self._run += 1
-        flight = Flight(
-            self._run,
-            {actor.work.remote(self._term, self._run): worker for worker, actor in enumerate(self.actors)},
-            {actor.reports.remote(self._run, 0): worker for worker, actor in enumerate(self.actors)},
-            [Window() for _ in self.actors],
-            last,
-        )
-        with self._halting:
-            self._flight = flight
+        flight = self._begin(last)
         submitted = yielded = 0
         more = True
         while yielded < flight.limit and (more or yielded < submitted):
@@ -188,6 +174,20 @@ class Fleet(Configuring):
         with self._halting:
             self._flight = None
         results(list(flight.works), GRACE_S, "finishing")
+
+    def _begin(self, last: bool) -> Flight:
+        """Every worker waits for orders, which ``halt`` may end from now on."""
+        self._run += 1
+        flight = Flight(
+            self._run,
+            {actor.work.remote(self._term, self._run): worker for worker, actor in enumerate(self.actors)},
+            {actor.reports.remote(self._run, 0): worker for worker, actor in enumerate(self.actors)},
+            [Window() for _ in self.actors],
+            last,
+        )
+        with self._halting:
+            self._flight = flight
+        return flight
 
     def halt(self) -> None:
         """From another thread: end after the segments that some stage has begun; runs that begin later are empty."""
