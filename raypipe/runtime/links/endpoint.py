@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raypipe.engine.channel import Channel
+from raypipe.engine.placement import Placement
+from raypipe.engine.setup import RunSetup
+from raypipe.engine.stage import StageProgram
 
 __all__ = ["Endpoint", "Opening", "is_checked"]
 
@@ -48,6 +51,30 @@ class Opening:
     secret: bytes = b""
     checksum: str = "auto"
     workers: int = 2
+
+    @classmethod
+    def of(
+        cls, run: RunSetup, placement: Placement, programs: Sequence[StageProgram], addresses: Sequence[Any],
+        generation: int,
+    ) -> Opening:  # fmt: skip
+        """Of the worker that a placement is about, to its neighbours.
+
+        Args:
+            addresses: of the endpoints of all workers.
+        """
+        me, peers = placement.worker, placement.neighbours(programs)
+        return cls(
+            me=me,
+            addresses={peer: addresses[peer] for peer in peers},
+            generation=generation,
+            run_id=run.run_id,
+            capacity={peer: placement.message_capacity(programs, peer) for peer in peers},
+            timeout_s=run.open_timeout_s,
+            names={peer: f"{placement.name_of(me)} <-> {placement.name_of(peer)}" for peer in peers},
+            secret=run.secret,
+            checksum=run.link_checksum,
+            workers=len(addresses),
+        )
 
 
 class Endpoint(Protocol):

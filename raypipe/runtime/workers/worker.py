@@ -27,13 +27,16 @@ from raypipe.engine.copy import bring_back
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Device
 from raypipe.engine.executor import Executor
+from raypipe.engine.placement import Placement
 from raypipe.engine.reached import Reached
 from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.shard_writer import ShardWriter
+from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
 from raypipe.errors import LinkError, RaypipeError, StageError
+from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Row
 from raypipe.ir.segment import RowsKey
 from raypipe.ir.timeline import Span
@@ -149,14 +152,9 @@ class _StageActor(LinkedActor, ReplayingActor):
         return moved.total
 
     def configure(
-        self,
-        term: int,
-        worker: int,
-        setup: GenerationSetup,
-        links: int,
-        holder: Any = None,
+        self, term: int, worker: int, setup: GenerationSetup, links: int, holder: Any = None,
         holds: Collection[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Become a worker, or the same one with another plan, with the state of ``load`` or else that it has.
 
         Args:
@@ -174,30 +172,10 @@ class _StageActor(LinkedActor, ReplayingActor):
         self._programs = setup.programs or self._programs
         setup = replace(setup, programs=self._programs)
         placement, programs = setup.placement(worker), setup.programs
-        held = [names_of(programs[stage]) for stage in placement.stages]
-        if self._next is not None:
-            self._states, self._held, self._next = self._next, held, None
-        if held != self._held:
-            raise StageError(
-                f"Worker {placement.worker} does not hold the parameters of {placement.name_of(placement.worker)} "
-                "as they are cut now; load its state first."
-            )
+        self._take_loaded(placement, programs)
         mine = [programs[stage] for stage in placement.stages]
         self._copies.begin(setup.generation, mine, self._states, holder, holds, self._device)
-        peers = placement.neighbours(programs)
-        opening = Opening(
-            me=placement.worker,
-            addresses={peer: addresses[peer] for peer in peers},
-            generation=links,
-            run_id=run.run_id,
-            capacity={peer: placement.message_capacity(programs, peer) for peer in peers},
-            timeout_s=run.open_timeout_s,
-            names={peer: f"{placement.name_of(placement.worker)} <-> {placement.name_of(peer)}" for peer in peers},
-            secret=run.secret,
-            checksum=run.link_checksum,
-            workers=len(addresses),
-        )
-        channels = self._endpoint.open(opening)
+        channels = self._endpoint.open(Opening.of(run, placement, programs, addresses, links))
         for writer in self._writers:
             writer.close()
         self._writers = []
@@ -208,6 +186,17 @@ class _StageActor(LinkedActor, ReplayingActor):
         # What exists now lives as long as the run: no collection need look at it again.
         gc.collect()
         gc.freeze()
+
+    def _take_loaded(self, placement: Placement, programs: Sequence[StageProgram]) -> None:
+        """The state of ``load`` is the worker's from now on; without one, that which it has must be of these stages."""
+        held = [names_of(programs[stage]) for stage in placement.stages]
+        if self._next is not None:
+            self._states, self._held, self._next = self._next, held, None
+        if held != self._held:
+            raise StageError(
+                f"Worker {placement.worker} does not hold the parameters of {placement.name_of(placement.worker)} "
+                "as they are cut now; load its state first."
+            )
 
     @ray.method(concurrency_group="orders")
     def set_row(self, term: int, key: RowsKey, row: Row, alone: bool) -> None:
@@ -251,31 +240,7 @@ class _StageActor(LinkedActor, ReplayingActor):
             self._run, self._done, self._failure = run, Window(KEPT_REPORTS), None
         try:
             while (order := self._inflow.next(run)) is not None:
-                if order.segment.generation != self._generation:
-                    raise StageError(
-                        f"A segment of plan {order.segment.generation} came to a worker of plan {self._generation}."
-                    )
-                row, alone = self._rows[order.rows]
-                if order.training:
-                    executor.use_codecs(order.codecs)
-                self._begin_step(order)
-                begin_s = time.monotonic()
-                reports = executor.run(
-                    order.segment,
-                    row,
-                    training=order.training,
-                    alone=alone,
-                    keep_spans=order.keep_spans,
-                    measure=order.measure,
-                )
-                if order.keep_spans:
-                    self._spans = tuple(span for of_stage in reports for report in of_stage for span in report.spans)
-                    reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
-                if order.save_to:
-                    self._begin_shards(order.save_to)
-                reports = self._copies.noted(reports, begin_s)
-                if order.keep_copy:
-                    self._copies.take(order.segment.first_step + order.segment.num_minibatches)
+                reports = self._carry_out(executor, order)
                 self._ledger.done(run, reports)
                 with self._grown:
                     self._done.append(reports)
@@ -290,6 +255,29 @@ class _StageActor(LinkedActor, ReplayingActor):
             with self._grown:
                 self._over = run
                 self._grown.notify_all()
+
+    def _carry_out(self, executor: Executor, order: Order) -> list[list[StepReport]]:
+        """A segment, and the copies and files that are to be made behind it."""
+        if order.segment.generation != self._generation:
+            raise StageError(
+                f"A segment of plan {order.segment.generation} came to a worker of plan {self._generation}."
+            )
+        row, alone = self._rows[order.rows]
+        if order.training:
+            executor.use_codecs(order.codecs)
+        self._begin_step(order)
+        begin_s = time.monotonic()
+        ways = {"training": order.training, "keep_spans": order.keep_spans, "measure": order.measure}
+        reports = executor.run(order.segment, row, alone=alone, **ways)
+        if order.keep_spans:
+            self._spans = tuple(span for of_stage in reports for report in of_stage for span in report.spans)
+            reports = [[replace(report, spans=()) for report in of_stage] for of_stage in reports]
+        if order.save_to:
+            self._begin_shards(order.save_to)
+        reports = self._copies.noted(reports, begin_s)
+        if order.keep_copy:
+            self._copies.take(order.segment.first_step + order.segment.num_minibatches)
+        return reports
 
     @ray.method(concurrency_group="control")
     def abort(self, term: int, links: int, reason: str) -> None:
