@@ -89,7 +89,7 @@ def shape_of(request: Request, there: int) -> Shape:
         request: as it was configured.
         there: workers, at least 1.
     """
-    asked = len(request.split_points) + 1 if request.split_points else request.num_stages
+    asked = request.asked_stages
     if request.replicated and asked is not None and (groups := request.workers(asked)) <= there:
         if request.kind.several_stages:
             each = min(request.replicas_of(asked)[0], there // groups)

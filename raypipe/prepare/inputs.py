@@ -90,8 +90,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     request = _request(pipeline, num_workers, sources["train"].num_samples)
     if given.survives:
         request = replace(request, state_copies=KEPT_COPIES + _keeps_log(pipeline))
-    named = len(request.split_points) + 1 if request.split_points else request.num_stages
-    minibatch, size, _count = microbatches(request, named or request.num_workers or 2)
+    minibatch, size, _count = microbatches(request, request.asked_stages or request.num_workers or 2)
     curve = wants_curve(pipeline) and needs_profile(pipeline, None)
     if curve:
         size = max(size, min(minibatch, CURVE_SAMPLES))

@@ -128,7 +128,7 @@ def _replicated(problem: Problem, found: Decision) -> Decision:
 
 def _check_replicas(request: Request, cluster: Cluster | None) -> None:
     """Raises: PlanError where there are no workers for all replicas, or nobody says how many stages there are."""
-    stages = len(request.split_points) + 1 if request.split_points else request.num_stages
+    stages = request.asked_stages
     if stages is None:
         raise PlanError(f"num_replicas={request.replicas} needs num_stages beside it: say how many stages there are.")
     offered = request.num_workers if cluster is None else len(cluster.devices)
@@ -194,7 +194,7 @@ def plan_of(decision: Decision, first_trainable: int | None = None, notes: Seque
 
 def _assumed(request: Request, graph: ModelGraph) -> Cluster:
     """Equal workers: as many as were offered, else one per stage."""
-    stages = len(request.split_points) + 1 if request.split_points else request.num_stages
+    stages = request.asked_stages
     wanted = stages and request.workers_in_all(stages)
     places = request.num_workers or wanted or min(DEFAULT_STAGES, len(graph.cut_positions()) + 1)
     return Cluster(tuple(Device(f"worker{i}") for i in range(places)), (ASSUMED_LINK,))
@@ -205,7 +205,7 @@ def _stage_counts(problem: Problem) -> list[int | None]:
     request, devices = problem.request, len(problem.cluster.devices)
     if request.kind.several_stages:  # settled, and more stages than devices
         return [request.num_stages]
-    wanted = len(request.split_points) + 1 if request.split_points else request.num_stages
+    wanted = request.asked_stages
     if wanted is not None and wanted > devices and not problem.described:
         raise PlanError(
             f"The plan has {wanted} stages, but scaling_config offers {devices} workers. "

@@ -49,9 +49,8 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
     Raises:
         PlanError: nothing fits, with one worker per stage neither.
     """
-    request = problem.request
+    request, asked = problem.request, problem.request.asked_stages
     most = len(problem.profile.graph.cut_positions()) + 1
-    asked = len(request.split_points) + 1 if request.split_points else request.num_stages
     wanted = shapes(len(problem.cluster.devices), most, request.lanes, asked)
     rows = [_row(found) for found in single]
     best_s = min((found.prediction.step_s for found in single), default=math.inf)

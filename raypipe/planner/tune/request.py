@@ -93,6 +93,11 @@ class Request:
         """What is known of the schedule; "auto" is one of the synchronous kinds with a stage per worker."""
         return KINDS.get(self.schedule, ScheduleKind())
 
+    @property
+    def asked_stages(self) -> int | None:
+        """Stages that were asked for, by number or by where they begin; None leaves it to the planner."""
+        return len(self.split_points) + 1 if self.split_points else self.num_stages
+
     def with_schedule(self, spec: ScheduleSpec) -> Request:
         """The same request with the schedule that a run has, and its numbers."""
         slack = spec.slack if takes(spec.kind, "slack") else None

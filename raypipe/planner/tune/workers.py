@@ -37,7 +37,7 @@ def settled_workers(request: Request, places: int, devices: int | None = None) -
     """
     if not request.kind.several_stages:
         return request
-    asked = len(request.split_points) + 1 if request.split_points else request.num_stages
+    asked = request.asked_stages
     copies = _replicas_of_all(request)
     given = request.num_workers
     if given is not None and given % copies:

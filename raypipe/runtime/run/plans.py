@@ -36,7 +36,7 @@ def _wanted(request: Request, plan: Plan, asked: Asked | None) -> tuple[int, ...
     """
     homes, stages = plan.schedule.wiring.homes, plan.partition.num_stages
     request = request if asked is None else asked.of(request)
-    wanted = len(request.split_points) + 1 if request.split_points else request.num_stages
+    wanted = request.asked_stages
     if stages != wanted or not (request.replicated or asked):
         return counts_of(homes)
     by_home = dict(zip(homes, request.replicas_of(stages), strict=True))
