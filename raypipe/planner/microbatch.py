@@ -31,7 +31,7 @@ import numpy as np
 from raypipe.errors import PlanError
 from raypipe.ir.prediction import CurvePoint
 from raypipe.planner.stage_time import StageTime
-from raypipe.planner.tolerance import EVEN
+from raypipe.planner.tolerance import EVEN, as_quick
 
 __all__ = ["Bounds", "Hop", "MicrobatchChoice", "Pipe", "all_sizes", "choose_microbatches"]
 
@@ -337,8 +337,7 @@ def _refusal(multiple: int, fits: Callable[[int, int], bool] | None, least: int,
 
 def _best(found: list[CurvePoint]) -> CurvePoint:
     """The fastest; of those that are as good, the one with the fewest micro-batches."""
-    least = min(c.predicted_s for c in found)
-    return min((c for c in found if c.predicted_s <= least * (1 + EVEN)), key=lambda c: c.num_microbatches)
+    return min(as_quick(found, lambda point: point.predicted_s), key=lambda point: point.num_microbatches)
 
 
 def _decided_by(model: _Model, ideal: float, curve: list[CurvePoint], chosen: CurvePoint) -> str:

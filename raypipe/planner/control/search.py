@@ -19,7 +19,7 @@ from raypipe.planner.control.config import ControllerConfig
 from raypipe.planner.control.measured import Measured, busiest_hops, predicted_s, squeezed
 from raypipe.planner.control.memory_budget import fits, why_not
 from raypipe.planner.search.candidates import Question, candidates, next_larger, quickest, resident, thriftiest
-from raypipe.planner.tolerance import EVEN
+from raypipe.planner.tolerance import EVEN, as_quick
 
 __all__ = ["Found", "Scored", "search"]
 
@@ -122,9 +122,8 @@ def _compressed(
     everywhere = [
         replace(one, forward_codecs=(f,) * hops, backward_codecs=(b,) * hops) for one in thrifty for f, b in pairs[1:]
     ]
-    best_s = min(map(score, everywhere))
     # The first is the mildest; those behind it must be better by more than nothing.
-    choice = next(one for one in everywhere if score(one) <= best_s * (1 + EVEN))
+    choice = as_quick(everywhere, score)[0]
     # A link that is far too slow as it is makes all orders alike, and the thriftiest was taken: not so behind a codec.
     coded = partial(replace, forward_codecs=choice.forward_codecs, backward_codecs=choice.backward_codecs)
     orders = _orders(config, squeezed(measured, choice, codecs), order, lambda one: score(coded(one)))

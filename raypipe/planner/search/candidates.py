@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from raypipe.ir.schedule_spec import ScheduleSpec, kinds_to_search, takes
 from raypipe.planner.memory import MemoryModel
-from raypipe.planner.tolerance import EVEN
+from raypipe.planner.tolerance import EVEN, as_quick
 
 __all__ = ["Question", "candidates", "next_larger", "quickest", "resident", "thriftiest"]
 
@@ -104,9 +104,7 @@ def next_larger(schedule: str, now: ScheduleSpec, num_hops: int) -> tuple[Schedu
 
 def quickest(found: Sequence[T], score: Callable[[T], float], held: Callable[[T], float]) -> T:
     """The best; of equals the one that holds least."""
-    best_s = min(map(score, found))
-    even = [one for one in found if score(one) <= best_s * (1 + EVEN)]
-    return min(even, key=lambda one: (held(one), score(one), str(one)))
+    return min(as_quick(found, score), key=lambda one: (held(one), score(one), str(one)))
 
 
 def resident(model: MemoryModel, num_stages: int) -> float:

@@ -25,11 +25,11 @@ from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Plan
 from raypipe.ir.profile import Profile
 from raypipe.planner.schedule import schedule_of
-from raypipe.planner.tolerance import EVEN
+from raypipe.planner.tolerance import EVEN, as_quick
 from raypipe.planner.tune.advice import what_would_fit
 from raypipe.planner.tune.attempt import attempt, in_full, predicted
 from raypipe.planner.tune.compare_shapes import best_shape, of_shape, shape_reason
-from raypipe.planner.tune.decision import Decision
+from raypipe.planner.tune.decision import Decision, step_s_of
 from raypipe.planner.tune.explain import reasons_of
 from raypipe.planner.tune.predict import first_trainable_stage
 from raypipe.planner.tune.problem import Problem
@@ -76,9 +76,7 @@ def decide(request: Request, profile: Profile, cluster: Cluster | None = None) -
 
 def _best_of(problem: Problem, found: Sequence[Decision], table: tuple[Candidate, ...] = ()) -> Decision:
     """The least step, completed; of those that are as good the one with the fewest workers."""
-    best_s = min(decision.prediction.step_s for decision in found)
-    near = [decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN)]
-    chosen = min(near, key=lambda decision: sum(decision.partition.replicas))
+    chosen = min(as_quick(found, step_s_of), key=lambda decision: sum(decision.partition.replicas))
     best = _completed(settled(problem, chosen.request.recomputes), chosen)
     fewer = only_where_needed(problem, best)
     if fewer is not best:
@@ -268,8 +266,7 @@ def _best_kind(
     if not found:
         assert refusal is not None
         raise refusal
-    best_s = min(decision.prediction.step_s for decision in found)
-    return next(decision for decision in found if decision.prediction.step_s <= best_s * (1 + EVEN))
+    return as_quick(found, step_s_of)[0]
 
 
 def _completed(problem: Problem, found: Decision) -> Decision:

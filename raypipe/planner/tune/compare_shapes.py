@@ -18,8 +18,8 @@ from raypipe.errors import PlanError
 from raypipe.ir.candidate import Candidate
 from raypipe.ir.plan_table import human_s
 from raypipe.planner.partition.antichain import antichain
-from raypipe.planner.tolerance import EVEN
-from raypipe.planner.tune.decision import Decision
+from raypipe.planner.tolerance import EVEN, as_quick
+from raypipe.planner.tune.decision import Decision, step_s_of
 from raypipe.planner.tune.predict import seconds_of
 from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.recompute import is_open, most_recompute, settled
@@ -53,7 +53,7 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
     most = len(problem.profile.graph.cut_positions()) + 1
     wanted = shapes(len(problem.cluster.devices), most, request.lanes, asked)
     rows = [_row(found) for found in single]
-    best_s = min((found.prediction.step_s for found in single), default=math.inf)
+    best_s = min(map(step_s_of, single), default=math.inf)
     searches = [ShapeSearch(each) for each in _with_recompute(problem)]
     shown = _always_shown(searches[0], wanted)
     found: list[Decision] = []
@@ -68,14 +68,13 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
             continue
         if decision is not None:
             found.append(decision)
-            best_s = min(best_s, decision.prediction.step_s)
-    found.sort(key=lambda each: each.prediction.step_s)
+            best_s = min(best_s, step_s_of(decision))
+    found.sort(key=step_s_of)
     found[:FEW] = [with_branches(problem, each) for each in found[:FEW]]
     rows += map(_row, found)
-    best_s = min([best_s, *(each.prediction.step_s for each in found)])
-    near = [each for each in (*single, *found) if each.prediction.step_s <= best_s * (1 + EVEN)]
-    if not near:
+    if not (single or found):
         raise PlanError(_nothing(rows))
+    near = as_quick([*single, *found], step_s_of)
     chosen = min(near, key=lambda each: (sum(each.partition.replicas), max(each.partition.replicas)))
     table = _table(rows, chosen.partition.replicas)
     return (None if any(chosen is each for each in single) else chosen), table

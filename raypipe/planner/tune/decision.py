@@ -13,7 +13,7 @@ from raypipe.planner.microbatch import MicrobatchChoice
 from raypipe.planner.partition.limits import Limits
 from raypipe.planner.tune.request import Request
 
-__all__ = ["Decision"]
+__all__ = ["Decision", "step_s_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +44,8 @@ class Decision:
     of_all: bool = False
     reasons: tuple[tuple[str, str], ...] = ()
     candidates: tuple[Candidate, ...] = ()
+
+
+def step_s_of(decision: Decision) -> float:
+    """Predicted seconds of its step, by which decisions are compared."""
+    return decision.prediction.step_s
