@@ -211,7 +211,7 @@ class Executor:
         Args:
             row: this worker's actions with micro-batches counted from 0 within the segment.
             training: False runs the evaluation function without gradients.
-            alone: every stage takes its own norm and waits for nobody's (``Wiring.norm_per_stage``).
+            alone: every stage takes its own norm and waits for nobody's (``Wiring.alone``).
             measure: report how long actions and messages took.
 
         Raises:
@@ -342,7 +342,10 @@ class Executor:
                     norm, self._norms = (None, None) if own is None else own
                     self._totals = norm, loss
                 else:
-                    self._totals = self._told or self._reduction.norm(stage, microbatch, losses)
+                    synchronous = self._segment.update_interval is None
+                    self._totals = self._told or self._reduction.norm(
+                        stage, microbatch, losses, with_frozen=synchronous
+                    )
             case Op.STEP:
                 assert self._totals is not None
                 step = self._segment.locate(microbatch)[0]

@@ -168,7 +168,7 @@ class LocalFleet:
                     order.segment,
                     row,
                     training=order.training,
-                    alone=schedule.wiring.norm_per_stage,
+                    alone=schedule.wiring.alone(index),
                     keep_spans=order.keep_spans,
                     measure=order.measure,
                 )

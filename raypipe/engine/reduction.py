@@ -104,7 +104,9 @@ class Reduction:
             self._send(other, action, tensors)
         return tensors
 
-    def norm(self, stage: int, microbatch: int, losses: Sequence[LossTerm]) -> tuple[torch.Tensor, torch.Tensor]:
+    def norm(
+        self, stage: int, microbatch: int, losses: Sequence[LossTerm], *, with_frozen: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(gradient norm of the whole model, loss), the same on every stage; taken once for all stages of the worker.
 
         The total is the norm of the stacked norms in the order of the user's named_parameters(), which is
@@ -112,15 +114,18 @@ class Reduction:
 
         Args:
             losses: of the mini-batch's micro-batches, where this worker holds the last stage.
+            with_frozen: workers whose stages have no backward wait for it too, as ``Wiring.normed_with`` says.
         """
-        found = self._known = self._known or self._norm(microbatch, losses)
+        found = self._known = self._known or self._norm(microbatch, losses, with_frozen)
         self._told.add(stage)
         if self._told == self._own:
             self._told.clear()
             self._known = None
         return found
 
-    def _norm(self, microbatch: int, losses: Sequence[LossTerm]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _norm(
+        self, microbatch: int, losses: Sequence[LossTerm], with_frozen: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         me, placement = self._placement.worker, self._placement
         action = Action(placement.first_stage(me), Op.REDUCE_NORM, microbatch)
         ends = len(self._programs) - 1 in self._own
@@ -131,7 +136,7 @@ class Reduction:
         else:
             heard = [self._receive(other, action) for other in self._others]
             losses = merged(losses, heard) if ends else losses
-            total, loss = self._of_leaders(action, summed(losses))
+            total, loss = self._of_leaders(action, summed(losses), with_frozen)
             for other in self._others:
                 self._send(other, action, [total, loss])
         assert total is not None
@@ -152,10 +157,13 @@ class Reduction:
             return None
         return summed(merged(losses, [self._receive(other, action) for other in self._others]))
 
-    def _of_leaders(self, action: Action, loss: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _of_leaders(
+        self, action: Action, loss: torch.Tensor | None, with_frozen: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(gradient norm, loss) from what every stage's leading worker has: down to the first, and back up."""
         placement = self._placement
-        leaders = placement.leaders
+        lowest = 0 if with_frozen else self._programs[0].first_trainable
+        leaders = [worker for worker in placement.leaders if max(placement.stages_of(worker)) >= lowest]
         at = leaders.index(placement.worker)
         below, above = (leaders[i] if 0 <= i < len(leaders) else None for i in (at - 1, at + 1))
         parts = [self._updates[stage].own_norms() for stage in sorted(self._own)]

@@ -114,6 +114,8 @@ def _partition(found: Mapping[str, Any]) -> Partition:
 def _wiring_fields(wiring: Wiring) -> dict[str, Any]:
     """For JSON, where a stage is named with its one worker unless it has several."""
     fields = asdict(wiring)
+    if not wiring.frozen_alone:
+        del fields["frozen_alone"]
     if not wiring.intervals:
         del fields["intervals"]
     if wiring.replicated or wiring.lanes > 1:

@@ -57,6 +57,8 @@ class Wiring:
         lanes: into how many micro-batches are dealt out in turn, at least one for each replica of a stage.
         intervals: micro-batches per optimizer step by stage, where stages step more often than every update_interval,
             a multiple of each; empty where they do not. Each then takes the norm of its own.
+        frozen_alone: stages below ``first_trainable`` take no part in the norm of the others. Where steps follow each
+            other without a flush, those behind need their forwards of the next update before they end this one.
 
     Raises:
         ScheduleError: a stage has no worker, or one twice; a worker shares some of its stages with others but not all;
@@ -70,6 +72,7 @@ class Wiring:
     norm_per_stage: bool = False
     lanes: int = 1
     intervals: tuple[int, ...] = ()
+    frozen_alone: bool = False
 
     def __post_init__(self) -> None:
         if self.lanes < 1:
@@ -107,6 +110,17 @@ class Wiring:
     def interval_of(self, stage: int) -> int:
         """Micro-batches per optimizer step of a stage."""
         return self.intervals[stage] if self.intervals else self.update_interval
+
+    def normed_with(self, stage: int) -> Sequence[int]:
+        """Stages whose gradients the norm of this one's update is taken of."""
+        if self.norm_per_stage or (self.frozen_alone and stage < self.first_trainable):
+            return (stage,)
+        return range(self.first_trainable if self.frozen_alone else 0, self.num_stages)
+
+    def alone(self, worker: int) -> bool:
+        """Whether each stage of this worker takes a norm of its own."""
+        held = [stage for stage, workers in enumerate(self.homes) if worker in workers]
+        return self.norm_per_stage or all(self.frozen_alone and stage < self.first_trainable for stage in held)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -175,7 +189,7 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
         F  <- RECV_F <- SEND_F <- F of the stage before       (or directly, on the same worker)
         B  <- F, and RECV_B <- SEND_B <- B of the stage after
         W  <- I;   REDUCE_GRAD <- every B (or W) of the update;   REDUCE_NORM <- REDUCE_GRAD of all
-        stages, or of its own where norms are per stage;   STEP <- REDUCE_NORM
+        stages, or of its own where norms are per stage (``normed_with``);   STEP <- REDUCE_NORM
 
     What ends an update stands in the row of every replica. So REDUCE_GRAD waits for backwards on all replicas of its
     stage, and one that is waited for is that of the own row or, if it has none, those of all rows that do.
@@ -214,8 +228,7 @@ def dependencies(action: Action, wiring: Wiring) -> Sequence[Action]:
             first = microbatch - wiring.interval_of(stage) + 1
             return _of_all(stage, last, range(first, microbatch + 1))
         case Op.REDUCE_NORM:
-            stages = (stage,) if wiring.norm_per_stage else range(wiring.num_stages)
-            return tuple(Action(s, Op.REDUCE_GRAD, microbatch) for s in stages)
+            return tuple(Action(s, Op.REDUCE_GRAD, microbatch) for s in wiring.normed_with(stage))
         case Op.STEP:
             return (Action(stage, Op.REDUCE_NORM, microbatch),)
 

@@ -21,6 +21,17 @@ from jobs.lib.combinations.trial import carry_out
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 TRIALS = 24
+ONCE_WRONG = {
+    "2bw goes on with one stage": {
+        "fields": {"schedule": "2bw", "num_stages": 1, "partitioner": "parameters"},
+        "stop": 2, "first": {"schedule": "2bw", "num_stages": 2, "partitioner": "parameters"},
+    },
+    "a frozen stage, and a norm of all stages behind others' forwards": {
+        "net": "frozen below",
+        "fields": {"schedule": "2bw", "num_stages": 3, "partitioner": ["3", "7"], "slack": 2, "max_grad_norm": 0.05},
+    },
+}  # fmt: skip
+SIZES = {"minibatch_size": 8, "num_microbatches": 4, "precision": "fp32", "verify": "off"}
 
 
 @pytest.mark.slow
@@ -29,6 +40,16 @@ def test_drawn_combinations(number: int, tmp_path: Path) -> None:
     found = drawn(Random(f"combination test-{number}"))
     outcome = carry_out(found, tmp_path)
     assert outcome.good, "\n".join([str(found), *outcome.details])
+
+
+@pytest.mark.parametrize("name", ONCE_WRONG)
+def test_what_was_once_wrong(name: str, tmp_path: Path) -> None:
+    given = dict(ONCE_WRONG[name])
+    for part in ("fields", "first"):
+        if part in given:
+            given[part] = SIZES | given[part]
+    outcome = carry_out(Combination(**{"samples": 20, "steps": 5, **given}), tmp_path)
+    assert outcome.word == "equal", outcome.details
 
 
 def test_draws_are_repeatable_and_reach_everything() -> None:

@@ -21,7 +21,7 @@ from jobs.lib.combinations.optimizers import optimizer_of, scheduler_of
 from jobs.lib.combinations.plain import Meaning, Plain, evaluated, train
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.errors import CaptureError, ConfigError, DataError, PlanError, RaypipeError, ScheduleError
-from tests.emulators.versions import Mode, round_robin, two_buffered
+from tests.emulators.versions import Mode, two_buffered
 
 __all__ = ["Outcome", "carry_out"]
 
@@ -241,33 +241,23 @@ def _mode(fields: Mapping[str, Any], learns: list[bool]) -> Mode | None:
     if schedule == "2bw":
         return two_buffered(count)
     first = learns.index(True) if fields.get("vertical_sync") else 0  # below it there are no versions to stamp
-    own = stages - first
     every = fields.get("update_interval")
     replicas = fields.get("num_replicas", 1)
-    counts = tuple(replicas if isinstance(replicas, list) else [replicas] * stages)[first:]
+    counts = (replicas if isinstance(replicas, list) else [replicas] * stages)[first:]
     slack = fields.get("slack", 1)
     hops = (slack if isinstance(slack, list) else [slack] * (stages - 1))[first:]
-    if max(counts) > 1 or lanes_of(fields) > 1:
-        found = round_robin(counts, every or lanes_of(fields), vertical=bool(fields.get("vertical_sync")))
-    elif "weight_versions" in fields and every is None:
-        every = next(
-            u for u in range(1, count + 1) if count % u == 0 and u >= sum(hops) / (fields["weight_versions"] - 1)
-        )
-        found = _by_hop(hops, every, vertical=bool(fields.get("vertical_sync")))
-    else:
-        found = _by_hop(hops, every or 1, vertical=bool(fields.get("vertical_sync")))
-    assert own == len(hops) + 1
-    return Mode(found.name, found.every, lambda stage, k: found.version(max(0, stage - first), k))
-
-
-def _by_hop(slack: list[int], every: int, *, vertical: bool) -> Mode:
-    """Stashing with a number of forwards under way over each hop."""
+    if every is None and "weight_versions" in fields:
+        least = sum(hops) / (fields["weight_versions"] - 1)
+        every = next(u for u in range(1, count + 1) if count % u == 0 and u >= least)
+    every = every or lanes_of(fields)
 
     def version(stage: int, k: int) -> int:
-        ahead = sum(slack if vertical else slack[stage:])
-        return max(0, (k - ahead) // every)
+        at = 0 if fields.get("vertical_sync") else max(0, stage - first)
+        ahead = sum(hop * behind for hop, behind in zip(hops[at:], counts[at + 1 :], strict=True))
+        own = counts[at]  # each replica runs so many of its own ahead, of one in ``own`` micro-batches
+        return max(0, (k // own - math.ceil(ahead / own)) // (every // own))
 
-    return Mode(f"slack {slack}, u = {every}", every, version)
+    return Mode(schedule, every, version)
 
 
 def differences(

@@ -100,6 +100,7 @@ def continuous(
         norm_per_stage=norm_per_stage,
         lanes=replicas.lanes,
         intervals=counts if per_replica else (),
+        frozen_alone=True,
     )
     prologue, body, epilogue = [], [], []
     for stage, own in _workers(wiring):

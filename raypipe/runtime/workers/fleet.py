@@ -304,7 +304,7 @@ class Fleet(Configuring):
         if key not in self._rows:
             schedule = schedules(key)
             for worker, actor in enumerate(self.actors):
-                actor.set_row.remote(self._term, key, schedule.row(worker), schedule.wiring.norm_per_stage)
+                actor.set_row.remote(self._term, key, schedule.row(worker), schedule.wiring.alone(worker))
             self._rows.add(key)
 
     def _gather(self, flight: Flight) -> RaypipeError | None:

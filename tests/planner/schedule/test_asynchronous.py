@@ -16,7 +16,7 @@ from raypipe.planner.schedule.asynchronous import continuous, finite, minibatche
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.schedule.replicas import warmups_of
 from raypipe.planner.schedule.text import draw
-from raypipe.planner.schedule.validate import validate
+from raypipe.planner.schedule.validate import lowered_and_checked, validate
 from raypipe.planner.segments import Flow, Position, flowing_segments
 from raypipe.planner.simulate.serial import Costs, makespan_s
 from raypipe.planner.tune import Request, build_schedule, weight_policy, weight_reason
@@ -87,6 +87,18 @@ def test_no_bubble_between_mini_batches(stages: int, count: int, backward_s: flo
     costs = Costs(forward_s=(1.0,) * stages, backward_s=(backward_s,) * stages)
     period_s = (makespan_s(lowered, costs, repeats=9) - makespan_s(lowered, costs, repeats=5)) / 4
     assert period_s == pytest.approx(count * (1.0 + backward_s))
+
+
+@pytest.mark.parametrize("frozen", range(4))
+@pytest.mark.parametrize("slack", [1, 2])
+def test_stages_without_a_backward_do_not_wait_for_the_norm_of_those_that_wait_for_them(
+    frozen: int, slack: int
+) -> None:
+    """Those behind run ahead, and so need forwards of the next update before the norm of this one."""
+    schedule = continuous("2bw", 4, 6, 6, slack=slack, first_trainable=frozen, norm_per_stage=False)
+    lowered = lowered_and_checked(schedule)
+    assert [lowered.wiring.alone(worker) for worker in range(4)] == [worker < frozen for worker in range(4)]
+    assert [len(lowered.wiring.normed_with(stage)) for stage in range(4)] == [1] * frozen + [4 - frozen] * (4 - frozen)
 
 
 @pytest.mark.parametrize(
