@@ -119,8 +119,8 @@ class Wiring:
 
     def alone(self, worker: int) -> bool:
         """Whether each stage of this worker takes a norm of its own."""
-        held = [stage for stage, workers in enumerate(self.homes) if worker in workers]
-        return self.norm_per_stage or all(self.frozen_alone and stage < self.first_trainable for stage in held)
+        learning = self.homes[self.first_trainable :]
+        return self.norm_per_stage or (self.frozen_alone and not any(worker in workers for workers in learning))
 
     @property
     def placement(self) -> tuple[int, ...]:
