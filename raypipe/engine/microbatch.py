@@ -19,7 +19,7 @@ from raypipe.errors import ConfigError, DataError
 
 __all__ = [
     "IGNORED_TARGET", "Reduction", "Weights", "counting", "evaluation_shares", "items_of", "loss_weights",
-    "microbatch_sizes", "update_weights",
+    "update_weights",
 ]  # fmt: skip
 
 Reduction = str | Callable[[Any], float] | LossCounts
@@ -31,21 +31,6 @@ Weights = tuple[float, ...]
 
 IGNORED_TARGET = -100
 """The target that torch's losses leave out (``ignore_index``)."""
-
-
-def microbatch_sizes(minibatch_samples: int, microbatch_size: int) -> tuple[int, ...]:
-    """Samples of each micro-batch: all alike but the last, which may be smaller, as torch.split cuts.
-
-    Raises:
-        DataError: a number is below 1.
-    """
-    if minibatch_samples < 1 or microbatch_size < 1:
-        raise DataError(
-            f"A mini-batch of {minibatch_samples} samples cannot be cut into micro-batches of {microbatch_size}: "
-            "both need at least 1."
-        )
-    full, rest = divmod(minibatch_samples, microbatch_size)
-    return (microbatch_size,) * full + ((rest,) if rest else ())
 
 
 def loss_weights(

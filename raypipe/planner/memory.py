@@ -215,10 +215,6 @@ class MemoryModel:
         total: NDArray[np.int64] = many + parts[1] + gradients
         return total
 
-    def node_bytes(self, graph: ModelGraph, depth: int) -> NDArray[np.int64]:
-        """Bytes that each node adds to a stage of this depth, shape (nodes,)."""
-        return self.at_depth(self.node_parts(graph), depth)
-
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
@@ -341,13 +337,12 @@ def stage_memory(
     )
 
 
-def check_memory(found: Sequence[StageMemory], limits: Sequence[int | None], advice: str = "") -> None:
+def check_memory(found: Sequence[StageMemory], limits: Sequence[int | None]) -> None:
     """Refuse a plan that does not fit.
 
     Args:
         found: by stage.
         limits: bytes by stage, None for no limit.
-        advice: the nearest plan that fits, as a sentence.
 
     Raises:
         PlanError: names the stage that is over its limit by most, the action, and what its bytes are for.
@@ -359,5 +354,5 @@ def check_memory(found: Sequence[StageMemory], limits: Sequence[int | None], adv
     raise PlanError(
         f"Stage {worst.stage} needs {human_bytes(worst.total_bytes)} at {worst.action}, {human_bytes(excess)} more "
         f"than its limit of {human_bytes(cap)}: {worst}. "
-        + (advice or "Use smaller micro-batches, more stages, or a schedule with fewer micro-batches in flight.")
+        "Use smaller micro-batches, more stages, or a schedule with fewer micro-batches in flight."
     )

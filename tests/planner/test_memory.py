@@ -29,6 +29,11 @@ from tests.planner.specs import spec_for
 SOLVERS = [prefix_sum, antichain, hierarchical]
 
 
+def node_bytes(model: MemoryModel, graph: ModelGraph, depth: int):
+    """What each node adds to a stage of this depth, shape (nodes,)."""
+    return model.at_depth(model.node_parts(graph), depth)
+
+
 def held(node: Node) -> Sums:
     return sums_of(ModelGraph((node,)), range(1))
 
@@ -72,7 +77,7 @@ def test_leaves_in_16_bits_have_the_versions_and_the_weights_are_there_once() ->
     found = stage_memory(model, held(node), 0, 2)
     assert (found.weight_bytes, found.leaf_bytes, found.gradient_bytes, found.optimizer_bytes) == (100, 90, 80, 160)
     assert "weights x 1 100 B, 16-bit leaves x 2 90 B, gradients 80 B" in str(found)
-    (resident,) = model.node_bytes(ModelGraph((node,)), 2)
+    (resident,) = node_bytes(model, ModelGraph((node,)), 2)
     assert resident == found.total_bytes - found.message_bytes
     plain = stage_memory(dataclasses.replace(model, leaf_factor=0.0), held(node), 0, 2)
     assert (plain.weight_bytes, plain.leaf_bytes) == (180, 0)
@@ -88,14 +93,14 @@ def test_copies_of_the_state_are_a_line_of_their_own() -> None:
     assert found.total_bytes == plain.total_bytes + found.copy_bytes
     assert "copies of the state 1.0 KiB" in str(found)
     assert "copies" not in str(plain)
-    assert int(model.node_bytes(graph, 1)[0]) == int(without.node_bytes(graph, 1)[0]) + found.copy_bytes
+    assert int(node_bytes(model, graph, 1)[0]) == int(node_bytes(without, graph, 1)[0]) + found.copy_bytes
 
 
 @pytest.mark.slow
 @given(graphs(most=8), limits(), st.integers(1, 5), st.data())
 def test_nodes_add_up_to_the_stage(graph, bounds, depth, data):
     cut = data.draw(st.integers(0, len(graph.nodes)))
-    by_node = bounds.memory.node_bytes(graph, depth)
+    by_node = node_bytes(bounds.memory, graph, depth)
     halves = (range(cut), range(cut, len(graph.nodes)))
     parts = [stage_memory(bounds.memory, sums_of(graph, half), 0, depth) for half in halves]
     assert sum(part.total_bytes for part in parts) == by_node.sum()
@@ -105,7 +110,7 @@ def test_nodes_add_up_to_the_stage(graph, bounds, depth, data):
 @pytest.mark.slow
 @given(graphs(most=6), limits(), st.integers(1, 5))
 def test_deeper_stages_never_need_less(graph, bounds, depth):
-    assert (bounds.memory.node_bytes(graph, depth) <= bounds.memory.node_bytes(graph, depth + 1)).all()
+    assert (node_bytes(bounds.memory, graph, depth) <= node_bytes(bounds.memory, graph, depth + 1)).all()
 
 
 def test_what_a_stage_holds_by_name() -> None:

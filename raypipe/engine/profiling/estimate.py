@@ -34,6 +34,9 @@ from raypipe.ir.profile import Profile
 
 __all__ = ["Rates", "bytes_unrun", "estimate_graph", "measure_rates"]
 
+SQUARE, REPEATS = 512, 5
+"""Side of the matrices whose product tells the rate, and how often each rate is measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -61,23 +64,23 @@ class Rates:
         return self.overhead_s + max(flops / self.flops_per_s, moved_bytes / self.bytes_per_s)
 
 
-def measure_rates(size: int = 512, repeats: int = 5) -> Rates:
+def measure_rates() -> Rates:
     """Rates of this machine's CPU with one thread, from a matrix product and a copy."""
     with one_thread():
-        a, b = torch.rand(size, size), torch.rand(size, size)
+        a, b = torch.rand(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE)
         source = torch.rand(16 << 20)
         target = torch.empty_like(source)
-        product_s = _least(lambda: a @ b, repeats)
-        copy_s = _least(lambda: target.copy_(source), repeats)
+        product_s = _least(lambda: a @ b)
+        copy_s = _least(lambda: target.copy_(source))
         small = torch.rand(1)
-        overhead_s = _least(lambda: [small + small for _ in range(100)], repeats) / 100
-    return Rates(2 * size**3 / product_s, 2 * source.nbytes / copy_s, overhead_s, "cpu, 1 thread")
+        overhead_s = _least(lambda: [small + small for _ in range(100)]) / 100
+    return Rates(2 * SQUARE**3 / product_s, 2 * source.nbytes / copy_s, overhead_s, "cpu, 1 thread")
 
 
-def _least(call: Callable[[], Any], repeats: int) -> float:
+def _least(call: Callable[[], Any]) -> float:
     call()
     seconds = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         begin_s = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - begin_s)

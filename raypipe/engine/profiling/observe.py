@@ -24,6 +24,9 @@ __all__ = ["BackwardClock", "ForwardClock", "KeptBytes", "Shares", "engine_secon
 
 Call = Callable[..., Any]
 
+REPEATS = 3
+"""Of each measurement of a share."""
+
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """The tensors of a structure."""
@@ -136,15 +139,13 @@ class Shares:
     Args:
         leaves: by position, the parameters that the operation reads.
         weight_like: positions whose outputs count as parameters.
-        repeats: of each measurement; the least counts.
     """
 
-    def __init__(self, leaves: Sequence[Sequence[torch.Tensor]], weight_like: frozenset[int], repeats: int = 3) -> None:
+    def __init__(self, leaves: Sequence[Sequence[torch.Tensor]], weight_like: frozenset[int]) -> None:
         self.weight_share = [0.0] * len(leaves)
         self._leaves = leaves
         self._weight_like = weight_like
         self._derived: dict[int, torch.Tensor] = {}
-        self._repeats = repeats
 
     def __call__(self, position: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arrived = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not t.is_leaf]
@@ -164,7 +165,7 @@ class Shares:
     ) -> float:
         seconds: dict[bool, list[float]] = {True: [], False: []}
         try:
-            for wanted in (True, False) * self._repeats:
+            for wanted in (True, False) * REPEATS:  # the least counts
                 copies: dict[bool, list[torch.Tensor]] = {True: list(weights), False: []}
                 own_args, own_kwargs = pytree.tree_map(lambda x, c=copies: _alone(x, derived, c), (args, kwargs))
                 roots = [t for t in tensors_in(call(*own_args, **own_kwargs)) if t.requires_grad]

@@ -25,6 +25,7 @@ from raypipe.planner.control.fifo import Way, agreed, occupancies_s, round_trip,
 __all__ = ["WINDOW_STEPS", "LinkEstimator"]
 
 WINDOW_STEPS = 8
+"""That an estimate is made of."""
 CODEC_CHANGED = 0.2
 """Relative change of the compression ratio from which on another codec must be in use."""
 FLOOR_S = 1e-3
@@ -40,12 +41,11 @@ class LinkEstimator:
     Args:
         hop: joins stage hop to stage hop + 1.
         drift_threshold: relative change of the mean transfer time that is a change of the link.
-        window_steps: steps that an estimate is made of.
     """
 
-    def __init__(self, hop: int, drift_threshold: float = 0.25, window_steps: int = WINDOW_STEPS) -> None:
+    def __init__(self, hop: int, drift_threshold: float = 0.25) -> None:
         self.hop = hop
-        self._window: deque[Step] = deque(maxlen=window_steps)
+        self._window: deque[Step] = deque(maxlen=WINDOW_STEPS)
         self._drift = Drift(drift_threshold, FLOOR_S)  # of forward plus backward, which does not depend on the clocks
         self._ratios: list[float] = []  # bytes before and on the wire in the newest step, each way
         self._outliers = 0  # 1 while the newest step disagrees with those before, else 0

@@ -171,7 +171,7 @@ def _search_again(state: State, heard: Heard, config: ControllerConfig) -> Answe
     known = _searched(state, heard, config)
     measured = known.uncompressed.at(done.step).added_to(measured, _ratios(config, done.choice, len(measured.links)))
     found = search(replace(config, budgets=known.memory.budgets), measured, done.choice)
-    look = _judged_search(found, measured, known, heard, config)
+    look = _judged_search(found, known, heard, config)
     best = found.best.choice
     if look.verdict is Verdict.KEEP:
         state = Measure(known)
@@ -209,7 +209,7 @@ class _Look(NamedTuple):
     text: str
 
 
-def _judged_search(found: Found, measured: Measured, known: Known, heard: Heard, config: ControllerConfig) -> _Look:
+def _judged_search(found: Found, known: Known, heard: Heard, config: ControllerConfig) -> _Look:
     """Whether the best choice is worth a switch."""
     done, best = heard.done, found.best
     recent_s = known.recent_s

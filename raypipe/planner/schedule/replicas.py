@@ -15,7 +15,6 @@ h >= s, plus R_s - 1) / R_s), which is the same for r_h = 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from raypipe.errors import ScheduleError
 from raypipe.ir.schedule import Homes, Wiring
 
-__all__ = ["SINGLE", "Replicas", "ahead_of", "in_flight_per_input", "warmups_of"]
+__all__ = ["SINGLE", "Replicas", "ahead_of", "warmups_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,3 @@ def ahead_of(replicas: Sequence[int], slack: Sequence[int] | int = 1) -> tuple[i
     It never grows from a stage to the next, so that no stage waits for forwards that stand behind one of its updates.
     """
     return tuple(w * count for w, count in zip(warmups_of(replicas, slack), replicas, strict=True))
-
-
-def in_flight_per_input(replicas: Sequence[int]) -> int:
-    """NOAM: micro-batches in flight on each replica of stage 0."""
-    return math.ceil(sum(replicas) / replicas[0])

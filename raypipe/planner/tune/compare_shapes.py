@@ -70,7 +70,7 @@ def best_shape(problem: Problem, single: Sequence[Decision]) -> tuple[Decision |
             found.append(decision)
             best_s = min(best_s, step_s_of(decision))
     found.sort(key=step_s_of)
-    found[:FEW] = [with_branches(problem, each) for each in found[:FEW]]
+    found[:FEW] = [with_branches(each) for each in found[:FEW]]
     rows += map(_row, found)
     if not (single or found):
         raise PlanError(_nothing(rows))
@@ -88,10 +88,10 @@ def of_shape(problem: Problem, shape: Shape) -> Decision:
     """
     found = _first([ShapeSearch(each) for each in _with_recompute(problem)], shape, math.inf)
     assert found is not None, "any step is shorter than forever"
-    return with_branches(problem, found)
+    return with_branches(found)
 
 
-def with_branches(problem: Problem, found: Decision) -> Decision:
+def with_branches(found: Decision) -> Decision:
     """The same shape with nodes in another order of execution, where the model allows one that is faster.
 
     PipeDream's optimizer looks for stages of a graph and for their replicas together. Here the antichain method is told

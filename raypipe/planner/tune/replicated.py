@@ -106,7 +106,7 @@ class ShapeSearch:
         request, sized = self._request(shape), self._all_sized(shape)
         cuts = self._cuts_into(len(shape))
         assert cuts is not None
-        whole = self._whole(shape, cuts, sized[0].costs)
+        whole = self._whole(shape, sized[0].costs)
         found = self._least(shape, sized, whole, below_s)
         if found is None:
             if math.isinf(below_s) or not any(self._fitting(request, each, whole).any() for each in sized):
@@ -169,7 +169,7 @@ class ShapeSearch:
         forward_s, backward_s = costs.forward_s / speed, costs.backward_s / speed
         reduce_s = np.stack(
             [
-                self._reduce_s(costs, stage, size, lanes, len(group), speed[stage], slowest_link(cluster, group, group))
+                self._reduce_s(costs, stage, lanes, len(group), speed[stage], slowest_link(cluster, group, group))
                 for stage, group in enumerate(groups)
             ],
             axis=1,
@@ -182,9 +182,7 @@ class ShapeSearch:
         weight_s, hops_s, kind = costs.weight_s / speed, (*there_s, *back_s), self._problem.request.kind
         return SizedCuts(shape, kind, count, size, costs, forward_s, backward_s, weight_s, reduce_s, hops_s)
 
-    def _reduce_s(
-        self, costs: CutCosts, stage: int, size: int, lanes: int, replicas: int, speed: float, link: Link
-    ) -> Floats:
+    def _reduce_s(self, costs: CutCosts, stage: int, lanes: int, replicas: int, speed: float, link: Link) -> Floats:
         """By cut, what a stage's replicas take to sum gradients behind the last backward."""
         key = (id(costs), stage, lanes, replicas, speed, link)
         if key in self._reduced:
@@ -204,7 +202,7 @@ class ShapeSearch:
             self._reduced[key] = found
         return found
 
-    def _whole(self, shape: Shape, cuts: Ints, costs: CutCosts) -> NDArray[np.bool_]:
+    def _whole(self, shape: Shape, costs: CutCosts) -> NDArray[np.bool_]:
         """Which cuts leave what changes buffers to stages of one worker."""
         counts = self._changing[costs.positions]
         changes: NDArray[np.bool_] = (counts[:, 1:] - counts[:, :-1]) > 0
@@ -298,7 +296,7 @@ class ShapeSearch:
             near = np.array(list(_neighbours(here.tolist())), dtype=np.int64).reshape(-1, len(here))
             sized = self._sized(shape, near, best.sized.number, best.sized.size)
             try:
-                whole = self._whole(shape, near, sized.costs)
+                whole = self._whole(shape, sized.costs)
             except ShapeError:
                 return best
             better = self._least(shape, [sized], whole, best.step_s)
