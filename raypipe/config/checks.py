@@ -15,7 +15,7 @@ from raypipe.errors import ConfigError
 from raypipe.ir.precision import PRECISIONS
 from raypipe.ir.schedule_spec import KINDS, ScheduleKind, kinds_to_search, takes
 
-__all__ = ["check_together"]
+__all__ = ["check_together", "turns_schedule"]
 
 
 def check_together(config: PipelineFields) -> None:
@@ -221,12 +221,16 @@ def _kind(config: PipelineFields) -> ScheduleKind:
     return KINDS.get(config.schedule, ScheduleKind())
 
 
+def turns_schedule(config: PipelineFields) -> bool:
+    """Whether the controller may turn the schedule: one that it searches for, whose numbers nobody gave."""
+    return bool(kinds_to_search(config.schedule)) and config.group_size == "auto" == config.slack
+
+
 def _turned(config: PipelineFields) -> tuple[str, ...]:
     """Fields by which the controller has something to turn; see raypipe.runtime.run.controller_config."""
     if not _kind(config).turned or config.retune_interval_steps == 0 or laned(config):
         return ()
-    kinds = bool(kinds_to_search(config.schedule)) and config.group_size == "auto" == config.slack
-    found = ["schedule"] if kinds else []
+    found = ["schedule"] if turns_schedule(config) else []
     found += [name for name in ("codec_forward", "codec_backward") if getattr(config, name) == "auto"]
     return tuple(found + ["retune_microbatches"] * config.retune_microbatches)
 

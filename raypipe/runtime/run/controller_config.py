@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from raypipe.config.checks import turns_schedule
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.codec.cost import codec_cost
-from raypipe.ir.schedule_spec import kinds_to_search
 from raypipe.planner.control import Choice, CodecCost, ControllerConfig
 from raypipe.runtime.run.planned import Planned
 
@@ -21,7 +21,7 @@ def controller_config(pipeline: PipelineConfig, planned: Planned) -> ControllerC
     That is with one stage, an asynchronous schedule, several stages on a worker, lanes, or where everything was given
     or retuning was switched off.
     """
-    kinds = bool(kinds_to_search(pipeline.schedule)) and pipeline.group_size == "auto" == pipeline.slack
+    kinds = turns_schedule(pipeline)
     wanted = [
         FORWARD_CODECS if pipeline.codec_forward == "auto" else (),
         BACKWARD_CODECS if pipeline.codec_backward == "auto" else (),
