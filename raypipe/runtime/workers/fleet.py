@@ -32,6 +32,7 @@ from raypipe.runtime.workers.roster import (
     LEASE_S,
     Member,
     Roster,
+    Terms,
     answers,
     results,
 )
@@ -77,9 +78,8 @@ class Fleet(Configuring):
         tell: Callable[[Notice], None] = lambda notice: None,
         device_of: DeviceOf = granted,
     ) -> None:
-        super().__init__(
-            owner.term, Roster(num_workers, resources, transport, link_ports, owner, roster, lease_s, device_of)
-        )
+        terms = Terms(resources, transport, link_ports, owner, lease_s, device_of)
+        super().__init__(owner.term, Roster(num_workers, terms, roster))
         self._run = 0
         self._halting = threading.Lock()
         self._flight: Flight | None = None

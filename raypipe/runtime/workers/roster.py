@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -19,7 +19,6 @@ from raypipe.errors import ConfigError, PlanError, RaypipeError, StageError, Sta
 from raypipe.ir.plan import human_bytes
 from raypipe.planner.liveness import Finding
 from raypipe.runtime.workers.granted import DeviceOf
-from raypipe.runtime.workers.granted import granted as granted_device
 from raypipe.runtime.workers.places import (
     NAMESPACE,
     Owner,
@@ -33,7 +32,7 @@ from raypipe.runtime.workers.pulse import Pulse
 from raypipe.runtime.workers.worker import StageActor
 
 __all__ = [
-    "GRACE_S", "LEASE_S", "SPARE", "Member", "Roster", "answers", "chosen", "end_member", "results",
+    "GRACE_S", "LEASE_S", "SPARE", "Member", "Roster", "Terms", "answers", "chosen", "end_member", "results",
     "shared_memory_notes", "stop_members",
 ]  # fmt: skip
 
@@ -77,8 +76,24 @@ class Member:
     finding: Finding | None = None
 
 
+class Terms(NamedTuple):
+    """What every member of a fleet is started with; see Fleet."""
+
+    resources: Mapping[str, float]
+    transport: str
+    link_ports: tuple[int, int] | None
+    owner: Owner
+    lease_s: float
+    device_of: DeviceOf
+
+
 class Roster:
-    """All members of a fleet that live: workers, then spares. See Fleet for the arguments and for what is raised.
+    """All members of a fleet that live: workers, then spares. See Fleet for what is raised.
+
+    Args:
+        count: members to begin with, ``living`` among them.
+        terms: that those are started with who are missing.
+        living: members that live already.
 
     Attributes:
         waiting: places that were asked for and have no member yet, by number.
@@ -86,21 +101,8 @@ class Roster:
         patience_s: for which a place for another member is waited for; None for the usual while.
     """
 
-    def __init__(
-        self,
-        count: int,
-        resources: Mapping[str, float],
-        transport: str,
-        link_ports: tuple[int, int] | None,
-        owner: Owner,
-        living: Sequence[Member] = (),
-        lease_s: float = LEASE_S,
-        device_of: DeviceOf = granted_device,
-    ) -> None:
-        self._device_of = device_of
-        self._resources, self._transport, self._link_ports, self._owner = resources, transport, link_ports, owner
-        # A lease begins when somebody renews it, or a while after the last process has had the time to start.
-        self._lease_s = START_TIMEOUT_S + lease_s
+    def __init__(self, count: int, terms: Terms, living: Sequence[Member] = ()) -> None:
+        self._terms, self._owner = terms, terms.owner
         self._growing = threading.Condition()
         self._closed = False
         self.members = list(living)
@@ -239,7 +241,7 @@ class Roster:
     @property
     def needs(self) -> dict[str, float]:
         """Resources of one member."""
-        needs = {name: amount for name, amount in self._resources.items() if amount}
+        needs = {name: amount for name, amount in self._terms.resources.items() if amount}
         if not needs:
             raise ConfigError(
                 "resources_per_worker asks for nothing, so stages could not be placed; give each at least a share of a "
@@ -249,7 +251,9 @@ class Roster:
 
     def _start(self, places: Mapping[int, PlacementGroup]) -> list[Member]:
         """Actors, each in a place of its own, by number. None is left, and no place, if this raises."""
-        needs, owner = self.needs, self._owner.name
+        needs, terms, owner = self.needs, self._terms, self._owner.name
+        # A lease begins when somebody renews it, or a while after the last process has had the time to start.
+        lease_s = START_TIMEOUT_S + terms.lease_s
         extra = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
         options = {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": extra}
         roster: list[Member] = []
@@ -257,9 +261,9 @@ class Roster:
             for number, place in places.items():
                 strategy = PlacementGroupSchedulingStrategy(placement_group=place)
                 lasting = {"name": actor_name(owner, number), **_LASTING} if owner else {}
-                actor = StageActor.options(scheduling_strategy=strategy, **options, **lasting).remote(self._lease_s)
+                actor = StageActor.options(scheduling_strategy=strategy, **options, **lasting).remote(lease_s)
                 roster.append(Member(actor, place, number=number))
-            how = self._transport, self._link_ports, gpu_share(needs), self._device_of
+            how = terms.transport, terms.link_ports, gpu_share(needs), terms.device_of
             _introduce(roster, how, [member.facts for member in self.members])
         except BaseException:
             stop_members(roster, self._owner.term)
