@@ -270,5 +270,7 @@ def _read(source: Source, with_loss_fn: bool, microbatch_size: int) -> tuple[tup
             )
     else:
         columns = tuple(range(len(source.columns))) if numbered else tuple(source.columns)
+    if source.num_samples < 2:
+        raise DataError("train_data has 1 sample, and a model is traced on 2: give it more.")
     count = min(max(2, microbatch_size), source.num_samples)
     return columns, source.read(0, 0, count, columns)

@@ -24,7 +24,17 @@ ASYNCHRONOUS = ("pipedream", "2bw")
 SCHEDULES = ("gpipe", "1f1b", "kfkb", "slack", "interleaved", "zb-h1", "zb-v", "auto", *ASYNCHRONOUS)
 SPLITS = ("zb-h1", "zb-v")
 SEVERAL = ("interleaved", "zb-v")
-LAYOUT = ("num_stages", "partitioner", "schedule", "slack", "group_size", "recompute", "num_replicas", "verify")
+LAYOUT = (
+    "num_stages",
+    "partitioner",
+    "schedule",
+    "slack",
+    "group_size",
+    "recompute",
+    "num_replicas",
+    "verify",
+    "profile_budget_s",
+)
 """Fields that may be others when a synchronous run goes on, without a change of any bit."""
 
 
@@ -39,7 +49,7 @@ class Combination:
         fields: of PipelineConfig.
         workers: that share the stages, of one replica each; None for one per stage.
         optimizer, scheduler: by name.
-        data: how the samples are given: "tensors", "items", "loader".
+        data: how the samples are given: "tensors", "items", "loader", "stream".
         evaluates: there is eval_data, with metrics where the net has some.
         stop: step after which the run is stopped and gone on with; 0 for none.
         first, first_workers: fields of the run before that, where they are others.
@@ -122,7 +132,7 @@ def drawn(random: Random) -> Combination:
     found = Combination(
         name, samples, random.randint(2, 6), fields, workers,
         optimizer=random.choice(OPTIMIZERS), scheduler=random.choice(SCHEDULERS),
-        data=random.choice(["tensors", "tensors", "items", "loader"]), evaluates=random.random() < 0.4,
+        data=random.choice(["tensors", "tensors", "items", "loader", "stream"]), evaluates=random.random() < 0.4,
         made_by_workers=random.random() < 0.08, max_failures=random.choice([0, 0, 0, 2]),
     )  # fmt: skip
     if found.evaluates and random.random() < 0.7:
@@ -171,6 +181,8 @@ def _layout(random: Random, net: Net, count: int, lanes: int | None) -> tuple[Fi
         fields["num_replicas"] = counts[0] + 1 if schedule in SEVERAL else random.choice([2, counts, counts])
     if random.random() < 0.5:
         fields["verify"] = "off"
+    if random.random() < 0.04 and schedule not in SEVERAL:
+        fields |= {"partitioner": "auto", "profile_budget_s": 0.01}
     if lanes is not None:
         fields["num_lanes"] = lanes
     elif random.random() < 0.15:
@@ -228,7 +240,10 @@ def _possible(random: Random, net: Net, found: Combination) -> Combination:
         if schedule in ASYNCHRONOUS:
             _possible_late(part, net, stages)
         if net.statistics:
-            part.pop("num_replicas", None)
+            if net.follows_statistics or random.random() < 0.5:
+                part.pop("num_replicas", None)
+            elif "num_replicas" in part:
+                part["replicated_buffers"] = True
             if part["precision"] in ("bf16", "fp16"):
                 part["precision"] = "bf16-autocast"
         if part["precision"] == "fp16" and (not net.trains_last or schedule in ASYNCHRONOUS):
@@ -250,7 +265,9 @@ def _possible(random: Random, net: Net, found: Combination) -> Combination:
             first[name] = fields[name]
         for name in first.keys() - set(LAYOUT) - {"num_lanes"} - fields.keys():
             del first[name]
-        if lanes == 1:
+        if "replicated_buffers" in fields:
+            first = fields
+        elif lanes == 1:
             first.pop("num_replicas", None)
             first.pop("num_lanes", None)
         elif found.synchronous:

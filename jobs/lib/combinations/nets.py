@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from tests.emulators.nets import NETS as LISTS
@@ -34,6 +35,7 @@ class Net:
         rounds: why gradients differ from plain PyTorch's in their last bits; "" where they do not.
         tied: parameters are used on several stages.
         statistics: forwards change buffers.
+        follows_statistics: in training too, outputs depend on them.
         least: samples that a micro-batch must have.
         trains_last: the last layers learn, so that a loss scale shows there.
         counted: metrics can be asked of its outputs: (output, target) -> (correct, all).
@@ -48,6 +50,7 @@ class Net:
     rounds: str = ""
     tied: bool = False
     statistics: bool = False
+    follows_statistics: bool = False
     least: int = 1
     trains_last: bool = True
     counted: Callable[[Any, Any], tuple[Any, Any]] | None = None
@@ -159,6 +162,46 @@ def speaking_terms(model: nn.Module, columns: Any) -> Terms:
     return [(words, valid(columns["labels"])), (0.1 * spread, float(len(columns["ids"])))]
 
 
+class Recurrent(nn.Module):
+    """Two layers with dropout between them, and a mask that is data and read by the last layers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 6), nn.Linear(7, 3)
+        self.layers = nn.LSTM(6, 7, 2, dropout=0.2, batch_first=True)
+        self.norm = nn.LayerNorm(7)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.layers(self.embed(ids))[0])
+        return self.head((h * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True))
+
+
+class Again(nn.Module):
+    """A block whose backward computes it once more."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(width, width), nn.Dropout(0.1), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return found
+
+
+def checkpointed() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 8), Again(8), nn.LayerNorm(8), Again(8), nn.Linear(8, 8), Again(8), nn.Linear(8, 3)
+    )
+
+
+def with_masks(count: int) -> TensorDataset:
+    drawn = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, WORDS, (count, 5), generator=drawn)
+    mask = (torch.rand(count, 5, generator=drawn) < 0.7).float()
+    mask[:, 0] = 1.0
+    return TensorDataset(ids, mask, torch.randint(0, 3, (count,), generator=drawn))
+
+
 def _masked(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, of which three in ten do not count, but always the first."""
     drawn = torch.Generator().manual_seed(7)
@@ -205,10 +248,12 @@ NETS: dict[str, Net] = {
     "own loss": Net(
         Speaking, sentences, None, None, speaking_terms, rounds="two terms, whose gradients are added up in the end"
     ),
-    "averaging": Net(Averaging, _VECTORS, _ENTROPY, statistics=True, counted=correct),
+    "averaging": Net(Averaging, _VECTORS, _ENTROPY, statistics=True, follows_statistics=True, counted=correct),
     "frozen below": Net(frozen_below, _VECTORS, _ENTROPY, children=9, counted=correct),
     "frozen on top": Net(frozen_on_top, _VECTORS, _ENTROPY, children=9, trains_last=False, counted=correct),
     "class weights": Net(perceptron, _VECTORS, weighted_loss, sum_of_weights, children=9),
     "sum": Net(perceptron, _VECTORS, added_up, None, children=9),
     "dict": _of_case("dict-output"),
+    "recurrent": Net(Recurrent, with_masks, _ENTROPY, counted=correct),
+    "checkpointed": Net(checkpointed, _VECTORS, _ENTROPY, children=7, counted=correct),
 }

@@ -18,6 +18,7 @@ from torch import nn
 from jobs.lib.combinations.nets import Net
 from raypipe.engine.data import open_data
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
+from raypipe.engine.recompute import key_checkpoints
 from tests.emulators.training import one_thread
 from tests.emulators.versions import Mode
 
@@ -101,6 +102,7 @@ def train(
         data: what the trainer is given.
         after: called with the number of steps done, and the model as it is then.
     """
+    key_checkpoints()
     loop = _Loop(net, meaning, make_optimizer, make_scheduler, after)
     with one_thread():
         for fill in _fills(net, data, meaning, num_steps):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from jobs.lib.combinations.drawn import ASYNCHRONOUS, SEVERAL, Combination, lanes_of, stages_of
 from jobs.lib.combinations.nets import NETS, Net
 from jobs.lib.combinations.optimizers import optimizer_of, scheduler_of
 from jobs.lib.combinations.plain import Meaning, Plain, evaluated, train
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
+from raypipe.data import Stream
 from raypipe.errors import CaptureError, ConfigError, DataError, PlanError, RaypipeError, ScheduleError
 from tests.emulators.versions import Mode, two_buffered
 
@@ -65,6 +66,16 @@ class Items(Dataset[Any]):
         return self.data[index]
 
 
+class Flowing(IterableDataset[Any]):
+    """The same samples one after the other, for ever anew."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[index] for index in range(len(self.data)))
+
+
 def carry_out(found: Combination, folder: Path) -> Outcome:
     """Train it both ways.
 
@@ -78,7 +89,12 @@ def carry_out(found: Combination, folder: Path) -> Outcome:
         return Outcome("refused", [str(error)])
     except Exception:  # noqa: BLE001  (that is what is looked for)
         return Outcome("CRASHED", [traceback.format_exc()])
-    faults: list[str] = []
+    told = dict(ours.result.records[-1].evaluation)
+    faults = [
+        f"evaluate() of the checkpoint gives {name}={value}, and the run had {told.get(name)}"
+        for name, value in ours.evaluated.items()
+        if name.startswith("eval_") and repr(value) != repr(told.get(name))
+    ]
     compiled = "compile_stages" in found.fields or "compile_stages" in found.first
     exact = not (net.rounds or compiled) and _rounds_as_plain(found, net)
     if _has_reference(found, net):
@@ -103,6 +119,7 @@ class _Ours:
     tensors: dict[str, torch.Tensor]
     stages: list[list[str]]
     persistent: frozenset[str]
+    evaluated: dict[str, Any]
 
 
 def _pipeline(found: Combination, net: Net, folder: Path, name: str) -> _Ours:
@@ -111,7 +128,10 @@ def _pipeline(found: Combination, net: Net, folder: Path, name: str) -> _Ours:
     trainer, result = _fit(found, net, folder, name, found.steps)
     programs = trainer._prepared().programs
     stages = [[name for name in program.parameters if name in program.trainable] for program in programs]
-    return _Ours(result, load_state_dict(result.checkpoint), stages, frozenset(net.model().state_dict()))
+    # Of the checkpoint, where that is another way than the run's own: a third of the runs that evaluate.
+    beside = found.evaluates and not _replicated(found) and found.samples % 3 == 0
+    evaluated = trainer.evaluate(local=True) if beside else {}
+    return _Ours(result, load_state_dict(result.checkpoint), stages, frozenset(net.model().state_dict()), evaluated)
 
 
 def _fit(found: Combination, net: Net, folder: Path, name: str, steps: int) -> tuple[PipelineTrainer, Any]:
@@ -163,6 +183,8 @@ def _data(found: Combination, net: Net) -> Any:
     data = net.data(found.samples)
     if found.data == "items":
         return Items(data)
+    if found.data == "stream":
+        return Stream(Flowing(data), num_samples=found.samples)
     if found.data == "loader":
         return DataLoader(data, batch_size=found.fields["minibatch_size"], shuffle=True)
     return data
@@ -290,7 +312,8 @@ def differences(
     if skipped != theirs.skipped:
         faults.append(f"steps {skipped} were skipped, by plain PyTorch {theirs.skipped}")
     faults += _unlike_tensors(found, net, ours, theirs.tensors, bound)
-    for step, wanted in evaluations.items():
+    # An evaluation takes the statistics of the first replica, which has seen its own micro-batches only.
+    for step, wanted in () if net.statistics and _replicated(found) else evaluations.items():
         numbers = dict(records[step - 1].evaluation)
         for name, value in wanted.items():
             least = EVALUATION[precision] if name == "eval_loss" else 0.0 if exact else 1.0
@@ -299,15 +322,18 @@ def differences(
     return faults
 
 
+def _replicated(found: Combination) -> bool:
+    return any(part.get("num_replicas", 1) != 1 for part in (found.fields, found.first))
+
+
 def _unlike_tensors(
     found: Combination, net: Net, ours: _Ours, theirs: Mapping[str, torch.Tensor], bound: float
 ) -> list[str]:
-    replicas = found.fields.get("num_replicas", 1) != 1 or found.first.get("num_replicas", 1) != 1
     start, faults = net.model(), []
     begins = {**dict(start.named_parameters()), **dict(start.named_buffers())}
     buffers = dict(start.named_buffers())
     for name, tensor in theirs.items():
-        if name in buffers and (name not in ours.persistent or (replicas and net.statistics)):
+        if name in buffers and (name not in ours.persistent or (_replicated(found) and net.statistics)):
             continue
         mine = ours.tensors[name]
         if torch.equal(mine, tensor):
