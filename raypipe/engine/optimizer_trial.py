@@ -105,6 +105,12 @@ def _optimizer(stage: int, named: Named, make: MakeOptimizer) -> Any:
         made: Any = make(named)
     except Exception as error:  # noqa: BLE001  (told in one paragraph)
         names = ", ".join(name for name, _ in named[:2]) + (", ..." if len(named) > 2 else "")
+        if "with/without names" in str(error):  # torch's words on a named group beside an empty one
+            raise ConfigError(
+                f"optimizer cannot be made for stage {stage}, which trains {names}{quoted(error)}: some of its groups "
+                "get none of these parameters, and torch takes no empty group beside one whose parameters have names. "
+                "Leave such groups out: torch.optim.AdamW([group for group in groups if group['params']], lr=3e-4)."
+            ) from None
         raise ConfigError(
             f"optimizer cannot be made for stage {stage}, which trains {names}{quoted(error)}: {short(error)} Every "
             f"stage calls it with its own named parameters, so it must take any part of them: optimizer={_EXAMPLE}."

@@ -27,6 +27,7 @@ __all__ = [
     "refuse_sparse",
     "rehearse",
     "rehearse_evaluation",
+    "rehearse_single",
     "scalar",
 ]
 
@@ -103,6 +104,31 @@ def rehearse_evaluation(model: torch.nn.Module, captured: Capture, rows: Mapping
         rehearse(model, captured, rows, training=False)
     except RaypipeError as error:
         raise DataError(f"eval_data: {error}") from None
+
+
+def rehearse_single(
+    model: torch.nn.Module, captured: Capture, columns: Mapping[Any, torch.Tensor], num_samples: int,
+    minibatch_size: int, microbatch_size: int,
+) -> None:  # fmt: skip
+    """The same on one row, where some micro-batch of an epoch has no more: batch norms do not train on that.
+
+    Args:
+        num_samples: of an epoch.
+
+    Raises:
+        DataError: what that micro-batch would have failed with; names the numbers.
+    """
+    rest = num_samples % minibatch_size
+    if microbatch_size > 1 and 1 not in (minibatch_size % microbatch_size, rest % microbatch_size):
+        return
+    try:
+        rehearse(model, captured, {name: x[:1] if x.dim() else x for name, x in columns.items()})
+    except RaypipeError as error:
+        raise DataError(
+            f"An epoch of {num_samples} samples, with minibatch_size={minibatch_size} in micro-batches of "
+            f"{microbatch_size}, has a micro-batch of one sample, and the model does not train on that. {error} Or "
+            "change minibatch_size, num_microbatches or the number of samples, so that there is none."
+        ) from None
 
 
 def rehearse(

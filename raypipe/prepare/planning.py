@@ -13,6 +13,7 @@ import torch
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.loss_check import MANY_ROWS
 from raypipe.engine.optimizer_trial import try_optimizers
+from raypipe.engine.rehearsal import rehearse_single
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.engine.verify import verify
@@ -77,6 +78,8 @@ def prepare(
     )
     with telling("planning"):
         planned = plan_for(basis, None if profiled is None else decided(basis))
+    sizes = (found.sources["train"].num_samples, planned.plan.minibatch_size, planned.plan.microbatch_size)
+    rehearse_single(found.model, found.captured, found.example, *sizes)
     settings = Settings(
         pipeline.seed, reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, pipeline.on_nonfinite, pipeline.codec_sums
     )

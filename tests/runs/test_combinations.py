@@ -6,22 +6,28 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 from jobs.lib.combinations import trial
 from jobs.lib.combinations.drawn import SCHEDULES, Combination, drawn
 from jobs.lib.combinations.nets import NETS
 from jobs.lib.combinations.optimizers import OPTIMIZERS, SCHEDULERS
 from jobs.lib.combinations.trial import carry_out
+from raypipe import PipelineConfig, PipelineTrainer
+from raypipe.errors import ConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
 TRIALS = 24
-ONCE_WRONG = {
+ONCE_WRONG: dict[str, dict[str, Any]] = {
     "2bw goes on with one stage": {
         "fields": {"schedule": "2bw", "num_stages": 1, "partitioner": "parameters"},
         "stop": 2, "first": {"schedule": "2bw", "num_stages": 2, "partitioner": "parameters"},
@@ -50,6 +56,42 @@ def test_what_was_once_wrong(name: str, tmp_path: Path) -> None:
             given[part] = SIZES | given[part]
     outcome = carry_out(Combination(**{"samples": 20, "steps": 5, **given}), tmp_path)
     assert outcome.word == "equal", outcome.details
+
+
+REFUSED_LATE: dict[str, tuple[dict[str, Any], str]] = {
+    "a batch norm and one sample at the end": (
+        {"net": "batch norm", "samples": 17, "fields": {"schedule": "1f1b", "num_stages": 2, "partitioner": ["3"]}},
+        r"An epoch of 17 samples, with minibatch_size=8 .* of 2, has a micro-batch of one sample, .* The module '1'",
+    ),
+    "a single sample": (
+        {"samples": 1, "fields": {"schedule": "1f1b", "num_stages": 2, "partitioner": ["3"]}},
+        "train_data has 1 sample, and a model is traced on 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LATE)
+def test_what_was_once_refused_in_the_middle_or_by_other_words(name: str, tmp_path: Path) -> None:
+    given, words = REFUSED_LATE[name]
+    given = {**given, "fields": SIZES | given["fields"]}
+    outcome = carry_out(Combination(**{"steps": 4, **given}), tmp_path)
+    assert outcome.word == "refused"
+    assert re.search(words, outcome.details[0])
+
+
+def test_groups_that_are_empty_on_a_stage_are_named(tmp_path: Path) -> None:
+    def decaying(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        groups = [[(n, p) for n, p in named if (p.dim() > 1) is decays] for decays in (True, False)]
+        return torch.optim.AdamW([{"params": group} for group in groups], lr=1e-2)
+
+    trainer = PipelineTrainer(
+        torch.nn.Sequential(torch.nn.Embedding(11, 6), torch.nn.Flatten(), torch.nn.Linear(30, 3)),
+        loss_fn=torch.nn.functional.cross_entropy, optimizer=decaying,
+        train_data=TensorDataset(torch.zeros(8, 5, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)),
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=4, partitioner="parameters"),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"stage 0, which trains 0\.weight .* Leave such groups out"):
+        trainer.plan()
 
 
 def test_draws_are_repeatable_and_reach_everything() -> None:
