@@ -41,7 +41,10 @@ _here = _Here()
 _lock = threading.Lock()
 _installed = False
 _apply = checkpoints.CheckpointFunction.apply
-_parts = checkpoints._checkpoint_without_reentrant_generator
+_OLD, _NEW = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
+_new = hasattr(checkpoints, _NEW)
+"""torch 2.14 has another function there; in it the first is what others call."""
+_parts = getattr(checkpoints, _NEW if _new else _OLD)
 
 
 def key_checkpoints() -> None:
@@ -50,7 +53,7 @@ def key_checkpoints() -> None:
     with _lock:
         if not _installed:
             checkpoints.CheckpointFunction.apply = classmethod(_reentrant)  # type: ignore[assignment]
-            checkpoints._checkpoint_without_reentrant_generator = _not_reentrant  # type: ignore[assignment]
+            setattr(checkpoints, _NEW if _new else _OLD, _not_reentrant if _new else _of_old)
             _installed = True
 
 
@@ -95,8 +98,17 @@ def _reentrant(cls: type, function: Callable[..., Any], preserve: bool, *args: A
     return _apply(lambda *inputs: next(calls, again)(*inputs), False, *args)
 
 
-def _not_reentrant(function: Callable[..., Any], preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
-    """``_checkpoint_without_reentrant_generator``, which calls the function in the backward only."""
+def _not_reentrant(
+    function: Callable[..., Any], args: Any, kwargs: Any, *, preserve_rng_state: bool = True, **how: Any
+) -> Any:
+    """``_checkpoint_without_reentrant_generator_impl``, which calls the function in the backward only."""
+    again = None if _here.tracing else _again(function)
+    keeps = preserve_rng_state and again is None
+    return _parts(function if again is None else again, args, kwargs, preserve_rng_state=keeps, **how)
+
+
+def _of_old(function: Callable[..., Any], preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
+    """The same as ``_checkpoint_without_reentrant_generator`` of torch 2.13."""
     again = None if _here.tracing else _again(function)
     return _parts(function, preserve, *args, **kwargs) if again is None else _parts(again, False, *args, **kwargs)
 

@@ -82,6 +82,7 @@ def verify(
     name = type(model).__name__
     with one_thread(), surroundings_kept(f"{name} or its loss"), _kept(model):
         start = _contents(model.named_buffers())
+        least = _rounding(programs[0].precision, tensors)
         before = read_memory(model, loss_fn)
         try:
             with model_converted(model, programs[0].precision):
@@ -92,7 +93,6 @@ def verify(
             for index, (columns, wanted) in enumerate(zip(batches, expected, strict=True)):
                 key = RandomKey(seed, 0, index)
                 run = functools.partial(_chained, programs, {**tensors, **held}, columns, key, before.restore)
-                least = _rounding(programs[0].precision)
                 _compare(name, index, wanted, _attempt(f"The stages of {name}", run), added, least)
                 held, added = wanted.buffers, {} if programs[0].precision.leaves else wanted.gradients
         finally:
@@ -237,9 +237,15 @@ def _staged(
     return parts
 
 
-def _rounding(precision: Precision) -> float:
-    """What two ways to round may differ by, of the largest number of a tensor, whatever its own type."""
-    return 8 * torch.finfo(getattr(torch, precision.autocast)).eps if precision.autocast else ROUNDING
+def _rounding(precision: Precision, tensors: Tensors) -> float:
+    """What two ways to round may differ by, of the largest number of a tensor, whatever its own type.
+
+    Args:
+        tensors: of the model. Where some are of 16 bits (a frozen model under adapters) all gradients come by way of them.
+    """
+    types = {x.dtype for x in tensors.values() if x.is_floating_point()}
+    types |= {getattr(torch, precision.autocast)} if precision.autocast else set()
+    return max([ROUNDING, *(8 * torch.finfo(found).eps for found in types)])
 
 
 def _compare(

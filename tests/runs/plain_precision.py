@@ -44,7 +44,7 @@ def train_plain(
         scaling: options of torch.amp.GradScaler, for "fp16".
     """
     masters = copy.deepcopy(model).train()
-    named = list(masters.named_parameters())
+    named = [(name, p) for name, p in masters.named_parameters() if p.requires_grad]
     stepper = optimizer(named)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", **scaling)
     found = Plain([], [], [], {}, [], [])
@@ -53,14 +53,17 @@ def train_plain(
         losses = []
         for _, p in named:
             p.grad = None
-        low = copy.deepcopy(masters).to(_DTYPES.get(precision, torch.float32))
+        low = copy.deepcopy(masters)
+        if precision in _DTYPES:
+            low = low.to(_DTYPES[precision])
+        leaves = [p for p in low.parameters() if p.requires_grad]
         for microbatch in microbatches:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
                 loss = _loss(low, loss_fn, microbatch, _DTYPES.get(precision))
             weight = _samples(microbatch) / samples
             weighed = loss * weight
             losses.append(loss.detach().float() * weight)
-            grads = torch.autograd.grad(scaler.scale(weighed), list(low.parameters()), allow_unused=True)
+            grads = torch.autograd.grad(scaler.scale(weighed), leaves, allow_unused=True)
             for (_, p), grad in zip(named, grads, strict=True):
                 if grad is not None:
                     wide = grad.float()

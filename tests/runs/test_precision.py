@@ -311,7 +311,7 @@ class Switching(nn.Module):
 
     def __init__(self, *, switches: bool = True) -> None:
         super().__init__()
-        self.one, self.other, self.switches = nn.Linear(6, 8), nn.Linear(8, 3), switches
+        self.one, self.again, self.other, self.switches = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3), switches
         self.register_buffer("table", torch.linspace(-1, 1, 48).view(6, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -320,6 +320,8 @@ class Switching(nn.Module):
             angles = (x @ self.table).float()
         with torch.autocast(kind, enabled=not self.switches):
             h = torch.relu_(self.one(x) + angles.cos())
+            with torch.autocast(kind, torch.bfloat16):  # on again, as it is around the whole
+                h = h + self.again(h)
             h = functional.dropout(h, 0.0, self.training) * x.shape[1]
         return self.other(h)
 

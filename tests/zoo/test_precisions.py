@@ -44,6 +44,14 @@ MODELS = {
 }  # fmt: skip
 
 
+def adapters() -> torch.nn.Module:
+    """Of fp32 on a frozen model of bf16; its forward takes all columns as ``**kwargs``, for no task was named."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(MODELS["Llama"][0]().bfloat16(), config)
+
+
 def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-2)
 
@@ -57,10 +65,13 @@ def adamw(named: Any) -> torch.optim.Optimizer:
         ("Mixtral", "bf16-autocast", {"recompute": "always"}),
         ("BERT", "fp16", {}),
         ("ViT", "bf16", {}),
+        ("adapters", "fp32", {}),
     ],
 )
 def test_equal_to_plain_pytorch(name: str, precision: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    build, samples = MODELS[name]
+    if name == "adapters":
+        pytest.importorskip("peft")
+    build, samples = MODELS.get(name, (adapters, sentences))
     torch.manual_seed(1)
     model, data = build(), samples(SAMPLES)
     source = open_data(data, seed=0)

@@ -209,14 +209,15 @@ def _inline(node: fx.Node, args: Sequence[Any], traced: Traced, detached: bool, 
         enabled, body, *inputs = args
         detached = not enabled
     elif "autocast" in str(node.target):
-        device, _dtype, enabled, _cache, body, *inputs = args
-        if enabled:
+        device, dtype, enabled, _cache, body, *inputs = args
+        computing = torch.is_autocast_enabled("cpu")  # the precision's, which a capture is made in
+        if enabled and not (computing and dtype in (None, torch.get_autocast_dtype("cpu"))):
             raise CaptureError(
                 "The model switches autocast on inside forward; use PipelineConfig(precision=...) instead, so that "
                 "every stage computes in one known precision."
             )
-        if torch.is_autocast_enabled("cpu"):  # the precision's, which a capture is made in
-            uncast = device
+        if computing:
+            uncast = "" if enabled else device
     else:
         raise CaptureError(f"The traced graph contains {node.target}, which raypipe cannot cut.")
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]

@@ -82,7 +82,7 @@ def nothing_lost() -> Iterator[None]:
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.split(".")[0] == "torch":
-            return functions.__func__(cls, *args, **kwargs)
+            return functions.__get__(None, cls)(*args, **kwargs)  # since torch 2.14 it is no classmethod of Python's
         raise CaptureError(
             f"The model calls the custom autograd function {cls.__module__}.{cls.__qualname__}, whose backward tracing "
             "would lose. Build the model as an nn.Sequential of blocks, which raypipe runs without tracing, or write "

@@ -21,7 +21,7 @@ import torch
 from raypipe.engine.capture.explain import untraceable
 from raypipe.engine.capture.fixed_sizes import FixedSizes, watched_sizes
 from raypipe.engine.capture.flatten import flatten
-from raypipe.engine.capture.guards import loss_only, nothing_lost
+from raypipe.engine.capture.guards import loss_only, nothing_lost, own_forward
 from raypipe.engine.capture.hidden_state import watched_forward
 from raypipe.engine.capture.lengths import asks_for_length, is_tokens
 from raypipe.engine.capture.regions import lost_body
@@ -64,7 +64,8 @@ def trace(
     run_conds_outside_of(KeyedRandomness)
     sizes, tokens = FixedSizes(), any(is_tokens(value) for value in (*args, *kwargs.values()))
     try:
-        with _in_mode(model, training=training), _as_stages_run(model, kept, returns_loss=returns_loss):
+        mode, named = _in_mode(model, training=training), _columns_named(model, kwargs)
+        with mode, named, _as_stages_run(model, kept, returns_loss=returns_loss):
             with watched_forward(model) as changed:
                 program = _with_free_length(model, args, kwargs) if tokens and not one_length else None
                 if program is None:
@@ -90,6 +91,26 @@ def _in_mode(model: torch.nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for name, module in model.named_modules():
             module.training = before[name]
+
+
+@contextmanager
+def _columns_named(model: torch.nn.Module, kwargs: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Columns that go into ``**kwargs`` of forward become parameters of it, without which torch.export knows no sizes
+    of theirs."""
+    signature, original = inspect.signature(model.forward), model.forward
+    kept = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    if not unknown or len(kept) == len(signature.parameters):
+        yield
+        return
+
+    def forward(*args: Any, **named: Any) -> Any:
+        return original(*args, **named)
+
+    with own_forward(model, forward):
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in unknown]
+        forward.__signature__ = signature.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+        yield
 
 
 @contextmanager
@@ -150,10 +171,6 @@ def _dynamic_shapes(model: torch.nn.Module, args: list[Any], kwargs: dict[str, A
             shapes[name] = shape
         else:
             unknown[name] = shape
-    for name, parameter in parameters.items():
-        if unknown and parameter.kind is parameter.VAR_KEYWORD:
-            shapes[name] = unknown
-            unknown = {}
     if rest or unknown:
         extra = f"{len(args)} positional inputs" if rest else f"columns {sorted(unknown)}"
         raise CaptureError(
