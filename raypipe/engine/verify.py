@@ -241,7 +241,7 @@ def _rounding(precision: Precision, tensors: Tensors) -> float:
     """What two ways to round may differ by, of the largest number of a tensor, whatever its own type.
 
     Args:
-        tensors: of the model. Where some are of 16 bits (a frozen model under adapters) all gradients come by way of them.
+        tensors: of the model. Where some are of 16 bits (a frozen model under adapters) gradients come by way of them.
     """
     types = {x.dtype for x in tensors.values() if x.is_floating_point()}
     types |= {getattr(torch, precision.autocast)} if precision.autocast else set()
