@@ -100,10 +100,11 @@ class PipelineFields:
             scale halved. At a scale of 1 ``on_nonfinite`` decides.
         compile_stages: the backend of torch.compile for the forward of each stage and its backward, in training:
             "inductor" generates kernels, which needs a C++ compiler on workers, or Triton on GPUs; "aot_eager" runs
-            torch's own, to the bits of plain PyTorch; "off" compiles nothing. Backwards of compiled stages are one
-            piece: schedules that split them are refused, and schedule="auto" is "slack". A stage that draws random
-            numbers (dropout) is not compiled, and the plan says so; nor is an nn.Sequential. The first step, and the
-            first of every other size of micro-batch, takes seconds more.
+            torch's own, to the bits of plain PyTorch but for sums that follow the layout of a gradient (a convolution's
+            bias, docs/design/0063); "off" compiles nothing. Backwards of compiled stages are one piece: schedules that
+            split them are refused, and schedule="auto" is "slack". A stage that draws random numbers (dropout) is not
+            compiled, and the plan says so; nor is an nn.Sequential. The first step, and the first of every other size
+            of micro-batch, takes seconds more.
         max_grad_norm: clips the gradient norm of the whole model, for which all stages wait for each other before
             every step; None leaves it. Where updates come more often than once per num_stages micro-batches, each
             stage clips its own to this times the root of its share of the parameters.

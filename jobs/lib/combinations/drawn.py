@@ -98,15 +98,17 @@ class Combination:
 
 
 def stages_of(fields: Mapping[str, Any]) -> int:
-    """Of a drawn combination, which always says how many."""
+    """Of a drawn combination, which says how many; a synchronous one may leave that to the planner."""
     cuts = fields.get("partitioner")
-    return len(cuts) + 1 if isinstance(cuts, list) else int(fields["num_stages"])
+    if isinstance(cuts, list):
+        return len(cuts) + 1
+    return 2 if fields["num_stages"] == "auto" else int(fields["num_stages"])
 
 
 def lanes_of(fields: Mapping[str, Any]) -> int:
     """Into which gradients are summed."""
     given = fields.get("num_replicas", 1)
-    counts = given if isinstance(given, list) else [given]
+    counts = given if isinstance(given, list) else [1 if given == "auto" else given]
     lanes: int | str = fields.get("num_lanes", "auto")
     return math.lcm(*counts) if lanes == "auto" else int(lanes)
 
@@ -183,6 +185,12 @@ def _layout(random: Random, net: Net, count: int, lanes: int | None) -> tuple[Fi
         fields["verify"] = "off"
     if random.random() < 0.04 and schedule not in SEVERAL:
         fields |= {"partitioner": "auto", "profile_budget_s": 0.01}
+    if random.random() < 0.05:  # left to the planner
+        workers = 3
+        fields = {"num_stages": "auto", "partitioner": "auto", "profile_budget_s": 0.01}
+        fields["schedule"] = random.choice(["auto", "1f1b", "kfkb", "slack"])
+        if random.random() < 0.5:
+            fields["num_replicas"] = "auto"
     if lanes is not None:
         fields["num_lanes"] = lanes
     elif random.random() < 0.15:
@@ -244,14 +252,14 @@ def _possible(random: Random, net: Net, found: Combination) -> Combination:
                 part.pop("num_replicas", None)
             elif "num_replicas" in part:
                 part["replicated_buffers"] = True
-            if part["precision"] in ("bf16", "fp16"):
-                part["precision"] = "bf16-autocast"
+        if part["precision"] in ("bf16", "fp16") and (net.statistics or net.fp32_only):
+            part["precision"] = "bf16-autocast"
         if part["precision"] == "fp16" and (not net.trains_last or schedule in ASYNCHRONOUS):
             part["precision"] = "bf16"
         if schedule in SPLITS or net.children:
             part.pop("compile_stages", None)
         replicas = part.get("num_replicas", 1)
-        most = max(replicas) if isinstance(replicas, list) else replicas
+        most = max(replicas) if isinstance(replicas, list) else 1 if replicas == "auto" else replicas
         if most > part["num_microbatches"] or (schedule in SEVERAL and isinstance(replicas, list)):
             del part["num_replicas"]
         if part.get("num_lanes", most) < most:
@@ -272,7 +280,7 @@ def _possible(random: Random, net: Net, found: Combination) -> Combination:
             first.pop("num_lanes", None)
         elif found.synchronous:
             counts = first.get("num_replicas", 1)
-            if (max(counts) if isinstance(counts, list) else counts) > lanes:
+            if counts != "auto" and (max(counts) if isinstance(counts, list) else counts) > lanes:
                 del first["num_replicas"]
             first["num_lanes"] = lanes
     return replace(found, fields=fields, first=first)

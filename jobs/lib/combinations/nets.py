@@ -36,6 +36,7 @@ class Net:
         tied: parameters are used on several stages.
         statistics: forwards change buffers.
         follows_statistics: in training too, outputs depend on them.
+        fp32_only: it draws numbers in fp32, which layers of 16 bits do not take; autocast does.
         least: samples that a micro-batch must have.
         trains_last: the last layers learn, so that a loss scale shows there.
         counted: metrics can be asked of its outputs: (output, target) -> (correct, all).
@@ -51,6 +52,7 @@ class Net:
     tied: bool = False
     statistics: bool = False
     follows_statistics: bool = False
+    fp32_only: bool = False
     least: int = 1
     trains_last: bool = True
     counted: Callable[[Any, Any], tuple[Any, Any]] | None = None
@@ -239,7 +241,7 @@ NETS: dict[str, Net] = {
     "traced": _of_case("mlp", counted=correct),
     "cnn": _of_list("cnn", children=11, statistics=True, counted=correct),
     "unet": _of_case("unet", statistics=True),
-    "noisy": _of_case("noisy", counted=correct),
+    "noisy": _of_case("noisy", fp32_only=True, counted=correct),
     "batch norm": Net(batch_normed, _VECTORS, _ENTROPY, children=7, statistics=True, least=2, counted=correct),
     "gpt": Net(LISTS["transformer"].build, masked, token_loss, valid, children=5, counted=correct),
     "attention": _of_case("attention"),

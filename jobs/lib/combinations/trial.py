@@ -82,13 +82,17 @@ def carry_out(found: Combination, folder: Path) -> Outcome:
     Args:
         folder: an empty one, for runs.
     """
-    net = NETS[found.net]
     try:
-        ours = _pipeline(found, net, folder, "run")
+        return _compared(found, folder)
     except _RefusedError as error:
         return Outcome("refused", [str(error)])
     except Exception:  # noqa: BLE001  (that is what is looked for)
         return Outcome("CRASHED", [traceback.format_exc()])
+
+
+def _compared(found: Combination, folder: Path) -> Outcome:
+    net = NETS[found.net]
+    ours = _pipeline(found, net, folder, "run")
     told = dict(ours.result.records[-1].evaluation)
     faults = [
         f"evaluate() of the checkpoint gives {name}={value}, and the run had {told.get(name)}"
@@ -120,18 +124,22 @@ class _Ours:
     stages: list[list[str]]
     persistent: frozenset[str]
     evaluated: dict[str, Any]
+    lanes: int
 
 
 def _pipeline(found: Combination, net: Net, folder: Path, name: str) -> _Ours:
     if found.stop:
         _fit(replace(found, fields=found.first, workers=found.first_workers), net, folder, name, found.stop)
     trainer, result = _fit(found, net, folder, name, found.steps)
-    programs = trainer._prepared().programs
+    programs, wiring = trainer._prepared().programs, trainer._prepared().plan.schedule.wiring
+    assert found.fields.get("num_replicas") == "auto" or wiring.lanes == lanes_of(found.fields)
     stages = [[name for name in program.parameters if name in program.trainable] for program in programs]
     # Of the checkpoint, where that is another way than the run's own: a third of the runs that evaluate.
     beside = found.evaluates and not _replicated(found) and found.samples % 3 == 0
     evaluated = trainer.evaluate(local=True) if beside else {}
-    return _Ours(result, load_state_dict(result.checkpoint), stages, frozenset(net.model().state_dict()), evaluated)
+    return _Ours(
+        result, load_state_dict(result.checkpoint), stages, frozenset(net.model().state_dict()), evaluated, wiring.lanes
+    )
 
 
 def _fit(found: Combination, net: Net, folder: Path, name: str, steps: int) -> tuple[PipelineTrainer, Any]:
@@ -165,7 +173,8 @@ def _trainer(found: Combination, net: Net, folder: Path, name: str) -> PipelineT
     if found.max_failures:
         run.failure_config = SimpleNamespace(max_failures=found.max_failures)
     if found.workers is not None:
-        more["scaling_config"] = SimpleNamespace(num_workers=found.workers * fields.get("num_replicas", 1))
+        replicas = fields.get("num_replicas", 1) if found.schedule in SEVERAL else 1
+        more["scaling_config"] = SimpleNamespace(num_workers=found.workers * replicas)
     if found.scheduler != "none":
         more["lr_scheduler"] = partial(scheduler_of, found.scheduler)
     return PipelineTrainer(
@@ -243,7 +252,7 @@ def _meaning(found: Combination, net: Net, ours: _Ours) -> Meaning:
         math.ceil(minibatch / count),
         ours.stages,
         fields.get("seed", 0),
-        lanes_of(fields),
+        ours.lanes,
         _mode(fields, [bool(names) for names in ours.stages]),
         frozenset(drains),
         fields.get("precision", "fp32"),
@@ -350,8 +359,8 @@ def _unlike_simplest(found: Combination, net: Net, ours: _Ours, folder: Path) ->
     fields = {name: value for name, value in found.fields.items() if name not in ("recompute", "compile_stages")}
     coded = {fields.get(name, "none") for name in ("codec_forward", "codec_backward")} != {"none"}
     if found.synchronous:
-        fields["num_lanes"] = lanes_of(fields)
-        for name in ("num_replicas", "slack", "group_size"):
+        fields["num_lanes"] = ours.lanes
+        for name in ("num_replicas", "replicated_buffers", "slack", "group_size"):
             fields.pop(name, None)
         if coded and (found.schedule in SEVERAL or found.stop):
             return []
@@ -365,7 +374,10 @@ def _unlike_simplest(found: Combination, net: Net, ours: _Ours, folder: Path) ->
         found, fields=fields, workers=None, stop=found.stop if not found.synchronous else 0, first=fields,
         data="tensors" if found.data == "items" else found.data, made_by_workers=False, max_failures=0,
     )  # fmt: skip
-    theirs = _pipeline(simple, net, folder, "simplest")
+    try:
+        theirs = _pipeline(simple, net, folder, "simplest")
+    except _RefusedError as error:
+        raise RuntimeError("the simplest pipeline is refused") from error
     faults = [
         f"step {a.step}: loss and norm are {a.loss, a.grad_norm}, of the simplest pipeline {b.loss, b.grad_norm}"
         for a, b in zip(ours.result.records, theirs.result.records, strict=True)
