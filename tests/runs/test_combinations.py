@@ -26,7 +26,7 @@ from raypipe.errors import ConfigError
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
-TRIALS = 24
+TRIALS = 16
 ONCE_WRONG: dict[str, dict[str, Any]] = {
     "2bw goes on with one stage": {
         "fields": {"schedule": "2bw", "num_stages": 1, "partitioner": "parameters"},

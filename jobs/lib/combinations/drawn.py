@@ -264,6 +264,9 @@ def _possible(random: Random, net: Net, found: Combination) -> Combination:
             del part["num_replicas"]
         if part.get("num_lanes", most) < most:
             part["num_lanes"] = most
+        if "auto" in (fields["partitioner"], (first or fields)["partitioner"]):  # measured anew, it may cut elsewhere
+            part.pop("codec_forward", None)
+            part.pop("codec_backward", None)
         if lanes_of(part) == 1:
             part.pop("codec_sums", None)
             part.pop("num_lanes", None)
