@@ -9,12 +9,13 @@ planner/  engine/
      +--+---+
        data       ir/  config/  callbacks/  errors.py  metrics.py
 
-Below that, rooms stand in one order, and no files import each other in a circle.
+Below that, rooms stand in one order, and neither files nor folders import each other in a circle.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,6 +118,9 @@ PARTS = {
     "rows": ("schedule", "segments"),
 }
 
+# Data that notebooks show as a picture reaches for who draws it.
+SHOWN_BY = ("raypipe.ir.pictures.plan", "raypipe.ir.pictures.schedule", "raypipe.ir.pictures.timeline")
+
 # One file may reach for one package more.
 EXTRA = {
     "engine/codec/cuda.py": ("cupy",),
@@ -183,6 +187,7 @@ def _known(path: str, module: str) -> bool:
     return other[2] == own[1] or other[2] in PARTS.get(own[1], ())
 
 
+@functools.cache
 def imported_files() -> dict[str, set[str]]:
     """Modules of raypipe by the one that imports them, also where only a type checker would."""
     modules = {}
@@ -211,6 +216,20 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     found = imported_files()
     assert len(found) > 150
     list(TopologicalSorter(found).static_order())  # CycleError names the files
+
+
+@pytest.mark.slow
+def test_no_folders_and_files_beside_each_other_import_each_other_in_a_circle() -> None:
+    """A folder counts as a whole, with all that is in it."""
+    found: dict[str, set[str]] = {}
+    for module, targets in imported_files().items():
+        for target in targets:
+            own, other = module.split("."), target.split(".")
+            level = next((at for at, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), None)
+            if level is not None and target not in SHOWN_BY:
+                found.setdefault(".".join(own[: level + 1]), set()).add(".".join(other[: level + 1]))
+    assert len(found) > 100
+    list(TopologicalSorter(found).static_order())
 
 
 def test_every_file_is_in_a_room() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raypipe.engine.local import one_thread
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.stage import GraphFunction, StageProgram
 

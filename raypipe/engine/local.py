@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -23,6 +22,7 @@ from raypipe.engine.checkpoint import FreshOptions, GivenTensors, StateSource, r
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.executor import Executor
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.placement import Placement
 from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
@@ -226,14 +226,3 @@ def _with_own_functions(setup: GenerationSetup, placement: Placement) -> Generat
         for stage, program in enumerate(setup.programs)
     ]
     return replace(setup, programs=programs)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """One intra-op thread inside, the caller's number again outside."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -14,7 +14,7 @@ import torch
 
 from raypipe.engine.capture import Capture
 from raypipe.engine.capture.explain import misfit_of_loss, misfit_of_model, not_as_captured
-from raypipe.engine.local import one_thread
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.user_lines import quoted, short

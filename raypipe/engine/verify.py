@@ -28,7 +28,7 @@ from torch import nn
 from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.capture.hidden_state import refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
-from raypipe.engine.local import one_thread
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.precision import computing, converted, model_converted
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.remembered import read_memory

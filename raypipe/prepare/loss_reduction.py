@@ -24,10 +24,10 @@ from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms
 from raypipe.engine.capture.trace import trace
-from raypipe.engine.local import one_thread
 from raypipe.engine.loss_check import NUM_ROWS, Grouping, group_losses, misfit, weights_of
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.rehearsal import scalar
 from raypipe.engine.remembered import read_memory

@@ -13,9 +13,9 @@ import torch
 
 from raypipe.engine.capture import Capture
 from raypipe.engine.item_randomness import own_generators, seed_generators
-from raypipe.engine.local import one_thread
 from raypipe.engine.meter import Asked, Meter, names_of, part_of, parts_by_key
 from raypipe.engine.metric_fields import fields_of
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
 from raypipe.engine.rehearsal import NUM_ROWS

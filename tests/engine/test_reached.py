@@ -17,7 +17,8 @@ from raypipe.engine.beside import channels_between
 from raypipe.engine.capture import capture
 from raypipe.engine.data import open_data
 from raypipe.engine.executor import Executor
-from raypipe.engine.local import _with_own_functions, one_thread
+from raypipe.engine.local import _with_own_functions
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.reached import Reached, Scalar, newest
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram

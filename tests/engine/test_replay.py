@@ -21,8 +21,8 @@ from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.copy import StageCopies
 from raypipe.engine.data import open_data
 from raypipe.engine.executor import Executor
-from raypipe.engine.local import one_thread
 from raypipe.engine.message_log import MessageLog
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.reached import newest
 from raypipe.engine.replay_channel import ReplayChannel
 from raypipe.engine.setup import GenerationSetup, RunSetup

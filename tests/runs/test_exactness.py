@@ -19,8 +19,8 @@ import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.data import open_data
-from raypipe.engine.local import one_thread
 from raypipe.engine.microbatch import loss_weights
+from raypipe.engine.one_thread import one_thread
 from raypipe.testing import reference
 from tests.exactness import (
     SCHEDULES,

@@ -8,7 +8,7 @@ import torch
 
 from raypipe.engine.codec import host
 from raypipe.engine.codec.choice import wire_bytes
-from raypipe.engine.local import one_thread
+from raypipe.engine.one_thread import one_thread
 
 __all__ = ["codec_cost"]
 

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from raypipe.engine.capture import Capture, TracedModel
 from raypipe.engine.capture.analyse import is_open
-from raypipe.engine.local import one_thread
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.profiling.observe import KeptBytes, tensors_in
 from raypipe.engine.profiling.steps import Columns, Steps, steps_of
 from raypipe.engine.profiling.workspace import Loss, Passes, kept_bytes, workspaces

@@ -30,7 +30,7 @@ import torch
 from raypipe.engine.backward import gradients
 from raypipe.engine.capture import Capture
 from raypipe.engine.gradients import GradientSink
-from raypipe.engine.local import one_thread
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.profiling.observe import BackwardClock, ForwardClock, Shares
 from raypipe.engine.profiling.rounds import Moment, Round, seconds_between, seconds_of
 from raypipe.engine.profiling.steps import KEY, Columns, Steps, first_of, samples_of, steps_of

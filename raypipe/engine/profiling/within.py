@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from raypipe.engine.capture import Capture
-from raypipe.engine.local import one_thread
+from raypipe.engine.one_thread import one_thread
 from raypipe.engine.profiling.alike import Alike, Budget, Parts
 from raypipe.engine.profiling.estimate import bytes_unrun
 from raypipe.engine.profiling.measure import (
