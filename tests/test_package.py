@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 
 from tests.sources import ROOT
 
-DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-data"]["raypipe"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+DECLARED = PROJECT["tool"]["setuptools"]["package-data"]["raypipe"]
 
 
 def declared(path: PurePosixPath) -> bool:
@@ -37,3 +38,11 @@ def test_a_file_that_is_not_declared_is_found() -> None:
 def test_every_folder_with_modules_is_a_package() -> None:
     folders = {path.parent for path in (ROOT / "raypipe").rglob("*.py")}
     assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_raypipe_itself_needs_no_package_for_cuda_and_bounds_torch_on_both_sides() -> None:
+    needed = PROJECT["project"]["dependencies"]
+    assert [one for one in needed if one.startswith(("cupy", "nvidia", "cuda", "triton"))] == []
+    (torch,) = (one for one in needed if one.startswith("torch"))
+    assert torch.startswith("torch>=")
+    assert ",<" in torch  # checkpoints and torch.cond lean on what is private there

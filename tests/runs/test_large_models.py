@@ -130,7 +130,20 @@ class Transposed(nn.Module):
         return self.last(torch.relu(x @ self.weight.t().view(48).view(8, 6).t()))
 
 
-@pytest.mark.parametrize("build", [Blocks, sequential, Transposed])
+class Biased(nn.Module):
+    """Attention with a mask that learns, as T5's places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.bias = nn.Parameter(torch.arange(4.0).view(2, 2) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).view(-1, 1, 2, 4)
+        return self.last(nn.functional.scaled_dot_product_attention(h, h, h, self.bias[None]).flatten(1))
+
+
+@pytest.mark.parametrize("build", [Blocks, sequential, Transposed, Biased])
 def test_a_file_and_the_whole_model_train_alike(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     case = plain_case(build)
     save_file({name: x.contiguous() for name, x in build().state_dict().items()}, tmp_path / "a.safetensors")

@@ -244,7 +244,9 @@ def _meta_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """The kernel that real devices take, which keeps no matrix of tokens by tokens; the meta device would keep one."""
-    if dropout_p == 0.0 and q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == v.shape[3]:
+    learns = mask is not None and mask.requires_grad  # T5's places, for which that kernel has no gradient
+    alike = q.dim() == 4 and q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[3] == v.shape[3]
+    if dropout_p == 0.0 and alike and not learns:
         if mask is not None and mask.dtype is torch.bool:
             mask = torch.empty_like(mask, dtype=q.dtype)
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
