@@ -37,7 +37,7 @@ from raypipe.planner.copies import holders
 from raypipe.runtime.driver.client import driver_name
 from raypipe.runtime.workers.drains import drain_node
 from raypipe.runtime.workers.places import living
-from tests.processes import descendants
+from tests.processes import alive, descendants
 
 __all__ = ["ANYWHERE", "KINDS", "Fault", "Faults", "LimitReachedError", "driver_processes", "events"]
 
@@ -240,6 +240,8 @@ class Faults:
         return self._handle.status().stages
 
     def _a_stage(self) -> dict[str, Any]:
+        # A stage that moved a moment ago may be told with the process that it left.
+        self._until(lambda: all(alive(stage["process"]) for stage in self._stages()), "all stages have processes")
         return self._dice.choice(self._stages())
 
     def _host(self, stage: dict[str, Any]) -> int:
