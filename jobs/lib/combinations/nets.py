@@ -37,6 +37,7 @@ class Net:
         statistics: forwards change buffers.
         follows_statistics: in training too, outputs depend on them.
         fp32_only: it draws numbers in fp32, which layers of 16 bits do not take; autocast does.
+        evaluates_otherwise: plain PyTorch takes other kernels in evaluation mode.
         least: samples that a micro-batch must have.
         trains_last: the last layers learn, so that a loss scale shows there.
         counted: metrics can be asked of its outputs: (output, target) -> (correct, all).
@@ -53,6 +54,7 @@ class Net:
     statistics: bool = False
     follows_statistics: bool = False
     fp32_only: bool = False
+    evaluates_otherwise: bool = False
     least: int = 1
     trains_last: bool = True
     counted: Callable[[Any, Any], tuple[Any, Any]] | None = None
@@ -244,7 +246,7 @@ NETS: dict[str, Net] = {
     "noisy": _of_case("noisy", fp32_only=True, counted=correct),
     "batch norm": Net(batch_normed, _VECTORS, _ENTROPY, children=7, statistics=True, least=2, counted=correct),
     "gpt": Net(LISTS["transformer"].build, masked, token_loss, valid, children=5, counted=correct),
-    "attention": _of_case("attention"),
+    "attention": _of_case("attention", evaluates_otherwise=True),
     "tied words": _of_case("tied-lm", rounds=_TIED, tied=True),
     "one layer three times": _of_case("tied-sequential", rounds=_TIED, tied=True, children=8),
     "own loss": Net(

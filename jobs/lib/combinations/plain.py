@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -289,14 +289,23 @@ def _shares(counts: list[list[float | None]], at: int, first: int = 0, every: in
 
 def _losses(net: Net, model: nn.Module, columns: Any, meaning: Meaning) -> list[torch.Tensor]:
     """The terms of the loss of a micro-batch, in the precision."""
-    dtype = DTYPES.get(meaning.precision)
-    with torch.autocast("cpu", torch.bfloat16, enabled=meaning.precision == "bf16-autocast", cache_enabled=False):
+    with _autocast(meaning):
         if net.terms is not None:
             return [term for term, _ in net.terms(model, columns)]
         assert net.loss_fn is not None
-        *inputs, target = columns
-        given = [x.to(dtype) if dtype is not None and x.is_floating_point() else x for x in inputs]
-        return [net.loss_fn(_output(model, given, meaning), target)]
+        return [net.loss_fn(_answers(model, columns, meaning), columns[-1])]
+
+
+def _autocast(meaning: Meaning) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=meaning.precision == "bf16-autocast", cache_enabled=False)
+
+
+def _answers(model: nn.Module, columns: Any, meaning: Meaning) -> Any:
+    """What the model makes of all columns but the target."""
+    dtype = DTYPES.get(meaning.precision)
+    given = [x.to(dtype) if dtype is not None and x.is_floating_point() else x for x in columns[:-1]]
+    with _autocast(meaning):
+        return _output(model, given, meaning)
 
 
 def _output(model: nn.Module, inputs: list[Any], meaning: Meaning) -> Any:
@@ -330,15 +339,35 @@ def _rounded(x: torch.Tensor, codec: str | None) -> torch.Tensor:
 
 
 def evaluated(net: Net, model: nn.Module, data: Any, meaning: Meaning) -> dict[str, float]:
-    """eval_loss and the share of right answers over all samples at once, in evaluation mode."""
+    """eval_loss, and the share of right answers, in evaluation mode, micro-batch by micro-batch."""
     source = open_data(data, seed=meaning.seed, shuffle=False)
     names = source.columns if net.loss_fn is None else tuple(range(len(source.columns)))
-    columns: Any = source.read(0, 0, source.num_samples, names)
     model = copy.deepcopy(model).eval()
-    whole = Meaning(meaning.minibatch, meaning.microbatch, (), precision=meaning.precision)
+    whole = replace(meaning, codecs=(None, None))  # rounds what a gradient comes back for, and nothing else
+    losses: list[list[tuple[float, float]]] = []
+    right = count = 0
     with torch.no_grad(), one_thread(), KeyedRandomness(RandomKey(0, 0, 0)):
-        found = {"eval_loss": float(sum(float(term) for term in _losses(net, model, columns, whole)))}
-        if net.counted is not None and meaning.precision == "fp32":
-            right, count = net.counted(model(*columns[:-1]), columns[-1])
-            found["eval_right"] = right / count
-    return found
+        for offset in range(0, source.num_samples, meaning.minibatch):
+            samples = min(meaning.minibatch, source.num_samples - offset)
+            rows = source.read(0, offset, samples, names)
+            columns = [_cut(rows, at, meaning.microbatch) for at in range(0, samples, meaning.microbatch)]
+            counts = [_items(net, part) for part in columns]
+            totals: dict[int, torch.Tensor] = {}
+            for at, part in enumerate(columns):
+                for term, (loss, share) in enumerate(
+                    zip(_losses(net, model, part, whole), _shares(counts, at), strict=True)
+                ):
+                    if share:
+                        told = loss.float() * share
+                        totals[term] = totals[term] + told if term in totals else told
+                if net.counted is not None:
+                    found = net.counted(_answers(model, part, whole), part[-1])
+                    right, count = right + found[0], count + found[1]
+            items = [sum(part[term] or 0.0 for part in counts) for term in range(len(counts[0]))]
+            losses.append([(float(totals[term]), items[term]) for term in totals])
+    found_loss = 0.0
+    for of_term in zip(*losses, strict=True):
+        adds_up = net.items is None and net.terms is None
+        divisor = 1.0 if adds_up else sum(items for _, items in of_term)
+        found_loss += sum(loss * (1.0 if adds_up else items) for loss, items in of_term) / divisor
+    return {"eval_loss": found_loss, **({"eval_right": right / count} if net.counted is not None else {})}

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from jobs.lib.combinations.drawn import ASYNCHRONOUS, SEVERAL, Combination, lanes_of, stages_of
+from jobs.lib.combinations.drawn import SEVERAL, Combination, lanes_of
+from jobs.lib.combinations.modes import mode_of
 from jobs.lib.combinations.nets import NETS, Net
 from jobs.lib.combinations.optimizers import optimizer_of, scheduler_of
 from jobs.lib.combinations.plain import Meaning, Plain, evaluated, train
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.data import Stream
 from raypipe.errors import CaptureError, ConfigError, DataError, PlanError, RaypipeError, ScheduleError
-from tests.emulators.versions import Mode, two_buffered
 
 __all__ = ["Outcome", "carry_out"]
 
@@ -32,7 +32,7 @@ EVALUATED = 11
 ROUNDING = {"fp32": 3e-4, "bf16-autocast": 0.1, "bf16": 0.1, "fp16": 0.05}
 """Of how far a tensor has moved, where sums are made in another order: such differences grow from step to step."""
 EVALUATION = {"fp32": 1e-5, "bf16-autocast": 0.03, "bf16": 0.03, "fp16": 0.01}
-"""Of eval_loss, which plain PyTorch computes of all samples at once."""
+"""Of eval_loss, where sums of gradients are made in another order."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _meaning(found: Combination, net: Net, ours: _Ours) -> Meaning:
         ours.stages,
         fields.get("seed", 0),
         ours.lanes,
-        _mode(fields, [bool(names) for names in ours.stages]),
+        mode_of(fields, [bool(names) for names in ours.stages]),
         frozenset(drains),
         fields.get("precision", "fp32"),
         fields.get("max_grad_norm"),
@@ -262,33 +262,6 @@ def _meaning(found: Combination, net: Net, ours: _Ours) -> Meaning:
         tuple(None if codec == "none" else codec for codec in codecs),  # type: ignore[arg-type]
         fields.get("codec_sums") == "bf16",
     )
-
-
-def _mode(fields: Mapping[str, Any], learns: list[bool]) -> Mode | None:
-    """Which versions micro-batches meet, by the rules of tests/emulators."""
-    schedule, stages, count = fields.get("schedule", "auto"), stages_of(fields), fields["num_microbatches"]
-    if schedule not in ASYNCHRONOUS:
-        return None
-    if schedule == "2bw":
-        return two_buffered(count)
-    first = learns.index(True) if fields.get("vertical_sync") else 0  # below it there are no versions to stamp
-    every = fields.get("update_interval")
-    replicas = fields.get("num_replicas", 1)
-    counts = (replicas if isinstance(replicas, list) else [replicas] * stages)[first:]
-    slack = fields.get("slack", 1)
-    hops = (slack if isinstance(slack, list) else [slack] * (stages - 1))[first:]
-    if every is None and "weight_versions" in fields:
-        least = sum(hops) / (fields["weight_versions"] - 1)
-        every = next(u for u in range(1, count + 1) if count % u == 0 and u >= least)
-    every = every or lanes_of(fields)
-
-    def version(stage: int, k: int) -> int:
-        at = 0 if fields.get("vertical_sync") else max(0, stage - first)
-        ahead = sum(hop * behind for hop, behind in zip(hops[at:], counts[at + 1 :], strict=True))
-        own = counts[at]  # each replica runs so many of its own ahead, of one in ``own`` micro-batches
-        return max(0, (k // own - math.ceil(ahead / own)) // (every // own))
-
-    return Mode(schedule, every, version)
 
 
 def differences(
@@ -325,7 +298,8 @@ def differences(
     for step, wanted in () if net.statistics and _replicated(found) else evaluations.items():
         numbers = dict(records[step - 1].evaluation)
         for name, value in wanted.items():
-            least = EVALUATION[precision] if name == "eval_loss" else 0.0 if exact else 1.0
+            exactly = exact and not net.evaluates_otherwise
+            least = 0.0 if exactly else EVALUATION[precision] if name == "eval_loss" else 1.0
             if not abs(numbers.get(name, math.nan) - value) <= least * max(1.0, abs(value)):
                 faults.append(f"after {step} steps {name} is {numbers.get(name)}, plain PyTorch has {value}")
     return faults
@@ -382,6 +356,11 @@ def _unlike_simplest(found: Combination, net: Net, ours: _Ours, folder: Path) ->
         f"step {a.step}: loss and norm are {a.loss, a.grad_norm}, of the simplest pipeline {b.loss, b.grad_norm}"
         for a, b in zip(ours.result.records, theirs.result.records, strict=True)
         if repr((a.loss, a.grad_norm)) != repr((b.loss, b.grad_norm)) and found.synchronous
+    ]
+    faults += [
+        f"after step {a.step} the evaluation gives {a.evaluation}, of the simplest pipeline {b.evaluation}"
+        for a, b in zip(ours.result.records, theirs.result.records, strict=True)
+        if repr(a.evaluation) != repr(b.evaluation) and not found.stop and not (_replicated(found) and net.statistics)
     ]
     buffers = dict(net.model().named_buffers())
     faults += [
