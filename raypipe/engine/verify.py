@@ -244,7 +244,7 @@ def _rounding(precision: Precision, tensors: Tensors) -> float:
         tensors: of the model. Where some are of 16 bits (a frozen model under adapters) gradients come by way of them.
     """
     types = {x.dtype for x in tensors.values() if x.is_floating_point()}
-    types |= {getattr(torch, precision.autocast)} if precision.autocast else set()
+    types |= {getattr(torch, name) for name in (precision.autocast, precision.leaves) if name}
     return max([ROUNDING, *(8 * torch.finfo(found).eps for found in types)])
 
 

@@ -272,6 +272,9 @@ def test_refusals(tmp_path: Path) -> None:
         trainer(normed, tmp_path, precision="bf16").plan()
     with pytest.raises(CaptureError, match=r"'net.1.running_mean'.*precision='bf16-autocast'"):
         trainer(Traced(normed), tmp_path, precision="fp16", data=data_of(children())).plan()
+    turned = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 3))  # writes by out=
+    with pytest.raises(CaptureError, match=r"'net.0.parametrizations.weight.0._u'.*precision='bf16-autocast'"):
+        trainer(Traced(turned), tmp_path, precision="bf16", data=data_of(children())).plan()
     with pytest.raises(CaptureError, match=r"'0.weight' is of torch.float64.*model.float\(\)"):
         trainer(children().double(), tmp_path, precision="bf16").plan()
     frozen = children()

@@ -39,7 +39,8 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
         training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training", False)
         return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if training else []
     changed = []
-    for argument, value in zip(target._schema.arguments, node.args, strict=False):
+    for place, argument in enumerate(target._schema.arguments):
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)  # out=, for one
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
             changed.append(value)
     return changed
@@ -54,6 +55,8 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     if target is operator.getitem or str(target) in ("aten.dropout.default", "aten.feature_dropout.default"):
         return first
     schema = getattr(target, "_schema", None)
+    if isinstance(out := node.kwargs.get("out"), fx.Node):  # is what it returns
+        return out
     if schema is None or first is None:
         return None
     aliases = any(r.alias_info is not None for r in schema.returns)
