@@ -47,9 +47,11 @@ def main() -> int:
     task = asked.task or task_of(asked.model, lines)
     classes = count_classes(lines, held or {}) if task == "classify" else 0
     tokenizer, folder = _tokenizer(asked.model), data_folder(asked)
-    more = {"train_data": write_rows(task, lines, tokenizer, asked.length, f"{folder}/train.parquet")}
+    more: dict[str, Any] = {"train_data": write_rows(task, lines, tokenizer, asked.length, f"{folder}/train.parquet")}
     if held is not None:
         more["eval_data"] = write_rows(task, held, tokenizer, asked.length, f"{folder}/eval.parquet")
+        if task == "classify":
+            more["metrics"] = {"accuracy": accuracy}
     model = _model(asked, task, classes, tokenizer.pad_token_id)
     cached = getattr(model.config, "use_cache", True)
     model.config.use_cache = False  # while it trains; not in what is saved
@@ -66,6 +68,12 @@ def main() -> int:
         raise ValueError(f"{asked.output} was saved, but loaded again it gives other logits.")
     print(f"saved        {asked.output}   (loaded again, it gives the same logits)")
     return 0
+
+
+def accuracy(output: Any, batch: Any) -> tuple[torch.Tensor, int]:
+    """(texts that a classifier gives their label, texts)."""
+    right = output.logits.argmax(-1) == batch["labels"]
+    return right.sum(), len(right)
 
 
 def task_of(folder: Path, rows: Rows) -> str:
@@ -156,7 +164,9 @@ def parse() -> argparse.Namespace:
     add_common(parser, name="finetune", minibatch_size=16, learning_rate=5e-5)
     parser.add_argument("--model", type=Path, help="folder with config.json, weights and tokenizer; required")
     parser.add_argument("--data", type=Path, help=".jsonl, .parquet or .txt (a row per line); required")
-    parser.add_argument("--eval-data", type=Path, help="the same, to evaluate at the end")
+    parser.add_argument(
+        "--eval-data", type=Path, help="the same, to evaluate at the end: loss, and accuracy of a classifier"
+    )
     parser.add_argument("--output", type=Path, help="folder for what was trained; required")
     parser.add_argument("--task", choices=TASKS, help="what config.json and the data say, where it is left out")
     parser.add_argument("--length", type=int, default=128, help="tokens per row, longer texts are cut")

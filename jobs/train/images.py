@@ -142,11 +142,14 @@ def _labelled(folder: Path, classes: Sequence[str], size: int) -> Split:
     rows, labels = [], []
     for label, name in enumerate(classes):
         for file in sorted((folder / name).glob("*")):
-            if file.suffix.lower() in SUFFIXES:
+            if file.suffix.lower() in SUFFIXES and file.name[0] != ".":
                 with Image.open(file) as image:
                     if image.mode.startswith(("I", "F")):
                         raise ValueError(f"{file} has more than 8 bits per pixel (mode {image.mode}). Save it with 8.")
-                    pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=np.uint8)
+                    try:
+                        pixels = np.asarray(image.convert("RGB").resize((size, size)), dtype=np.uint8)
+                    except OSError as error:  # which does not name the file
+                        raise ValueError(f"{file} cannot be read: {error}. Mend it, or leave it out.") from None
                 rows.append(pixels.transpose(2, 0, 1).reshape(-1))
                 labels.append(label)
     if not rows:

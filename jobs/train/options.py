@@ -137,7 +137,7 @@ def train(asked: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineT
     print(trainer.plan())
     length = {"num_steps": asked.steps} if asked.epochs is None else {"num_epochs": asked.epochs}
     result = trainer.fit(**length, local=asked.local)
-    numbers = (f"{key} {result.metrics[key]:.4f}" for key in ("loss", "eval_loss") if key in result.metrics)
+    numbers = (f"{key} {result.metrics[key]:.4f}" for key in result.metrics if key == "loss" or key.startswith("eval_"))
     print(f"step {len(result.records)}  {'  '.join(numbers)}")
     if result.stopped:
         print(f"stopped      {result.stopped}; the same command goes on from there")

@@ -12,7 +12,7 @@ from raypipe.api.callbacks import FromRayTrain
 from raypipe.api.devices import in_threads
 from raypipe.api.init_from import InitialWeights
 from raypipe.api.worker_weights import WorkerWeights
-from raypipe.config.early_stopping import EarlyStopping
+from raypipe.config.early_stopping import EarlyStopping, may_give
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import worker_range
 from raypipe.config.replicas import laned
@@ -37,6 +37,7 @@ __all__ = [
     "continued",
     "copy_interval",
     "described_parts",
+    "evaluated_as",
     "evaluations_of",
     "failures_of",
     "generation_setup",
@@ -172,7 +173,7 @@ def evaluations_of(
             raise ConfigError(
                 f"early_stopping={early_stopping!r}: give raypipe.EarlyStopping('eval_loss', patience=3)."
             )
-        if early_stopping.metric not in names or pipeline.eval_interval_steps is None:
+        if not may_give(names, early_stopping.metric) or pipeline.eval_interval_steps is None:
             has = f"evaluations of this run give {', '.join(names)}" if names else "there is no eval_data"
             raise ConfigError(
                 f"EarlyStopping(metric={early_stopping.metric!r}) looks at evaluations while the run trains: {has}, "
@@ -180,6 +181,30 @@ def evaluations_of(
                 "eval_interval_steps=...) and, for what is not the loss, metrics={...}."
             )
     return EvaluationPolicy(pipeline.eval_interval_steps, names, early_stopping)
+
+
+def evaluated_as(policy: EvaluationPolicy, job: Job, run: Any) -> EvaluationPolicy:
+    """With the names of all numbers, which are known once the metrics were called.
+
+    Args:
+        run: ray.train.RunConfig, or None.
+
+    Raises:
+        ConfigError: what stops the run or orders its checkpoints is none of them.
+    """
+    if not job.evaluated:
+        return policy
+    names = ("eval_loss", *(f"eval_{name}" for name in job.evaluated))
+    stops = policy.early_stopping
+    score = getattr(getattr(run, "checkpoint_config", None), "checkpoint_score_attribute", None)
+    for field, wanted in (
+        ("EarlyStopping(metric={!r})", stops.metric if stops else None),
+        ("CheckpointConfig(checkpoint_score_attribute={!r})", score if score and score.startswith("eval_") else None),
+    ):
+        if wanted is not None and wanted not in names:
+            given = ", ".join(names)
+            raise ConfigError(f"{field.format(wanted)}: evaluations of this run give {given}. Name one of them.")
+    return dataclasses.replace(policy, names=names)
 
 
 def places_of(job: Job, num_workers: int | None, run: Any) -> int:

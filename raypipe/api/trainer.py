@@ -384,7 +384,7 @@ class PipelineTrainer:
             aliases=job.aliases,
             sums_losses=job.settings.loss_reduction == "sum",
             checkpoints=launch.policy_of(self._pipeline, getattr(self._run, "checkpoint_config", None)),
-            evaluations=self._evaluations,
+            evaluations=launch.evaluated_as(self._evaluations, job, self._run),
             max_failures=launch.failures_of(self._run),
             num_workers=most_workers(self._scaling),
             workers=worker_range(self._scaling),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from raypipe.errors import ConfigError
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "may_give"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,8 @@ class EarlyStopping:
     and with checkpoints do not count.
 
     Attributes:
-        metric: "eval_loss", or "eval_<name>" of one of the trainer's metrics.
+        metric: "eval_loss", or "eval_<name>" of one of the trainer's metrics; "eval_<name>_<key>" where it gives
+            several numbers.
         patience: evaluations in a row that are no better than the best before them.
         mode: "min" where less is better, "max" where more is.
         min_delta: by how much better an evaluation must be to count.
@@ -55,3 +56,13 @@ class EarlyStopping:
         if waited < self.patience:
             return ""
         return f"{self.metric} has not got better than {sign * best:g} for {waited} evaluations"
+
+
+def may_give(names: Collection[str], wanted: str) -> bool:
+    """Whether evaluations may have this number.
+
+    Args:
+        names: "eval_loss" and "eval_<name>" of the metrics, each of which may give several numbers, as
+            eval_<name>_<key>; which ones is known once they were called.
+    """
+    return wanted in names or any(wanted.startswith(f"{name}_") for name in names if name != "eval_loss")

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from raypipe.config.early_stopping import may_give
 from raypipe.errors import ConfigError
 
 __all__ = [
@@ -135,7 +136,7 @@ def check_ray_settings(scaling: Any, run: Any, evaluated: Collection[str] = ()) 
         for name, why in faults(kind, given):
             raise ConfigError(f"{kind}({name}={getattr(given, name)!r}): {why}")
     score = getattr(checkpoints, "checkpoint_score_attribute", None)
-    if score is not None and score not in (*SCORES, *evaluated):
+    if score is not None and score not in SCORES and not may_give(evaluated, score):
         why = f"checkpoints of this run have {', '.join((*SCORES, *evaluated))}."
         if not evaluated:
             why = f"there is no {score} without eval_data. Give eval_data, or 'loss' as the attribute."

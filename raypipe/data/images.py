@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from raypipe.errors import DataError
@@ -58,7 +59,7 @@ class Images(Dataset[Any]):
             (str(path), label)
             for label, name in enumerate(self.classes)
             for path in sorted((root / name).rglob("*"))
-            if path.suffix.lower() in SUFFIXES
+            if path.suffix.lower() in SUFFIXES and path.name[0] != "."
         ]
         if not self._files:
             raise DataError(
@@ -78,9 +79,19 @@ class Images(Dataset[Any]):
         return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        path, label = self._files[index]
+        try:
+            pixels = self._pixels(path)
+        except (OSError, SyntaxError, ValueError) as error:  # as Pillow says that a file is damaged
+            raise DataError(f"{path} cannot be read: {error}. Mend it, or leave it out.") from None
+        channels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+        tensor = torch.from_numpy(np.ascontiguousarray(channels))
+        return (tensor if self._transform is None else self._transform(tensor)), label
+
+    def _pixels(self, path: str) -> NDArray[np.float32]:
+        """In [0, 1], shape (height, width) or (height, width, channels)."""
         from PIL import Image
 
-        path, label = self._files[index]
         with Image.open(path) as opened:
             if opened.mode.startswith(("I", "F")):
                 raise DataError(
@@ -90,7 +101,4 @@ class Images(Dataset[Any]):
             image = opened.convert(self._mode)
             if self._size is not None:
                 image = image.resize((self._size[1], self._size[0]), Image.Resampling.BILINEAR)
-            pixels = np.asarray(image, dtype=np.float32) / 255.0
-        channels = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
-        tensor = torch.from_numpy(np.ascontiguousarray(channels))
-        return (tensor if self._transform is None else self._transform(tensor)), label
+            return np.asarray(image, dtype=np.float32) / np.float32(255)

@@ -7,13 +7,14 @@ numbers, as masks of a masked language model: the global generators are seeded b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from raypipe.engine.item_randomness import own_generators, seed_generators
+from raypipe.engine.stacking import parts_of
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import DataError
 
@@ -45,18 +46,14 @@ def collated(collate: Collate, items: list[Any], rows: Sequence[int], seed: int,
                 f"collate_fn fails for items {rows[0]} and others{quoted(error)}: {short(error)} It is called with the "
                 f"list of a mini-batch's items, here {len(items)}."
             ) from error
-    if isinstance(batch, Mapping):
-        named = dict(batch)
-    else:
-        named = dict(enumerate(batch if isinstance(batch, tuple | list) else (batch,)))
     found = {}
-    for name, value in named.items():
+    for name, value in parts_of(batch).items():
         tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or len(tensor) != len(items):
             what = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(value).__name__
             raise DataError(
                 f"collate_fn made {what} of {len(items)} items in column {name!r}. Let it return a tensor with one row "
-                "for each item in every column, in a dict or a tuple."
+                "for each item in every column, in a dict, a dataclass or a tuple."
             )
         found[name] = tensor
     return found

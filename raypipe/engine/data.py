@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.fs
 import torch
@@ -124,6 +125,7 @@ def open_data(
     elif isinstance(source, pa.Table | pa.RecordBatch):
         raise DataError(_IN_MEMORY.format("A pyarrow table"))
     elif mapped:
+        _refuse_containers(source)
         return MapSource(source, seed=seed, shuffle=shuffle, collate=collate)
     else:
         raise DataError(
@@ -210,3 +212,28 @@ def _fragments(data: pyarrow.dataset.Dataset) -> tuple[pyarrow.fs.FileSystem, li
     if filesystem is None:
         raise DataError("The pyarrow.dataset has no files. Check the path that it was made from.")
     return filesystem, paths
+
+
+def _refuse_containers(source: Any) -> None:
+    """What has a length and items, but none that are samples.
+
+    Raises:
+        DataError: says what to give instead.
+    """
+    kind = type(source).__name__
+    if isinstance(source, Mapping):
+        names = ", ".join(repr(name) for name in list(source)[:5])
+        raise DataError(
+            f"A {kind} of {names} is no dataset: data[0] must be its first sample. Give one of its parts, as in "
+            f"data[{next(iter(source), 'train')!r}], or of columns a datasets.Dataset.from_dict(data)."
+        )
+    if isinstance(source, tuple) and source and all(isinstance(part, torch.Tensor | np.ndarray) for part in source):
+        raise DataError(
+            f"A tuple of {len(source)} {type(source[0]).__name__}s is no dataset: data[0] would be all of the inputs. "
+            "Give torch.utils.data.TensorDataset(x, y); torch.from_numpy makes tensors of arrays."
+        )
+    if kind == "DataFrame" and hasattr(source, "columns"):
+        raise DataError(
+            "A DataFrame in memory would travel to every worker, and data[0] is none of its rows. Write it as Parquet "
+            "to a place that all nodes can read, and give that path; or give datasets.Dataset.from_pandas(data)."
+        )

@@ -6,6 +6,9 @@
     (total, count)      both are added up over all micro-batches: total / count, whatever was counted
     an object           with update, compute and reset, as torchmetrics has them: a copy sees every micro-batch
 
+Either may give several numbers, as torchmetrics' MetricCollection does: those of a dict are told as <name>_<key>, and
+of what an object computes of shape (n,), one for each class say, as <name>_0, <name>_1, ...
+
 A model with a loss_fn hands its metrics what it hands the loss_fn: (output, target). One that returns its own loss has
 (output, batch), where ``output.logits`` and ``batch["labels"]`` are read by name. What a metric reads is found out by
 calling it once before the run is planned, and only that is kept in the stages of evaluation.
@@ -14,9 +17,11 @@ calling it once before the run is planned, and only that is kept in the stages o
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from raypipe.engine.user_lines import quoted, short
@@ -25,6 +30,7 @@ from raypipe.errors import ConfigError, StageError
 __all__ = ["Asked", "Meter", "check_metrics", "names_of", "part_of", "parts_by_key"]
 
 Numbers = tuple[tuple[str, float], ...]
+_NOT_OF_A_NAME = re.compile(r"\W")
 
 
 class Asked(NamedTuple):
@@ -116,12 +122,12 @@ class Meter:
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         self._metrics = {name: _own(metric) if _is_stateful(metric) else metric for name, metric in metrics.items()}
-        self._totals: dict[str, tuple[float, float]] = {}
+        self._totals: dict[str, dict[str, tuple[float, float]]] = {}
         self.begin()
 
     def begin(self) -> None:
         """Another evaluation begins."""
-        self._totals = dict.fromkeys(self._metrics, (0.0, 0.0))
+        self._totals = {name: {} for name in self._metrics}
         for metric in self._metrics.values():
             if _is_stateful(metric):
                 metric.reset()
@@ -143,9 +149,11 @@ class Meter:
                 found = metric(output, *target)
             except Exception as error:
                 raise StageError(f"The metric {name!r} failed{quoted(error)}: {short(error)}") from error
-            total, count = _counted(name, found, samples)
-            so_far, counted = self._totals[name]
-            self._totals[name] = so_far + total, counted + count
+            totals = self._totals[name]
+            for part, value in _parts(name, found).items():
+                total, count = _counted(part, value, samples)
+                so_far, counted = totals.get(part, (0.0, 0.0))
+                totals[part] = so_far + total, counted + count
 
     def results(self) -> Numbers:
         """By name, over all micro-batches since ``begin``; nan where nothing was counted.
@@ -153,17 +161,38 @@ class Meter:
         Raises:
             StageError: as ``add``.
         """
-        return tuple((name, self._result(name, metric)) for name, metric in self._metrics.items())
+        return tuple(found for name, metric in self._metrics.items() for found in self._results(name, metric))
 
-    def _result(self, name: str, metric: Any) -> float:
+    def _results(self, name: str, metric: Any) -> Iterator[tuple[str, float]]:
         if not _is_stateful(metric):
-            total, count = self._totals[name]
-            return total / count if count else float("nan")
+            for part, (total, count) in (self._totals[name] or {name: (0.0, 0.0)}).items():
+                yield part, total / count if count else float("nan")
+            return
         try:
             found = metric.compute()
         except Exception as error:
             raise StageError(f"The metric {name!r} failed in compute(){quoted(error)}: {short(error)}") from error
-        return _number(name, found)
+        if isinstance(found, torch.Tensor | np.ndarray) and found.ndim == 1 and len(found) > 1:
+            found = dict(enumerate(found.tolist()))  # of each class, say
+        for part, value in _parts(name, found).items():
+            yield part, _number(part, value)
+
+
+def _parts(name: str, found: Any) -> dict[str, Any]:
+    """What a metric gave, by the names that it is told under.
+
+    Raises:
+        StageError: it gave nothing, or two of them have one name.
+    """
+    if not isinstance(found, Mapping):
+        return {name: found}
+    parts = {f"{name}_{_NOT_OF_A_NAME.sub('_', str(key))}": value for key, value in found.items()}
+    if len(parts) < max(1, len(found)):
+        raise StageError(
+            f"The metric {name!r} gave numbers under {', '.join(map(repr, found)) or 'no name'}; give each one a "
+            "name of its own, of letters, digits and underscores."
+        )
+    return parts
 
 
 def _is_stateful(metric: Any) -> bool:
@@ -174,8 +203,9 @@ def _is_stateful(metric: Any) -> bool:
 
 def _own(metric: Any) -> Any:
     made = copy.deepcopy(metric)
-    if hasattr(made, "sync_on_compute"):  # torchmetrics would wait for ranks that evaluate nothing
-        made.sync_on_compute = False
+    for part in made.modules() if isinstance(made, torch.nn.Module) else (made,):
+        if hasattr(part, "sync_on_compute"):  # torchmetrics would wait for ranks that evaluate nothing
+            part.sync_on_compute = False
     return made
 
 

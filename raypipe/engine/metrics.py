@@ -28,8 +28,8 @@ from raypipe.errors import CheckpointError
 from raypipe.ir.report import Numbers, StepRecord
 
 __all__ = [
-    "METRICS", "SCHEMA", "MetricsWriter", "Part", "part_before", "parts_of", "records_of", "steps_written", "table_of",
-    "table_read",
+    "EVALUATION", "METRICS", "SCHEMA", "MetricsWriter", "Part", "part_before", "parts_of", "records_of",
+    "steps_written", "table_of", "table_read",
 ]  # fmt: skip
 
 METRICS = "metrics.parquet"

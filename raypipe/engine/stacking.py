@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,11 @@ def stacked(name: str, column: Any, values: list[Any], rows: list[int]) -> torch
 
 
 def parts_of(item: Any) -> dict[Any, Any]:
-    """An item's parts by column: the keys of a dict, the places of a tuple, 0 for a lone value."""
+    """The parts of an item or batch by column: the keys of a dict, fields of a dataclass, places of a tuple, else 0."""
     if isinstance(item, Mapping):
         return dict(item)
+    if is_dataclass(item) and not isinstance(item, type):
+        return {field.name: getattr(item, field.name) for field in fields(item)}
     return dict(enumerate(item if isinstance(item, tuple | list) else (item,)))
 
 

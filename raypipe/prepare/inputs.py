@@ -58,6 +58,7 @@ class Opened:
         larger: more samples by column, where larger micro-batches are of interest; else empty.
         memory: what model and loss remembered when they came, which every call here changes and training begins with.
         unfilled: where workers find the tensors that the model was built without; empty where it has all.
+        evaluated: names of the numbers that metrics give, where that is known.
     """
 
     model: torch.nn.Module
@@ -69,6 +70,7 @@ class Opened:
     larger: Mapping[Any, torch.Tensor]
     memory: Memory
     unfilled: tuple[StateSource, ...] = ()
+    evaluated: tuple[str, ...] = ()
 
 
 def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int | None) -> Opened:
@@ -103,6 +105,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     rehearse(built, captured, _by_name(columns, example))
     if unfilled:
         rehearse_loss(captured, _by_name(columns, example))
+    evaluated: tuple[str, ...] = ()
     if evaluates:
         check_columns(columns, sources["eval"])
         count = min(NUM_ROWS, sources["eval"].num_samples)
@@ -111,7 +114,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
         if unfilled:
             rehearse_loss(captured, rows, data="eval_data")
         if metrics:
-            try_metrics(metrics, captured, rows)
+            evaluated = try_metrics(metrics, captured, rows)
     larger: Mapping[Any, torch.Tensor] = {}
     if curve:
         bytes_each = sum(x[:1].nbytes for x in _by_name(columns, example).values() if x.dim())
@@ -119,7 +122,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
         if most > size:
             larger = example_of(sources["train"], loss_fn is not None, most)
     by_name = _by_name(columns, example)
-    return Opened(built, sources, request, loss_fn is not None, captured, by_name, larger, memory, unfilled)
+    return Opened(built, sources, request, loss_fn is not None, captured, by_name, larger, memory, unfilled, evaluated)
 
 
 def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:

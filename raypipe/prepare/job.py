@@ -43,6 +43,7 @@ class Job:
         check: compares the user's own module with the stages (engine/verify.py); does nothing where verify="off".
         model_labels: what the model is, for settings.json.
         metrics: of evaluations, by name.
+        evaluated: names of the numbers that they give, where that is known.
         collate: of the items of datasets.
         unfilled: where workers find the tensors that this process does not hold.
         compile_stages: see PipelineConfig.
@@ -63,6 +64,7 @@ class Job:
     check: Callable[[], None]
     model_labels: Mapping[str, Any]
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    evaluated: tuple[str, ...] = ()
     collate: Collate | None = None
     unfilled: tuple[StateSource, ...] = ()
     compile_stages: str = "off"

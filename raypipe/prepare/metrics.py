@@ -60,14 +60,17 @@ def asked_by(
     return Asked(tuple(outputs), tuple(columns), names, tuple(rows))
 
 
-def try_metrics(metrics: Mapping[str, Any], captured: Capture, rows: Mapping[Any, torch.Tensor]) -> None:
+def try_metrics(metrics: Mapping[str, Any], captured: Capture, rows: Mapping[Any, torch.Tensor]) -> tuple[str, ...]:
     """Call every metric on what the captured model computes of these rows of eval_data.
+
+    Returns:
+        Names of the numbers that they gave; none of a model without values.
 
     Raises:
         ConfigError: one fails, or returns no number.
     """
     if any(x.is_meta for x in (*captured.parameters.values(), *captured.buffers.values())):
-        return  # there are no values to compute with
+        return ()  # there are no values to compute with
     (program,) = captured.programs(())
     function = program.modes["eval"]
     leaves = [captured.parameters[site.parameter].detach() for site in function.sites]
@@ -76,7 +79,7 @@ def try_metrics(metrics: Mapping[str, Any], captured: Capture, rows: Mapping[Any
     with torch.no_grad(), one_thread():
         outputs = function(leaves, buffers, (), [columns[name] for name in function.columns], RandomKey(0, 0, 0))
         output, behind = program.metric_arguments(outputs, columns)
-    _called(metrics, output, behind, len(next(iter(columns.values()))))
+    return _called(metrics, output, behind, len(next(iter(columns.values()))))
 
 
 def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor], precision: Precision) -> Any:
@@ -99,12 +102,17 @@ def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor], precisio
             buffer.detach().copy_(buffers[name])
 
 
-def _called(metrics: Mapping[str, Any], output: Any, behind: list[Any], samples: int) -> None:
+def _called(metrics: Mapping[str, Any], output: Any, behind: list[Any], samples: int) -> tuple[str, ...]:
     meter = Meter(metrics)
     try:
         with own_generators(), torch.no_grad(), one_thread():
             seed_generators(0, 0, 0)
             meter.add(output, behind, samples)
-            meter.results()
+            names = [name for name, _ in meter.results()]
     except StageError as error:
         raise ConfigError(f"{error} It was called on {samples} rows of the data, before the run begins.") from error
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"Two numbers of the metrics have the name {twice[0]!r}. Give one of the metrics another name."
+        )
+    return tuple(names)

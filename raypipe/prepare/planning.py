@@ -159,6 +159,7 @@ def _job(
         check=partial(_check, found, programs, plan.microbatch_size, pipeline),
         model_labels=model_labels(found.model, captured),
         metrics=given.metrics or {},
+        evaluated=found.evaluated,
         collate=given.collate_fn,
         unfilled=found.unfilled,
         compile_stages=pipeline.compile_stages,

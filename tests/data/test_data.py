@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,32 @@ def test_packed_blocks_are_the_stream_cut_into_pieces(separator: int | None, as_
     assert all(y.tolist() == stream[3 * i + 1 : 3 * i + 4] for i, (_, y) in enumerate(pairs))
 
 
+@pytest.mark.parametrize("separator", [None, 0])
+def test_packed_documents_that_stand_apart(separator: int | None) -> None:
+    """Positions, mask and targets of every block against those of the documents one by one."""
+    tail = [] if separator is None else [separator]
+    stream = [(number, token) for number, document in enumerate(DOCUMENTS) for token in [*document, *tail]]
+    packed = Packed(DOCUMENTS, 4, separator=separator, apart=True)
+    following = Packed(DOCUMENTS, 3, separator=separator, labels="next", apart=True)
+    for index in range(len(packed)):
+        block = stream[4 * index : 4 * index + 4]
+        found, numbers = packed[index], [number for number, _ in block]
+        assert found["input_ids"].tolist() == [token for _, token in block]
+        assert found["position_ids"].tolist() == [numbers[:at].count(numbers[at]) for at in range(4)]
+        begins = [at > 0 and numbers[at] != numbers[at - 1] for at in range(4)]
+        labels = [-100 if first else token for first, (_, token) in zip(begins, block, strict=True)]
+        assert found["labels"].tolist() == labels
+        seen = [[i >= j and numbers[i] == numbers[j] for j in range(4)] for i in range(4)]
+        assert (found["attention_mask"] == 0).tolist() == [seen]
+        assert found["attention_mask"].min() in (0, torch.finfo(torch.float32).min)
+    for index in range(len(following)):
+        block = stream[3 * index : 3 * index + 4]
+        given, positions, mask, targets = following[index]
+        assert (len(given), len(positions), mask.shape) == (3, 3, (1, 3, 3))
+        pairs = pairwise(block)
+        assert targets.tolist() == [-100 if here[0] != then[0] else then[1] for here, then in pairs]
+
+
 def test_packed_refuses_what_fills_no_block() -> None:
     with pytest.raises(DataError, match="4 documents have 9 tokens, too few for one block of 10"):
         Packed(DOCUMENTS, 10)
@@ -117,3 +144,37 @@ def test_folders_and_images_that_are_none(tmp_path: Path) -> None:
     image.fromarray(np.full((2, 2), 900, dtype=np.uint16)).save(tmp_path / "dog" / "deep.png")
     with pytest.raises(DataError, match="more than 8 bits per pixel"):
         Images(tmp_path)[1]
+
+
+def test_hidden_files_are_no_images_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "cat").mkdir()
+    image.fromarray(np.arange(4800, dtype=np.uint8).reshape(40, 40, 3)).save(tmp_path / "cat" / "a.jpg")
+    (tmp_path / "cat" / "._a.jpg").write_bytes(b"what macOS writes beside a file")
+    assert len(Images(tmp_path)) == 1
+    whole = (tmp_path / "cat" / "a.jpg").read_bytes()
+    (tmp_path / "cat" / "b.jpg").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DataError, match=r"cat/b\.jpg cannot be read: .*[Tt]runcated.*leave it out"):
+        Images(tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("splits", r"A DatasetDict of 'train', 'test' is no dataset.*data\['train'\]"),
+        ("columns", r"A dict of 'x', 'y' is no dataset.*Dataset\.from_dict"),
+        ("pair", r"A tuple of 2 Tensors is no dataset.*TensorDataset\(x, y\)"),
+        ("frame", r"A DataFrame in memory.*as Parquet"),
+    ],
+)
+def test_containers_that_are_no_datasets(kind: str, said: str) -> None:
+    x, y = torch.zeros(4, 2), torch.zeros(4)
+    given: Any = {"columns": {"x": x, "y": y}, "pair": (x, y)}.get(kind)
+    if kind == "splits":
+        datasets = pytest.importorskip("datasets")
+        rows = datasets.Dataset.from_dict({"x": [[1.0], [2.0]], "y": [0, 1]})
+        given = datasets.DatasetDict({"train": rows, "test": rows})
+    if kind == "frame":
+        given = pytest.importorskip("pandas").DataFrame({"x": [1.0], "y": [0]})
+    with pytest.raises(DataError, match=said):
+        open_data(given, seed=0)

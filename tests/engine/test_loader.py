@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -152,6 +153,24 @@ def test_what_a_pipeline_would_not_follow_is_refused_by_name(loader: Any, said: 
 def test_collate_functions_that_make_no_batch(collate: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         open_data(DATA, seed=0, collate=collate)
+
+
+@dataclass
+class Sample:
+    x: torch.Tensor
+    number: int
+
+
+def together(items: list[Sample]) -> Sample:
+    return Sample(torch.stack([item.x for item in items]), torch.tensor([item.number for item in items]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("collate", [None, together])
+def test_fields_of_a_dataclass_are_columns(collate: Any) -> None:
+    items = [Sample(x, number) for number, x in enumerate(X[:4])]
+    read: Any = open_data(items, seed=0, shuffle=False, collate=collate).read(0, 0, 4, ("x", "number"))
+    assert torch.equal(read["x"], X[:4])
+    assert read["number"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_path_has_no_items_to_collate(tmp_path: Any) -> None:

@@ -118,6 +118,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tuned]:
         cases["adapter of a classifier"] = ("bert", ("--lora-rank", "2"), {"label": True})
     folders = {name: tmp_path_factory.mktemp("tuned") for name in cases}
     flags = {name: flags_of(folders[name], kind, *more, **data) for name, (kind, more, data) in cases.items()}
+    flags["labels"] += ["--eval-data", str(folders["labels"] / "texts.jsonl")]
     done = python("-c", TOGETHER, given=json.dumps(flags))
     assert done.returncode == 0, done.stdout + done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
@@ -157,6 +158,7 @@ def test_what_the_folder_lacks_of_a_classifier_is_saved_with_the_adapter(tuned: 
 
 def test_labels_make_a_classifier(tuned: dict[str, Tuned]) -> None:
     good(tuned["labels"])
+    assert "  eval_accuracy " in tuned["labels"].said
     assert len(json.loads((tuned["labels"].folder / "out/config.json").read_text())["id2label"]) == 3
 
 

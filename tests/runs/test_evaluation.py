@@ -158,6 +158,25 @@ def test_the_best_checkpoint_by_a_metric_is_kept(tmp_path: Path) -> None:
     assert read_manifest(Place.of(str(folders[0]))).metrics["eval_largest"] == scores[best]
 
 
+def test_a_metric_of_several_numbers_orders_checkpoints_and_ends_a_run(tmp_path: Path) -> None:
+    kept = SimpleNamespace(num_to_keep=1, checkpoint_score_attribute="eval_a_mean", checkpoint_score_order="max")
+    place = SimpleNamespace(name="run", storage_path=str(tmp_path), checkpoint_config=kept)
+    stops = EarlyStopping("eval_a_count", patience=2)
+    more: dict[str, Any] = {"run_config": place, "metrics": {"a": both}, "eval_data": TensorDataset(EX, EY)}
+    config = {"eval_interval_steps": 1, "checkpoint_interval_steps": 1}
+    result = fit(tmp_path, 40, config=config, early_stopping=stops, **more)
+    assert (len(result.records), result.stopped) == (
+        3,
+        "eval_a_count has not got better than 1.90909 for 2 evaluations",
+    )
+    columns = pq.read_table(Path(result.path) / "metrics.parquet").column_names
+    assert [name for name in columns if name.startswith("eval_")] == ["eval_loss", "eval_a_mean", "eval_a_count"]
+    scores = {step + 1: of_step["eval_a_mean"] for step, of_step in enumerate(numbers(result))}
+    folders = (tmp_path / "run" / "checkpoints").glob("step_*")
+    best = max(scores, key=lambda step: (scores[step], step))
+    assert {int(folder.name.split("_")[1]) for folder in folders} == {best, 3}
+
+
 def test_a_run_ends_early_and_ends_again_when_it_is_submitted_again(tmp_path: Path) -> None:
     stops = EarlyStopping("eval_rising", patience=2, mode="min")
     more = {"metrics": {"rising": Rising()}, "early_stopping": stops}
@@ -283,6 +302,10 @@ class OnlyLoss(OwnLoss):
         return super().forward(x, labels)["loss"]
 
 
+def both(output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    return {"mean": accuracy(output, target), "count": (len(target), 1)}
+
+
 def no_number(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
 
@@ -297,6 +320,9 @@ def no_number(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         ({"early_stopping": EarlyStopping()}, "there is no eval_data"),
         ({"metrics": {"a": no_number}, "eval_data": TensorDataset(EX, EY)}, "'a' returned a tensor of shape"),
         ({"metrics": {"a": lambda x: x}, "eval_data": TensorDataset(EX, EY)}, "The metric 'a' failed"),
+        ({"metrics": {"a": both, "a_mean": accuracy}, "eval_data": TensorDataset(EX, EY)}, "have the name 'a_mean'"),
+        ({"metrics": {"a": both}, "eval_data": TensorDataset(EX, EY), "early_stopping": EarlyStopping("eval_a_man"),
+          "config": {"eval_interval_steps": 2}}, "give eval_loss, eval_a_mean, eval_a_count. Name one of them"),
         ({"metrics": {"a": accuracy}, "eval_data": Named(EX, EY), "train_data": Named(X, Y), "loss_fn": None,
           "model": OnlyLoss()}, "OnlyLoss returns only its loss"),
     ],

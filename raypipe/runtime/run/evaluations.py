@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raypipe.config.early_stopping import EarlyStopping
-from raypipe.engine.metrics import MetricsWriter
+from raypipe.engine.metrics import EVALUATION, MetricsWriter
 from raypipe.ir.report import Numbers, StepReport, mean_loss
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
@@ -52,7 +52,7 @@ class Evaluations:
         metrics: MetricsWriter,
     ) -> None:  # fmt: skip
         self._policy = policy
-        self._scores = checkpoints.score_attribute in policy.names
+        self._scores = (checkpoints.score_attribute or "").startswith(EVALUATION)
         self._num_steps = num_steps
         self._any = "eval" in num_samples
         self._metrics = metrics
