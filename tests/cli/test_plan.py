@@ -186,7 +186,7 @@ def test_several_stages_per_worker_are_planned_for_workers_and_for_a_described_c
 
 @pytest.mark.parametrize("partitioner", ["auto", "parameters"])
 def test_a_job_knows_its_workers_and_turns_nothing(partitioner: str) -> None:
-    pipeline = {"schedule": "interleaved", "num_stages": 2, "partitioner": partitioner}
+    pipeline = {"schedule": "interleaved", "num_stages": 2, "partitioner": partitioner, "num_microbatches": 4}
     made = trainer(**pipeline)
     job = made._prepared()
     assert (job.num_stages, job.num_workers, job.placement) == (2, 1, (0, 0))
