@@ -19,6 +19,7 @@ from raypipe.config.replicas import laned
 from raypipe.engine.loader import batch_size_of
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.meter import check_metrics
+from raypipe.engine.scheduler_length import refuse_too_short
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.storage import Place
 from raypipe.engine.stream_source import ENDLESS
@@ -234,7 +235,7 @@ def steps_of(job: Job, num_steps: int | None, num_epochs: int | None) -> int:
     """Of the whole run, from what ``fit`` was told.
 
     Raises:
-        ConfigError: both or none were given, or something that is no number of steps.
+        ConfigError: both or none were given, something that is no number of steps, or more than lr_scheduler can take.
     """
     if (num_steps is None) == (num_epochs is None):
         raise ConfigError("fit() takes exactly one of num_steps and num_epochs, as in fit(num_steps=500).")
@@ -242,13 +243,27 @@ def steps_of(job: Job, num_steps: int | None, num_epochs: int | None) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise ConfigError(f"{name}={given!r} is not possible: give an integer of at least 1.")
     if num_epochs is None:
+        _refuse_too_short(job, given, f"num_steps={given}")
         return given
     if job.sources["train"].num_samples == ENDLESS:
         raise ConfigError(
             f"num_epochs={given} is not possible: train_data is a stream, whose epoch has no end. Give num_steps, or "
             "train_data=raypipe.data.Stream(data, num_samples=...)."
         )
-    return num_steps_of(given, job.sources["train"].num_samples, job.plan.minibatch_size)
+    steps = num_steps_of(given, job.sources["train"].num_samples, job.plan.minibatch_size)
+    _refuse_too_short(job, steps, f"num_epochs={given}, which is {steps} steps,")
+    return steps
+
+
+def _refuse_too_short(job: Job, steps: int, length: str) -> None:
+    """A scheduler with an end before that of the run."""
+    held = ([name for name in program.parameters if name in program.trainable] for program in job.programs)
+    names = next(filter(None, held), [])
+    each = 1 if job.flow is None else job.plan.minibatch_size // job.plan.microbatch_size // job.flow.interval
+    refuse_too_short(
+        {name: job.tensors[name] for name in names}, job.make_optimizer, job.make_scheduler, each * steps, length,
+        step_each=job.flow is None,
+    )  # fmt: skip
 
 
 def copy_interval(job: Job) -> int:

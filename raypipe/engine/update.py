@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from raypipe.engine.device import Crosses
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.norms import total_norm
+from raypipe.engine.scheduler_length import why_not_further
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
 from raypipe.engine.weight_ring import WeightRing
@@ -175,7 +177,13 @@ class Update:
             return
         self._state.updates += 1
         if self._state.scheduler is not None:
-            self._state.scheduler.step()
+            self._step_scheduler(self._state.scheduler)
+
+    def _step_scheduler(self, scheduler: Any) -> None:
+        try:
+            scheduler.step()
+        except Exception as error:  # (whatever the user's code raises)
+            raise StageError(why_not_further(scheduler, self._state.updates, error)) from error
 
     def _scale(self, factor: torch.Tensor | float) -> None:
         for parameter in self._state.parameters.values():

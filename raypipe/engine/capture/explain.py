@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from raypipe.engine.capture.guards import NO_INFERENCE
 from raypipe.engine.shipping import unshippable
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, ConfigError, DataError, RaypipeError
@@ -40,6 +41,8 @@ def untraceable(
     if type(model) is nn.Sequential and (what := unshippable("model", model)):
         return ConfigError(f"{what} Make it in forward, or keep it out of the model.")
     name, where, said = type(model).__name__, quoted(error), short(error)
+    if "nference tensors" in str(error):
+        return CaptureError(f"{name} enters torch.inference_mode{where}: {said} {NO_INFERENCE}")
     blocks = "build the model as an nn.Sequential of blocks, which are not traced"
     if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
         return CaptureError(
@@ -130,6 +133,12 @@ class _Eye:
 def _misfit(model: nn.Module, eye: _Eye, data: Mapping[int, Any], error: Exception) -> RaypipeError:
     module, args = eye.running[-1] if eye.running else (model, ())
     where, said = quoted(error), short(error)
+    if "does not require grad" in said:
+        return CaptureError(
+            f"{type(model).__name__} asks autograd for a derivative{where}: {said} Models are also called without "
+            "gradients, as in an evaluation: put what is differentiated under torch.enable_grad(), in a block of an "
+            "nn.Sequential, which is not traced."
+        )
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
     if module is model or not tensors:
         return CaptureError(

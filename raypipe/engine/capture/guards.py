@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from io import StringIO
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +18,13 @@ import torch
 from raypipe.engine.meter import part_of
 from raypipe.errors import CaptureError
 
-__all__ = ["loss_only", "nothing_lost", "own_forward", "own_loss"]
+__all__ = ["NO_INFERENCE", "loss_only", "nothing_lost", "own_forward", "own_loss", "same_parameters_train"]
+
+NO_INFERENCE = (
+    "What is computed there can take part in no backward, in plain PyTorch neither. Use torch.no_grad() for what shall "
+    "not learn."
+)
+_OF_TORCH = str(Path(torch.__file__).parent)
 
 
 def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
@@ -74,11 +83,12 @@ def loss_only(model: torch.nn.Module, kept: Sequence[Any] = ()) -> AbstractConte
 def nothing_lost() -> Iterator[None]:
     """While inside, whatever torch.export would drop in silence is refused instead.
 
-    It records the forward of a custom autograd function but not its backward, and no gradient hook: the
-    traced model would train, with wrong gradients. torch's own log and standard error are silent
-    meanwhile.
+    It records the forward of a custom autograd function but not its backward, no gradient hook, and not the mode of
+    what is computed under inference_mode: the traced model would train, with wrong gradients. torch's own log and
+    standard error are silent meanwhile.
     """
     functions, hooks = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+    enter = torch.inference_mode.__enter__
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.split(".")[0] == "torch":
@@ -95,8 +105,14 @@ def nothing_lost() -> Iterator[None]:
             "nn.Sequential of blocks, which raypipe runs without tracing, or drop the hook."
         )
 
+    def enter_inference(self: torch.inference_mode) -> None:
+        if self.mode:
+            raise CaptureError(f"forward enters torch.inference_mode{_line()}. {NO_INFERENCE}")
+        enter(self)
+
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
+    torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
     muted = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -107,3 +123,33 @@ def nothing_lost() -> Iterator[None]:
         logging.disable(muted)
         torch.autograd.Function.apply = functions  # type: ignore[method-assign]
         torch.Tensor.register_hook = hooks  # type: ignore[method-assign]
+        torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextmanager
+def same_parameters_train(model: torch.nn.Module) -> Iterator[None]:
+    """Refuse code that sets requires_grad of the model's parameters, which a trace would lose; they are put back.
+
+    Raises:
+        CaptureError: names the first of them, and what to do.
+    """
+    before = [(name, parameter, parameter.requires_grad) for name, parameter in model.named_parameters()]
+    yield
+    changed = [one for one in before if one[1].requires_grad != one[2]]
+    for _, parameter, flag in changed:
+        parameter.requires_grad_(flag)
+    if changed:
+        name, _, flag = changed[0]
+        raise CaptureError(
+            f"{type(model).__name__}.forward sets requires_grad of its parameter {name!r} to {not flag}. What trains "
+            "is decided once, before the first step. Set it on the model that the trainer is given, and leave it out "
+            "of forward."
+        )
+
+
+def _line() -> str:
+    """The innermost line not of torch that this is called from."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_OF_TORCH):
+        frame = frame.f_back
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"

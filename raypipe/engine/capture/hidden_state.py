@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from raypipe.engine.capture.guards import own_forward
+from raypipe.engine.capture.guards import own_forward, same_parameters_train
 from raypipe.engine.remembered import Memory, first_change, read_memory
 from raypipe.errors import CaptureError
 
@@ -62,7 +62,8 @@ def watched_forward(model: nn.Module, *, twice: bool = False) -> Iterator[list[s
     def forward(*args: Any, **kwargs: Any) -> Any:
         before = read()
         try:
-            output = original(*args, **kwargs)
+            with same_parameters_train(model):
+                output = original(*args, **kwargs)
             after = read()
             changed.extend(path for path, _, _ in before.changes(after))
             if twice:

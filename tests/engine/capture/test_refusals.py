@@ -54,6 +54,19 @@ class HookInside(nets.Mlp):
         return x
 
 
+class Inferring(nets.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            x = self.layers[0](x)
+        return super().forward(x)
+
+
+class Freezing(nets.Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layers[0].weight.requires_grad_(False)
+        return super().forward(x)
+
+
 class Decaying(nets.Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -172,3 +185,20 @@ def test_a_nan_stops_the_run_before_it_does_harm(stages: int) -> None:
         wanted = dict(model.named_parameters())
     assert held.keys() == wanted.keys()
     assert all(torch.equal(held[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Inferring, r"forward enters torch\.inference_mode at .*test_refusals\.py:\d+\. .*Use torch\.no_grad\(\)"),
+        (
+            Freezing,
+            r"Freezing\.forward sets requires_grad of its parameter 'layers\.0\.weight' to False\. .*leave it out",
+        ),
+    ],
+)
+def test_modes_that_a_trace_would_lose_are_named(model: type[nn.Module], said: str) -> None:
+    made = model()
+    with pytest.raises(CaptureError, match=said):
+        captured_here(made)
+    assert all(parameter.requires_grad for parameter in made.parameters())
