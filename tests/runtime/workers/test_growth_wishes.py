@@ -17,10 +17,11 @@ from raypipe.runtime.driver.succession import Charter
 from raypipe.runtime.run.planned import Asked
 from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.workers.drain_watch import DrainWatch
+from raypipe.runtime.workers.granted import granted
 from raypipe.runtime.workers.growth import Growth
 from raypipe.runtime.workers.notices import Kind, Notice
 from raypipe.runtime.workers.places import Owner
-from raypipe.runtime.workers.roster import Member, Roster
+from raypipe.runtime.workers.roster import LEASE_S, Member, Roster, Terms
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
@@ -50,7 +51,7 @@ class Places(Roster):
     def __init__(self, count: int) -> None:
         self.go, self.begun, self.asked = threading.Event(), threading.Event(), list[int]()
         self.go.set()
-        super().__init__(count, {"CPU": 1}, "tcp", None, Owner())
+        super().__init__(count, Terms({"CPU": 1}, "tcp", None, Owner(), LEASE_S, granted))
         self.go.clear()
         self.begun.clear()
 
