@@ -177,7 +177,7 @@ class Changing:
         self._take_plan_of(back)
         parts.ordering.forget(progress.at.step, progress.skipped)
         parts.ordering.copy_times.soon()
-        parts.checkpoints.forget_after(progress.at.step)
+        self._save_dropped()
         progress.saved = progress.completed = parts.checkpoints.latest_step
 
     def change(self) -> None:
@@ -193,7 +193,11 @@ class Changing:
                 num_stages=count,
             )
         if nodes := requests.take_leaving():
-            self._change_to("move", "nodes are about to be taken away", lambda on, at: on.move(nodes, at))
+            try:
+                self._change_to("move", "nodes are about to be taken away", lambda on, at: on.move(nodes, at))
+            except (StageError, LinkError):
+                requests.leave(nodes)  # they go all the same: once the run has recovered, it moves
+                raise
         if requests.take_joining() and (groups := self._groups) is not None:
             self._change_to("join", "replicas are there again", lambda _, at: groups.join(at), take=self._stay)
         if (offer := requests.take_offer()) is not None:
@@ -308,8 +312,13 @@ class Changing:
         parts.notes.try_to(lambda: parts.metrics.go_back(progress.at.step))
         self._take_plan_of(back)
         parts.ordering.forget(progress.at.step, progress.skipped)
-        parts.checkpoints.forget_after(progress.at.step)
+        self._save_dropped()
         progress.saved = progress.completed = parts.checkpoints.latest_step
+
+    def _save_dropped(self) -> None:
+        """A checkpoint that was being written is not completed by other workers; somebody may wait for it."""
+        if self._parts.checkpoints.forget_after(self._progress.at.step):
+            self._parts.ordering.save_soon()
 
     def _take_plan_of(self, back: Recovered) -> None:
         if back.plan is not None:

@@ -99,6 +99,11 @@ class Checkpoints:
         """Whether the interval, where it goes by the clock, is over."""
         return self._policy.interval_steps is None and self._clock() - self._begun_s >= AUTO_INTERVAL_S
 
+    @property
+    def busy(self) -> bool:
+        """Whether one waits for its files, or for its manifest."""
+        return self._last is not None and not self._last[1].done()
+
     def begin(self, step: int) -> str:
         """Note that the state after ``step`` steps is being saved; the folder for the order."""
         self._begun_s = self._clock()
@@ -122,12 +127,18 @@ class Checkpoints:
         if self._last is not None and self._last[0] == step:
             self._last[1].result()
 
-    def forget_after(self, step: int) -> None:
-        """The run goes on from ``step``: what was to be completed of later steps is saved again when they are done."""
+    def forget_after(self, step: int) -> bool:
+        """The run goes on from ``step``: what was to be completed of later steps is saved again when they are done.
+
+        Returns:
+            Whether one was to be completed.
+        """
+        busy = self.busy
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = _pool()
         if self._last is not None and (self._last[0] > step or not self._last[1].done() or self._last[1].cancelled()):
             self._last = None
+        return busy
 
     def close(self) -> None:
         """Drop what has not begun."""

@@ -182,6 +182,8 @@ class _Loop:
         while progress.at.step < spec.num_steps and not requests.stop_reason:
             while progress.empty and requests.wants_change:  # what is asked for during a change halts nobody
                 self._changing.change()
+            if requests.stop_reason:  # it halted a fleet that has been configured anew since
+                break
             self._changing.keep_copy()
             self._train()
             self._evaluate_where_due()

@@ -39,6 +39,7 @@ class Ordered(NamedTuple):
         counts: false for a step whose seconds say nothing of the next: the first, and those with a checkpoint.
         saves: every stage writes a checkpoint of the state after it.
         copies: every stage keeps a copy of that state in memory.
+        once: it saves because somebody asked, or for the clock: another order of this step would not.
     """
 
     segment: Segment
@@ -47,6 +48,7 @@ class Ordered(NamedTuple):
     counts: bool = True
     saves: bool = False
     copies: bool = False
+    once: bool = False
 
 
 class Known(NamedTuple):
@@ -118,6 +120,7 @@ class Ordering:
 
     def save_and_copy_no_more(self) -> None:
         """What was ordered was not carried out by all: what it was to save or to copy is not there."""
+        self._save_what_was_ordered()
         self._ordered = {step: ordered._replace(saves=False, copies=False) for step, ordered in self._ordered.items()}
 
     def taken(self, step: int) -> Ordered:
@@ -130,8 +133,13 @@ class Ordering:
 
     def forget(self, step: int, skipped: int) -> None:
         """What was ordered will not be carried out; the run goes back to this step, so many before it were skipped."""
+        self._save_what_was_ordered()
         self._ordered.clear()
         self.learn(step=step, skipped=skipped, written=min(step, self.known.written))
+
+    def _save_what_was_ordered(self) -> None:
+        if any(ordered.saves and ordered.once for ordered in self._ordered.values()):
+            self.save_soon()
 
     def learn(self, **changes: int) -> None:
         """The loop knows more; see Known."""
@@ -153,13 +161,14 @@ class Ordering:
             )
             empties = ends_empty and self._empties_after(after.step)
             copies = empties and self.copy_times.due(after.step)
+            once = saves and after.step < self._spec.num_steps and not self._checkpoints.due_at(after.step)
             if saves:
                 self._asked = False
             if copies:
                 self.copy_times.ordered(after.step)
             traced = segment.first_step <= self.traced_step < after.step
             calm = not saves and not traced
-            ordered = Ordered(segment, after, setting, self._calm and calm, saves, copies)
+            ordered = Ordered(segment, after, setting, self._calm and calm, saves, copies, once)
             self._calm = calm
             yield self._order(ordered, before, traced=traced)
             before = after

@@ -15,6 +15,7 @@ import ray
 
 from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.setup import GenerationSetup, RunSetup
+from raypipe.errors import StageLostError
 from raypipe.ir.report import StepReport
 from raypipe.ir.segment import RowsKey
 from raypipe.planner.copies import holders
@@ -106,12 +107,30 @@ class Configuring(StateCalls):
 
         Returns:
             By worker its reports, by step and stage.
+
+        Raises:
+            StageLostError: a worker was lost meanwhile.
         """
-        workers = chosen(self.roster, setup.num_workers, None)
+        workers = [self.roster[at] for at in self.positions()]
         shared = ray.put(self._addressed(run, setup, workers))
         self._load(workers, shared, copies)
         asked = [workers[at].actor.replay.remote(self._term, at, shared, one) for at, one in todo.items()]
         return dict(zip(todo, results(asked, LOAD_TIMEOUT_S, "doing steps again"), strict=True))
+
+    def positions(self, members: Sequence[Member] | None = None) -> list[int]:
+        """Where members lie in the roster.
+
+        Args:
+            members: workers 0, 1, ...; None for those in use.
+
+        Raises:
+            StageLostError: one of them has been lost.
+        """
+        places = {id(member): at for at, member in enumerate(self.roster) if not member.lost}
+        found = [places.get(id(member)) for member in (self.in_use if members is None else members)]
+        if None in found:
+            raise StageLostError("Another worker was lost while the run recovered.")
+        return [at for at in found if at is not None]
 
     def _addressed(self, run: RunSetup, setup: GenerationSetup, workers: Sequence[Member]) -> GenerationSetup:
         self._join(run, workers)

@@ -240,9 +240,8 @@ class Fleet(Configuring):
 
     def forget_lost(self) -> tuple[str, ...]:
         """The fleet goes on without the members that were lost; the names of those that were workers, for people."""
-        lost = tuple(name for name, member in zip(self._names, self.in_use, strict=True) if member.lost)
         self._roster.drop_lost()
-        return lost
+        return tuple(self._names[worker] for worker in self._dropped())
 
     def replace_lost(self, count: int) -> tuple[str, ...]:
         """Spares, else new members, become the workers that were lost; the names of these, for people.
@@ -253,13 +252,17 @@ class Fleet(Configuring):
         Raises:
             PlanError: there is no place for a new one.
         """
-        lost = [worker for worker, member in enumerate(self.in_use) if member.lost]
         self._roster.drop_lost()
+        lost = self._dropped()
         self._roster.grow(count)
         spares = [member for member in self.roster if member.worker is None]
         for worker, member in zip(lost, spares, strict=False):
             self.in_use[worker], member.worker = member, worker
         return tuple(self._names[worker] for worker in lost)
+
+    def _dropped(self) -> list[int]:
+        """Workers that the roster knows no more."""
+        return [at for at, member in enumerate(self.in_use) if not any(member is one for one in self.roster)]
 
     def grow(self, count: int, patience_s: float | None = None) -> None:
         """Have so many members; see Roster."""

@@ -32,6 +32,8 @@ class JoiningActor(CopyingActor):
     def reached(self, term: int) -> Reached:
         """How far it has come, once its work has ended."""
         self._fence.check(term)
+        if self._executor is not None and self._generation < 0:  # it was being given another state
+            return Reached(flows=True)
         here = Reached() if self._executor is None else self._executor.reached
         return self._come if here.made is None else here
 

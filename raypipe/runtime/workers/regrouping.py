@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from raypipe.engine.reached import newest
-from raypipe.errors import CheckpointError, PlanError, StageLostError
+from raypipe.errors import CheckpointError, StageLostError
 from raypipe.ir.schedule import groups_in
 from raypipe.planner.regroup import counts_of, left, with_spares
 from raypipe.runtime.run.blueprint import Assembled
@@ -70,10 +70,7 @@ class Regrouping:
         staying = [fleet.in_use[worker] for workers in remaining for worker in workers]
         lost = fleet.forget_lost()
         made = self._plans.regrouped(tuple(map(len, remaining)))
-        try:
-            fleet.regroup(made.run, made.setup, [fleet.roster.index(member) for member in staying])
-        except PlanError as error:
-            raise StageLostError(f"Another worker was lost while the run went on without one: {error}") from None
+        fleet.regroup(made.run, made.setup, fleet.positions(staying))
         self._laps.lap("links")
         return self._regrouped(made, step, lost)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raypipe.engine.reached import newest
-from raypipe.errors import PlanError, StageLostError
+from raypipe.errors import CheckpointError, PlanError, StageLostError
 from raypipe.ir.report import StepReport
 from raypipe.planner.recovery import Copy, Log, Lost, Replay, StepTimes, newest_common, replay_or_why_not
 from raypipe.runtime.run.blueprint import Assembled
@@ -53,6 +53,7 @@ class Replaying:
         self._replayed_steps = 0
         self.why_not = ""
         self.no_place: PlanError | None = None
+        self._begun_at = -1  # number of the links when a worker was replaced last that has not been replayed
 
     def heard(self, seconds: float, of_step: Sequence[StepReport]) -> None:
         """See Replayer."""
@@ -68,6 +69,8 @@ class Replaying:
         self._replaced, self._replayed_steps, self._moved_bytes = (), 0, 0
         fleet, made = self._fleet, self._plans.made
         self.why_not = self._impossible(made)
+        if not self.why_not and self._begun_at == fleet.links:  # its state is none, or that of an older step
+            self.why_not = "another worker was lost while one was replayed"
         if self.why_not:
             return None
         fleet.settle()
@@ -90,6 +93,7 @@ class Replaying:
             return None
         replayed: Mapping[int, Sequence[list[list[StepReport]]]] = {}
         if found.begins:
+            self._begun_at = fleet.links
             try:
                 self._replaced = fleet.replace_lost(made.setup.num_workers)
             except PlanError as error:
@@ -97,6 +101,7 @@ class Replaying:
                 return None
             self._laps.lap("replace")
             replayed = self._replay(made, found, living, held)
+            self._begun_at = -1
             self._laps.lap("replay")
         steps = fleet.unheard(newer - step, told, replayed)
         # Of a step that somebody tells nothing of there would be no record: after a driver was lost, too.
@@ -108,12 +113,7 @@ class Replaying:
     def regroup(self, step: int) -> Recovered:
         """See Replayer."""
         fleet, made = self._fleet, self._plans.made
-        if fleet.lost:
-            raise StageLostError("Another worker was lost while one was replayed.")
-        try:
-            fleet.regroup(made.run, made.setup)
-        except PlanError as error:
-            raise StageLostError(f"Another worker was lost while one was replayed: {error}") from None
+        fleet.regroup(made.run, made.setup, fleet.positions())
         self._laps.lap("links")
         self._keep_charter(made)
         self._refill()
@@ -172,8 +172,8 @@ class Replaying:
             todo[worker] = Todo(begins, steps, rows, peers, fleet.links)
         try:
             reports = fleet.replay(made.run, setup, copies, todo)
-        except PlanError as error:  # a failure as any other, after which there may be room for another worker
-            raise StageLostError(f"Another worker was lost before one was replayed: {error}") from None
+        except CheckpointError as error:  # a failure as any other, after which all go back
+            raise StageLostError(f"A worker could not take the state of the lost one: {error}") from None
         self._moved_bytes = fleet.moved_bytes
         self._replayed_steps = max(found.step - begins for begins in found.begins.values())
         return reports

@@ -24,6 +24,7 @@ from raypipe.engine.message_log import LoggedStep, MessageLog, Sent
 from raypipe.engine.reached import Reached
 from raypipe.engine.replay_channel import ReplayChannel
 from raypipe.engine.setup import GenerationSetup
+from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState
 from raypipe.errors import StageLostError
 from raypipe.ir.report import StepReport
@@ -91,6 +92,12 @@ class ReplayingActor(JoiningActor):
     def logged_messages(self, peer: int, step: int) -> list[tuple[bytes, np.ndarray]]:
         """What was sent to a worker in a step: headers and payloads."""
         return [(sent.header, sent.payload) for sent in self._copies.log.messages(peer, step).values()]
+
+    def _takes(self, programs: Sequence[StageProgram]) -> None:
+        """``load`` makes the state of these stages: until ``configure`` a worker may have that of any step."""
+        self._next, self._programs, self._come = None, programs, Reached()
+        if self._executor is not None:
+            self._generation = -1  # so that nobody goes on with it, and no driver takes it over where it stands
 
     def replay(self, term: int, worker: int, setup: GenerationSetup, todo: Todo) -> list[list[list[StepReport]]]:
         """Do steps again on the state that ``load`` has made, with what neighbours have kept.

@@ -193,10 +193,10 @@ class Roster:
     def drop_lost(self) -> None:
         """Forget the members whose process has ended; their places are given back."""
         with self._growing:
-            for member in self.members:
-                if member.lost:
-                    end_member(member)
-            self.members = [member for member in self.members if not member.lost]
+            lost = [member for member in self.members if member.lost]  # one more meanwhile is for the next time
+            for member in lost:
+                end_member(member)
+            self.members = [member for member in self.members if not any(member is one for one in lost)]
 
     def end_spares(self, keep: int, on: Collection[str] | None = None) -> None:
         """End members that the plan does not use, until there are ``keep`` members at most; or all that are on a node.

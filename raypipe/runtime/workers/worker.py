@@ -134,7 +134,7 @@ class _StageActor(LinkedActor, ReplayingActor):
         programs = [setup.programs[stage] for stage in setup.placement(worker).stages]
         copies = [source for source in sources if isinstance(source, RemoteCopy)]
         held = [names_of(program) for program in programs]
-        self._next, self._programs, self._come = None, setup.programs, Reached()
+        self._takes(setup.programs)
         if not copies:
             found = [source for source in sources if not isinstance(source, RemoteCopy)]
             self._next = states_of(run, programs, found, Crossing(self._device))
