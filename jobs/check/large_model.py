@@ -46,7 +46,7 @@ LIMIT_S = 3600.0
 STEPS, SAMPLES, LENGTH, VOCABULARY = 2, 4, 16, 8192
 MOST_BYTES, MOST_SHARE = 700e6, 1.15
 MOST_PLAN_S, MOST_PLAN_BYTES = 60.0, 2e9
-LAYOUT: dict[str, str] = {"figure": r"(client|driver)_mb|worker_of_share|plan_(seconds|mb)"}
+LAYOUT: dict[str, str] = {"figure": r"(\w+_(?:mb|seconds)|worker_of_share)"}
 TARGETS: dict[str, str] = {
     r"(client|driver)_mb": "<= 700", "worker_of_share": "<= 1.15", "plan_seconds": "<= 60", "plan_mb": "<= 2000",
 }  # fmt: skip

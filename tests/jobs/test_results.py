@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from jobs.check import results
@@ -34,6 +36,12 @@ def test_every_benchmark_is_found_and_every_record_has_one() -> None:
         for bound in benchmark.targets.values():
             met(bound, 1.0)
     assert {path.stem.partition("-")[0] for path in results.records.FOLDER.glob("*.json")} <= set(found)
+
+
+def test_each_column_of_a_table_says_in_one_group_whose_row_it_is() -> None:
+    patterns = [pattern for found in benchmarks().values() for pattern in found.layout.values()]
+    assert patterns
+    assert [pattern for pattern in patterns if re.compile(pattern).groups != 1] == []
 
 
 def test_a_row_for_each_case_and_bold_for_what_misses_its_target() -> None:
