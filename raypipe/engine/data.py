@@ -24,7 +24,7 @@ from raypipe.engine.arrow_source import ArrowSource, survey
 from raypipe.engine.collate import Collate
 from raypipe.engine.loader import taken_over
 from raypipe.engine.map_source import MapSource
-from raypipe.engine.stream_source import ENDLESS, StreamSource, is_stream
+from raypipe.engine.stream_source import ENDLESS, StreamSource, has_numbered_items, is_stream
 from raypipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def open_data(
                 "dataset."
             )
         collate = collate or taken.collate
-    mapped = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    mapped = has_numbered_items(source)
     streams = not mapped and not isinstance(source, str | os.PathLike | pa.Table | pa.RecordBatch) and is_stream(source)
     if streams and not _is_dataset(source):
         found = StreamSource(source, seed=seed, collate=collate)

@@ -103,8 +103,9 @@ class StreamReader:
     def _begin(self, mark: Mark) -> None:
         """Iterate from a mark on."""
         self._held.clear()
-        self._iterate(mark.number, mark.state)
-        passed = 0 if mark.state is None else mark.within
+        state = mark.state if self._saves else None  # a checkpoint of an older release may have one
+        self._iterate(mark.number, state)
+        passed = 0 if state is None else mark.within
         for at in range(mark.position - mark.within + passed, mark.position):
             if self._pull(at) is _END:
                 raise DataError(
@@ -163,6 +164,8 @@ def resumes(stream: Any, seed: int, same: Callable[[Any, Any], bool]) -> bool:
     """
     if not all(callable(getattr(stream, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
+    if _has_buffer(stream):  # the first items go on all the same where the buffer is filled for many at once
+        return False
 
     def pulled(items: Iterator[Any], first: int) -> list[Any]:
         found = []
@@ -181,6 +184,26 @@ def resumes(stream: Any, seed: int, same: Callable[[Any, Any], bool]) -> bool:
             return all(a is b if _END in (a, b) else same(a, b) for a, b in pairs)
     except Exception:  # noqa: BLE001  (it is read without its state then, which is slower and always right)
         return False
+
+
+def _has_buffer(stream: Any) -> bool:
+    """Whether the stream, or one that it is made of, keeps a buffer to shuffle items in."""
+    library = type(stream).__module__.partition(".")[0]
+    seen: set[int] = set()
+    waiting: list[Any] = [stream]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, list | tuple):
+            waiting += one
+        elif type(one).__module__.partition(".")[0] == library or one is stream:
+            held = getattr(one, "__dict__", {})
+            if "buffer_size" in held:
+                return True
+            waiting += held.values()
+    return False
 
 
 def copied(stream: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from raypipe.engine.collate import Collate, collated
 from raypipe.engine.item_randomness import own_generators
@@ -24,7 +25,7 @@ from raypipe.engine.stacking import key_of, parts_of, stacked
 from raypipe.engine.stream import Mark, StreamReader, copied, resumes
 from raypipe.errors import ConfigError, DataError
 
-__all__ = ["ENDLESS", "Stream", "StreamReading", "StreamSource", "is_stream", "own_reader"]
+__all__ = ["ENDLESS", "Stream", "StreamReading", "StreamSource", "has_numbered_items", "is_stream", "own_reader"]
 
 ENDLESS = 1 << 50
 """Samples of an epoch that has no end."""
@@ -58,7 +59,12 @@ def is_stream(data: Any) -> bool:
     """Whether this is read as a stream: what has items one behind the other, and no number of them."""
     if isinstance(data, Stream) or callable(getattr(data, "iter_rows", None)):
         return True
-    return hasattr(data, "__iter__") and not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    return hasattr(data, "__iter__") and not has_numbered_items(data)
+
+
+def has_numbered_items(data: Any) -> bool:
+    """Whether items are found by their number; torch gives every IterableDataset a ``__getitem__`` that only raises."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
 
 
 def own_reader(source: Any, owner: Any) -> Any:

@@ -128,12 +128,29 @@ def test_streams_of_hugging_face_go_on_with_and_without_a_buffer(tmp_path: Path)
                 yield {"x": [float(number), 1.0, 0.5], "y": number % 3}
 
     plain = datasets.IterableDataset.from_generator(numbers, gen_kwargs={"shard": [0, 10, 20]})
-    for name, data, saves in (("plain", plain, True), ("buffer", plain.shuffle(seed=1, buffer_size=5), False)):
+    rows = datasets.Dataset.from_list([{"x": [float(n), 1.0, 0.5], "y": n % 3} for n in range(30)])
+    tables = rows.to_iterable_dataset(num_shards=3)  # its buffer gives many items at once, after which it is refilled
+    cases = {"plain": plain, "buffer": plain.shuffle(seed=1, buffer_size=5), "tables": tables}
+    cases |= {"buffered tables": tables.shuffle(seed=1, buffer_size=10)}
+    both = [plain, tables.shuffle(seed=1, buffer_size=10)]
+    cases |= {"interleaved": datasets.interleave_datasets(both, probabilities=[0.3, 0.7], seed=1)}
+    for name, data in cases.items():
+        saves = name in ("plain", "tables")
         assert StreamSource(data, seed=3)._saves is saves
         whole = fit(tmp_path, f"whole-{name}", data, 7)
         fit(tmp_path, name, data, 5)
         parts = fit(tmp_path, name, data, 7)
         assert [r.loss for r in parts.records] == [r.loss for r in whole.records]
+
+
+class Counted(Pairs):
+    def __len__(self) -> int:
+        return 20
+
+
+def test_a_torch_stream_that_says_its_length_is_a_stream(tmp_path: Path) -> None:
+    found = fit(tmp_path, "counted", Counted(20), 4)
+    assert [r.loss for r in found.records] == [r.loss for r in fit(tmp_path, "pairs", Pairs(20), 4).records]
 
 
 class Endless(IterableDataset[Any]):
