@@ -196,10 +196,10 @@ class PipelineTrainer:
         """
         with heard(progress):
             watch = RunProgress(self._prepared().plan.notes) if progress else None
-        with heard(progress), stopping_on_signals() as stop:
-            handle = self._start(num_steps, num_epochs, local=local, detached=False, connected_to_ray=stop.install)
-            stop.watch(handle)
-            return handle.wait(on_news=watch or (lambda news: None))
+            with stopping_on_signals() as stop:
+                handle = self._start(num_steps, num_epochs, local=local, detached=False, connected_to_ray=stop.install)
+                stop.watch(handle)
+                return handle.wait(on_news=watch or (lambda news: None))
 
     def start(
         self,

@@ -61,13 +61,18 @@ def fit(folder: Path, name: str, made: nn.Module, data: Any, steps: int, size: A
     return trainer(folder, name, made, data, size, **more).fit(num_steps=steps, local=True, progress=False)
 
 
-def check_same(found: Any, model: nn.Module, data: Any, size: int, steps: int, **more: Any) -> None:
-    """The run is plain PyTorch on the same batches, to the bit."""
+def check_same(
+    found: Any, model: nn.Module, data: Any, size: int, steps: int, within: float = 0.0, **more: Any
+) -> None:
+    """The run is plain PyTorch on the same batches: losses to the bit, parameters too unless ``within`` is given."""
     config = PipelineConfig(**SETTINGS, minibatch_size=size)
     plain = reference(model, optimizer=sgd, train_data=data, num_steps=steps, pipeline=config, **more)
     assert [r.loss for r in found.records] == list(plain.losses)
     ours = load_state_dict(found.checkpoint)
-    assert all(torch.equal(ours[name], value) for name, value in plain.parameters.items())
+    if within:
+        torch.testing.assert_close(ours, dict(plain.parameters), rtol=0.0, atol=within)
+    else:
+        assert all(torch.equal(ours[name], value) for name, value in plain.parameters.items())
 
 
 def test_a_loader_with_random_collating_is_exact_and_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -125,11 +130,10 @@ def test_packed_documents_that_stand_apart_do_not_see_each_other(attention: str,
         one, other = made.eval()(**block).logits[0], made(**changed).logits[0]
     assert not torch.equal(one[:border], other[:border])
     assert torch.equal(one[border:], other[border:]), "what stands before the border is not seen behind it"
-    if (
-        attention == "eager"
-    ):  # with sdpa transformers may leave a mask out where it is not traced, so that kernels differ
-        more: dict[str, Any] = {"loss_fn": None}
-        check_same(fit(tmp_path, "run", made.train(), data, 2, 8, **more), made, data, 8, 2, **more)
+    more: dict[str, Any] = {"loss_fn": None}
+    found = fit(tmp_path, "run", made.train(), data, 2, 8, **more)
+    # With sdpa, parameters were 4e-9 from plain PyTorch's where other models had run before; why is not known yet.
+    check_same(found, made, data, 8, 2, within=0.0 if attention == "eager" else 1e-7, **more)
 
 
 def tokens_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
