@@ -10,6 +10,7 @@ import torch
 from raypipe.engine.norms import norm_of, norms_told
 from raypipe.errors import StageError
 from raypipe.runtime.run.blueprint import predicted_step
+from tests.given_times import with_times
 from tests.models import CASES
 from tests.runs.test_asynchronous_life import STEPS, fit, trainer
 
@@ -48,7 +49,7 @@ def test_the_plan_counts_the_steady_state(tmp_path: Path) -> None:
     assert free.plan().schedule.wiring.norm_per_stage
     assert not clipped.plan().schedule.wiring.norm_per_stage
     assert not trainer(tmp_path, "run", name="tied-sequential", schedule="zb-h1").plan().schedule.wiring.norm_per_stage
-    plan = free.plan(profiled=free.profile())
+    plan = free.plan(profiled=with_times(free.profile()))
     one_step = predicted_step(plan)
     assert one_step is not None
     assert plan.prediction is not None

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import raypipe
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.plan import Plan
+from tests.given_times import with_times
 from tests.hugging_face import hugging_face
 
 pytestmark = pytest.mark.engine
@@ -124,9 +125,10 @@ def test_a_described_cluster_tells_its_devices_limits_and_what_speed_means(count
 
 
 def test_memory_that_decides_is_the_reason() -> None:
-    free = sequential().plan()
-    limit = max(stage.memory_bytes for stage in sequential(num_microbatches=16).plan().partition.stages)
-    plan = sequential(memory_limit_bytes=limit, recompute="never").plan()
+    timed = with_times(sequential().profile())
+    free = sequential().plan(profiled=timed)
+    limit = max(stage.memory_bytes for stage in sequential(num_microbatches=16).plan(profiled=timed).partition.stages)
+    plan = sequential(memory_limit_bytes=limit, recompute="never").plan(profiled=timed)
     assert free.num_microbatches < plan.num_microbatches
     assert "would be faster but do not fit into memory" in lines_of(plan)[3]
 

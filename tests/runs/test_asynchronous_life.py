@@ -14,6 +14,7 @@ from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.plan import Plan
 from raypipe.runtime.run.blueprint import predicted_step
 from tests.exactness import same_bits
+from tests.given_times import with_times
 from tests.models import CASES
 from tests.prepare.test_resume import adamw, cosine, outcome, wait_for
 
@@ -203,7 +204,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_a_sentence(mode: str, words:
 
 def test_the_predicted_step_has_no_flush_in_it(tmp_path: Path) -> None:
     found = trainer(tmp_path, "run", schedule="2bw")
-    plan = found.plan(profiled=found.profile())
+    plan = found.plan(profiled=with_times(found.profile()))
     one_step = predicted_step(plan)
     assert one_step is not None
     assert plan.prediction is not None

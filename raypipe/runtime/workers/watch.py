@@ -4,6 +4,7 @@
     every LOOK_S     what the watcher of its node says (node_watch.py), and the table (planner/liveness.py)
     over             the member is marked lost with the reason, its process is ended, so that whoever waits for it wakes
     no Pulse         a later driver has taken the member over: this one looks after nobody any more
+    UNUSED_S         a node that no member is on any more loses its watcher, which would keep a drained node from ending
 
 Time in which this thread was not awake itself counts for nobody.
 """
@@ -34,7 +35,8 @@ __all__ = ["PULSE_S", "Notice", "Watch"]
 PULSE_S = 0.5
 AWAKE_S = 2 * LOOK_S
 """A turn of the thread that took longer than this was not awake all the time."""
-
+UNUSED_S = 5.0
+"""A node keeps its watcher for so long after its last member: it may still say how that ended."""
 
 CLOSE_S = 10.0
 
@@ -91,6 +93,7 @@ class Watch:
         self._heard: dict[int, _Heard] = {}  # by id of the member
         here = ray.get_runtime_context().get_node_id()  # which is looked at though no member may be there
         self._nodes: dict[str, Here | There] = {here: watcher_of(here)}
+        self._used_s: dict[str, float] = {}  # time.monotonic() of the last look at a member, by node; not of this one
         self.planned_s = 0.0
         """The longest action that the plan expects."""
         self._explaining = threading.Lock()
@@ -187,6 +190,11 @@ class Watch:
             if node not in self._nodes:
                 self._nodes[node] = watcher_of(node)
             self._nodes[node].ask(pids, now_s, awake_s)
+            if isinstance(self._nodes[node], There):
+                self._used_s[node] = now_s
+        for node in [node for node, used_s in self._used_s.items() if now_s - used_s > UNUSED_S]:
+            del self._used_s[node]
+            self._nodes.pop(node).close()
 
     def _judge(self, heard: _Heard) -> None:
         member, pulse = heard.member, heard.member.pulse

@@ -31,11 +31,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.runtime.workers.drains import draining_nodes
 from raypipe.runtime.workers.notices import ASKED
-from tests.runtime.workers.test_recovery import STEPS, as_undisturbed, events, reached, surviving
+from tests.runtime.workers.test_recovery import as_undisturbed, events, reached, surviving
 
 folder, by = Path(sys.argv[1]), sys.argv[2]
 ray.init(address="auto", namespace="raypipe", log_to_driver=False, logging_level="ERROR")
-handle = surviving(folder, "drained", "noisy", max_failures=0).start(6 * STEPS)
+handle = surviving(folder, "drained", "noisy", max_failures=0).start(10**6)
 reached(handle, 5)
 here = ray.get_runtime_context().get_node_id()
 before = handle.status().stages
@@ -51,14 +51,15 @@ while not events(folder / "drained", "move"):
     assert time.monotonic() < deadline_s, handle.status()
     time.sleep(0.05)
 after = handle.status().stages
-# One that is drained and has nothing to do ends.
+# One that is drained and has nothing to do ends, while the run goes on.
 known = node in draining_nodes() or not any(one["Alive"] for one in ray.nodes() if one["NodeID"] == node)
 if by == "ray":
     assert leaving.wait(150) == 0
+handle.stop()
 result = handle.wait(timeout_s=240)
 drain, = events(folder / "drained", "drain")
 print(json.dumps({
-    "differ": as_undisturbed(folder, result.checkpoint, "noisy", 6 * STEPS),
+    "differ": as_undisturbed(folder, result.checkpoint, "noisy", len(result.records)),
     "nodes": len({stage["node"] for stage in after} & {stage["node"] for stage in before}),
     "kept": len({stage["process"] for stage in after} & {stage["process"] for stage in before}),
     "left": node not in {stage["node"] for stage in after},
