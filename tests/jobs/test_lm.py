@@ -21,7 +21,9 @@ from tests.runtime.raylets import RAY, Home
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-SMALL = ["--stages", "2", "--minibatch-size", "8", "--microbatches", "4", "--context", "32", "--width", "32"]
+SMALL = [
+    "--stages", "2", "--minibatch-size", "8", "--microbatches", "4", "--context", "32", "--width", "32", "--depth", "2",
+]  # fmt: skip
 
 ACTORS = ("ray::_DriverActor", "ray::_StageActor")
 

@@ -14,13 +14,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from raypipe import PipelineTrainer
 from raypipe.api.handle import RunHandle
-from tests.runtime.workers.test_recovery import WAIT_S, as_undisturbed, events, reached, surviving
+from tests.runtime.workers.test_recovery import ENDLESS, WAIT_S, as_undisturbed, events, reached, stopped, surviving
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
-
-ENDLESS = 10**6
-"""Steps of a run that is stopped once what is looked for has happened."""
 
 
 def growing(
@@ -50,13 +47,6 @@ def places_of(run: str) -> list[str]:
     """States of the places that a run has or waits for."""
     rows = ray.util.placement_group_table().values()
     return sorted(row["state"] for row in rows if f"/{run}/" in row["name"] and row["state"] != "REMOVED")
-
-
-def stopped(handle: RunHandle) -> tuple[int, str]:
-    """Steps that the run has done, and its last checkpoint."""
-    handle.stop()
-    result = handle.wait(timeout_s=WAIT_S)
-    return handle.status().step, result.checkpoint
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,17 @@ from tests.runtime.run.test_planning import trainer
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("shared_captures")]
 
 STEPS = 120
+ENDLESS = 10**6
+"""Steps of a run that is stopped once what is looked for has happened."""
 WAIT_S = 120.0
 SAMPLE_S = 0.002
 """Without it a quick machine ends the run before a test has done its harm."""
 
 
-def surviving(folder: Path, run: str, name: str, max_failures: int = -1, **pipeline: Any) -> PipelineTrainer:
-    made = trainer(folder, run, name, SAMPLE_S, **pipeline)
+def surviving(
+    folder: Path, run: str, name: str, max_failures: int = -1, *, sample_s: float = SAMPLE_S, **pipeline: Any
+) -> PipelineTrainer:
+    made = trainer(folder, run, name, sample_s, **pipeline)
     made._run = SimpleNamespace(
         name=run, storage_path=str(folder), failure_config=FailureConfig(max_failures=max_failures)
     )
@@ -46,6 +50,13 @@ def reached(handle: RunHandle, step: int) -> None:
     while handle.status().step < step:
         assert time.monotonic() < deadline_s, handle.status()
         time.sleep(0.01)
+
+
+def stopped(handle: RunHandle) -> tuple[int, str]:
+    """Steps that the run has done, and its last checkpoint."""
+    handle.stop()
+    result = handle.wait(timeout_s=WAIT_S)
+    return handle.status().step, result.checkpoint
 
 
 def events(folder: Path, decision: str) -> list[dict[str, Any]]:
@@ -94,13 +105,13 @@ def test_killed_stages_are_replaced(local_ray: None, tmp_path: Path) -> None:
 def test_a_spare_takes_the_place_of_a_lost_stage_and_another_spare_is_started(local_ray: None, tmp_path: Path) -> None:
     made = surviving(tmp_path, "spare", "unet")
     made._scaling = ScalingConfig(num_workers=3)
-    handle = made.start(4 * STEPS)
+    handle = made.start(ENDLESS)
     for step in (40, 200):
         reached(handle, step)
         kill(handle, 0)
         reached(handle, step + 40)
-    result = handle.wait(timeout_s=WAIT_S)
-    assert as_undisturbed(tmp_path, result.checkpoint, "unet", 4 * STEPS) == []
+    steps, checkpoint = stopped(handle)
+    assert as_undisturbed(tmp_path, checkpoint, "unet", steps) == []
     first, second = events(tmp_path / "spare", "recovery")
     assert first["replaced"] == second["replaced"] == ["Stage 0"]
     assert events(tmp_path / "spare", "warning") == []
@@ -132,7 +143,7 @@ def resized(handle: RunHandle) -> None:
 
 def test_a_run_is_resized_while_it_trains(local_ray: None, tmp_path: Path) -> None:
     """It refuses what cannot be, and survives no failure where nobody asked for that."""
-    handle = surviving(tmp_path, "resized", "unet", max_failures=0).start(4 * STEPS)
+    handle = surviving(tmp_path, "resized", "unet", max_failures=0).start(ENDLESS)
     resized(handle)
     with pytest.raises(PlanError, match="stages"):
         handle.resize(1000)
@@ -149,7 +160,7 @@ def test_a_run_is_resized_while_it_trains(local_ray: None, tmp_path: Path) -> No
 def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(local_ray: None, tmp_path: Path) -> None:
     made = surviving(tmp_path, "fewer", "noisy")
     made._scaling = ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2})
-    handle = made.start(4 * STEPS)
+    handle = made.start(ENDLESS)
     reached(handle, 40)
     other = placement_group([{"CPU": 2}])  # somebody else waits for a place
     try:
@@ -158,10 +169,11 @@ def test_without_a_place_for_another_worker_the_run_goes_on_with_fewer_stages(lo
             kill(handle, 1)
             release([place])
             assert other.wait(WAIT_S)
-        result = handle.wait(timeout_s=WAIT_S)
+        reached(handle, handle.status().step + 40)
+        steps, checkpoint = stopped(handle)
     finally:
         remove_placement_group(other)
-    assert as_undisturbed(tmp_path, result.checkpoint, "noisy", 4 * STEPS) == []
+    assert as_undisturbed(tmp_path, checkpoint, "noisy", steps) == []
     (recovery,) = events(tmp_path / "fewer", "recovery")
     assert recovery["num_stages"] == 1
     assert "memory" in recovery["reason"]
