@@ -106,6 +106,12 @@ class ArrowSource:
             return tuple(read[name] for name in names)
         return {name: read[name] for name in names}
 
+    def named(self, epoch: int, position: int) -> str:
+        """See ``raypipe.engine.data.Source.named``."""
+        with self._lock:
+            ((group, rows, _),) = self._order(epoch).locate(position, 1)
+        return f"row {self._first_row(group) + int(rows[0])} of {self._where(group)}"
+
     def _name(self, column: str | int) -> str:
         names = self._schema.names
         if column not in (range(len(names)) if isinstance(column, int) else names):

@@ -65,6 +65,9 @@ class Source(Protocol):
             DataError: no such column or samples, a column that cannot become a tensor, a missing file.
         """
 
+    def named(self, epoch: int, position: int) -> str:
+        """Which sample stands there, for messages: "item 33 of TensorDataset", "row 12 of train.parquet"."""
+
 
 def open_data(
     source: Any,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -19,6 +20,7 @@ from raypipe.engine.beside import channels_beside
 from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec
 from raypipe.engine.crossing import Crossing
+from raypipe.engine.culprits import of_numbers
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.exchange import Exchange, last_backwards
 from raypipe.engine.message_log import LoggedStep, MessageLog
@@ -32,6 +34,7 @@ from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
 from raypipe.engine.tally import Totals
 from raypipe.engine.update import Update
+from raypipe.engine.user_lines import as_sentence
 from raypipe.errors import LESS_MEMORY, LinkError, RanOut, RaypipeError, StageError
 from raypipe.ir.plan import human_bytes
 from raypipe.ir.report import StepReport
@@ -77,9 +80,12 @@ class Executor:
             for stage, state in zip(placement.stages, states, strict=True)
         }
         self._updates = {
-            stage: Update(work.program, work.state, work.sink, work.ring, settings, setup.weights, self.crossing)
+            stage: Update(
+                work.program, work.state, work.sink, work.ring, settings, setup.weights, self.crossing, self._of_numbers
+            )
             for stage, work in self.works.items()
         }
+        self._read = run.sources["train"], dict.fromkeys(c for p in programs for c in (*p.train.columns, *p.targets))
         sinks = {stage: work.sink for stage, work in self.works.items()}
         self._exchange = Exchange(placement, self.works, channels, device, settings.timeout_s, settings.codec_sums)
         self._reduction = Reduction(programs, placement, sinks, self._updates, self._exchange, self._send, self._recv)
@@ -256,13 +262,21 @@ class Executor:
             name, where = f"Stage {self._action.stage}", f" in {self._action.label}"
         said = f"{type(error).__name__}: {error}"
         if not ran_out(error):
-            return StageError(f"{name} failed{where}: {said}")
+            notes = getattr(error, "__notes__", ())
+            return StageError(" ".join([f"{name} failed{where}: {as_sentence(said) if notes else said}", *notes]))
         held = held_bytes(error)
         for work in self.works.values():  # going back takes memory too
             work.drop()
         found = StageError(f"{name} ran out of memory{where}, with {human_bytes(held)} in use: {said} {LESS_MEMORY}")
         found.ran_out = RanOut(self.placement.worker, held)
         return found
+
+    def _of_numbers(self, step: int) -> str:
+        """What the data has to do with a step that is not finite; every stage says the same, whichever is heard."""
+        source, columns = self._read
+        with suppress(RaypipeError):
+            return of_numbers(source, self._segment, step, columns)
+        return ""
 
     def _run_minibatch(
         self, row: Sequence[Action], minibatch: int, *, keep_spans: bool, measure: bool

@@ -121,6 +121,10 @@ class Feed:
             return MicrobatchData(parts[index])
         return MicrobatchData(parts[index], weights[index], shares[index])
 
+    def source(self, *, training: bool) -> Source:
+        """What is read from."""
+        return self._sources["train" if training else "eval"]
+
     def mark(self) -> Mark | None:
         """Where the stream of train_data goes on, between two steps; None where it is none, or the stage reads none."""
         reader = self._sources.get("train")

@@ -71,17 +71,25 @@ class MapSource:
                 f"Samples {start} to {start + count} were asked of {self._name}, which has {self.num_samples}."
             )
         keys = [key_of(self._name, self.columns, column) for column in columns]
+        read = self._items(epoch, self._rows(epoch, start, count), keys)
+        if all(isinstance(column, int) for column in columns):
+            return tuple(read[key] for key in keys)
+        return {key: read[key] for key in keys}
+
+    def named(self, epoch: int, position: int) -> str:
+        """See ``raypipe.engine.data.Source.named``."""
+        (row,) = self._rows(epoch, position, 1)
+        return f"item {row} of {self._name}"
+
+    def _rows(self, epoch: int, start: int, count: int) -> list[int]:
+        """Numbers of the items at these positions."""
         # Two stages in threads may share this source: whoever comes second works with its own order.
         cached = self._order
         if cached is None or cached[0] != epoch:
             size = self.num_samples if self._shuffle else 0
             order = EpochOrder([self.num_samples], seed=self._seed, epoch=epoch, rows_per_window=size)
             self._order = cached = (epoch, order)
-        rows = [row for _, within, _ in cached[1].locate(start, count) for row in within.tolist()]
-        read = self._items(epoch, rows, keys)
-        if all(isinstance(column, int) for column in columns):
-            return tuple(read[key] for key in keys)
-        return {key: read[key] for key in keys}
+        return [row for _, within, _ in cached[1].locate(start, count) for row in within.tolist()]
 
     def _check_repeats(self) -> None:
         """Refuse a dataset that remembers what it served, or whose items come differently each time.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from raypipe.engine.codec import NONE, Codec, Codecs
 from raypipe.engine.codec.choice import message_bytes
 from raypipe.engine.compiling import modes_of
 from raypipe.engine.crossing import Crossing
+from raypipe.engine.culprits import failing_row, of_failing_row
 from raypipe.engine.device import Crosses, Mark
 from raypipe.engine.feed import Feed, MicrobatchData
 from raypipe.engine.gradients import GradientSink
@@ -241,10 +242,13 @@ class StageWork:
             self._tokens.forward(microbatch, data.columns)
         key = RandomKey(self.settings.seed, segment.locate(microbatch)[0], microbatch)
 
-        def run(given: Given) -> tuple[torch.Tensor, ...]:
+        def computed(given: Given) -> tuple[torch.Tensor, ...]:
             held = [given.buffers[name] for name in function.buffers]
             columns = [given.columns[name] for name in function.columns]
-            outputs = function(leaves, held, given.inputs, columns, key)  # type: ignore[arg-type]
+            return function(leaves, held, given.inputs, columns, key)  # type: ignore[arg-type]
+
+        def run(given: Given) -> tuple[torch.Tensor, ...]:
+            outputs = computed(given)
             if not self.last:
                 return outputs
             losses = outputs if training else self.program.without_asked(outputs)
@@ -256,15 +260,36 @@ class StageWork:
             return parts
 
         given, again = Given(inputs, columns, self.buffers.of(training=training)), None
-        if training and self._second_forward is not None:
-            outputs, again = self._second_forward.first(run, given)
-        else:
-            outputs = run(given)
+        try:
+            if training and self._second_forward is not None:
+                outputs, again = self._second_forward.first(run, given)
+            else:
+                outputs = run(given)
+        except Exception as error:
+            self._note_row(error, computed, given, microbatch)
+            raise
         if self.last:
             self._note_loss(outputs, data, microbatch)
         if training or not self.last:
             self._in_flight.hold(microbatch, inputs, outputs, again)
             self.tally.peak_in_flight = max(self.tally.peak_in_flight, len(self._in_flight))
+
+    def _note_row(
+        self, error: Exception, computed: Callable[[Given], tuple[torch.Tensor, ...]], given: Given, microbatch: int
+    ) -> None:
+        """Say of an exception of the user's code which sample is enough for it."""
+        _, position, samples = self._segment.locate(microbatch)
+
+        def again(some: Given) -> None:
+            outputs = computed(some._replace(buffers={name: x.clone() for name, x in given.buffers.items()}))
+            if self._loss is not None:
+                losses = outputs if self._training else self.program.without_asked(outputs)
+                self._loss(losses, [some.columns[name] for name in self.program.targets])
+
+        row = failing_row(again, given, samples, error)
+        if row is not None:
+            source = self.feed.source(training=self._training)
+            error.add_note(of_failing_row(source, self._segment.epoch, position + row, given.columns, row))
 
     def _lane(self, microbatch: int) -> int:
         """Evaluations run on workers that lead, which have the first lane."""

@@ -122,6 +122,10 @@ class StreamSource:
         finally:
             self._pause()
 
+    def named(self, epoch: int, position: int) -> str:
+        """See ``raypipe.engine.data.Source.named``."""
+        return f"item {epoch * self.num_samples + position} of {self._name}"
+
     def _pause(self) -> None:
         """Whoever plans reads now and then, and keeps no tasks of Ray under way meanwhile."""
         if self.read_by_tasks:
@@ -204,6 +208,9 @@ class StreamReading:
         if all(isinstance(column, int) for column in columns):
             return tuple(read[key] for key in keys)
         return {key: read[key] for key in keys}
+
+    def named(self, epoch: int, position: int) -> str:
+        return self._source.named(epoch, position)
 
     def close(self) -> None:
         """Let go of the iteration; the samples that come next are those that would have come."""

@@ -7,7 +7,7 @@ for another one, nothing is done and the gradients join those of the next update
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,17 +39,19 @@ class Update:
         settings: the norm to clip to, and whether a step that is not finite is left out.
         weights: whose norm that is.
         crossing: to the device that computes and back.
+        of_numbers: (step) -> what in its data is no number, as a sentence; empty where all is well.
     """
 
     def __init__(
         self, program: StageProgram, state: StageState, sink: GradientSink, ring: WeightRing, settings: Settings,
-        weights: WeightPolicy, crossing: Crossing,
+        weights: WeightPolicy, crossing: Crossing, of_numbers: Callable[[int], str] = lambda step: "",
     ) -> None:  # fmt: skip
         self._program = program
         self._state = state
         self._sink = sink
         self._ring = ring
         self._crossing = crossing
+        self._of_numbers = of_numbers
         self._limit = settings.max_grad_norm
         shares = weights.shares
         self._share = shares[program.index] if shares else 1.0
@@ -146,7 +148,8 @@ class Update:
         if not all(finite):
             self._skipped += self._skips
             if not 0 < self._skipped < MOST_SKIPPED:
-                raise StageError(_not_finite(step, self._program.index, known, alone, self._skipped))
+                advice = self._of_numbers(step) or _ADVICE
+                raise StageError(_not_finite(step, self._program.index, known, alone, self._skipped, advice))
             self._sink.reset()
             return True
         self._skipped = 0
@@ -212,8 +215,10 @@ def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
             group["lr"] = rate
 
 
-def _not_finite(step: int, stage: int, known: Sequence[float | None], alone: bool, skipped: int) -> str:
-    advice = "Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch."
+_ADVICE = "Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch."
+
+
+def _not_finite(step: int, stage: int, known: Sequence[float | None], alone: bool, skipped: int, advice: str) -> str:
     total, loss = known
     assert total is not None
     if not alone:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["quoted", "short"]
+__all__ = ["as_sentence", "quoted", "short"]
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_path("stdlib")
@@ -37,4 +37,9 @@ def short(error: BaseException) -> str:
     text = next((line.strip() for line in said.splitlines() if line.strip()), "")
     text = text if len(text) <= MOST else f"{text[: MOST - 3].rstrip()}..."
     kind = type(error).__name__
-    return f"{kind}: {text}{'' if text.endswith(('.', '!', '?')) else '.'}" if text else f"{kind}."
+    return as_sentence(f"{kind}: {text}" if text else kind)
+
+
+def as_sentence(text: str) -> str:
+    """With a full stop, where it ends in nothing like one."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -164,8 +164,8 @@ def test_ten_in_a_row_end_the_run(tmp_path: Path) -> None:
         fit(arguments(traced, range(3, 14), math.nan, checkpoint_interval_steps=3), tmp_path, 20)
     assert str(caught.value).startswith(
         "Step 12: the loss is nan and the gradient norm nan. It is the 10th step in a row that is not finite, and "
-        "on_nonfinite='skip' leaves out no more than that: the parameters are those before step 3. Lower the learning "
-        "rate, set max_grad_norm, or look at the data of this mini-batch."
+        "on_nonfinite='skip' leaves out no more than that: the parameters are those before step 3. Column 0 of the "
+        "data has nan at [1] in item 66 of TensorDataset: mend the data there, or leave that out."
     )
     assert [line["step"] for line in events(tmp_path, "skip")] == list(range(3, 12))
 
@@ -180,7 +180,8 @@ def test_stop_is_the_default(tmp_path: Path) -> None:
         fit(arguments(traced, BAD, math.nan, on_nonfinite="stop", schedule="1f1b"), tmp_path)
     assert str(caught.value).startswith(
         "Step 2: the loss is nan and the gradient norm nan, so no stage took this step and the parameters are those "
-        "after 2 steps. Lower the learning rate, set max_grad_norm, or look at the data of this mini-batch. "
+        "after 2 steps. Column 0 of the data has nan at [1] in item 148 of TensorDataset: mend the data there, or "
+        "leave that out. "
         "on_nonfinite='skip' leaves such steps out."
     )
 

@@ -1,0 +1,125 @@
+"""Which samples of the data a failure comes from, as far as the data tells.
+
+    a forward fails          the rows that fail alone, found by halves: 16 -> 8 -> 4 -> 2 -> 1
+    loss or norm is nan      numbers of the mini-batch that are none
+
+What is found is said in the words of the data: "item 33 of TensorDataset", "row 12 of train.parquet".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from raypipe.engine.data import Source
+from raypipe.engine.out_of_memory import ran_out
+from raypipe.engine.second_forward import Given
+from raypipe.engine.stream_source import StreamReading, StreamSource
+from raypipe.errors import RaypipeError
+from raypipe.ir.segment import Segment
+
+__all__ = ["failing_row", "of_failing_row", "of_numbers"]
+
+Columns = Mapping[Any, torch.Tensor]
+
+
+def failing_row(run: Callable[[Given], object], given: Given, samples: int, error: Exception) -> int | None:
+    """The first row found that fails alone, as all of them did; None where no row by itself is to blame.
+
+    Args:
+        run: what failed, on some of the rows; called once or twice for each halving.
+        given: all of them; inputs and columns have shape (samples, ...), or no dimensions, which every row has.
+        error: of all rows.
+    """
+    tensors = [x for x in (*given.inputs, *given.columns.values()) if x is not None and x.dim()]
+    if isinstance(error, RaypipeError) or ran_out(error) or any(len(x) != samples for x in tensors):
+        return None
+
+    def fails(first: int, stop: int) -> bool:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[first:stop].detach().clone() if tensor.dim() else tensor
+
+        inputs = [None if x is None else cut(x) for x in given.inputs]
+        try:
+            with torch.no_grad():
+                run(given._replace(inputs=inputs, columns={name: cut(x) for name, x in given.columns.items()}))
+        except Exception as found:  # noqa: BLE001  (whatever the user's code raises)
+            return type(found) is type(error)
+        return False
+
+    first, stop = 0, samples
+    while stop - first > 1:
+        middle = (first + stop) // 2
+        if fails(first, middle):
+            stop = middle
+        elif fails(middle, stop):
+            first = middle
+        else:
+            return None  # they fail together only
+    if not fails(first, stop):
+        return None
+    # Where any row fails alone, one row is what does not do: a batch norm trains on two.
+    others = [row for row in range(samples) if row != first]
+    return None if all(fails(row, row + 1) for row in others[:2]) else first
+
+
+def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, row: int) -> str:
+    """A sentence on a row that fails alone.
+
+    Args:
+        position: in the epoch's order, of that row.
+        columns: of the micro-batch.
+        row: within them.
+    """
+    values = " and ".join(f"column {name!r} is {_shown(x[row] if x.dim() else x)}" for name, x in columns.items())
+    what = f", whose {values}," if values else ""
+    cure = "Mend that one, or leave it out."
+    if columns and not any(x.is_floating_point() for x in columns.values()):
+        cure = (
+            f"Numbers of classes and tokens begin at 0, and the model needs an output or an embedding for each. {cure}"
+        )
+    who = source.named(epoch, position)
+    return f"{who[:1].upper()}{who[1:]}{what} is enough to fail so. {cure}"
+
+
+def of_numbers(source: Source, segment: Segment, step: int, names: Iterable[Any]) -> str:
+    """A sentence on the first number of a mini-batch that is none; nothing where all of them are, or a stream is read.
+
+    Args:
+        step: of the run, one of the segment's.
+        names: of the columns that model and loss read.
+    """
+    # A stream goes forwards only: to read it again would take as long as the run took to come here.
+    if isinstance(source, StreamSource | StreamReading):
+        return ""
+    samples = segment.minibatch_samples
+    start = segment.offset + (step - segment.first_step) * samples
+    found = source.read(segment.epoch, start, samples, wanted := tuple(names))
+    columns = found if isinstance(found, dict) else dict(zip(wanted, found, strict=True))
+    for name, column in columns.items():
+        if not column.is_floating_point():
+            continue
+        wrong = (~column.isfinite()).reshape(len(column), -1)
+        rows = wrong.any(1).nonzero().flatten().tolist()
+        if rows:
+            at = int(wrong[rows[0]].nonzero()[0])
+            place = [int(i) for i in np.unravel_index(at, column.shape[1:])]
+            value = f"{column[rows[0]].flatten()[at].item()}{f' at {place}' if place else ''}"
+            more = f", as it has in {len(rows) - 1} more of the {samples} samples of this step" if rows[1:] else ""
+            where = source.named(segment.epoch, start + rows[0])
+            return f"Column {name!r} of the data has {value} in {where}{more}: mend the data there, or leave that out."
+    return ""
+
+
+def _shown(value: torch.Tensor) -> str:
+    """A number, or the shape of more of them and what they lie between."""
+    if value.numel() == 1:
+        return f"{value.item():g}" if value.is_floating_point() else str(value.item())
+    text = f"of shape {tuple(value.shape)}"
+    if value.numel() and value.dtype is not torch.bool and not value.is_complex():
+        least, most = (f"{x.item():g}" for x in value.aminmax())
+        text += f" from {least} to {most}"
+    return text

@@ -1,0 +1,161 @@
+"""A failure that comes from the data names the sample and the column, in the words of the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import Dataset, TensorDataset
+
+import raypipe
+from raypipe.engine.culprits import failing_row
+from raypipe.engine.data import open_data
+from raypipe.engine.second_forward import Given
+from raypipe.errors import StageError
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("captures_of_a_test")]
+
+ROWS, WRONG = 24, 17
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def changed(column: torch.Tensor, value: float, *place: int) -> torch.Tensor:
+    column[place] = value
+    return column
+
+
+def fails(data: Any, model: nn.Module, loss_fn: Any, folder: Path, **options: Any) -> str:
+    """What a run of two stages over an epoch fails with."""
+    evaluates = {"eval_interval_steps": 1} if "eval_data" in options else {}
+    trainer = raypipe.PipelineTrainer(
+        model, loss_fn=loss_fn, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=data,
+        pipeline=raypipe.PipelineConfig(
+            num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", **evaluates
+        ),
+        run_config=SimpleNamespace(name="run", storage_path=str(folder)), **options,
+    )  # fmt: skip
+    with pytest.raises(StageError) as caught:
+        trainer.fit(num_epochs=1, local=True, progress=False)
+    return str(caught.value)
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def labels() -> torch.Tensor:
+    return torch.arange(ROWS) % 3
+
+
+@pytest.mark.parametrize("wrong", [3, -5])
+def test_a_label_out_of_range(wrong: int, tmp_path: Path) -> None:
+    data = TensorDataset(drawn(ROWS, 6), changed(labels(), wrong, WRONG))
+    said = fails(data, classifier(), cross_entropy, tmp_path)
+    assert f"IndexError: Target {wrong} is out of bounds. Item 17 of TensorDataset, whose column 1 is {wrong}," in said
+    assert said.endswith(
+        "begin at 0, and the model needs an output or an embedding for each. Mend that one, or leave it out."
+    )
+
+
+def test_a_label_out_of_range_in_eval_data(tmp_path: Path) -> None:
+    good, bad = (TensorDataset(drawn(ROWS, 6), x) for x in (labels(), changed(labels(), 3, WRONG)))
+    assert "Item 17 of TensorDataset, whose column 1 is 3," in fails(
+        good, classifier(), cross_entropy, tmp_path, eval_data=bad
+    )
+
+
+def test_a_token_out_of_range(tmp_path: Path) -> None:
+    tokens = changed(torch.arange(2 * ROWS).reshape(ROWS, 2) % 9, 9, WRONG, 1)
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(8, 3))
+    said = fails(TensorDataset(tokens, labels()), model, cross_entropy, tmp_path)
+    assert "Stage 0 failed in 0F" in said
+    assert "Item 17 of TensorDataset, whose column 0 is of shape (2,) from 7 to 9, is enough to fail so." in said
+
+
+def test_a_number_that_is_none_in_the_input(tmp_path: Path) -> None:
+    rows = changed(drawn(ROWS, 6), float("inf"), WRONG, 2)
+    said = fails(TensorDataset(rows, labels()), classifier(), cross_entropy, tmp_path)
+    assert "the loss is nan" in said
+    assert "Column 0 of the data has inf at [2] in item 17 of TensorDataset: mend the data there" in said
+    assert "learning rate" not in said
+
+
+def test_a_number_that_is_none_in_a_target_of_a_file(tmp_path: Path) -> None:
+    inputs, targets = drawn(ROWS, 1), changed(drawn(ROWS), float("nan"), WRONG)
+    path = tmp_path / "rows.parquet"
+    column = pa.array(inputs.tolist(), pa.list_(pa.float32(), 1))
+    pq.write_table(pa.table({"x": column, "y": pa.array(targets.tolist(), pa.float32())}), path)
+    said = fails(str(path), nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1), nn.Flatten(0)), mse_loss, tmp_path / "runs")
+    assert f"Column 1 of the data has nan in row 17 of {path}:" in said
+
+
+def test_numbers_that_grow_too_large_are_not_of_the_data(tmp_path: Path) -> None:
+    def grows(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(output, target) * 1e30
+
+    said = fails(TensorDataset(drawn(ROWS, 6), drawn(ROWS, 3)), classifier(), grows, tmp_path)
+    assert "Lower the learning rate" in said
+    assert "Column" not in said
+
+
+def test_the_row_is_found_by_halves() -> None:
+    calls: list[int] = []
+
+    def run(some: Given) -> None:
+        (column,) = some.columns.values()
+        calls.append(len(column))
+        if (column == 13).any():
+            raise ValueError("no 13 please")
+
+    assert failing_row(run, Given((), {"x": torch.arange(16)}, {}), 16, ValueError()) == 13
+    assert len(calls) <= 2 * 4 + 3
+    assert failing_row(run, Given((), {"x": torch.arange(16)}, {}), 16, KeyError()) is None
+
+
+@pytest.mark.parametrize("least", [2, 16])
+def test_no_row_is_blamed_where_rows_fail_alone_or_only_together(least: int) -> None:
+    def run(some: Given) -> None:
+        count = len(some.columns["x"])
+        if (count < 2) if least == 2 else (count == 16):
+            raise ValueError
+
+    given = Given((None,), {"x": torch.arange(16)}, {})
+    assert failing_row(run, given, 16, ValueError()) is None
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Any:
+        return iter((drawn(6), row % 3) for row in range(ROWS))
+
+
+class Numbered(Dataset):
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        return float(row), row
+
+
+def test_samples_are_named_where_they_are_read(tmp_path: Path) -> None:
+    source = open_data(Numbered(), seed=3)
+    for position in (0, 7, ROWS - 1):
+        (number,) = source.read(2, position, 1, (1,))
+        assert source.named(2, position) == f"item {number.item()} of Numbered"
+    pq.write_table(pa.table({"y": list(range(ROWS))}), tmp_path / "a.parquet", row_group_size=5)
+    pq.write_table(pa.table({"y": list(range(100, 104))}), tmp_path / "b.parquet")
+    source = open_data(str(tmp_path), seed=3, rows_per_window=9)
+    for position in range(ROWS + 4):
+        number = source.read(1, position, 1, ("y",))["y"].item()
+        file, row = ("a", number) if number < 100 else ("b", number - 100)
+        assert source.named(1, position) == f"row {row} of {tmp_path}/{file}.parquet"
+    assert open_data(raypipe.data.Stream(Streamed(), num_samples=10), seed=0).named(1, 3) == "item 13 of Streamed"
