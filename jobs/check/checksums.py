@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 import torch
 
 from jobs.lib.machine import machine_line
-from raypipe.engine import seal
+from raypipe.engine import checked_frame
 from raypipe.ir.action import Action, Op
 from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_links
@@ -80,7 +80,7 @@ def alone(nbytes: int, rounds: int) -> list[float]:
     for _ in range(rounds):
         begin_s = time.process_time()
         for _ in range(count):
-            seal.checksum([data])
+            checked_frame.checksum([data])
         rates.append(count * nbytes / (time.process_time() - begin_s))
     return rates
 

@@ -13,7 +13,7 @@ Each record says its codec, so a receiver needs to know nothing of the sender's 
 
 Nothing in a header is believed: ``parse`` and ``decode`` answer any bytes with tensors that lie
 inside the payload or with a LinkError. Left out: devices (tensors are in host memory here) and
-checksums (seal.py).
+checksums (checked_frame.py).
 """
 
 from __future__ import annotations

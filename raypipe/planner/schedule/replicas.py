@@ -1,4 +1,4 @@
-"""Replicas of stages: whose turn a micro-batch is, and how many forwards each replica runs ahead.
+"""Replicas of stages: how the lanes of micro-batches are dealt out, and how many forwards each replica runs ahead.
 
 Micro-batches are dealt out into L lanes, and lanes to the R_s replicas of stage s (PipeDream's round robin, "1F1B-RR",
 SOSP'19, section 3.2): micro-batch m is worked on by replica (m % L) % R_s, forward and backward. Stages 2-1, M=4:

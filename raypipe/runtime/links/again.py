@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from raypipe.engine import seal
+from raypipe.engine import checked_frame
 from raypipe.engine.frame import Frame
 from raypipe.errors import LinkError
 
@@ -115,7 +115,7 @@ class Kept:
 
     def add(self, message: Frame) -> bytes:
         """Keep a message; its header with its seal."""
-        header = seal.sealed(message, self._sent)
+        header = checked_frame.sealed(message, self._sent)
         with self._changed:
             self._messages.append((self._sent, header, message.buffers))
             self._sent += 1

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raypipe.engine import frame, layout, seal
+from raypipe.engine import checked_frame, frame, layout
 from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.links.forecast import Forecast
@@ -127,7 +127,7 @@ class CollectiveChannel(QueuedChannel):
         self._notice_lock = threading.Lock()
         self._expected = Forecast()  # by the peer, of what this end sends
         self._checked, self._sent, self._taken = checked, 0, 0  # messages, each counted by one thread
-        self._header_bytes = frame.header_bytes(max_tensors) + seal.SEAL_BYTES * checked
+        self._header_bytes = frame.header_bytes(max_tensors) + checked_frame.SEAL_BYTES * checked
         self._envelope_bytes = _KIND_BYTES + max(self._header_bytes, REASON_BYTES)
         self._receiver = threading.Thread(target=self._receive_loop, name=f"raypipe-recv {name}", daemon=True)
         self.start()
@@ -136,7 +136,7 @@ class CollectiveChannel(QueuedChannel):
     # The sending thread.
 
     def transmit(self, message: frame.Frame) -> None:
-        first = self._first(_MESSAGE, seal.sealed(message, self._sent) if self._checked else message.header)
+        first = self._first(_MESSAGE, checked_frame.sealed(message, self._sent) if self._checked else message.header)
         self._sent += 1
         fits = message.payload_bytes <= _slot(self._expected)
         if fits:
@@ -223,7 +223,7 @@ class CollectiveChannel(QueuedChannel):
             payload = torch.empty(head.payload_bytes, dtype=torch.uint8)
             self._in.recv(payload)
         body = layout.raw_bytes(payload, head.payload_bytes)
-        if sealed is not None and seal.checksum([body]) != sealed.payload_checksum:
+        if sealed is not None and checked_frame.checksum([body]) != sealed.payload_checksum:
             raise _damaged(head.action.words)
         if head.generation == self.generation:
             arrived_at_s = time.time()
@@ -231,14 +231,14 @@ class CollectiveChannel(QueuedChannel):
         expected.saw(head.payload_bytes)
         return True
 
-    def _open(self, header: bytes) -> tuple[frame.Head, seal.Seal | None]:
+    def _open(self, header: bytes) -> tuple[frame.Head, checked_frame.Seal | None]:
         """A message's header, and its seal on a checked link."""
         known = {"generation": self.generation, "max_tensors": self.max_tensors}
         if not self._checked:
             return frame.parse(header, **known), None
-        plain, sealed = header[: -seal.SEAL_BYTES], seal.opened(header)
+        plain, sealed = header[: -checked_frame.SEAL_BYTES], checked_frame.opened(header)
         if sealed is None:
-            raise _damaged(seal.guessed_name(self._taken, plain, **known))
+            raise _damaged(checked_frame.guessed_name(self._taken, plain, **known))
         if sealed.number != self._taken:
             raise LinkError(f"message {sealed.number} came where number {self._taken} was expected.")
         self._taken += 1

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from raypipe.engine import frame, seal
+from raypipe.engine import checked_frame, frame
 from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkError
 from raypipe.runtime.links.queued_channel import CLOSE_TIMEOUT_S, QueuedChannel
@@ -120,7 +120,7 @@ class ObjectStoreChannel(QueuedChannel):
     def transmit(self, message: frame.Frame) -> None:
         if self._checked:
             head = frame.parse(message.header, generation=self.generation, max_tensors=self.max_tensors)
-            data = b"".join((seal.sealed(message, self._sent), *message.buffers))
+            data = b"".join((checked_frame.sealed(message, self._sent), *message.buffers))
             self._sent += self._send_checked(_Sent(head.action.words, data))
             return
         data = b"".join((message.header, *message.buffers))
@@ -241,7 +241,7 @@ class ObjectStoreChannel(QueuedChannel):
         """False where it came damaged."""
         arrived_at_s = time.time()
         start = frame.header_bytes(self.max_tensors)
-        body = start + seal.SEAL_BYTES * checked
+        body = start + checked_frame.SEAL_BYTES * checked
         arrays = [_array(piece) for piece in pieces]
         if not arrays or arrays[0].size < body:
             raise LinkError("something came that is not a message.")
@@ -263,8 +263,8 @@ class ObjectStoreChannel(QueuedChannel):
 
 
 def _undamaged(header: bytes, payload: Sequence[np.ndarray]) -> bool:
-    sealed = seal.opened(header)
-    return sealed is not None and seal.checksum([array.data for array in payload]) == sealed.payload_checksum
+    sealed = checked_frame.opened(header)
+    return sealed is not None and checked_frame.checksum([array.data for array in payload]) == sealed.payload_checksum
 
 
 def _pieces(data: bytes) -> Sequence[bytes | np.ndarray]:

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from raypipe.engine import frame, seal
+from raypipe.engine import checked_frame, frame
 from raypipe.engine.codec.host import one_core
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.links.again import MARK_BYTES, Kept, Taken, WayBack
@@ -164,7 +164,7 @@ class SocketChannel(QueuedChannel):
 
     def _receive_loop(self) -> None:
         one_core()
-        header = bytearray(frame.header_bytes(self.max_tensors) + (seal.SEAL_BYTES if self._taken else 0))
+        header = bytearray(frame.header_bytes(self.max_tensors) + (checked_frame.SEAL_BYTES if self._taken else 0))
         try:
             while self._receive(header):
                 pass
@@ -192,10 +192,10 @@ class SocketChannel(QueuedChannel):
         taken, sealed = self._taken, None
         plain = memoryview(header)
         if taken is not None:
-            sealed, plain = seal.opened(header), plain[: -seal.SEAL_BYTES]
+            sealed, plain = checked_frame.opened(header), plain[: -checked_frame.SEAL_BYTES]
             if sealed is None:
                 known = {"generation": self.generation, "max_tensors": self.max_tensors}
-                self._ask_again(taken, seal.guessed_name(taken.number, plain, **known))
+                self._ask_again(taken, checked_frame.guessed_name(taken.number, plain, **known))
                 return True
             if sealed.number != taken.number:
                 raise LinkError(f"message {sealed.number} came where number {taken.number} was expected.")
@@ -207,7 +207,7 @@ class SocketChannel(QueuedChannel):
             raise ConnectionError(f"it ended inside {head.action.words}")
         arrived_at_s = time.time()
         if taken is not None and sealed is not None:
-            if seal.checksum([landing.memory]) != sealed.payload_checksum:
+            if checked_frame.checksum([landing.memory]) != sealed.payload_checksum:
                 self._ask_again(taken, head.action.words)
                 return True
             taken.take()

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from raypipe.engine import frame, seal
+from raypipe.engine import checked_frame, frame
 from raypipe.engine.codec import NONE, Codec
 from raypipe.errors import LinkError
 from raypipe.runtime.links.again import AGAIN, MARK_BYTES, TAKEN, Kept, Note, WayBack
@@ -20,7 +20,7 @@ from tests.contract.channel import WAIT_S, b, f, wait_until
 from tests.runtime.links.damage import DamagingSocket
 from tests.runtime.links.ends import HOST
 
-HEADER_BYTES = frame.header_bytes(2) + seal.SEAL_BYTES
+HEADER_BYTES = frame.header_bytes(2) + checked_frame.SEAL_BYTES
 Bits = tuple[int, int]
 Choose = Callable[[bytes], Bits | None]
 
@@ -63,7 +63,7 @@ def once(chosen: dict[int, Choose], times: int = 1) -> Choose:
     left = dict.fromkeys(chosen, times)
 
     def choose(message: bytes) -> Bits | None:
-        number = int.from_bytes(message[HEADER_BYTES - seal.SEAL_BYTES :][:8], "little")
+        number = int.from_bytes(message[HEADER_BYTES - checked_frame.SEAL_BYTES :][:8], "little")
         if not left.get(number):
             return None
         left[number] -= 1
@@ -194,7 +194,7 @@ def test_only_what_is_under_way_can_be_asked_for_again() -> None:
     kept = Kept()
     message = frame.encode(f(0), [torch.ones(3)], generation=0, max_tensors=1)
     headers = [kept.add(message) for _ in range(4)]
-    assert [seal.opened(header).number for header in headers] == [0, 1, 2, 3]  # type: ignore[union-attr]
+    assert [checked_frame.opened(header).number for header in headers] == [0, 1, 2, 3]  # type: ignore[union-attr]
     assert not kept.hear([Note(TAKEN, 2)])
     assert [header for header, _ in kept.since(2)] == headers[2:]
     assert kept.hear([Note(AGAIN, 2), Note(TAKEN, 3), Note(AGAIN, 3)])

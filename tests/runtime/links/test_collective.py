@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.engine import frame, seal
+from raypipe.engine import checked_frame, frame
 from raypipe.errors import ConfigError, LinkError
 from raypipe.runtime.links import collective
 from raypipe.runtime.links.collective import CollectiveEndpoint
@@ -125,7 +125,7 @@ class Damaging:
         self._group.send(tensor, *more)
 
 
-HEADER = -frame.header_bytes(4) - seal.SEAL_BYTES
+HEADER = -frame.header_bytes(4) - checked_frame.SEAL_BYTES
 """Where it begins, from the end of an envelope of 4 tensors: longer than any reason."""
 
 

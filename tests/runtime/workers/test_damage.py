@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raypipe import PipelineTrainer, load_state_dict
-from raypipe.engine import seal
+from raypipe.engine import checked_frame
 from raypipe.runtime.links import again, socket_channel
 from tests.exactness import same_bits
 from tests.runtime.run.test_planning import trainer
@@ -42,7 +42,7 @@ class Damage:
 
     def send(self, sock: Any, buffers: deque[memoryview]) -> None:
         if len(buffers[0]) > again.MARK_BYTES and self.flips < FLIPS_PER_STAGE:
-            message = id(sock), int.from_bytes(buffers[0][-seal.SEAL_BYTES :][:8], "little")
+            message = id(sock), int.from_bytes(buffers[0][-checked_frame.SEAL_BYTES :][:8], "little")
             if message not in self._met and self._dice.random() < 0.5:
                 buffers = self._damaged(buffers)
                 self.flips += 1

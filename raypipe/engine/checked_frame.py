@@ -1,4 +1,4 @@
-"""Seals: what travels behind a frame's header on a checked link, so that damage on the way is seen.
+"""Frames with checksums: the seal behind the header of one, on a checked link, so that damage on the way is seen.
 
     header | number | checksum of the payload | checksum of all before it | payload
              `------------------ seal ------------------'

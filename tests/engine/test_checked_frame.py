@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypipe.engine import frame, seal
+from raypipe.engine import checked_frame, frame
 from raypipe.ir.schedule import Action, Op
 
 pytestmark = pytest.mark.engine
@@ -16,29 +16,33 @@ PAYLOAD = b"".join(MESSAGE.buffers)
 
 
 def test_a_seal_says_the_number_and_the_checksum_of_the_payload() -> None:
-    header = seal.sealed(MESSAGE, 7)
-    assert len(header) == frame.header_bytes(3) + seal.SEAL_BYTES
-    assert header[: -seal.SEAL_BYTES] == MESSAGE.header
-    assert seal.opened(header) == seal.Seal(7, seal.checksum([PAYLOAD]))
+    header = checked_frame.sealed(MESSAGE, 7)
+    assert len(header) == frame.header_bytes(3) + checked_frame.SEAL_BYTES
+    assert header[: -checked_frame.SEAL_BYTES] == MESSAGE.header
+    assert checked_frame.opened(header) == checked_frame.Seal(7, checked_frame.checksum([PAYLOAD]))
 
 
 def test_a_checksum_is_of_the_bytes_and_not_of_the_parts() -> None:
     assert len(MESSAGE.buffers) > 1
-    assert seal.checksum(MESSAGE.buffers) == seal.checksum([PAYLOAD]) == seal.checksum([PAYLOAD[:9], PAYLOAD[9:]])
+    assert (
+        checked_frame.checksum(MESSAGE.buffers)
+        == checked_frame.checksum([PAYLOAD])
+        == checked_frame.checksum([PAYLOAD[:9], PAYLOAD[9:]])
+    )
 
 
 def test_every_bit_of_a_header_and_its_seal_counts() -> None:
-    header = bytearray(seal.sealed(MESSAGE, 7))
+    header = bytearray(checked_frame.sealed(MESSAGE, 7))
     for bit in range(8 * len(header)):
         header[bit // 8] ^= 1 << bit % 8
-        assert seal.opened(header) is None, bit
+        assert checked_frame.opened(header) is None, bit
         header[bit // 8] ^= 1 << bit % 8
-    assert seal.opened(header) is not None
+    assert checked_frame.opened(header) is not None
 
 
 def test_every_bit_of_a_payload_counts() -> None:
-    payload, sound = bytearray(PAYLOAD), seal.checksum([PAYLOAD])
+    payload, sound = bytearray(PAYLOAD), checked_frame.checksum([PAYLOAD])
     for bit in range(8 * len(payload)):
         payload[bit // 8] ^= 1 << bit % 8
-        assert seal.checksum([payload]) != sound, bit
+        assert checked_frame.checksum([payload]) != sound, bit
         payload[bit // 8] ^= 1 << bit % 8
