@@ -9,6 +9,7 @@ threads of the process count. What the driver shows to Prometheus is measured in
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -38,6 +39,7 @@ LOGGERS = ("tensorboard", "mlflow", "wandb_offline")
 
 def main() -> int:
     """Measure without callbacks, with an empty one, and with each logger that is installed."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # which needs no database here

@@ -17,6 +17,7 @@ Runs of an asynchronous schedule run empty for a checkpoint: so does the one tha
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -165,6 +166,7 @@ def pairs_that_differ(folder: Path, pairs: Sequence[tuple[Layout, Layout]]) -> l
 
 def main() -> int:
     """All pairs of all families."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(machine_line())
     count, wrong = 0, list[str]()
     for family in FAMILIES:

@@ -10,6 +10,7 @@ counts little.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import threading
@@ -69,6 +70,7 @@ def cost_s(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def main() -> int:
     """Count, time, and print the share."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     counted = Counted()
     with tempfile.TemporaryDirectory() as folder:
         config = {"num_stages": 3, "minibatch_size": 16, "num_microbatches": 8, "schedule": "1f1b"}
