@@ -1,5 +1,5 @@
 "use strict";
-// Zoom, move and click in timelines; numbers under the pointer in charts. The page is whole without it.
+// Zoom, move and pick boxes in timelines, numbers in charts, by pointer and by keys. The page is whole without it.
 const SVG = "http://www.w3.org/2000/svg";
 const LETTER_PX = 8;
 
@@ -24,6 +24,7 @@ class Timeline {
     this.boxes = [...svg.querySelectorAll(".rp-plot rect")].map((rect) => ({
       rect, x: Number(rect.getAttribute("x")), wide: Number(rect.getAttribute("width")), text: null,
     }));
+    this.plots = [...svg.querySelectorAll(".rp-plot")].map((group) => [group, Number(group.getAttribute("stroke-width"))]);
     // Words are made anew at every zoom, for boxes that have become wide enough.
     svg.querySelectorAll(".rp-plot text").forEach((words) => words.remove());
     this.draw();
@@ -34,6 +35,51 @@ class Timeline {
     }, { passive: false });
     this.drags();
     svg.addEventListener("click", (event) => this.pick(event.target.closest(".rp-plot rect")));
+    svg.setAttribute("tabindex", "0");
+    svg.addEventListener("keydown", (event) => { if (this.pressed(event.key, event)) event.preventDefault(); });
+  }
+
+  pressed(key, event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return false;
+    const at = this.chosen ? this.shareOf(this.chosen) : 0.5;
+    if (key === "+" || key === "=") this.zoomAt(2, at);
+    else if (key === "-") this.zoomAt(0.5, at);
+    else if (key === "0") this.moveTo(0, 1);
+    else if (key === "Escape") this.pick(null);
+    else if (key === "ArrowLeft" || key === "ArrowRight") this.step(key === "ArrowRight" ? 1 : -1, 0);
+    else if (key === "ArrowUp" || key === "ArrowDown") this.step(0, key === "ArrowDown" ? 1 : -1);
+    else return false;
+    return true;
+  }
+
+  // Where the middle of a box is, as a share of what is shown.
+  shareOf(box) {
+    const share = (box.x + box.wide / 2 - this.left) / (this.right - this.left);
+    return Math.min(1, Math.max(0, (share - this.from) * this.zoom));
+  }
+
+  // From the box that is picked to the next one in its row, or to the nearest one of the next row.
+  step(across, down) {
+    const rows = new Map();
+    for (const box of this.boxes) {
+      if (box.rect.hasAttribute("opacity")) continue;  // the pale end of a message
+      const y = Number(box.rect.getAttribute("y"));
+      rows.set(y, [...(rows.get(y) ?? []), box]);
+    }
+    const order = [...rows.keys()].sort((a, b) => a - b);
+    if (!order.length) return;
+    const lanes = order.map((y) => rows.get(y).sort((a, b) => a.x - b.x));
+    const lane = lanes.findIndex((boxes) => boxes.includes(this.chosen));
+    let box = lanes[0][0];
+    if (lane >= 0 && across) {
+      box = lanes[lane][lanes[lane].indexOf(this.chosen) + across] ?? this.chosen;
+    } else if (lane >= 0) {
+      const next = lanes[lane + down] ?? lanes[lane];
+      box = next.reduce((best, other) => Math.abs(other.x - this.chosen.x) < Math.abs(best.x - this.chosen.x) ? other : best);
+    }
+    this.pick(box.rect);
+    const middle = (box.x + box.wide / 2 - this.left) / (this.right - this.left);
+    if (middle < this.from || middle > this.from + 1 / this.zoom) this.moveTo(middle - 0.5 / this.zoom);
   }
 
   shareAt(clientX) {
@@ -56,7 +102,7 @@ class Timeline {
   drags() {
     let begin = null;
     this.svg.addEventListener("pointerdown", (event) => { begin = { x: event.clientX, from: this.from }; });
-    window.addEventListener("pointerup", () => { begin = null; });
+    for (const ends of ["pointerup", "pointercancel"]) window.addEventListener(ends, () => { begin = null; });
     this.svg.addEventListener("pointermove", (event) => {
       if (begin === null || this.zoom === 1) return;
       const wide = this.svg.getBoundingClientRect().width * (this.right - this.left) / this.svg.viewBox.baseVal.width;
@@ -66,6 +112,7 @@ class Timeline {
 
   draw() {
     const whole = this.right - this.left;
+    for (const [group, edge] of this.plots) group.setAttribute("stroke-width", Math.min(0.8, edge * this.zoom));
     for (const box of this.boxes) {
       const start = this.left + ((box.x - this.left) - this.from * whole) * this.zoom;
       const begin = Math.max(this.left, start), end = Math.min(this.right, start + box.wide * this.zoom);
@@ -91,7 +138,7 @@ class Timeline {
       const pale = box.rect.matches(".rp-I, .rp-W");
       const height = Number(box.rect.getAttribute("height"));
       box.text = element("text", {
-        y: Number(box.rect.getAttribute("y")) + height / 2 + 5, class: pale ? "rp-on-light" : "rp-on-dark",
+        y: Number(box.rect.getAttribute("y")) + height / 2 + 5, class: pale ? "rp-on-pale" : "rp-on-full",
         "text-anchor": "middle", "pointer-events": "none", "font-size": height < 20 ? 12 : 14,
       }, words);
       box.rect.after(box.text);
@@ -109,12 +156,13 @@ class Timeline {
       group.append(element("path", { d: `M${x.toFixed(1)},${bottom}v5`, class: "rp-axis" }));
       group.append(element("text", {
         x: x.toFixed(1), y: bottom + 20, class: "rp-mute", "text-anchor": "middle",
-      }, (n * step).toFixed(digits)));
+      }, Number((n * step).toFixed(digits))));
     }
   }
 
   pick(rect) {
     this.svg.querySelectorAll(".chosen").forEach((other) => other.classList.remove("chosen"));
+    this.chosen = this.boxes.find((box) => box.rect === rect);
     this.picked.hidden = !rect;
     if (!rect) return;
     rect.classList.add("chosen");
@@ -133,27 +181,41 @@ function nearest(points, x) {
 }
 
 function watchChart(svg) {
-  const { lines, unit, x: name, box: [left, right, low, high] } = JSON.parse(svg.dataset.chart);
-  const figure = svg.closest("figure");
+  const { lines, unit, x: name, plot: [left, right, top, bottom], span: [low, high] } = JSON.parse(svg.dataset.chart);
+  const figure = svg.closest("figure"), steps = lines.length ? lines[0][1].map(([x]) => x) : [];
   const tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
-  const cross = element("line", { class: "cross", y1: 62, y2: svg.viewBox.baseVal.height - 52, visibility: "hidden" });
+  const cross = element("line", { class: "cross", y1: top, y2: bottom, visibility: "hidden" });
+  let at = null;
   figure.append(tip);
   svg.append(cross);
-  svg.addEventListener("pointermove", (event) => {
-    const place = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / place.width;
-    const wanted = low + ((event.clientX - place.left) * scale - left) / (right - left) * (high - low);
+  const leave = () => { tip.hidden = true; cross.setAttribute("visibility", "hidden"); };
+  const show = (wanted) => {
     const found = lines.map(([label, points]) => [label, nearest(points, wanted)]).filter(([, point]) => point);
     if (!found.length || wanted < low || wanted > high) return leave();
-    const at = found[0][1][0], x = left + (at - low) / (high - low) * (right - left);
+    const place = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / place.width;
+    at = found[0][1][0];
+    const x = left + (at - low) / (high - low) * (right - left);
     cross.setAttribute("x1", x); cross.setAttribute("x2", x); cross.setAttribute("visibility", "visible");
     const values = found.map(([label, point]) => `${label} ${short(point[1])} ${unit}`.trim());
     tip.textContent = `${name} ${short(at)}: ${values.join(", ")}`;
     tip.hidden = false;
     tip.style.top = "34px";
     tip.style.left = `${Math.max(4, Math.min(x / scale + 10, place.width - tip.offsetWidth - 4))}px`;
+  };
+  svg.addEventListener("pointermove", (event) => {
+    const place = svg.getBoundingClientRect(), scale = svg.viewBox.baseVal.width / place.width;
+    show(low + ((event.clientX - place.left) * scale - left) / (right - left) * (high - low));
   });
-  const leave = () => { tip.hidden = true; cross.setAttribute("visibility", "hidden"); };
   svg.addEventListener("pointerleave", leave);
+  svg.setAttribute("tabindex", "0");
+  svg.addEventListener("blur", leave);
+  svg.addEventListener("keydown", (event) => {
+    const now = steps.indexOf(at), last = steps.length - 1;
+    const next = { ArrowRight: now + 1, ArrowLeft: now < 0 ? last : now - 1, Home: 0, End: last }[event.key];
+    if (next === undefined || last < 0 || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    show(steps[Math.min(last, Math.max(0, next))]);
+  });
 }
 
 document.querySelectorAll("svg.rp-timeline").forEach((svg) => {

@@ -52,6 +52,8 @@ def report_html(run: RunFacts, state: str) -> str:
         if inside
     )
     facts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts_of(run))
+    ends = run.told("fail") if state == "failed" else []
+    why = f'<p class="why">{escape(str(ends[-1].get("reason", "")))}</p>' if ends else ""
     missing = "".join(f"<li>{escape(what)}</li>" for what in run.missing)
     # The browser holds the page to what it promises: no script but ours, nothing from elsewhere.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -62,7 +64,8 @@ def report_html(run: RunFacts, state: str) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"<style>{_asset('page.css')}</style></head><body><header><h1>{escape(run.name)} "
         f'<span class="state {escape(state)}">{escape(state)}</span></h1><nav>{links}</nav></header>'
-        f'<main><dl class="facts">{facts}</dl>{f"<ul class=missing>{missing}</ul>" if missing else ""}{body}</main>'
+        f'<main>{why}<dl class="facts">{facts}</dl>'
+        f"{f'<ul class=missing>{missing}</ul>' if missing else ''}{body}</main>"
         f"<footer>{escape(run.folder)}; written by raypipe {__version__}</footer>"
         f"<script>{_asset('page.js')}</script></body></html>\n"
     )

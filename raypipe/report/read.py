@@ -71,7 +71,7 @@ def read_run(folder: Place) -> RunFacts:
     try:
         timelines = timelines_of(folder)
     except CheckpointError:
-        missing.append("no timeline: a run writes it at its end")
+        missing.append("no timeline: a run writes it after its last step")
     if folder.exists("config.yaml"):
         config = folder.read_bytes("config.yaml").decode(errors="replace")
     records = _records(folder, missing)
@@ -107,5 +107,5 @@ def _records(folder: Place, missing: list[str]) -> list[StepRecord]:
             missing.append(f"metrics after step {records[-1].step}: a report takes {MOST_RECORDS:,} steps")
             break
     if not records:
-        missing.append("no metrics yet: they are written every few seconds")
+        missing.append("no metrics: none of a step have been written yet")
     return records

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from raypipe.ir.pictures.axis import in_unit
 from raypipe.ir.pictures.chart import Line, Mark, chart_svg
 from raypipe.ir.pictures.plan import stage_bars_svg
 from raypipe.ir.pictures.timeline import timeline_svg
@@ -21,8 +22,9 @@ FAILURES = ("failure", "give up", "fail", "damage", "skip")
 CONTROL = ("switch", "undo", "paid", "open", "keep", "wait", "drift")
 DASHED = (
     '<p class="hint">Upright lines: red with long dashes, something failed; green with short ones, a recovery, resize '
-    "or another cut; dotted, another schedule. The pointer on one of them says what it was. A short red mark on the "
-    "axis: no finite number there.</p>"
+    "or another cut; dotted, another schedule. Where there are many, they are short marks at the top: failures in the "
+    "first row, changes in the second, schedules in the third. The pointer on one of them says what it was. A short "
+    "red mark on the axis: no finite number there.</p>"
 )
 MOST_STAGES = 8
 MOST_METRICS = 12
@@ -60,6 +62,8 @@ def facts_of(run: RunFacts) -> list[tuple[str, str]]:
 
 
 def _loss(run: RunFacts) -> str:
+    if not run.records:
+        return "<p>No step is known yet.</p>"
     marks = _marks(run)
     loss = [(record.step + 1.0, record.loss) for record in run.records]
     norms = [(record.step + 1.0, record.grad_norm) for record in run.records]
@@ -80,6 +84,8 @@ def _loss(run: RunFacts) -> str:
 
 
 def _speed(run: RunFacts) -> str:
+    if not run.records:
+        return ""
     marks = _marks(run)
     seconds = [(record.step + 1.0, record.seconds) for record in run.records]
     lines = [Line("measured", seconds)]
@@ -90,7 +96,7 @@ def _speed(run: RunFacts) -> str:
     useful = [(record.step + 1.0, record.goodput) for record in run.records if record.goodput]
     rates = [(record.step + 1.0, record.lr) for record in run.records]
     pictures = [
-        chart_svg(lines, "Time per step", "step", "time", "s", marks),
+        chart_svg(lines, "Time per step", "step", "time", "s", marks, cut_peaks=True),
         chart_svg([Line("idle", idle)], "Workers idle", "step", "share of worker time", "%", marks),
     ]
     if useful:
@@ -107,8 +113,9 @@ def _timeline(run: RunFacts) -> str:
     return (
         '<div class="tools" hidden><button data-zoom="in" title="zoom in">+</button>'
         '<button data-zoom="out" title="zoom out">&minus;</button><button data-zoom="all">whole step</button>'
-        '<span class="hint">wheel with Ctrl zooms, dragging moves, a click on a box shows its numbers</span></div>'
-        f'<figure class="wide">{timeline_svg(run.timelines)}</figure><p class="picked" hidden></p>'
+        '<span class="hint">wheel with Ctrl zooms, dragging moves, a click on a box shows its numbers; '
+        "keys: + &minus; 0, and arrows from box to box</span></div>"
+        f'<figure class="wide">{timeline_svg(run.timelines)}</figure><p class="picked" aria-live="polite" hidden></p>'
     )
 
 
@@ -147,11 +154,12 @@ def _memory(run: RunFacts) -> str:
     for timeline in run.timelines:
         found = bytes_over_step(run.plan.prediction.stages, timeline)
         longest_s = timeline.makespan_s
-        per_ms = [[(moment_s * 1e3, count) for moment_s, count in points] for points in found]
-        lines = [Line(f"stage {stage}", points, stays=True) for stage, points in enumerate(per_ms[:MOST_STAGES])]
+        unit_s, unit = in_unit(longest_s, "s")
+        in_units = [[(moment_s / unit_s, count) for moment_s, count in points] for points in found]
+        lines = [Line(f"stage {stage}", points, stays=True) for stage, points in enumerate(in_units[:MOST_STAGES])]
         source = {"simulated": "predicted"}.get(timeline.source, timeline.source)
         title = f"Memory over a step, {source} times" + ("" if longest_s else " (empty)")
-        pictures.append(chart_svg(lines, title, "time (ms)", "predicted bytes", "B"))
+        pictures.append(chart_svg(lines, title, f"time ({unit})", "predicted bytes", "B"))
     more = len(run.plan.prediction.stages) - MOST_STAGES
     note = f"<p>{more} more stages are not drawn.</p>" if more > 0 else ""
     return _row(*pictures) + note
@@ -159,7 +167,10 @@ def _memory(run: RunFacts) -> str:
 
 def _links(run: RunFacts) -> str:
     sent = [(record.step + 1.0, record.link_bytes_per_s) for record in run.records]
-    pictures = [chart_svg([Line("sent", sent)], "Sent over all links", "step", "bytes per second", "B/s", _marks(run))]
+    pictures = []
+    if any(rate for _, rate in sent):
+        line = Line("sent", sent)
+        pictures.append(chart_svg([line], "Sent over all links", "step", "bytes per second", "B/s", _marks(run)))
     seen = [event for event in run.told(*CONTROL) if event.get("link_s")]
     ways = max((len(event["link_s"]) for event in seen), default=0)
     if ways:
@@ -167,7 +178,7 @@ def _links(run: RunFacts) -> str:
         title = "A message, as the controller measured it"
         pictures.append(chart_svg(lines, title, "step", "time", "s", _marks(run), _span(run)))
     pictures += _turned(run)
-    return _row(*pictures)
+    return _row(*pictures) if pictures else ""
 
 
 def _way(place: int) -> str:

@@ -25,14 +25,14 @@ HOSTILE = "<script>alert('x')</script>&\"'"
 BEGAN_S = 1_790_000_000.0
 
 
-def make_run(folder: Path, steps: int = 200) -> Place:
+def make_run(folder: Path, steps: int = 200, stages: int = 3) -> Place:
     """Write it."""
     place = Place.of(folder)
     run = RunFolder(place)
     request = dataclasses.replace(
-        REQUEST, num_stages=3, minibatch_size=32, num_microbatches=8, schedule="1f1b", memory_limit_bytes=60 * MIB
+        REQUEST, num_stages=stages, minibatch_size=32, num_microbatches=8, schedule="1f1b", memory_limit_bytes=60 * MIB
     )
-    plan = plan_of(decide(request, chain(12)))
+    plan = plan_of(decide(request, chain(4 * stages)))
     run.write_plan(plan.to_json())
     run.write_config(f"model: {HOSTILE}\n")
     predicted = timeline_of(plan)

@@ -9,24 +9,10 @@ import pytest
 
 from raypipe.report.page import report_html
 from raypipe.report.read import read_run
-from tests.browser import needs_chromium, opened
+from tests.browser import MISPLACED, SMALL, needs_chromium, opened
 from tests.report.run_folder import make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_chromium]
-
-OVERLAPS = """() => [...document.querySelectorAll('svg.rp')].flatMap((svg) => {
-  const frame = svg.getBoundingClientRect();
-  const words = [...svg.querySelectorAll('text')].map((t) => [t.textContent, t.getBoundingClientRect()]);
-  const out = words.filter(([, b]) => b.left < frame.left - 1 || b.right > frame.right + 1
-    || b.top < frame.top - 1 || b.bottom > frame.bottom + 1).map(([t]) => `cut off: ${t}`);
-  for (let i = 0; i < words.length; i++) for (let j = i + 1; j < words.length; j++) {
-    const [a, b] = [words[i][1], words[j][1]];
-    if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
-        && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2) out.push(`${words[i][0]} over ${words[j][0]}`);
-  }
-  return out;
-})"""
-"""Words of a picture that leave it, or that lie over each other."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +33,7 @@ def test_it_opens_in_both_themes(report: Path, scheme: str) -> None:
         paper = "rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 29)"
         assert _colour(page, "body", "backgroundColor") == paper
         assert _colour(page, "svg.rp-timeline > rect", "fill") == paper
-        assert page.evaluate(OVERLAPS) == []
+        assert page.evaluate(MISPLACED) == []
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the window"
         assert complaints == []
 
@@ -69,7 +55,7 @@ def test_a_click_tells_a_box_and_zooming_shows_more(report: Path) -> None:
         page.keyboard.up("Control")
         page.wait_for_function(f"document.querySelector('.rp-ticks').textContent !== {ticks!r}")
         assert box.bounding_box()["width"] > 1.2 * before
-        assert page.evaluate(OVERLAPS) == []
+        assert page.evaluate(MISPLACED) == []
         page.click("button[data-zoom=all]")
         assert box.bounding_box()["width"] == pytest.approx(before, abs=0.1)
         assert complaints == []
@@ -89,7 +75,46 @@ def test_the_pointer_reads_a_chart(report: Path) -> None:
         assert complaints == []
 
 
-def test_a_narrow_window_has_it_whole(report: Path) -> None:
-    with opened(report, "dark", width=480) as (page, complaints):
+def test_a_narrow_window_has_it_whole_and_readable(report: Path) -> None:
+    with opened(report, "dark", width=390) as (page, complaints):
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate(SMALL, 9) == []
+        assert complaints == []
+
+
+def test_many_stages_and_long_names_have_room(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(report_html(read_run(make_run(tmp_path / f"lm-{'of_many_letters' * 12}", stages=8)), "finished"))
+    with opened(path, "light") as (page, complaints):
+        assert page.evaluate(MISPLACED) == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert complaints == []
+
+
+def test_keys_move_from_box_to_box_zoom_and_read_charts(report: Path) -> None:
+    with opened(report, "light") as (page, complaints):
+        page.locator("svg.rp-timeline").focus()
+        told, box = page.locator(".picked"), page.locator(".rp-plot rect.rp-F", has_text="0F3 forward").first
+        before = box.bounding_box()["width"]
+        found = []
+        for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowDown", "ArrowUp"):
+            page.keyboard.press(key)
+            found.append(told.inner_text().split(":")[0])
+        assert found[0] == found[2] == "0F0 forward"
+        assert found[1] == "0F1 forward"
+        assert found[3].startswith("1")
+        assert found[4].startswith("0")
+        page.keyboard.press("+")
+        assert box.bounding_box()["width"] == pytest.approx(2 * before, rel=0.05)
+        page.keyboard.press("0")
+        assert box.bounding_box()["width"] == pytest.approx(before, abs=0.1)
+        page.keyboard.press("Escape")
+        assert told.is_hidden()
+        page.locator("svg.rp-chart").first.focus()
+        tip = page.locator("figure .tip").first
+        for key, step in (("ArrowRight", "step 1:"), ("ArrowRight", "step 2:"), ("End", "step 200:")):
+            page.keyboard.press(key)
+            assert tip.inner_text().startswith(step)
+        page.keyboard.press("Tab")
+        assert tip.is_hidden()
         assert complaints == []

@@ -90,8 +90,17 @@ def test_a_run_that_has_just_begun_has_a_report(folder: Place, tmp_path: Path) -
     assert run.plan is None
     assert len(run.missing) == 3
     words = Page(report_html(run, "running")).words
-    assert "no metrics yet" in words
-    assert "nothing yet" in words
+    assert "no metrics: none of a step have been written yet" in words
+    assert "No step is known yet." in words
+    assert "Time per step" not in words
+
+
+def test_why_a_run_failed_stands_first(folder: Place, tmp_path: Path) -> None:
+    lines = '{"time": 1.0, "decision": "start", "reason": "fit was called"}\n'
+    (tmp_path / "events.jsonl").write_text(lines + '{"time": 2.0, "decision": "fail", "reason": "the loss is <inf>"}\n')
+    text = report_html(read_run(Place.of(tmp_path)), "failed")
+    assert text.index('<p class="why">the loss is &lt;inf&gt;</p>') < text.index("<section")
+    assert 'class="why"' not in report_html(read_run(folder), "finished")
 
 
 def test_a_damaged_part_is_named_and_the_rest_shown(folder: Place, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Charts: lines or staircases over steps, with axes, units, a legend, and marks where something happened.
 
-Of more points than fit into the width, those that are highest and lowest near each other are drawn. A point that is not
-finite leaves a gap and a red dash on the axis.
+Of more points than fit into the width, those that are highest and lowest near each other are drawn, pale, and over them
+the mean of neighbours. A point that is not finite leaves a gap and a red dash on the axis. Of more marks than a reader
+tells apart, each is a short one at the top, a row for every kind.
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from raypipe.ir.pictures.axis import in_unit, ticks
-from raypipe.ir.pictures.theme import LINES, frame, text
+from raypipe.ir.pictures.theme import LINES, frame, shortened, text
 
 __all__ = ["Line", "Mark", "chart_svg"]
 
 Point = tuple[float, float]
 LEFT, RIGHT, TOP, BOTTOM = 78.0, 24.0, 62.0, 52.0
-WIDTH, HEIGHT = 720, 330
-"""Of every chart, in pixels."""
-LETTER_PX = 7.6
+WIDTH, HEIGHT = 640, 320
+"""Of every chart, in pixels; a legend of several rows makes it higher."""
+LETTER_PX, ROW = 7.6, 22.0
+TITLE_PX = 17
+MEANS = 120
+"""Points of the line of means."""
+MOST_LONG = 12
+"""More marks are short."""
+SHORT_PX = 9.0
 
 DASHES = {"bad": "10 3", "good": "4 3", "note": "2 2"}
-"""Of marks, so that kinds differ without their colours too."""
+"""Of marks, so that kinds differ without their colours too; short ones of a kind stand in a row."""
 
 
 class Line(NamedTuple):
@@ -52,6 +59,7 @@ def chart_svg(
     unit: str = "",
     marks: Sequence[Mark] = (),
     span: tuple[float, float] | None = None,
+    cut_peaks: bool = False,
 ) -> str:
     """One chart.
 
@@ -60,45 +68,62 @@ def chart_svg(
         unit: "s", "B", "B/s", "%" (of shares from 0 to 1) or anything else; those named begin at 0.
         marks: where something happened.
         span: of x, where it is to be more than what the points have.
+        cut_peaks: few values that are many times higher than others are drawn at the top, and told in the label.
     """
     known = [point for line in lines for point in line.points if _finite(point)]
-    scale, unit_name = (0.01, "%") if unit == "%" else in_unit(max((y for _, y in known), default=0.0), unit)
-    box = _Box(known, [*(mark.x for mark in marks), *(span or ())], scale, bool(unit))
+    top = _usual(known) if cut_peaks else math.inf
+    lower = [y for _, y in known if y <= top]
+    scale, unit_name = (0.01, "%") if unit == "%" else in_unit(max(lower, default=0.0), unit)
+    box = _Box(known, [*(mark.x for mark in marks), *(span or ())], scale, bool(unit), top)
     label = f"{y_label} ({unit_name})" if unit_name else y_label
-    parts = [text(12, 24, title, size=17, bold=True), *_axes(box, x_label, label)]
-    for mark in marks:
-        at = box.x(mark.x)
-        parts.append(
-            f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{box.bottom}" class="rp-{mark.kind}" '
-            f'stroke-dasharray="{DASHES[mark.kind]}" stroke-width="1.5"><title>{html.escape(mark.words)}</title></line>'
-        )
+    if higher := len(known) - len(lower):
+        label += f"; {higher} higher, up to {max(y for _, y in known) / scale:.4g}"
+    parts = [text(12, 24, shortened(title, WIDTH - 24, TITLE_PX), size=TITLE_PX, bold=True)]
+    parts += [*_axes(box, x_label, label, bool(known)), *_marks(marks, box)]
     for number, line in enumerate(lines):
         parts += _line(line, number % len(LINES), box)
-    parts += _legend([line.name for line in lines])
+    named, more = _legend([line.name for line in lines], 12 + LETTER_PX * len(label))
+    parts += named
     if not known:
         parts.append(text(WIDTH / 2, (TOP + box.bottom) / 2, "nothing yet", "mute", "middle"))
     seen = [[line.name, [[x, y / scale] for x, y in _thinned(line.points, 400) if _finite((x, y))]] for line in lines]
-    content = {"lines": seen, "unit": unit_name, "x": x_label, "box": [LEFT, WIDTH - RIGHT, box.low_x, box.high_x]}
+    places = [LEFT, WIDTH - RIGHT, TOP, box.bottom]
+    content = {"lines": seen, "unit": unit_name, "x": x_label, "plot": places, "span": [box.low_x, box.high_x]}
     data = f"data-chart='{html.escape(json.dumps(content, separators=(',', ':')))}'"
-    return frame(WIDTH, HEIGHT, f"{title}: {label} over {x_label}", "".join(parts), "rp-chart", data)
+    return frame(WIDTH, HEIGHT + more, f"{title}: {label} over {x_label}", "".join(parts), "rp-chart", data)
+
+
+def _usual(points: Sequence[Point]) -> float:
+    """Where an axis may end that leaves out a few peaks; infinity where there are none that it would be made for."""
+    heights = sorted(y for _, y in points)
+    if not heights:
+        return math.inf
+    usual = heights[int(0.95 * (len(heights) - 1))]
+    return 1.5 * usual if heights[-1] > 4.0 * usual > 0.0 else math.inf
 
 
 class _Box:
     """Where the plot is, and the way from values to pixels."""
 
-    def __init__(self, points: Sequence[Point], more_x: Sequence[float], scale: float, from_zero: bool) -> None:
+    def __init__(
+        self, points: Sequence[Point], more_x: Sequence[float], scale: float, from_zero: bool, top: float
+    ) -> None:
         xs = [*(x for x, _ in points), *more_x]
-        ys = [y / scale for _, y in points]
+        ys = [min(y, top) / scale for _, y in points]
         self.low_x, self.high_x = min(xs, default=0.0), max(xs, default=1.0)
         low_y, high_y = min(ys, default=0.0), max(ys, default=1.0)
-        if from_zero:
+        if from_zero or low_y == high_y > 0.0:  # of one value alone, it is seen how large it is
             low_y = min(low_y, 0.0)
         if self.high_x == self.low_x:
             self.high_x += 1.0
         spare = (high_y - low_y) * 0.05 or abs(high_y) * 0.05 or 0.5
-        self.low_y, self.high_y = low_y - (0.0 if from_zero and low_y == 0.0 else spare), high_y + spare
+        self.low_y, self.high_y = (
+            low_y - (0.0 if low_y == 0.0 and min(ys, default=0.0) >= 0.0 else spare),
+            high_y + spare,
+        )
         self.scale = scale
         self.counts = not from_zero and all(y == int(y) for y in ys)
+        self.counts_x = all(x == int(x) for x in xs)
         self.bottom = HEIGHT - BOTTOM
 
     def x(self, value: float) -> float:
@@ -106,28 +131,45 @@ class _Box:
 
     def y(self, value: float) -> float:
         """Of a value in the unit that is shown."""
-        return self.bottom - (value - self.low_y) / (self.high_y - self.low_y) * (self.bottom - TOP)
+        height = min(1.0, (value - self.low_y) / (self.high_y - self.low_y))
+        return self.bottom - height * (self.bottom - TOP)
 
 
-def _axes(box: _Box, x_label: str, y_label: str) -> list[str]:
+def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
+    """Axes with their labels; numbers on them only where there are points."""
     right = WIDTH - RIGHT
     parts = [text(12, TOP - 14, y_label, "mute")]
-    for value in ticks(box.low_y, box.high_y, 5, whole=box.counts):
+    for value in ticks(box.low_y, box.high_y, 5, whole=box.counts) if known else ():
         y = box.y(value)
         parts.append(f'<path d="M{LEFT},{y:.1f}H{right}" class="rp-grid"/>')
         parts.append(text(LEFT - 8, y + 5, f"{value:.6g}", "mute", "end"))
     parts.append(f'<path d="M{LEFT},{TOP}V{box.bottom}H{right}" class="rp-axis" fill="none"/>')
-    for value in ticks(box.low_x, box.high_x, 7, whole=True):
-        x = box.x(value)
+    for value in ticks(box.low_x, box.high_x, 7, whole=box.counts_x) if known else ():
+        x, words = box.x(value), f"{value:,.10g}" if box.counts_x else f"{value:.6g}"
         parts.append(f'<path d="M{x:.1f},{box.bottom}v5" class="rp-axis"/>')
-        parts.append(text(x, box.bottom + 20, f"{value:.10g}", "mute", "middle"))
+        parts.append(text(min(x, WIDTH - 4 - LETTER_PX * len(words) / 2), box.bottom + 20, words, "mute", "middle"))
     parts.append(text((LEFT + right) / 2, box.bottom + 42, x_label, "mute", "middle"))
     return parts
 
 
+def _marks(marks: Sequence[Mark], box: _Box) -> list[str]:
+    """A broken line for each; where there are many, short ones, a row for every kind."""
+    few, parts = len(marks) <= MOST_LONG, []
+    for mark in marks:
+        at, row = box.x(mark.x), TOP + SHORT_PX * list(DASHES).index(mark.kind)
+        first, last = (TOP, box.bottom) if few else (row, row + SHORT_PX - 1)
+        dashes = f'stroke-dasharray="{DASHES[mark.kind]}"' if few else ""
+        parts.append(
+            f'<line x1="{at:.1f}" y1="{first:g}" x2="{at:.1f}" y2="{last:g}" class="rp-{mark.kind}" {dashes} '
+            f'stroke-width="1.5"><title>{html.escape(mark.words)}</title></line>'
+        )
+    return parts
+
+
 def _line(line: Line, colour: int, box: _Box) -> list[str]:
-    parts = []
-    points = _thinned(line.points, 2 * WIDTH)
+    parts, most = [], 2 * WIDTH
+    many = len(line.points) > most and not line.stays
+    points = _thinned(line.points, most)
     for finite, group in groupby(points, _finite):
         placed = [(box.x(x), box.y(y / box.scale) if finite else box.bottom) for x, y in group]
         if not finite:
@@ -140,23 +182,47 @@ def _line(line: Line, colour: int, box: _Box) -> list[str]:
         else:
             if line.stays:
                 placed = [placed[0], *(p for a, b in pairwise(placed) for p in ((b[0], a[1]), b))]
-            pairs = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-            parts.append(f'<polyline points="{pairs}" fill="none" class="rp-line{colour}" stroke-width="2"/>')
+            parts.append(_polyline(placed, colour, 'stroke-width="1" opacity="0.45"' if many else 'stroke-width="2"'))
+    if many:
+        means = [(box.x(x), box.y(y / box.scale)) for x, y in _means(line.points)]
+        parts.append(_polyline(means, colour, 'stroke-width="2"'))
     return parts
 
 
-def _legend(names: Sequence[str]) -> list[str]:
-    """To the right of the y axis' label, from the right; a single line needs none."""
+def _polyline(placed: Sequence[Point], colour: int, how: str) -> str:
+    pairs = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+    return f'<polyline points="{pairs}" fill="none" class="rp-line{colour}" {how}/>'
+
+
+def _legend(names: Sequence[str], label_px: float) -> tuple[list[str], float]:
+    """To the right of the y axis' label, from the right, or below the chart; and how many pixels that takes there.
+
+    A single line needs none.
+
+    Args:
+        label_px: where the label ends.
+    """
     if len(names) < 2:
-        return []
-    parts, at = [], WIDTH - RIGHT
-    for number, name in reversed(list(enumerate(names))):
-        at -= LETTER_PX * len(name)
-        parts.append(text(at, TOP - 14, name))
-        at -= 24
-        parts.append(f'<path d="M{at:.1f},{TOP - 19}h18" class="rp-line{number % len(LINES)}" stroke-width="3"/>')
-        at -= 16
-    return parts
+        return [], 0.0
+    names = [shortened(name, WIDTH / 2) for name in names]
+    wide = [24 + LETTER_PX * len(name) + 16 for name in names]
+    beside = sum(wide) <= WIDTH - RIGHT - label_px
+    left = WIDTH - RIGHT + 16 - sum(wide) if beside else LEFT
+    parts, at, y = list[str](), left, TOP - 14 if beside else HEIGHT + 8
+    for number, (name, px) in enumerate(zip(names, wide, strict=True)):
+        if at > left and at + px > WIDTH - RIGHT + 16:
+            at, y = left, y + ROW
+        parts.append(f'<path d="M{at:.1f},{y - 5:.1f}h18" class="rp-line{number % len(LINES)}" stroke-width="3"/>')
+        parts.append(text(at + 24, y, name))
+        at += px
+    return parts, 0.0 if beside else y - HEIGHT + 14
+
+
+def _means(points: Sequence[Point]) -> list[Point]:
+    """Means of neighbours, as many to each; of those that are finite."""
+    ends = [len(points) * i // MEANS for i in range(MEANS + 1)]
+    groups = ([point for point in points[begin:end] if _finite(point)] for begin, end in pairwise(ends))
+    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups if group]
 
 
 def _finite(point: Point) -> bool:

@@ -20,7 +20,10 @@ __all__ = ["plan_html", "plan_svg", "stage_bars_svg"]
 BYTES = (1, 3, 5, 6, 4, 7, 0, 2)
 """Colours of what bytes are for: first those of ``LINES`` that are neither F's nor B's."""
 
-LEFT, RIGHT, BAR, ROW, HEAD, FOOT = 104.0, 190.0, 16.0, 52.0, 40.0, 56.0
+LEFT, BAR, ROW, HEAD, FOOT = 104.0, 16.0, 52.0, 40.0, 56.0
+LETTER_PX = 8.0
+FAR = 4
+"""A limit of more than so many times what the fullest stage holds is told in words: bars on its scale would be dots."""
 
 
 def plan_svg(plan: PlanFacts, timeline: Drawn, width: int = 1200) -> str:
@@ -56,16 +59,19 @@ def plan_html(plan: PlanFacts, words: str) -> str:
 
 
 def stage_bars_svg(found: Prediction, width: int = 1200, placement: Sequence[int] = ()) -> str:
-    """Two bars per stage: seconds per micro-batch (F, B) and bytes by what they are for, with the limit as a line.
+    """Two bars per stage: seconds per micro-batch (F, B) and bytes by what they are for, with a near limit as a line.
 
     Args:
         placement: worker of each stage, which is named where one holds several; the limit is that of the worker.
     """
     shared = len(set(placement)) < len(placement)
     slowest_s = max(stage.busy_s for stage in found.stages) or 1.0
-    most = max([s.memory_bytes for s in found.stages] + [s.limit_bytes or 0 for s in found.stages]) or 1
-    scale = width - LEFT - RIGHT
-    title = f"stages: time per micro-batch ({found.source}) and memory at its fullest (predicted)"
+    fullest = max(s.memory_bytes for s in found.stages)
+    near = [s.limit_bytes for s in found.stages if s.limit_bytes is not None and s.limit_bytes <= FAR * fullest]
+    most = max([fullest, *near]) or 1
+    told = [_bytes_told(s, placement[at] if shared else None) for at, s in enumerate(found.stages)]
+    scale = width - LEFT - 24 - LETTER_PX * max(map(len, told))
+    title = f"Stages: time per micro-batch ({found.source}) and memory at its fullest (predicted)"
     parts = [text(12, 24, title, size=17, bold=True)]
     names = list(dict.fromkeys(name for stage in found.stages for name, count in stage.memory if count))
     kinds = list(dict.fromkeys(_kind(name) for name in names))
@@ -75,8 +81,7 @@ def stage_bars_svg(found: Prediction, width: int = 1200, placement: Sequence[int
         if shared:
             parts.append(text(LEFT - 10, top + BAR + 15, f"worker {placement[index]}", "mute", "end"))
         _add_seconds(parts, top, stage, slowest_s, scale)
-        of_worker = f" of worker {placement[index]}" if shared else ""
-        _add_bytes(parts, top + BAR + 3, stage, most, scale, kinds, of_worker)
+        _add_bytes(parts, top + BAR + 3, stage, most, scale, kinds, told[index])
     top = HEAD + len(found.stages) * ROW
     entries = [("F", "forward"), ("B", "backward"), *((f"area{_colour(kinds, k)}", k) for k in kinds)]
     explained, rows = legend(entries, LEFT, top, width - LEFT / 4)
@@ -92,30 +97,36 @@ def _add_seconds(parts: list[str], top: float, stage: StagePrediction, slowest_s
     parts.append(text(end + 8, top + 13, human_s(stage.busy_s)))
 
 
-def _add_bytes(
-    parts: list[str], top: float, stage: StagePrediction, most: int, scale: float, kinds: Sequence[str], of_worker: str
-) -> None:
-    """The bar of a stage's bytes, their limit, and how many they are.
+def _bytes_told(stage: StagePrediction, worker: int | None) -> str:
+    """What a stage holds, and its limit, which is that of its worker.
 
     Args:
-        of_worker: whose limit it is, where that is not clear.
+        worker: that is said; None where each stage has its own.
     """
+    if stage.limit_bytes is None:
+        return human_bytes(stage.memory_bytes)
+    of_worker = "" if worker is None else f" of worker {worker}"
+    return f"{human_bytes(stage.memory_bytes)} of {human_bytes(stage.limit_bytes)}{of_worker}"
+
+
+def _add_bytes(
+    parts: list[str], top: float, stage: StagePrediction, most: int, scale: float, kinds: Sequence[str], told: str
+) -> None:
+    """The bar of a stage's bytes, their limit where it is near, and both in words."""
     shares = [
         (count / most * scale, f"area{_colour(kinds, name)}", f"{name} {human_bytes(count)}")
         for name, count in stage.memory
         if count
     ]
     end = _bar(parts, top, shares)
-    words = human_bytes(stage.memory_bytes)
-    if stage.limit_bytes is not None:
+    if stage.limit_bytes is not None and stage.limit_bytes <= most:
         at = LEFT + stage.limit_bytes / most * scale
         parts.append(
             f'<path d="M{at:.1f},{top - 2:g}V{top + BAR + 2:g}" class="rp-limit" stroke-width="2">'
             f"<title>limit {human_bytes(stage.limit_bytes)}</title></path>"
         )
-        words += f" of {human_bytes(stage.limit_bytes)}{of_worker}"
         end = max(end, at)
-    parts.append(text(end + 8, top + 13, words))
+    parts.append(text(end + 8, top + 13, told))
 
 
 def _kind(name: str) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import html
 from typing import Final
 
-__all__ = ["LINES", "frame", "style", "text"]
+__all__ = ["COLOURS", "LINES", "frame", "shortened", "style", "text"]
 
-# class: (property, light, dark)
 COLOURS: Final = {
     "paper": ("fill", "#ffffff", "#14181d"),
     "ink": ("fill", "#1f2328", "#e6e9ee"),
@@ -20,18 +19,19 @@ COLOURS: Final = {
     "axis": ("stroke", "#8b949e", "#6d7783"),
     "limit": ("stroke", "#1f2328", "#e6e9ee"),
     "F": ("fill", "#3572b0", "#4f8fd0"),
-    "B": ("fill", "#3a8745", "#4ea65c"),
+    "B": ("fill", "#37813f", "#4ea65c"),
     "I": ("fill", "#7cc286", "#86cf92"),
     "W": ("fill", "#c3e3c4", "#b9e0bd"),
-    "STEP": ("fill", "#c9504a", "#d9655e"),
+    "STEP": ("fill", "#c44944", "#d9655e"),
     "REDUCE": ("fill", "#8a63b0", "#a583cb"),
     "wait": ("fill", "#eaedf1", "#252c34"),
-    "on-dark": ("fill", "#ffffff", "#ffffff"),
-    "on-light": ("fill", "#16301a", "#10240f"),
+    "on-full": ("fill", "#ffffff", "#0b0f14"),
+    "on-pale": ("fill", "#16301a", "#10240f"),
     "bad": ("stroke", "#c0392b", "#f08a80"),
     "good": ("stroke", "#2e8540", "#6cc87f"),
     "note": ("stroke", "#8b949e", "#6d7783"),
 }
+"""Class: (property, light, dark). Words stand on boxes of F, B, STEP in "on-full", on those of I and W in "on-pale"."""
 LINES: Final = (
     ("#2f6fb0", "#6fb1f0"),
     ("#c8691c", "#f0a35e"),
@@ -49,7 +49,7 @@ def _rules(dark: bool) -> str:
     found = [f".rp-{name}{{{what}:{both[dark]}}}" for name, (what, *both) in COLOURS.items()]
     for number, pair in enumerate(LINES):
         found.append(f".rp-line{number}{{stroke:{pair[dark]}}}.rp-area{number}{{fill:{pair[dark]}}}")
-    found.append(f".rp-plot rect{{stroke:{COLOURS['paper'][1 + dark]};stroke-width:0.8}}")
+    found.append(f".rp-plot rect{{stroke:{COLOURS['paper'][1 + dark]}}}")
     return "".join(found)
 
 
@@ -83,3 +83,11 @@ def text(
     more = (f' text-anchor="{anchor}"' if anchor else "") + (f' font-size="{size:g}"' if size else "")
     more += ' font-weight="600"' if bold else ""
     return f'<text x="{x:.1f}" y="{y:.1f}" class="rp-{kind}"{more}>{html.escape(words)}</text>'
+
+
+def shortened(words: str, most_px: float, size: float = 14) -> str:
+    """Words that fit into a width, as wide letters take it: their begin and their end where they are too long."""
+    most = max(8, int(most_px / (0.62 * size)))
+    if len(words) <= most:
+        return words
+    return f"{words[: most - most // 3 - 1]}…{words[len(words) - most // 3 :]}"

@@ -4,7 +4,7 @@ worker 0   [F0][F1]....[B0]         what it computes, and pale where it waits fo
 worker 1   ....[F0][B0]
 link 0→1      [F0--][F1--]          a message: full while it is handed over, pale until it is taken
 link 1→0              [B0-]
-           0    10    20    30 ms
+time (ms)  0    10    20    30
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from raypipe.ir.action import COMPUTE, Action, Op
 from raypipe.ir.messages import Box, Message, messages_of
 from raypipe.ir.pictures.axis import in_unit, ticks
 from raypipe.ir.pictures.legend import ROW, legend
-from raypipe.ir.pictures.theme import frame, text
+from raypipe.ir.pictures.theme import frame, shortened, text
 
 __all__ = ["Drawn", "timeline_svg"]
 
 LEFT, RIGHT, HEAD, FOOT = 104.0, 28.0, 34.0, 44.0
+TITLE_PX = 17
 LANE, LINK, GAP = 28.0, 18.0, 6.0
 LETTER_PX = 8.0
+EDGE_PX, THIN_PX = 0.8, 4.0
+"""The edge between boxes, less where boxes are thinner than ``THIN_PX``: it would leave little of their colours."""
 MOST_BOXES = 20_000
 """More would be a picture of some megabytes that a browser moves slowly."""
 WORDS = {
@@ -74,7 +77,7 @@ def timeline_svg(timelines: Sequence[Drawn], width: int = 1200, slots: bool = Fa
     for timeline in timelines:
         drawn, top = _timeline(timeline, top, _Scale(scale, longest, unit_s, unit))
         parts += drawn
-    seen = {span.action.op for timeline in timelines for span in timeline.spans}
+    seen = {span.action.op for timeline in timelines for span in timeline.spans if span.end_s > span.start_s}
     linked = not slots and any(_links(timeline.spans[:MOST_BOXES]) for timeline in timelines)
     explained, rows = legend(_legend(seen, linked), LEFT, top + 6, width - RIGHT)
     parts += explained
@@ -100,14 +103,16 @@ def _title(timeline: Drawn) -> str:
 def _timeline(timeline: Drawn, top: float, scale: _Scale) -> tuple[list[str], float]:
     """SVG of one timeline, and where the next one begins."""
     length = f"{timeline.makespan_s / scale.unit_s:.4g} {scale.unit}"
-    words = f"{_title(timeline)}: {length}, workers idle {timeline.bubble_fraction:.1%} of it"
+    words = f": {length}, workers idle {timeline.bubble_fraction:.1%} of it"
     spans = sorted(timeline.spans, key=lambda span: span.start_s)
     zero = spans[0].start_s if spans else 0.0
     if len(spans) > MOST_BOXES:
         shown_s = spans[MOST_BOXES].start_s - zero
         words += f"; only the first {shown_s / scale.unit_s:.4g} {scale.unit} are drawn"
         spans = spans[:MOST_BOXES]
-    parts = [text(12, top + 20, words, size=17, bold=True)]
+    right = LEFT + scale.longest_s * scale.px
+    name = shortened(_title(timeline), right - 12 - 0.62 * TITLE_PX * len(words), TITLE_PX)
+    parts = [text(12, top + 20, name + words, size=TITLE_PX, bold=True)]
     top += HEAD
     boxes = _Boxes(spans, zero, scale)
     inside: list[str] = []
@@ -120,8 +125,7 @@ def _timeline(timeline: Drawn, top: float, scale: _Scale) -> tuple[list[str], fl
         for message in messages:
             inside += boxes.message(message, top)
         top += LINK + GAP
-    right = LEFT + scale.longest_s * scale.px
-    parts.append(f'<g class="rp-plot">{"".join(inside)}</g>')
+    parts.append(f'<g class="rp-plot" stroke-width="{_edge_px(spans, scale):g}">{"".join(inside)}</g>')
     parts.append(
         f'<path d="M{LEFT},{top + 2:g}H{right:.1f}" class="rp-axis"/><g class="rp-ticks" data-y="{top + 2:g}">'
     )
@@ -130,8 +134,15 @@ def _timeline(timeline: Drawn, top: float, scale: _Scale) -> tuple[list[str], fl
         parts.append(f'<path d="M{at:.1f},{top + 2:g}v5" class="rp-axis"/>')
         parts.append(text(at, top + 22, f"{tick:.6g}", "mute", "middle"))
     parts.append("</g>")
-    parts.append(text(LEFT - 10, top + 22, scale.unit, "mute", "end"))
+    axis = scale.unit if scale.unit == "slots" else f"time ({scale.unit})"
+    parts.append(text(LEFT - 34, top + 22, axis, "mute", "end"))
     return parts, top + FOOT
+
+
+def _edge_px(spans: Sequence[Box], scale: _Scale) -> float:
+    """How wide the edge between boxes is."""
+    wide = sorted(span.end_s - span.start_s for span in spans if span.action.op in COMPUTE)
+    return EDGE_PX * min(1.0, wide[len(wide) // 2] * scale.px / THIN_PX) if wide else EDGE_PX
 
 
 class _Boxes:
@@ -173,7 +184,7 @@ class _Boxes:
         wide = (span.end_s - span.start_s) * self._scale.px
         if label and wide >= LETTER_PX * len(label) + 4:
             at = LEFT + (span.start_s - self._zero_s) * self._scale.px + wide / 2
-            parts.append(text(at, top + LANE / 2 + 5, label, "on-light" if op in (Op.I, Op.W) else "on-dark", "middle"))
+            parts.append(text(at, top + LANE / 2 + 5, label, "on-pale" if op in (Op.I, Op.W) else "on-full", "middle"))
         return parts
 
     def _label(self, action: Action) -> str:

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from raypipe.ir.pictures.axis import in_unit, ticks
-from raypipe.ir.pictures.chart import TOP, Line, Mark, chart_svg
+from raypipe.ir.pictures.chart import HEIGHT, MEANS, MOST_LONG, TOP, WIDTH, Line, Mark, chart_svg
 
 
 def _placed(svg: str) -> list[tuple[float, float]]:
@@ -28,12 +28,15 @@ def test_a_long_chart_is_drawn_with_its_extremes() -> None:
     points[77_777] = (77_777.0, 9.0)
     points[33_333] = (33_333.0, math.nan)
     drawn = chart_svg([Line("loss", points)], "loss", "step", "loss")
-    whole = [(float(x), float(y)) for line in re.findall(r'polyline points="([^"]*)"', drawn)
-             for x, y in (pair.split(",") for pair in line.split())]  # fmt: skip
+    *parts, means = re.findall(r'polyline points="([^"]*)"', drawn)
+    whole = [(float(x), float(y)) for line in parts for x, y in (pair.split(",") for pair in line.split())]
     assert len(whole) <= 2 * 720
     assert [x for x, _ in whole] == sorted(x for x, _ in whole)
     assert min(y for _, y in whole) < TOP + 15, "the highest value is at the top"
     assert drawn.count("<title>not finite</title>") == 1
+    heights = [float(pair.split(",")[1]) for pair in means.split()]
+    assert len(heights) == MEANS
+    assert min(heights) > TOP + 100, "one step of hundreds hardly moves the line of means"
     assert len(_placed(chart_svg([Line("loss", points[:900])], "loss", "step", "loss"))) == 900
 
 
@@ -60,6 +63,52 @@ def test_marks_are_drawn_and_their_words_are_escaped() -> None:
 def test_few_points_have_a_chart(points: list[tuple[float, float]]) -> None:
     texts = _texts(chart_svg([Line("loss", points)], "loss", "step", "loss"))
     assert ("nothing yet" in texts) == (not any(math.isfinite(y) for _, y in points))
+
+
+@pytest.mark.parametrize("lines", [2, 8, 30])
+def test_a_legend_that_does_not_fit_beside_the_label_is_below(lines: int) -> None:
+    drawn = chart_svg([Line(f"stage {at}", [(0.0, at), (1.0, at)]) for at in range(lines)], "Memory", "step", "bytes")
+    picture = ElementTree.fromstring(drawn)
+    named = [found for found in picture.iter() if (found.text or "").startswith("stage ")]
+    assert len(named) == lines
+    for found in named:
+        assert 0 < float(found.get("x", "")) < WIDTH - 7 * len(found.text or "")
+        assert float(found.get("y", "")) < float(picture.get("height", "")) - 4
+        assert (float(found.get("y", "")) > HEIGHT) == (lines > 2)
+
+
+def test_a_few_peaks_are_cut_and_told() -> None:
+    points = [(float(x), 4.0 if x % 50 == 7 else 0.1) for x in range(200)]
+    cut = _texts(chart_svg([Line("measured", points)], "Time", "step", "time", "s", cut_peaks=True))
+    assert "time (ms); 4 higher, up to 4000" in cut
+    assert "150" in cut
+    assert "time (s)" in _texts(chart_svg([Line("measured", points)], "Time", "step", "time", "s"))
+    even = [(float(x), 0.1) for x in range(200)]
+    assert "time (ms)" in _texts(chart_svg([Line("measured", even)], "Time", "step", "time", "s", cut_peaks=True))
+
+
+@pytest.mark.parametrize("count", [MOST_LONG, MOST_LONG + 1])
+def test_many_marks_leave_the_lines_to_be_seen(count: int) -> None:
+    marks = [Mark(float(at), "failure", "bad") for at in range(count)]
+    drawn = ElementTree.fromstring(chart_svg([Line("loss", [(0.0, 1.0), (20.0, 2.0)])], "l", "x", "y", marks=marks))
+    lengths = [float(found.get("y2", "")) - float(found.get("y1", "")) for found in drawn.iter() if found.get("y2")]
+    assert len(lengths) == count
+    assert (max(lengths) < 12) == (count > MOST_LONG)
+
+
+def test_numbers_stand_on_axes_that_count_something() -> None:
+    texts = _texts(chart_svg([Line("loss", [])], "loss", "step", "loss", marks=[Mark(4.0, "failed", "bad")]))
+    assert sorted(texts) == ["loss", "loss", "nothing yet", "step"]
+    fine = _texts(chart_svg([Line("held", [(0.0, 1.0), (0.5, 2.0), (1.4, 1.0)], True)], "Memory", "time (ms)", "bytes"))
+    assert {"0.2", "0.4", "1.2"} <= set(fine), "an axis of fractions has more than its whole numbers"
+    assert "10,000" in _texts(chart_svg([Line("loss", [(1.0, 1.0), (1e4, 2.0)])], "loss", "step", "loss"))
+
+
+def test_a_long_title_keeps_its_begin_and_its_end() -> None:
+    title = _texts(chart_svg([Line("loss", [(0.0, 1.0)])], f"eval_{'x' * 200}_accuracy", "step", "share"))[0]
+    assert title.startswith("eval_x")
+    assert title.endswith("_accuracy")
+    assert 12 + 9 * len(title) < WIDTH
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,31 @@ def test_a_legend_that_is_too_long_for_one_row_has_two() -> None:
     assert max(lows) < float(picture.get("height", "")) - 10
 
 
+def test_a_long_name_leaves_the_numbers_to_be_read() -> None:
+    spans = (Span(0, parse_action("0F0"), 0.0, 1.0),)
+    picture = ElementTree.fromstring(timeline_svg([Timeline(spans, "measured", name="run-of-" + "x" * 300)]))
+    title = next(text.text or "" for text in picture.iter(f"{SVG}text"))
+    assert title.startswith("measured run-of-xx")
+    assert title.endswith(": 1 s, workers idle 0.0% of it")
+    assert 12 + 9.5 * len(title) < float(picture.get("width", ""))
+
+
+def test_edges_leave_thin_boxes_their_colour() -> None:
+    edges = []
+    for count in (4, 4000):
+        spans = tuple(Span(0, parse_action(f"0F{at}"), float(at), at + 1.0) for at in range(count))
+        picture = ElementTree.fromstring(timeline_svg([Timeline(spans, "measured")]))
+        plot = next(group for group in picture.iter(f"{SVG}g") if group.get("class") == "rp-plot")
+        edges.append(float(plot.get("stroke-width", "")))
+    assert edges[0] == 0.8
+    assert edges[1] < 0.1
+
+
+def test_the_legend_explains_what_takes_time() -> None:
+    spans = (Span(0, parse_action("0F0"), 0.0, 1.0), Span(0, parse_action("0REDUCE_NORM0"), 1.0, 1.0))
+    assert "sum and norm" not in timeline_svg([Timeline(spans, "simulated")])
+
+
 def test_an_empty_timeline_has_a_picture() -> None:
     ElementTree.fromstring(timeline_svg([Timeline((), "measured")]))
 
@@ -66,7 +91,7 @@ def test_axis_legend_and_links_are_there() -> None:
     timeline = Timeline(tuple(Span(w, parse_action(a), s, e) for w, a, s, e in spans), "measured", name="lm")
     picture = ElementTree.fromstring(timeline_svg([timeline]))
     texts = [element.text for element in picture.iter(f"{SVG}text")]
-    assert {"worker 0", "worker 1", "link 0→1", "link 1→0", "F0", "B0", "s", "0", "8"} <= set(texts)
+    assert {"worker 0", "worker 1", "link 0→1", "link 1→0", "F0", "B0", "time (s)", "0", "8"} <= set(texts)
     assert {"F forward", "B backward", "waits for a message", "message, pale until it is taken"} <= set(texts)
     assert "measured lm: 8 s, workers idle 62.5% of it" in texts
     boxes = [box for box in picture.iter(f"{SVG}rect") if "0SEND_F0" in (box.findtext(f"{SVG}title") or "")]
