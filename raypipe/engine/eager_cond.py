@@ -7,13 +7,15 @@ not made for several threads at once.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch._higher_order_ops import utils
 from torch._higher_order_ops.cond import CondAutogradOp
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -21,13 +23,14 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from raypipe.engine.torch_parts import enter_around_operators
 from raypipe.errors import CaptureError
 
 __all__ = ["run_conds_outside_of"]
 
 _outside_of: type[TorchDispatchMode] | None = None
-_original = utils._hop_compile_and_call
 _backward = CondAutogradOp.backward
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__)
 _one_at_a_time = threading.RLock()
 
 
@@ -36,11 +39,12 @@ def run_conds_outside_of(mode: type[TorchDispatchMode]) -> None:
     global _outside_of
     if _outside_of is None:
         _outside_of = mode
-        utils._hop_compile_and_call = _outside
+        enter_around_operators(_outside)
         CondAutogradOp.backward = staticmethod(_locked_backward)  # type: ignore[method-assign]
 
 
-def _outside(function: Any, args: Any, kwargs: Any = None) -> Any:
+@contextmanager
+def _outside() -> Iterator[None]:
     assert _outside_of is not None
     if torch.compiler.is_exporting() and not torch.is_grad_enabled():
         raise CaptureError(
@@ -49,7 +53,7 @@ def _outside(function: Any, args: Any, kwargs: Any = None) -> Any:
         )
     keyed = any(isinstance(mode, _outside_of) for mode in _get_current_dispatch_mode_stack())
     with _one_at_a_time, _disable_current_modes() if keyed else nullcontext():
-        return _original(function, args, kwargs)
+        yield
 
 
 def _locked_backward(ctx: Any, *gradients: Any) -> Any:
@@ -58,7 +62,7 @@ def _locked_backward(ctx: Any, *gradients: Any) -> Any:
 
 
 def _users_line() -> str:
-    frame = sys._getframe(2)
-    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return f" at {frame.f_code.co_filename}:{frame.f_lineno}"

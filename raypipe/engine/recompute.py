@@ -24,6 +24,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from raypipe.engine.randomness import KeyedRandomness
+from raypipe.engine.torch_parts import CHECKPOINT_PART, PACKED_ARGUMENTS
 
 __all__ = ["key_checkpoints", "traced_checkpoints", "untraced_checkpoints"]
 
@@ -41,10 +42,7 @@ _here = _Here()
 _lock = threading.Lock()
 _installed = False
 _apply = checkpoints.CheckpointFunction.apply
-_OLD, _NEW = "_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"
-_new = hasattr(checkpoints, _NEW)
-"""torch 2.14 has another function there; in it the first is what others call."""
-_parts = getattr(checkpoints, _NEW if _new else _OLD)
+_parts = getattr(checkpoints, CHECKPOINT_PART)
 
 
 def key_checkpoints() -> None:
@@ -53,7 +51,7 @@ def key_checkpoints() -> None:
     with _lock:
         if not _installed:
             checkpoints.CheckpointFunction.apply = classmethod(_reentrant)  # type: ignore[assignment]
-            setattr(checkpoints, _NEW if _new else _OLD, _not_reentrant if _new else _of_old)
+            setattr(checkpoints, CHECKPOINT_PART, _not_reentrant if PACKED_ARGUMENTS else _of_old)
             _installed = True
 
 
@@ -108,7 +106,7 @@ def _not_reentrant(
 
 
 def _of_old(function: Callable[..., Any], preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
-    """The same as ``_checkpoint_without_reentrant_generator`` of torch 2.13."""
+    """The same as ``_checkpoint_without_reentrant_generator`` until torch 2.13."""
     again = None if _here.tracing else _again(function)
     return _parts(function, preserve, *args, **kwargs) if again is None else _parts(again, False, *args, **kwargs)
 

@@ -7,6 +7,7 @@ the cause is in what a graph can hold, and the line is quoted that asks for more
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from raypipe.engine.shipping import unshippable
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, ConfigError, DataError, RaypipeError
 
-__all__ = ["misfit_of_loss", "misfit_of_model", "not_as_captured", "untraceable"]
+__all__ = ["draws_from", "misfit_of_loss", "misfit_of_model", "not_as_captured", "untraceable"]
 
 
 def untraceable(
@@ -43,6 +44,8 @@ def untraceable(
     name, where, said = type(model).__name__, quoted(error), short(error)
     if "nference tensors" in str(error):
         return CaptureError(f"{name} enters torch.inference_mode{where}: {said} {NO_INFERENCE}")
+    if (generator := _generator_in(error)) is not None:
+        return draws_from(model, generator)
     blocks = "build the model as an nn.Sequential of blocks, which are not traced"
     if "data-dependent" in str(error) or type(error).__name__.startswith("GuardOnDataDependent"):
         return CaptureError(
@@ -50,6 +53,31 @@ def untraceable(
             f"torch.cond, move the branch out of forward, or {blocks}."
         )
     return CaptureError(f"{name} could not be traced{where}: {said} Change that line, or {blocks}.")
+
+
+def draws_from(model: nn.Module, generator: torch.Generator) -> CaptureError:
+    """The error for a forward that draws from a generator other than torch's own."""
+    held = (
+        f"the torch.Generator {'.'.join(part for part in ('model', path, name) if part)}"
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        # What a traced program holds may be a copy.
+        if isinstance(value, torch.Generator) and torch.equal(value.get_state(), generator.get_state())
+    )
+    return CaptureError(
+        f"forward draws from {next(held, 'a torch.Generator of its own')}, whose state no stage shares and no "
+        "checkpoint holds. Draw without generator=, as every draw is keyed by seed, step and micro-batch, or keep "
+        "numbers that shall not change in a buffer."
+    )
+
+
+def _generator_in(error: Exception) -> torch.Generator | None:
+    """The generator that torch.export stopped at: since torch 2.13 it is in the graph instead."""
+    if not (isinstance(error, NotImplementedError) and "Generator" in str(error)):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    held = (value for frame in reversed(frames) for value in frame.f_locals.values())
+    return next((value for value in held if isinstance(value, torch.Generator)), None)
 
 
 def not_as_captured(kind: str, error: Exception, title: str) -> CaptureError:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, InputSpec
 
+from raypipe.engine.capture.explain import draws_from
 from raypipe.engine.capture.inplace import functional_twin, mutated_args, storage_roots, work_out_of_place
 from raypipe.engine.capture.regions import body_of, fold, in_levels, refuse_draws
 from raypipe.engine.capture.traced import UNCAST, Traced
@@ -86,22 +87,8 @@ def _placeholders(
 def _no_tensor(model: torch.nn.Module, program: torch.export.ExportedProgram, spec: InputSpec) -> CaptureError:
     held = program.constants.get(str(spec.target)) if spec.kind is InputKind.CUSTOM_OBJ else None
     if isinstance(held, torch.Generator):
-        return CaptureError(
-            f"forward draws from {_generator_of(model, held)}, whose state no stage shares and no checkpoint "
-            "holds. Draw without generator=, as every draw is keyed by seed, step and micro-batch, or keep "
-            "numbers that shall not change in a buffer."
-        )
+        return draws_from(model, held)
     return CaptureError(f"The model uses {spec.kind.name} {spec.target!r} as an input; raypipe handles tensors only.")
-
-
-def _generator_of(model: torch.nn.Module, generator: torch.Generator) -> str:
-    """A generator as the user would name it."""
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            # What the program holds may be a copy.
-            if isinstance(value, torch.Generator) and torch.equal(value.get_state(), generator.get_state()):
-                return f"the torch.Generator {'.'.join(part for part in ('model', path, name) if part)}"
-    return "a torch.Generator of its own"
 
 
 def _canonical_names(model: torch.nn.Module) -> dict[str, str]:

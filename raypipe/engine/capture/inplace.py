@@ -21,8 +21,6 @@ aten = torch.ops.aten
 
 def functional_twin(op: Any) -> Any | None:
     """The out-of-place twin of an in-place aten operation, None where op is not one (``add_`` -> ``add``)."""
-    if torch.Tag.inplace not in getattr(op, "tags", ()) and not op._schema.name.endswith("_"):
-        return None
     name = op._schema.name.removeprefix("aten::")
     if not name.endswith("_") or name.endswith("__"):
         return None

@@ -113,6 +113,27 @@ def test_what_cannot_be_one_operation_is_refused(model: nn.Module, message: str)
         capture(model, (X, Y), (0, 1), functional.cross_entropy)
 
 
+class Derived(nn.Module):
+    """Differentiates within itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(X.shape[1], 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.func.grad(lambda y: y.sin().sum())(x))
+
+
+@pytest.mark.slow
+def test_a_derivative_in_forward_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"Build the model|build the model"):
+        capture(Derived(), (X, Y), (0, 1), functional.cross_entropy)
+
+
+@pytest.mark.skipif(
+    not hasattr(predispatch, "_jvp_increment_nesting"),
+    reason="this torch records no level of a derivative in a graph: torch.export itself fails",
+)
 def test_levels_of_derivatives_are_refused() -> None:
     graph = fx.Graph()
     graph.call_function(predispatch._jvp_increment_nesting, ())
