@@ -16,16 +16,21 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raypipe.engine.item_randomness import own_generators
 from raypipe.engine.optimizer_apart import compare_apart
+from raypipe.engine.reads import no_reads_of
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.user_lines import quoted, short
-from raypipe.errors import ConfigError
+from raypipe.errors import CaptureError, ConfigError
 
 __all__ = ["PLATEAU", "try_optimizers"]
 
 PLATEAU = (
     "lr_scheduler makes ReduceLROnPlateau, which waits for a metric that stages do not have. Take one that follows "
     "from the number of steps: lr_scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=1000)."
+)
+_OWN = (
+    "Let it read the parameters that the optimizer is called with, as in group['params'], and keep an average of them "
+    "in self.state[parameter]; a callback's on_checkpoint can read all of them."
 )
 _EXAMPLE = "lambda p: torch.optim.AdamW(p, lr=3e-4)"
 _SIDE = 3
@@ -62,7 +67,8 @@ def try_optimizers(
         found: ConfigError | None = None
         for side in sides:
             try:
-                _try(program.index, [(n, _copy(p, side)) for n, p in held.items()], make_optimizer, make_scheduler)
+                named = [(n, _copy(p, side)) for n, p in held.items()]
+                _try(program.index, named, make_optimizer, make_scheduler, parameters)
                 found = None
                 break
             except ConfigError as error:
@@ -84,7 +90,15 @@ def _copy(parameter: torch.nn.Parameter, side: int | None) -> torch.nn.Parameter
     return made
 
 
-def _try(stage: int, named: Named, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> None:
+def _try(
+    stage: int, named: Named, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None,
+    users: Mapping[str, torch.nn.Parameter],
+) -> None:  # fmt: skip
+    """Make both and step them.
+
+    Args:
+        users: parameters of the user's own model, which a step must leave alone.
+    """
     with warnings.catch_warnings(), own_generators():
         warnings.simplefilter("ignore")
         optimizer = _optimizer(stage, named, make_optimizer)
@@ -92,7 +106,10 @@ def _try(stage: int, named: Named, make_optimizer: MakeOptimizer, make_scheduler
         for name, made in (("optimizer", optimizer), ("lr_scheduler", scheduler)):
             try:
                 if made is not None:
-                    made.step()
+                    with no_reads_of(users, f"{name}: the step of {type(made).__name__}", _OWN):
+                        made.step()
+            except CaptureError as error:
+                raise ConfigError(str(error)) from None
             except Exception as error:  # noqa: BLE001  (told in one paragraph)
                 raise ConfigError(
                     f"{name}: the step of {type(made).__name__} fails on stage {stage}{quoted(error)}: {short(error)} "
@@ -149,6 +166,13 @@ def _scheduler(stage: int, optimizer: Any, make: MakeScheduler) -> Any:
         raise ConfigError(
             f"lr_scheduler returns {type(made).__name__} instead of a scheduler. Let it return one: "
             "lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1000)."
+        )
+    turned = getattr(made, "optimizer", optimizer)
+    if not any(group is own for group in getattr(turned, "param_groups", []) for own in optimizer.param_groups):
+        raise ConfigError(
+            f"lr_scheduler makes {type(made).__name__} for another optimizer than the one that it is called with, so "
+            "that the rates of this one would not change. Every stage has an optimizer of its own, so take the "
+            "argument: lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=1000)."
         )
     if asked := _asks_for(made.step):
         raise ConfigError(

@@ -17,6 +17,7 @@ from raypipe.engine.capture.explain import misfit_of_loss, misfit_of_model, not_
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
+from raypipe.engine.reads import no_reads_of
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, DataError, RaypipeError
 
@@ -32,6 +33,10 @@ __all__ = [
 ]
 
 NUM_ROWS = 2
+_OF_A_LOSS = (
+    "Let the model return what the loss needs of its parameters, or its own loss; a penalty on the size of weights is "
+    "weight_decay of the optimizer."
+)
 
 
 def refuse_lazy(model: torch.nn.Module) -> None:
@@ -160,8 +165,10 @@ def rehearse(
             raise _of_model(model, captured, rows, error) from None
         assert program.loss is not None
         outputs = outputs if training else program.without_asked(outputs)
+        targets = _copied(rows, program.targets)
         try:
-            found = program.loss(outputs, _copied(rows, program.targets))
+            with no_reads_of(_learning(captured), "loss_fn", _OF_A_LOSS, given=(*outputs, *targets)):
+                found = program.loss(outputs, targets)
         except Exception as error:  # noqa: BLE001  (as above)
             raise _of_loss(model, captured, rows, error) from None
         parts = found if isinstance(found, tuple) else (found,)
@@ -170,6 +177,10 @@ def rehearse(
             assert isinstance(total, torch.Tensor)
             trained = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if leaf.requires_grad]
             _backward(total, trained, captured)
+
+
+def _learning(captured: Capture) -> dict[str, torch.Tensor]:
+    return {name: captured.parameters[name] for name in captured.trainable}
 
 
 def _copied(rows: Mapping[Any, torch.Tensor], names: Sequence[Any]) -> list[torch.Tensor]:

@@ -18,11 +18,14 @@ from raypipe.engine.metric_fields import fields_of
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
+from raypipe.engine.reads import no_reads_of
 from raypipe.engine.rehearsal import NUM_ROWS
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.precision import Precision
 
 __all__ = ["asked_by", "try_metrics"]
+
+_OF_A_METRIC = "Let the model return what the metric needs of its parameters."
 
 
 def asked_by(
@@ -79,7 +82,9 @@ def try_metrics(metrics: Mapping[str, Any], captured: Capture, rows: Mapping[Any
     with torch.no_grad(), one_thread():
         outputs = function(leaves, buffers, (), [columns[name] for name in function.columns], RandomKey(0, 0, 0))
         output, behind = program.metric_arguments(outputs, columns)
-    return _called(metrics, output, behind, len(next(iter(columns.values()))))
+    trained = {name: captured.parameters[name] for name in captured.trainable}
+    with no_reads_of(trained, "A metric", _OF_A_METRIC):
+        return _called(metrics, output, behind, len(next(iter(columns.values()))))
 
 
 def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor], precision: Precision) -> Any:

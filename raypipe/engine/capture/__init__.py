@@ -14,7 +14,7 @@ of the model that forward changes other than buffers, autocast regions inside fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from raypipe.engine.capture.explain import untraceable
 from raypipe.engine.capture.lines import lines_of
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms, return_parts
 from raypipe.engine.capture.recipe import Loss, ModelRecipe, TracedRecipe
+from raypipe.engine.capture.same_memory import refuse_constants, refuse_same_memory
 from raypipe.engine.capture.sequential import (
     SequentialModel,
     changed_buffers,
@@ -163,6 +164,7 @@ def capture(model: nn.Module, example: Sequence[torch.Tensor] | Mapping[str, tor
     _refuse_rounded(model, found, example, precision)
     numels = {name: parameter.numel() for name, parameter in named.items()}
     trainable = frozenset(named) - frozen
+    _refuse_apart({**named, **buffers}, trainable, found.model)
     recipe = ModelRecipe(
         found.graph, found.stages, numels, trainable, tuple(buffers), found.loss, taken.targets, asked, precision
     )
@@ -203,6 +205,16 @@ def _refuse_rounded(model: nn.Module, found: _Found, example: Any, precision: Pr
             f"{precision.leaves}, too coarse for that. Take precision='bf16-autocast', or a norm without statistics "
             "(GroupNorm, LayerNorm)."
         )
+
+
+def _refuse_apart(named: Mapping[str, torch.Tensor], trainable: Collection[str], source: Any) -> None:
+    """Tensors over one memory, which stages would hold apart."""
+    if isinstance(source, TracedModel):
+        changing = {*trainable, *(source.train.traced.buffers[node] for node in source.train.changing_buffers)}
+        refuse_constants(source.train.traced.constants.values(), named, changing)
+    else:
+        changing = {*trainable, *(name for child in source.train for name in child.changes)}
+    refuse_same_memory(named, changing)
 
 
 class _Example(NamedTuple):
