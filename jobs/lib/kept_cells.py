@@ -51,7 +51,7 @@ class KeptCells:
         file = None if self._folder is None else self._folder / f"{title}.json"
         if file is not None and file.exists():
             cell = json.loads(file.read_text())
-            if cell["asked"] == wanted:
+            if cell.get("asked") == wanted:  # an older form says nothing of it
                 print(f"{title}: kept in {file}, of {cell['date']} at {cell['commit']}", flush=True)
                 self._cells[title] = cell
                 self._earlier.add(title)

@@ -36,6 +36,12 @@ def test_what_fails_is_not_kept(tmp_path: Path) -> None:
     assert KeptCells(tmp_path).measured("a", 1, lambda: 7) == 7
 
 
+def test_a_cell_that_does_not_say_what_was_asked_is_measured_again(tmp_path: Path) -> None:
+    """As earlier releases of benchmarks left them."""
+    (tmp_path / "a.json").write_text(json.dumps({"date": "2026-01-01T00:00:00Z", "figures": {}}))
+    assert KeptCells(tmp_path).measured("a", 1, lambda: 7) == 7
+
+
 def test_a_record_begins_with_the_oldest_cell(tmp_path: Path) -> None:
     asked = argparse.Namespace(began=records.begin())
     own = asked.began
