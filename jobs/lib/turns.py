@@ -16,13 +16,13 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Dataset
 
-__all__ = ["Gated", "in_turns", "open_gate"]
+__all__ = ["Gated", "Held", "alternate", "blocks", "in_turns", "open_gate"]
 
 POLL_S = 0.05
 HANDOVER_S = 0.2
@@ -66,6 +66,51 @@ def open_gate(gate: Path, steps: int) -> None:
 
 def _allowed(gate: str) -> int:
     return int(Path(gate).read_text())
+
+
+class Held:
+    """A run of this process that goes no further than its gate says, see ``Gated``.
+
+    Args:
+        handle: of the run.
+    """
+
+    def __init__(self, handle: Any, gate: Path) -> None:
+        self.handle, self.gate = handle, gate
+
+    def go_to(self, steps: int, limit_s: float = LIMIT_S) -> None:
+        """Let it do so many steps in all, and wait until they are done.
+
+        Raises:
+            RuntimeError: it failed, ended too soon, takes too long, or did not stop there.
+        """
+        open_gate(self.gate, steps)
+        deadline_s = time.monotonic() + limit_s
+        while (status := self.handle.status()).step < steps:
+            if status.state not in ("starting", "running") or time.monotonic() > deadline_s:
+                raise RuntimeError(f"{status}, and not at step {steps}")
+            time.sleep(POLL_S)
+        time.sleep(HANDOVER_S)
+        if (step := self.handle.status().step) > steps:
+            raise RuntimeError(f"the run is at step {step}, and was to wait at {steps}: its gate did not hold it")
+
+
+def alternate(runs: Mapping[str, Held], begins: Mapping[str, int], turns: int, steps: int) -> None:
+    """Let runs that wait at their gates go on by turns, the other one first every second time.
+
+    Args:
+        begins: step that each of them waits before.
+        turns: of each run.
+        steps: of a turn.
+    """
+    for turn in range(turns):
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            runs[name].go_to(begins[name] + (turn + 1) * steps)
+
+
+def blocks(seconds: Sequence[float], begin: int, turns: int, steps: int) -> list[list[float]]:
+    """Seconds of the counted steps of every turn: neither the first nor the last of it."""
+    return [list(seconds[at + 1 : at + steps - 1]) for at in range(begin, begin + turns * steps, steps)]
 
 
 class _Run:
@@ -148,6 +193,5 @@ def in_turns(lab: Any, pipelines: Mapping[str, dict[str, Any]], turns: int, step
         found: dict[str, dict[str, Any]] = {}
         for name, run in runs.items():
             answer = run.end()
-            blocks = [answer["seconds"][begin + 1 : begin + steps - 1] for begin in range(0, total, steps)]
-            found[name] = {**answer, "turns": blocks}
+            found[name] = {**answer, "turns": blocks(answer["seconds"], 0, turns, steps)}
     return found

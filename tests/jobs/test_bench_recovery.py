@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jobs.bench.recovery import bench
 from jobs.bench.recovery.peer_net import Said, steps_said
 from jobs.bench.recovery.peers import STEPS_BETWEEN, step_of_both
-from jobs.lib import records
 
 pytestmark = pytest.mark.ray
 
@@ -35,14 +34,22 @@ def test_two_workers_train_when_both_have_done_some_steps_in_the_same_processes(
     assert step_of_both(file) is None
 
 
-def test_parts_that_are_kept_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The bits were equal where they were in all of them; no record while some are missing."""
-    for title, equal in (("sigstop-10", 1.0), ("node-96", 0.0)):
-        part: dict[str, Any] = {"date": "2026-01-01T00:00:00Z", "load": [0.0] * 3, "took_s": 1.0, "raw": None}
-        figures = {"equal": equal, f"seconds_{title[:4]}": 2.0}
-        (tmp_path / f"{title}.json").write_text(json.dumps({**part, "figures": figures}))
-    asked = argparse.Namespace(command="", began=records.begin(), json=None, quick=False, no_record=False)
-    bench.finish(tmp_path, asked)
-    said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert said["figures"] == {"equal": 0.0, "seconds_sigs": 2.0, "seconds_node": 2.0}
-    assert asked.no_record
+def test_parts_are_put_together_and_some_of_them_make_no_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits were equal where they were in all of them; a part that is kept is not measured again."""
+    measured = []
+
+    def measure(name: str, equal: float, trials: int) -> bench.Found:
+        measured.append(name)
+        return bench.Found({"equal": equal, "lost_steps": 0.0, f"seconds_{name}": float(trials)}, [])
+
+    made = [bench.Part(name, 96, "", partial(measure, name, equal)) for name, equal in (("node", 0.0), ("resize", 1.0))]
+    monkeypatch.setattr(bench, "parts", lambda: [*made, bench.Part("sigkill", 10, "warm", partial(measure, "no", 1.0))])
+    words = ["bench", "--part", "node", "resize", "--trials", "3", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    for _ in range(2):
+        bench.main()
+        said = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert said["figures"] == {"equal": 0.0, "lost_steps": 0.0, "seconds_node": 3.0, "seconds_resize": 3.0}
+    assert measured == ["node", "resize"]

@@ -8,9 +8,10 @@ Stages are killed or stopped in turns in the middle of a run; each trial waits u
     node        the raylet of a stage's node is killed, with the health checks that docs/cluster.md recommends
     resize      2 -> 3 -> 1 -> 4 -> 2 stages on four raylets, spares warm
     overhead    copies of 1 GB per stage over a wire of 2 Gbit/s, in turns with steps that have none
+    log         messages of 1 MB that are kept for a replay, in turns with a run that keeps none
     ray_train, torchft    a killed worker of theirs: whole replicas of 96 MB of state, two workers
 
-    --part sigkill --megabytes 96     only these parts; without --folder nothing is recorded
+    --part sigkill --megabytes 96     only these parts; nothing is recorded
     --way warm back                   only these ways: with and without replay
     --folder FOLDER                   parts are kept there and not measured again; all of them make the record
 
@@ -20,7 +21,7 @@ Stages are killed or stopped in turns in the middle of a run; each trial waits u
     replayed_steps_*    steps that the lost stage did again alone; mean
     rolled_back_*       redone steps and seconds of the trials in which all stages go back
     resize_bytes_*      bytes that moved over those of the layers whose worker changed
-    copy_overhead       1.02 is 2 % of a step
+    *_overhead          1.02 is 2 % of a step
     equal               1: parameters are those of undisturbed runs, to the bit
 """
 
@@ -28,17 +29,15 @@ from __future__ import annotations
 
 import json
 import signal
-import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from jobs.bench.recovery import clusters, faults, overhead, peers
-from jobs.lib import common, records
+from jobs.bench.recovery import clusters, faults, log_cost, overhead, peers
+from jobs.lib import common
 from jobs.lib.common import median
+from jobs.lib.kept_cells import OPTION, KeptCells
 
 LAYOUT: dict[str, str] = {
     "warm, s": r"sigkill_seconds_warm_(\d+mb)",
@@ -65,7 +64,7 @@ TARGETS: dict[str, str] = {
     r"redone_seconds_\d+mb": "<= 2.0",
     r"resize_seconds_\d_\d": "<= 1.0",
     r"resize_bytes_(least|most)": "0.99 to 1.01",
-    r"copy_overhead": "<= 1.03",
+    r"(copy|log)_overhead": "<= 1.03",
 }
 SIZES_MB = (10, 96, 500)
 WAYS = ("warm", "cold", "back")
@@ -157,6 +156,11 @@ def copies(megabytes: int, trials: int) -> Found:
     return Found(figures, found)
 
 
+def log(megabytes: int, trials: int) -> Found:
+    found = log_cost.log_cost(megabytes, trials)
+    return Found({"log_overhead": median(found["ratios"]), "log_step_seconds": found["step_s"]}, found)
+
+
 def peer(name: str, measure: Callable[[int, int], list[peers.PeerTrial] | str], megabytes: int, trials: int) -> Found:
     found = measure(megabytes, trials)
     if isinstance(found, str):
@@ -188,6 +192,7 @@ def parts() -> list[Part]:
     found.append(Part("node", 96, "", partial(node, 96)))
     found.append(Part("resize", 96, "", partial(resize, 96), trials=5))
     found.append(Part("overhead", OVERHEAD_MB, "", partial(copies, OVERHEAD_MB), trials=OVERHEAD_TURNS))
+    found.append(Part("log", 10, "", partial(log, 10)))
     for name, measure in (("ray_train", peers.ray_train), ("torchft", peers.torchft)):
         found.append(Part(name, PEER_MB, "", partial(peer, name, measure, PEER_MB)))
     return found
@@ -203,7 +208,7 @@ def main() -> None:
             "--megabytes": {"type": int, "default": 0, "help": "only parts with so much state per stage"},
             "--way": {"nargs": "+", "choices": WAYS, "default": [], "help": "only these ways of sigkill"},
             "--trials": {"type": int, "default": 0, "help": "of each part, instead of its own number"},
-            "--folder": {"type": Path, "default": None, "help": "where parts are kept"},
+            **OPTION,
         },
     )
     wanted = [
@@ -217,44 +222,26 @@ def main() -> None:
         wanted = wanted[:1]
     print(f"health checks of node: {json.dumps(clusters.HEALTH)}")
     print(f"timeouts of the others: {peers.TIMEOUTS}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="recovery-parts-") as temporary:
-        folder = asked.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        for part in wanted:
-            run_part(part, asked.trials or (2 if asked.quick else part.trials), folder)
-        finish(folder, asked)
+    kept = KeptCells(asked.folder)
+    found = {part.title: run_part(part, asked.trials or (2 if asked.quick else part.trials), kept) for part in wanted}
+    kept.date(asked)
+    asked.no_record = asked.no_record or len(wanted) < len(parts())
+    common.finish("recovery", figures_of(found), {"parts": found, "measured": kept.told}, asked)
 
 
-def run_part(part: Part, trials: int, folder: Path) -> None:
-    """Measure it and keep what was found, if it is not there."""
-    file = folder / f"{part.title}.json"
-    if file.exists():
-        print(f"{part.title}: kept in {file}", flush=True)
-        return
+def run_part(part: Part, trials: int, kept: KeptCells) -> dict[str, Any]:
+    """Measure it, if it is not kept: a ``Found``."""
     print(f"{part.title}, {trials} trials; {common.machine_line()}", flush=True)
-    began = records.begin()
-    found = part.measure(trials)
-    took_s = time.monotonic() - began.clock_s
-    kept = {"date": began.date, "load": began.load, "took_s": took_s, "figures": found.figures, "raw": found.raw}
-    file.write_text(json.dumps(kept))
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in found.figures.items())
-    print(f"{part.title}: {shown}; took {took_s:.0f} s", flush=True)
+    found: dict[str, Any] = kept.measured(part.title, {"trials": trials}, lambda: part.measure(trials)._asdict())
+    print(", ".join(f"{name} {value:.4g}" for name, value in found["figures"].items()), flush=True)
+    return found
 
 
-def finish(folder: Path, asked: Any) -> None:
-    """Put the parts together; the record is written when all of them are there."""
-    files = {part.title: folder / f"{part.title}.json" for part in parts()}
-    kept = {title: json.loads(file.read_text()) for title, file in files.items() if file.exists()}
+def figures_of(found: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Of all parts; what several of them tell is the worst of it."""
+    worst = {"equal": min, "lost_steps": max}
     figures: dict[str, float] = {}
-    for part in kept.values():
-        both = {"equal": min, "lost_steps": max}
+    for part in found.values():
         for name, value in part["figures"].items():
-            figures[name] = both[name](figures[name], value) if name in both and name in figures else value
-    whole = len(kept) == len(files)
-    if whole and kept:
-        first = min(kept.values(), key=lambda part: part["date"])
-        asked.command = "python jobs/bench/recovery"
-        spent_s = sum(part["took_s"] for part in kept.values())
-        asked.began = records.Began(first["date"], time.monotonic() - spent_s, first["load"])
-    asked.no_record = asked.no_record or not whole
-    common.finish("recovery", figures, kept, asked)
+            figures[name] = worst[name](figures[name], value) if name in worst and name in figures else value
+    return figures

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raypipe
+from jobs.lib.turns import Gated
 
 __all__ = [
     "BATCH", "BYTES_PER_PARAMETER", "MICROBATCHES", "SAMPLES", "WAIT_S", "bits_equal", "events", "trainer", "until",
@@ -59,6 +60,8 @@ def trainer(
     blocks: int = 2,
     resources: Mapping[str, float] | None = None,
     replay: str = "auto",
+    rows: int = BATCH,
+    gate: Path | None = None,
 ) -> raypipe.PipelineTrainer:
     """Two stages that survive failures.
 
@@ -67,19 +70,24 @@ def trainer(
         workers: those that two stages do not use are spares.
         resources: of each worker.
         replay: "auto" or "off", with which all stages go back when one is lost.
+        rows: of a mini-batch.
+        gate: that says how many steps the run may do; see jobs/lib/turns.py.
     """
     width = width_of(size_mb)
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(width) for _ in range(blocks)))
     made = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(SAMPLES, width, generator=made), torch.randn(SAMPLES, generator=made))
+    samples = SAMPLES // BATCH * rows
+    data: Any = TensorDataset(torch.randn(samples, width, generator=made), torch.randn(samples, generator=made))
+    if gate is not None:
+        data = Gated(data, str(gate), rows)
     return raypipe.PipelineTrainer(
         model,
         loss_fn=square,
         optimizer=adamw,
         train_data=data,
         pipeline=raypipe.PipelineConfig(
-            num_stages=2, minibatch_size=BATCH, num_microbatches=MICROBATCHES, partitioner="parameters",
+            num_stages=2, minibatch_size=rows, num_microbatches=MICROBATCHES, partitioner="parameters",
             schedule="1f1b", checkpoint_interval_steps=100_000, replay=replay,
         ),
         scaling_config=ScalingConfig(num_workers=workers, resources_per_worker=dict(resources or {"CPU": 1})),
