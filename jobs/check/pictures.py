@@ -4,7 +4,7 @@
     python jobs/check/pictures.py DIR --only reports    reports, drawings, site
     python jobs/check/pictures.py DIR --run RUNS/lm     the reports of these runs too
 
-Every page is taken in a light and a dark theme, whole, at half size and as narrow as a telephone:
+Pages are taken in a light and a dark theme, whole, at half size and as narrow as a telephone:
 DIR/<page>-<theme>-<size>.png, and each section of a report by itself. What a program can see is told, and makes the
 exit status 1: words that are cut off, lie over each other or are too small to read, a page wider than its window, lines
 in the console, and whatever a page asks another place for.
@@ -20,7 +20,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ class Size(NamedTuple):
 
 
 SIZES = (Size("whole", 1400, 1.0), Size("half", 1400, 0.5), Size("narrow", 390, 1.0))
+"""Drawings have a width of their own: they are not looked at in a narrow window."""
 
 
 def reports(folder: Path, more: list[Path]) -> Iterator[Path]:
@@ -102,10 +103,10 @@ def site(folder: Path) -> Iterator[Path]:
 KINDS = ("reports", "drawings", "site")
 
 
-def take(path: Path, into: Path) -> list[str]:
+def take(path: Path, into: Path, sizes: Sequence[Size]) -> list[str]:
     """Take the pictures of one page; returns what is wrong with it."""
     found = []
-    for size in SIZES:
+    for size in sizes:
         with opened(path, THEMES[0], size.width, size.scale) as (page, complaints):
             for theme in THEMES:
                 page.emulate_media(color_scheme=theme)
@@ -143,15 +144,15 @@ def main() -> int:
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="raypipe-pictures-") as made:
         folder = Path(made)
-        pages: list[Path] = []
+        pages: list[tuple[Path, Sequence[Size]]] = []
         if "reports" in asked.only:
-            pages += reports(folder, asked.run)
+            pages += [(path, SIZES) for path in reports(folder, asked.run)]
         if "drawings" in asked.only:
-            pages += drawings(folder)
+            pages += [(path, SIZES[:2]) for path in drawings(folder)]
         if "site" in asked.only:
-            pages += site(folder)
-        for path in pages:
-            found = take(path, asked.into)
+            pages += [(path, SIZES) for path in site(folder)]
+        for path, sizes in pages:
+            found = take(path, asked.into, sizes)
             wrong += found
             print(f"{path.stem}: {len(found)} faults", *found, sep="\n  ", flush=True)
     print(f"{len(pages)} pages, {len(list(asked.into.glob('*.png')))} pictures in {asked.into}, {len(wrong)} faults")

@@ -63,7 +63,7 @@ def facts_of(run: RunFacts) -> list[tuple[str, str]]:
 
 def _loss(run: RunFacts) -> str:
     if not run.records:
-        return "<p>No step is known yet.</p>"
+        return "<p>No step is known.</p>"
     marks = _marks(run)
     loss = [(record.step + 1.0, record.loss) for record in run.records]
     norms = [(record.step + 1.0, record.grad_norm) for record in run.records]

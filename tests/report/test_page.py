@@ -91,7 +91,7 @@ def test_a_run_that_has_just_begun_has_a_report(folder: Place, tmp_path: Path) -
     assert len(run.missing) == 3
     words = Page(report_html(run, "running")).words
     assert "no metrics: none of a step have been written yet" in words
-    assert "No step is known yet." in words
+    assert "No step is known." in words
     assert "Time per step" not in words
 
 

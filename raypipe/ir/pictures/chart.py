@@ -1,8 +1,8 @@
 """Charts: lines or staircases over steps, with axes, units, a legend, and marks where something happened.
 
 Of more points than fit into the width, those that are highest and lowest near each other are drawn, pale, and over them
-the mean of neighbours. A point that is not finite leaves a gap and a red dash on the axis. Of more marks than a reader
-tells apart, each is a short one at the top, a row for every kind.
+the median of neighbours. A point that is not finite leaves a gap and a red dash on the axis. More marks than a reader
+tells apart are short ones above the lines, a row for every kind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
+from statistics import median
 from typing import NamedTuple
 
 from raypipe.ir.pictures.axis import in_unit, ticks
@@ -25,8 +26,8 @@ WIDTH, HEIGHT = 640, 320
 """Of every chart, in pixels; a legend of several rows makes it higher."""
 LETTER_PX, ROW = 7.6, 22.0
 TITLE_PX = 17
-MEANS = 120
-"""Points of the line of means."""
+MEDIANS = 120
+"""Points of the line of medians."""
 MOST_LONG = 12
 """More marks are short."""
 SHORT_PX = 9.0
@@ -75,6 +76,8 @@ def chart_svg(
     lower = [y for _, y in known if y <= top]
     scale, unit_name = (0.01, "%") if unit == "%" else in_unit(max(lower, default=0.0), unit)
     box = _Box(known, [*(mark.x for mark in marks), *(span or ())], scale, bool(unit), top)
+    if len(marks) > MOST_LONG:
+        box.top += SHORT_PX * len(DASHES)
     label = f"{y_label} ({unit_name})" if unit_name else y_label
     if higher := len(known) - len(lower):
         label += f"; {higher} higher, up to {max(y for _, y in known) / scale:.4g}"
@@ -124,7 +127,7 @@ class _Box:
         self.scale = scale
         self.counts = not from_zero and all(y == int(y) for y in ys)
         self.counts_x = all(x == int(x) for x in xs)
-        self.bottom = HEIGHT - BOTTOM
+        self.top, self.bottom = TOP, HEIGHT - BOTTOM
 
     def x(self, value: float) -> float:
         return LEFT + (value - self.low_x) / (self.high_x - self.low_x) * (WIDTH - LEFT - RIGHT)
@@ -132,7 +135,7 @@ class _Box:
     def y(self, value: float) -> float:
         """Of a value in the unit that is shown."""
         height = min(1.0, (value - self.low_y) / (self.high_y - self.low_y))
-        return self.bottom - height * (self.bottom - TOP)
+        return self.bottom - height * (self.bottom - self.top)
 
 
 def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
@@ -147,7 +150,7 @@ def _axes(box: _Box, x_label: str, y_label: str, known: bool) -> list[str]:
     for value in ticks(box.low_x, box.high_x, 7, whole=box.counts_x) if known else ():
         x, words = box.x(value), f"{value:,.10g}" if box.counts_x else f"{value:.6g}"
         parts.append(f'<path d="M{x:.1f},{box.bottom}v5" class="rp-axis"/>')
-        parts.append(text(min(x, WIDTH - 4 - LETTER_PX * len(words) / 2), box.bottom + 20, words, "mute", "middle"))
+        parts.append(text(min(x, WIDTH - 8 - LETTER_PX * len(words) / 2), box.bottom + 20, words, "mute", "middle"))
     parts.append(text((LEFT + right) / 2, box.bottom + 42, x_label, "mute", "middle"))
     return parts
 
@@ -184,8 +187,8 @@ def _line(line: Line, colour: int, box: _Box) -> list[str]:
                 placed = [placed[0], *(p for a, b in pairwise(placed) for p in ((b[0], a[1]), b))]
             parts.append(_polyline(placed, colour, 'stroke-width="1" opacity="0.45"' if many else 'stroke-width="2"'))
     if many:
-        means = [(box.x(x), box.y(y / box.scale)) for x, y in _means(line.points)]
-        parts.append(_polyline(means, colour, 'stroke-width="2"'))
+        medians = [(box.x(x), box.y(y / box.scale)) for x, y in _medians(line.points)]
+        parts.append(_polyline(medians, colour, 'stroke-width="2"'))
     return parts
 
 
@@ -208,7 +211,7 @@ def _legend(names: Sequence[str], label_px: float) -> tuple[list[str], float]:
     wide = [24 + LETTER_PX * len(name) + 16 for name in names]
     beside = sum(wide) <= WIDTH - RIGHT - label_px
     left = WIDTH - RIGHT + 16 - sum(wide) if beside else LEFT
-    parts, at, y = list[str](), left, TOP - 14 if beside else HEIGHT + 8
+    parts, at, y = list[str](), left, TOP - 14 if beside else HEIGHT + 12
     for number, (name, px) in enumerate(zip(names, wide, strict=True)):
         if at > left and at + px > WIDTH - RIGHT + 16:
             at, y = left, y + ROW
@@ -218,11 +221,11 @@ def _legend(names: Sequence[str], label_px: float) -> tuple[list[str], float]:
     return parts, 0.0 if beside else y - HEIGHT + 14
 
 
-def _means(points: Sequence[Point]) -> list[Point]:
-    """Means of neighbours, as many to each; of those that are finite."""
-    ends = [len(points) * i // MEANS for i in range(MEANS + 1)]
+def _medians(points: Sequence[Point]) -> list[Point]:
+    """Medians of neighbours, as many to each, in their middle; of those that are finite."""
+    ends = [len(points) * i // MEDIANS for i in range(MEDIANS + 1)]
     groups = ([point for point in points[begin:end] if _finite(point)] for begin, end in pairwise(ends))
-    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups if group]
+    return [(group[len(group) // 2][0], median(y for _, y in group)) for group in groups if group]
 
 
 def _finite(point: Point) -> bool:

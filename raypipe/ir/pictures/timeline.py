@@ -43,6 +43,7 @@ WORDS = {
     Op.RECV_B: "wait for gradients",
 }
 SENDS = (Op.SEND_F, Op.SEND_B)
+TRAVEL = (*SENDS, Op.RECV_F, Op.RECV_B)
 
 
 class Drawn(Protocol):
@@ -74,11 +75,13 @@ def timeline_svg(timelines: Sequence[Drawn], width: int = 1200, slots: bool = Fa
     unit_s, unit = (1.0, "slots") if slots else in_unit(longest, "s")
     scale = (width - LEFT - RIGHT) / longest
     top, parts = 10.0, list[str]()
+    seen, linked = set[Op](), False
     for timeline in timelines:
-        drawn, top = _timeline(timeline, top, _Scale(scale, longest, unit_s, unit))
+        shown = _shown(timeline, not slots)
+        drawn, top = _timeline(timeline, shown, top, _Scale(scale, longest, unit_s, unit))
         parts += drawn
-    seen = {span.action.op for timeline in timelines for span in timeline.spans if span.end_s > span.start_s}
-    linked = not slots and any(_links(timeline.spans[:MOST_BOXES]) for timeline in timelines)
+        seen |= {span.action.op for span in shown.spans if span.end_s > span.start_s}
+        linked |= bool(shown.links)
     explained, rows = legend(_legend(seen, linked), LEFT, top + 6, width - RIGHT)
     parts += explained
     names = " and ".join(_title(timeline) for timeline in timelines)
@@ -95,21 +98,36 @@ class _Scale(NamedTuple):
     unit: str
 
 
+class _Shown(NamedTuple):
+    """What of a timeline is drawn: boxes of workers, messages by (sender, receiver), and whether some are left out."""
+
+    spans: Sequence[Box]
+    links: Sequence[tuple[tuple[int, int], list[Message]]]
+    whole: bool = True
+
+
+def _shown(timeline: Drawn, links: bool) -> _Shown:
+    """Of too many boxes, those of messages are left out first, and then what is late."""
+    spans = sorted(timeline.spans, key=lambda span: span.start_s)
+    if len(spans) <= MOST_BOXES:
+        return _Shown(spans, _links(spans) if links else ())
+    return _Shown([span for span in spans if span.action.op not in TRAVEL][:MOST_BOXES], (), whole=False)
+
+
 def _title(timeline: Drawn) -> str:
     source = {"simulated": "predicted"}.get(timeline.source, timeline.source)
     return f"{source} {timeline.name}".strip()
 
 
-def _timeline(timeline: Drawn, top: float, scale: _Scale) -> tuple[list[str], float]:
+def _timeline(timeline: Drawn, shown: _Shown, top: float, scale: _Scale) -> tuple[list[str], float]:
     """SVG of one timeline, and where the next one begins."""
     length = f"{timeline.makespan_s / scale.unit_s:.4g} {scale.unit}"
     words = f": {length}, workers idle {timeline.bubble_fraction:.1%} of it"
-    spans = sorted(timeline.spans, key=lambda span: span.start_s)
-    zero = spans[0].start_s if spans else 0.0
-    if len(spans) > MOST_BOXES:
-        shown_s = spans[MOST_BOXES].start_s - zero
-        words += f"; only the first {shown_s / scale.unit_s:.4g} {scale.unit} are drawn"
-        spans = spans[:MOST_BOXES]
+    spans, zero = shown.spans, min((span.start_s for span in timeline.spans), default=0.0)
+    if not shown.whole:
+        words += "; messages are not drawn"
+    if not shown.whole and len(spans) == MOST_BOXES:
+        words += f", and only the first {(spans[-1].end_s - zero) / scale.unit_s:.4g} {scale.unit}"
     right = LEFT + scale.longest_s * scale.px
     name = shortened(_title(timeline), right - 12 - 0.62 * TITLE_PX * len(words), TITLE_PX)
     parts = [text(12, top + 20, name + words, size=TITLE_PX, bold=True)]
@@ -120,7 +138,7 @@ def _timeline(timeline: Drawn, top: float, scale: _Scale) -> tuple[list[str], fl
         parts.append(text(LEFT - 10, top + LANE / 2 + 5, f"worker {worker}", "ink", "end"))
         inside += boxes.lane(worker, top)
         top += LANE + GAP
-    for (sender, receiver), messages in _links(spans) if scale.unit != "slots" else ():
+    for (sender, receiver), messages in shown.links:
         parts.append(text(LEFT - 10, top + LINK / 2 + 5, f"link {sender}→{receiver}", "mute", "end"))
         for message in messages:
             inside += boxes.message(message, top)

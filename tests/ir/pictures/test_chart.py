@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from raypipe.ir.pictures.axis import in_unit, ticks
-from raypipe.ir.pictures.chart import HEIGHT, MEANS, MOST_LONG, TOP, WIDTH, Line, Mark, chart_svg
+from raypipe.ir.pictures.chart import HEIGHT, MEDIANS, MOST_LONG, TOP, WIDTH, Line, Mark, chart_svg
 
 
 def _placed(svg: str) -> list[tuple[float, float]]:
@@ -28,15 +28,15 @@ def test_a_long_chart_is_drawn_with_its_extremes() -> None:
     points[77_777] = (77_777.0, 9.0)
     points[33_333] = (33_333.0, math.nan)
     drawn = chart_svg([Line("loss", points)], "loss", "step", "loss")
-    *parts, means = re.findall(r'polyline points="([^"]*)"', drawn)
+    *parts, medians = re.findall(r'polyline points="([^"]*)"', drawn)
     whole = [(float(x), float(y)) for line in parts for x, y in (pair.split(",") for pair in line.split())]
     assert len(whole) <= 2 * 720
     assert [x for x, _ in whole] == sorted(x for x, _ in whole)
     assert min(y for _, y in whole) < TOP + 15, "the highest value is at the top"
     assert drawn.count("<title>not finite</title>") == 1
-    heights = [float(pair.split(",")[1]) for pair in means.split()]
-    assert len(heights) == MEANS
-    assert min(heights) > TOP + 100, "one step of hundreds hardly moves the line of means"
+    heights = [float(pair.split(",")[1]) for pair in medians.split()]
+    assert len(heights) == MEDIANS
+    assert min(heights) > TOP + 100, "one step of hundreds does not move the line of medians"
     assert len(_placed(chart_svg([Line("loss", points[:900])], "loss", "step", "loss"))) == 900
 
 
@@ -94,6 +94,9 @@ def test_many_marks_leave_the_lines_to_be_seen(count: int) -> None:
     lengths = [float(found.get("y2", "")) - float(found.get("y1", "")) for found in drawn.iter() if found.get("y2")]
     assert len(lengths) == count
     assert (max(lengths) < 12) == (count > MOST_LONG)
+    highest = min(y for _, y in _placed(ElementTree.tostring(drawn, "unicode").replace("ns0:", "")))
+    lowest = max(float(found.get("y2", "")) for found in drawn.iter() if found.get("y2"))
+    assert count <= MOST_LONG or lowest < highest, "they stand above the lines"
 
 
 def test_numbers_stand_on_axes_that_count_something() -> None:

@@ -110,4 +110,14 @@ def test_of_very_many_spans_the_first_are_drawn_and_it_says_so() -> None:
     spans = tuple(Span(0, parse_action(f"0F{i}"), float(i), i + 1.0) for i in range(20_100))
     drawn = timeline_svg([Timeline(spans, "measured")])
     assert drawn.count("<title>") == 20_000
-    assert "only the first" in drawn
+    assert "; messages are not drawn, and only the first 5.556 h" in drawn
+
+
+def test_of_many_spans_those_of_workers_are_drawn_to_the_end() -> None:
+    names = ("0F", "0SEND_F", "1RECV_F", "1F")
+    spans = tuple(Span(int(n[0]), parse_action(f"{n}{i}"), float(i), i + 1.0) for i in range(6000) for n in names)
+    drawn = timeline_svg([Timeline(spans, "measured")])
+    assert drawn.count("<title>") == 12_000
+    assert "messages are not drawn" in drawn
+    assert "only the first" not in drawn
+    assert "link 0" not in drawn
