@@ -24,6 +24,7 @@ from raypipe.engine.rehearsal import (
     rehearse_evaluation,
 )  # fmt: skip
 from raypipe.engine.remembered import Memory, read_memory
+from raypipe.engine.train_mode import refuse_still_norms
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster
@@ -83,6 +84,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     loss_fn, evaluates = given.loss_fn, given.eval_data is not None
     refuse_lazy(built)
     refuse_sparse(built)
+    refuse_still_norms(built)
     if pipeline.num_microbatches != 1:
         refuse_frequencies(built)
     memory = read_memory(built, loss_fn)

@@ -16,6 +16,7 @@ from raypipe.engine.optimizer_trial import try_optimizers
 from raypipe.engine.rehearsal import rehearse_single
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
+from raypipe.engine.train_mode import note_on_modes, turned_on
 from raypipe.engine.verify import verify
 from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
@@ -83,7 +84,9 @@ def prepare(
     settings = Settings(
         pipeline.seed, reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, pipeline.on_nonfinite, pipeline.codec_sums
     )
-    return noting_compiled(_job(given, found, pipeline, basis, planned, settings))
+    job = noting_compiled(_job(given, found, pipeline, basis, planned, settings))
+    note = note_on_modes(turned_on(found.model))
+    return job.noting(note) if note else job
 
 
 @in_one_paragraph()
