@@ -13,7 +13,7 @@
     cli/dashboards.py  dashboards install     boards for Grafana, alerts for Prometheus
 
 Exit status: 0 all is well, 1 an error of raypipe (one paragraph on standard error; RAYPIPE_DEBUG=1 shows where it
-comes from), 2 a mistake in the command itself. torch, Ray and numpy are imported by the verbs that need them.
+comes from), 2 a mistake in the command itself, 130 after Ctrl-C. torch, Ray and numpy are imported by the verbs that need them.
 """
 
 from __future__ import annotations
@@ -63,12 +63,29 @@ def version() -> None:
     typer.echo(__version__)
 
 
+_INTERRUPTED = 130
+"""What typer ends with after Ctrl-C, as shells do."""
+
+
 def main() -> None:
-    """Entry point: an error of ours is one paragraph on standard error, not a traceback."""
+    """Entry point: an error is one paragraph on standard error, not a traceback."""
     try:
         app()
     except RaypipeError as error:
         if os.environ.get("RAYPIPE_DEBUG") == "1":
             raise
         sys.stderr.write(f"raypipe: {error}\n")
+        sys.exit(1)
+    except SystemExit as end:
+        if end.code == _INTERRUPTED:
+            sys.stderr.write("raypipe: interrupted\n")
+        raise
+    except Exception as error:
+        if os.environ.get("RAYPIPE_DEBUG") == "1":
+            raise
+        said = " ".join(str(error).split())
+        sys.stderr.write(
+            f"raypipe: {type(error).__name__}: {said} Nobody has foreseen this; RAYPIPE_DEBUG=1 shows where it comes "
+            "from, which is what a report needs.\n"
+        )
         sys.exit(1)

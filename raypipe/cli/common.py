@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,9 @@ import typer
 if TYPE_CHECKING:
     from raypipe.runfile.read import RunFile
 
-__all__ = ["ConfigFile", "Overrides", "Run", "open_runfile", "trainer_of"]
+from raypipe.errors import ConfigError
+
+__all__ = ["ConfigFile", "Overrides", "Run", "check_output", "open_runfile", "trainer_of", "write"]
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="a run's settings")]
 Overrides = Annotated[
@@ -35,3 +38,35 @@ def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
     from raypipe.api.from_file import make_trainer
 
     return make_trainer(run, planning=planning)
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before a minute is spent on what goes into it.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    if path is None:
+        return
+    folder = path.absolute().parent
+    fault = ""
+    if path.is_dir():
+        fault = "it is a folder"
+    elif not folder.is_dir():
+        fault = f"there is no folder {folder}"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        fault = "this user may not write there"
+    if fault:
+        raise ConfigError(f"{path} cannot be written: {fault}. Give another file.")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that was asked for.
+
+    Raises:
+        ConfigError: names the file.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}. Give another file.") from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raypipe.cli.clusters import Asked, compared
-from raypipe.cli.common import ConfigFile, Overrides, open_runfile, trainer_of
+from raypipe.cli.common import ConfigFile, Overrides, check_output, open_runfile, trainer_of, write
 from raypipe.errors import ConfigError
 from raypipe.ir.cost import cost_lines, cost_of
 
@@ -49,6 +49,7 @@ def plan(
     With --cluster the plan is for the devices and links described there; speed 1.0 is the machine that timed the model.
     Where they have a price_per_hour, it says what a step and a million samples cost.
     """
+    check_output(svg)
     run = open_runfile(config, overrides)
     asked = Asked(run.values.get("num_steps") or 0, deadline, tokens_per_sample)
     if not cluster and (deadline is not None or tokens_per_sample):
@@ -79,10 +80,11 @@ def profile(
     """Measure the model on this machine: seconds and bytes of every operation, and seconds by micro-batch size."""
     from raypipe.planner.tune import profile_table
 
+    check_output(output)
     found = trainer_of(open_runfile(config, overrides), planning=True).profile()
     typer.echo(found.to_json() if json else profile_table(found))
     if output is not None:
-        output.write_text(found.to_json(), encoding="utf-8")
+        write(output, found.to_json())
         if not json:
             typer.echo(f"wrote {output}")
 
@@ -115,4 +117,4 @@ def _draw(made: Plan, path: Path) -> None:
             "Nothing of this plan was profiled, so there are no seconds to draw: use a partitioner other than "
             "'parameters', or leave num_microbatches to the planner."
         )
-    path.write_text(plan_svg(made, timeline_of(made)), encoding="utf-8")
+    write(path, plan_svg(made, timeline_of(made)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raypipe.cli.common import Overrides, open_runfile, trainer_of
+from raypipe.cli.common import Overrides, check_output, open_runfile, trainer_of, write
 from raypipe.ir.pictures.timeline import timeline_svg
 from raypipe.ir.schedule_spec import KINDS, ScheduleSpec, takes
 from raypipe.ir.timeline import Timeline
@@ -53,6 +53,8 @@ def simulate(
     With CONFIG.yaml the schedule, the stage times and the links are those of that run's plan; without, they are
     given by options and need neither model nor cluster.
     """
+    for output in (csv, trace, svg):
+        check_output(output)
     if config is not None:
         _refuse_options(context)
         timeline = trainer_of(open_runfile(config, overrides)).simulate()
@@ -134,5 +136,5 @@ def _say(made: Schedule, timeline: Timeline, ideal_ms: float) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    path.write_text(text)
+    write(path, text)
     typer.echo(f"wrote {path}")

@@ -175,6 +175,15 @@ def faults(kind: str, given: Any) -> Iterator[tuple[str, str]]:
             yield name, f"it would have no effect: {reason}. Leave it out{'' if name in _REASONS else f'; {of}'}."
 
 
+def _check_name(value: Any, given: Any) -> str:
+    if not isinstance(value, str) or value in (".", "..") or "/" in value or not value.strip():
+        return (
+            "it is the name of one folder, in which the run is found again. Give one without a slash, and what stands "
+            "before it in storage_path."
+        )
+    return ""
+
+
 def _check_workers(value: Any, given: Any) -> str:
     if isinstance(value, tuple | list):
         if len(value) == 2 and all(type(n) is int for n in value) and 1 <= value[0] <= value[1]:
@@ -279,6 +288,7 @@ _HOOKS = ("after_", "before_", "on_")
 _OWN_CALLBACKS = "Give raypipe's own callbacks to the trainer, as in PipelineTrainer(callbacks=[...])."
 
 _CHECKS = {
+    "name": _check_name,
     "callbacks": _check_callbacks,
     "num_workers": _check_workers,
     "elastic_resize_monitor_interval_s": _check_interval,

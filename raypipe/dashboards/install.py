@@ -13,6 +13,7 @@ is put there.
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ def install(folder: Path, prometheus: str, discovery: str = DISCOVERY) -> list[P
         discovery: Ray's file of nodes, for Prometheus.
 
     Raises:
-        ConfigError: the folder cannot be written; says why.
+        ConfigError: the address is none, or the folder cannot be written; says why.
     """
+    if not re.match(r"https?://[^\s/]+", prometheus):
+        raise ConfigError(f"--prometheus {prometheus} is no address: give it as in http://localhost:9090.")
     written = []
     for name, text in contents(folder.absolute(), prometheus, discovery).items():
         path = folder / name

@@ -11,10 +11,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from raypipe import __version__
+from raypipe import __version__, cli
 from raypipe.cli import app
+from raypipe.errors import ConfigError
 from raypipe.runtime.run.holder import myself
 from raypipe.runtime.run.lease import Held
 
@@ -67,6 +69,63 @@ def test_an_error_is_one_paragraph_on_standard_error() -> None:
     assert run.stderr.startswith("raypipe: There is no schedule 'kfbk'")
     assert "Did you mean 'kfkb'?" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "run.yaml", "--svg", "{}"],
+        ["profile", "run.yaml", "-o", "{}"],
+        ["simulate", "--csv", "{}"],
+        ["simulate", "--svg", "{}"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize(("output", "why"), [("", "it is a folder"), ("none/x.txt", "there is no folder ")])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    arguments: list[str], output: str, why: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, [part.format(tmp_path / output) for part in arguments])
+    assert type(result.exception) is ConfigError
+    assert str(result.exception).startswith(f"{tmp_path / output} cannot be written: {why}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prometheus_has_an_address(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["dashboards", "install", str(tmp_path / "boards"), "--prometheus", "prom:9090"])
+    assert type(result.exception) is ConfigError
+    assert str(result.exception) == "--prometheus prom:9090 is no address: give it as in http://localhost:9090."
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    waits = typer.Typer()
+    waits.command()(interrupted)
+    monkeypatch.setattr(cli, "app", waits)
+    monkeypatch.setattr(sys, "argv", ["raypipe"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "raypipe: interrupted\n"
+
+
+@pytest.mark.parametrize("debug", ["", "1"])
+def test_what_nobody_has_foreseen_is_one_line_too(
+    debug: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise ValueError("no such thing\nat all")
+
+    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setenv("RAYPIPE_DEBUG", debug)
+    with pytest.raises(ValueError if debug else SystemExit):
+        cli.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (0 if debug else 1)
+    assert not lines or lines[0].startswith("raypipe: ValueError: no such thing at all Nobody has foreseen this; ")
 
 
 @pytest.mark.slow

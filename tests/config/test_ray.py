@@ -44,3 +44,11 @@ def test_what_would_have_no_effect_is_refused(fields: dict[str, Any], message: s
     with pytest.raises(ConfigError, match=r"ScalingConfig\((use_|resources|accel)") as caught:
         check_ray_settings(SimpleNamespace(num_workers=2, **fields), None)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", " ", 3])
+def test_the_name_of_a_run_is_one_folder(name: Any) -> None:
+    with pytest.raises(ConfigError, match=r"RunConfig\(name=.*it is the name of one folder"):
+        check_ray_settings(None, SimpleNamespace(name=name))
+    check_ray_settings(None, SimpleNamespace(name="a b.c-3"))
+    check_ray_settings(None, SimpleNamespace(name=None))
