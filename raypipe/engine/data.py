@@ -130,6 +130,13 @@ def open_data(
     elif mapped:
         _refuse_containers(source)
         return MapSource(source, seed=seed, shuffle=shuffle, collate=collate)
+    elif isinstance(source, type):
+        raise DataError(f"The class {source.__name__} is no data; make one of it, as in {source.__name__}().")
+    elif hasattr(source, "__getitem__"):
+        raise DataError(
+            f"{type(source).__name__} has items, but nobody can tell how many: an epoch is cut from their number. Let "
+            "its __len__ return it; or write the data as a torch IterableDataset, which needs none."
+        )
     else:
         raise DataError(
             f"{type(source).__name__} is not a data source of this release: it runs Parquet and Arrow paths, "

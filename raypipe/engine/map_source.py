@@ -29,6 +29,21 @@ NUM_READ_TWICE = 4
 """Items that are read twice before anything begins, to see whether they come alike."""
 
 
+def _length_of(dataset: Any) -> int:
+    """How many items there are.
+
+    Raises:
+        DataError: nobody can tell.
+    """
+    try:
+        return len(dataset)
+    except Exception as error:  # noqa: BLE001  (whatever the user's code raises)
+        raise DataError(
+            f"len({type(dataset).__name__}) fails{quoted(error)}: {short(error)} An epoch is cut from the number of "
+            "items: let __len__ return it, an integer."
+        ) from None
+
+
 class MapSource:
     """Reads samples of any epoch by position; see ``open_data``.
 
@@ -47,7 +62,7 @@ class MapSource:
         self._order: tuple[int, EpochOrder] | None = None
         self._draws = False  # whether an item has been seen to draw random numbers
         self._name = type(dataset).__name__
-        self.num_samples = len(dataset)
+        self.num_samples = _length_of(dataset)
         if not self.num_samples:
             raise DataError(f"The dataset {self._name} is empty. Give one with at least one item.")
         with own_generators():

@@ -14,6 +14,7 @@ import torch
 
 from raypipe.engine.capture import Capture
 from raypipe.engine.capture.explain import misfit_of_loss, misfit_of_model, not_as_captured
+from raypipe.engine.capture.guards import returned
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
@@ -25,6 +26,7 @@ __all__ = [
     "NUM_ROWS",
     "refuse_frequencies",
     "refuse_lazy",
+    "refuse_scripted",
     "refuse_sparse",
     "rehearse",
     "rehearse_evaluation",
@@ -51,6 +53,21 @@ def refuse_lazy(model: torch.nn.Module) -> None:
                 f"The module {name!r}, {type(module).__name__}, takes its shape from the first batch that it sees, and "
                 "stages are cut before. Run the model once on a batch before you give it to the trainer, as in "
                 "model(x), or name the sizes."
+            )
+
+
+def refuse_scripted(model: torch.nn.Module) -> None:
+    """What torch.jit has compiled can neither be traced nor be sent to a stage.
+
+    Raises:
+        CaptureError: names the first such module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            which = f"The module {name!r}" if name else "The model"
+            raise CaptureError(
+                f"{which} is a torch.jit.ScriptModule, which holds compiled code instead of a forward that can be cut "
+                "into stages. Give the nn.Module that torch.jit.script or torch.jit.trace was given."
             )
 
 
@@ -91,12 +108,23 @@ def scalar(loss: Any, samples: int) -> torch.Tensor:
         CaptureError: it is not.
     """
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise CaptureError(
-            f"loss_fn returns {found} for {samples} samples instead of a scalar tensor. Let it reduce over the "
-            "samples, as reduction='mean' does."
+            f"loss_fn returns {returned(loss)} for {samples} samples instead of a scalar tensor. {_cure(loss)}"
         )
     return loss
+
+
+def _cure(loss: Any) -> str:
+    if loss is None:
+        return "Let it end in return loss."
+    if isinstance(loss, tuple | list | Mapping):
+        return (
+            "Let it return the loss alone; what else is to be seen of an output goes into metrics={...}, which "
+            "evaluations tell."
+        )
+    if isinstance(loss, torch.Tensor):
+        return "Let it reduce over the samples, as reduction='mean' does."
+    return "Leave out what makes a number of it (.item(), float(), .numpy()): through a number no gradient flows."
 
 
 def rehearse_evaluation(model: torch.nn.Module, captured: Capture, rows: Mapping[Any, torch.Tensor]) -> None:
@@ -171,7 +199,7 @@ def rehearse(
                 found = program.loss(outputs, targets)
         except Exception as error:  # noqa: BLE001  (as above)
             raise _of_loss(model, captured, rows, error) from None
-        parts = found if isinstance(found, tuple) else (found,)
+        parts = found if isinstance(found, tuple) and captured.loss_fn is None else (found,)
         total = sum(scalar(part, len(next(iter(rows.values())))) for part in parts)
         if training:
             assert isinstance(total, torch.Tensor)

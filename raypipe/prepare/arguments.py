@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -80,6 +81,8 @@ def check_arguments(
         )
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn is {_what(loss_fn)}; give a function (output, target) -> scalar tensor.")
+    if loss_fn is not None:
+        _check_loss_fn(loss_fn)
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise ConfigError(
             "optimizer must be a function of named parameters, because every stage makes its own: "
@@ -96,6 +99,35 @@ def check_arguments(
         raise ConfigError("train_data is None; give the path of Parquet or Arrow files, or a torch map-style Dataset.")
     if not isinstance(pipeline, PipelineConfig | None):
         raise ConfigError(f"pipeline is {_what(pipeline)}; give raypipe.PipelineConfig(num_stages=2, ...).")
+
+
+def _check_loss_fn(loss_fn: Any) -> None:
+    """That it can be called with an output and a target, in this order, as far as its parameters tell."""
+    if isinstance(loss_fn, torch.jit.ScriptModule):
+        raise ConfigError(
+            "loss_fn is a torch.jit.ScriptModule, which cannot be sent to a stage. Give the module that it was made of."
+        )
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        bound = signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"loss_fn takes {signature}, but it is called as loss_fn(output, target): {error}. Give a function of "
+            "these two."
+        ) from None
+    names = [name.lower() for name in bound.arguments]
+    if len(names) == 2 and names[0] in _TARGETS and names[1] in _OUTPUTS:
+        raise ConfigError(
+            f"loss_fn takes {signature}, but it is called as loss_fn(output, target): its {names[0]!r} would be what "
+            "the model returns. Swap its parameters."
+        )
+
+
+_TARGETS = {"target", "targets", "label", "labels", "y_true", "truth", "ground_truth", "expected", "tgt"}
+_OUTPUTS = {"output", "outputs", "y_pred", "y_hat", "pred", "preds", "prediction", "predictions", "logits", "scores"}
 
 
 def check_travel(arguments: Mapping[str, Any]) -> None:

@@ -13,12 +13,14 @@ from raypipe.config.replicas import laned
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.codec.cost import codec_cost
+from raypipe.engine.collate import Collate
 from raypipe.engine.data import Source, open_data
 from raypipe.engine.meter import Asked
 from raypipe.engine.rehearsal import (
     NUM_ROWS,
     refuse_frequencies,
     refuse_lazy,
+    refuse_scripted,
     refuse_sparse,
     rehearse,
     rehearse_evaluation,
@@ -83,6 +85,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     built, unfilled = given.unfilled() if given.unfilled else Unfilled(build_model(given.model), ())
     loss_fn, evaluates = given.loss_fn, given.eval_data is not None
     refuse_lazy(built)
+    refuse_scripted(built)
     refuse_sparse(built)
     refuse_still_norms(built)
     if pipeline.num_microbatches != 1:
@@ -90,7 +93,7 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
     memory = read_memory(built, loss_fn)
     sources = {"train": open_data(given.train_data, seed=pipeline.seed, collate=given.collate_fn)}
     if evaluates:
-        sources["eval"] = open_data(given.eval_data, seed=pipeline.seed, shuffle=False, collate=given.collate_fn)
+        sources["eval"] = _eval_source(given.eval_data, pipeline.seed, given.collate_fn)
     request = _request(pipeline, num_workers, sources["train"].num_samples)
     if given.survives:
         request = replace(request, state_copies=KEPT_COPIES + _keeps_log(pipeline))
@@ -125,6 +128,14 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
             larger = example_of(sources["train"], loss_fn is not None, most)
     by_name = _by_name(columns, example)
     return Opened(built, sources, request, loss_fn is not None, captured, by_name, larger, memory, unfilled, evaluated)
+
+
+def _eval_source(data: Any, seed: int, collate: Collate | None) -> Source:
+    """Opened like train_data, in its own order."""
+    try:
+        return open_data(data, seed=seed, shuffle=False, collate=collate)
+    except DataError as error:
+        raise DataError(f"eval_data: {error}") from None
 
 
 def build_model(model: torch.nn.Module | Callable[[], torch.nn.Module]) -> torch.nn.Module:

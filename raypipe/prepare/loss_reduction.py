@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.capture import Capture, TracedModel
+from raypipe.engine.capture.crossed_rows import refuse_crossed_rows
 from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms
 from raypipe.engine.capture.trace import trace
@@ -85,6 +86,9 @@ def find_reduction(
         ConfigError: no weights of micro-batches make the loss of a mini-batch.
     """
     asked, terms = pipeline.loss_reduction, captured.terms
+    if loss_fn is None and isinstance(captured.model, TracedModel):
+        traced = captured.model.train.traced
+        refuse_crossed_rows(traced, traced.columns.keys(), type(model).__name__)
     if terms is not None and terms.parts:
         return _weighed_by_part(captured, rows, pipeline)
     if asked == "valid_tokens" and terms is not None:
@@ -100,12 +104,12 @@ def find_reduction(
             return trial.losses(rows)
         return drawn_losses(captured, rows) if loss_fn is not None else None
 
+    if loss_fn is not None:
+        terms = _terms_of_loss_fn(loss_fn, outputs_unrun(captured, rows) if unfilled else trial.outputs(rows), rows)
     if asked == "mean" and several:
         _refuse_sum(tries())
     if asked != "auto":
         return FoundReduction(asked)
-    if loss_fn is not None:
-        terms = _terms_of_loss_fn(loss_fn, outputs_unrun(captured, rows) if unfilled else trial.outputs(rows), rows)
     trials = [tries(), losses_of_many(captured, many) if loss_fn is not None else None] if several else []
     if several and unfilled and terms is None and not any(trials):
         raise ConfigError(_UNTRIED)
@@ -255,7 +259,11 @@ class _LossModule(torch.nn.Module):
 
 
 def _terms_of_loss_fn(loss_fn: LossFn, output: Any, rows: Columns) -> LossTerms | None:
-    """None where the loss cannot be traced."""
+    """None where the loss cannot be traced.
+
+    Raises:
+        DataError: every output meets the targets of all rows.
+    """
     if output is None:
         return None
     leaves, spec = pytree.tree_flatten(output)
@@ -269,6 +277,7 @@ def _terms_of_loss_fn(loss_fn: LossFn, output: Any, rows: Columns) -> LossTerms 
     except CaptureError:
         return None
     data = {list(traced.columns)[-1]}
+    refuse_crossed_rows(traced, data, "loss_fn")
     terms = loss_terms(traced, data, {**dict(module.named_parameters()), **dict(module.named_buffers())})
     return terms.summed() if terms.parts else terms  # the user's function runs as it is, and returns the sum
 

@@ -401,13 +401,13 @@ def test_bad_rows_of_files_are_named(tmp_path: Path) -> None:
     assert message.endswith("Write the file again, or take it out of the data.")
 
 
-class Lengthless(TensorDataset):
-    def __len__(self) -> int:
+class Unlisted(nn.Sequential):
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("the index is not there")
 
 
 def test_what_nobody_has_foreseen_is_one_paragraph_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = refusal(train_data=Lengthless(X, Y))
+    error = refusal(model=Unlisted(nn.Linear(6, 3)))
     assert type(error) is PlanError
     assert str(error).startswith(f"The run could not be planned at {__file__}:")
     assert str(error).endswith(
@@ -416,7 +416,7 @@ def test_what_nobody_has_foreseen_is_one_paragraph_too(monkeypatch: pytest.Monke
     )
     monkeypatch.setenv("RAYPIPE_DEBUG", "1")
     with pytest.raises(PlanError) as caught:
-        PipelineTrainer(nets.sequential(), loss_fn=None, optimizer=sgd, train_data=Lengthless(X, Y)).plan()
+        PipelineTrainer(Unlisted(nn.Linear(6, 3)), loss_fn=None, optimizer=sgd, train_data=TensorDataset(X, Y)).plan()
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 

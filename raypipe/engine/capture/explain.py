@@ -7,6 +7,7 @@ the cause is in what a graph can hold, and the line is quoted that asks for more
 
 from __future__ import annotations
 
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,15 @@ from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, ConfigError, DataError, RaypipeError
 
 __all__ = ["draws_from", "misfit_of_loss", "misfit_of_model", "not_as_captured", "untraceable"]
+
+_OF_DEVICES = re.compile(
+    r"with CUDA enabled|NVIDIA|CUDA driver|same device|two different devices|is not available.*CUDA"
+)
+_ON_DEVICES = (
+    "Leave .cuda(), .to(device) and device=... out of it: a stage has its part of the model and of the data where it "
+    "computes, on a GPU with ScalingConfig(use_gpu=True). What is made there goes beside an input, as in "
+    "x.new_zeros(3) or device=x.device."
+)
 
 
 def untraceable(
@@ -42,6 +52,8 @@ def untraceable(
     if type(model) is nn.Sequential and (what := unshippable("model", model)):
         return ConfigError(f"{what} Make it in forward, or keep it out of the model.")
     name, where, said = type(model).__name__, quoted(error), short(error)
+    if _OF_DEVICES.search(str(error)):
+        return CaptureError(f"{name} asks for a device{where}: {said} {_ON_DEVICES}")
     if "nference tensors" in str(error):
         return CaptureError(f"{name} enters torch.inference_mode{where}: {said} {NO_INFERENCE}")
     if (generator := _generator_in(error)) is not None:
@@ -116,6 +128,8 @@ def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torc
             loss_fn(output, target)
     except Exception as error:  # noqa: BLE001  (as above)
         where, said = quoted(error), short(error)
+        if _OF_DEVICES.search(str(error)):
+            return CaptureError(f"loss_fn asks for a device{where}: {said} {_ON_DEVICES}")
         got = f"an output of {_shown(output)} and column {column!r} of the data as target, {_shown(target)}"
         if not target.is_floating_point() and "out of bounds" in said:
             return DataError(
@@ -127,9 +141,24 @@ def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torc
                 f"loss_fn gets {got}{where}: it would compare every output with the targets of all samples. Reshape "
                 "one of them, as in output.squeeze(1) or target[:, None]."
             )
+        if _takes(loss_fn, target, output):
+            return ConfigError(
+                f"loss_fn cannot take {got}{where}: {said} It takes them the other way round, but it is called as "
+                "loss_fn(output, target). Swap its parameters."
+            )
         cure = "Convert the target in the data" if "dtype" in said else "Make the target and the output fit"
         return DataError(f"loss_fn cannot take {got}{where}: {said} {cure}, or reshape them in a function of your own.")
     return CaptureError("loss_fn fails on what the stages give it, although it runs in plain PyTorch.")
+
+
+def _takes(loss_fn: Callable[[Any, Any], Any], output: Any, target: Any) -> bool:
+    """Whether it makes a loss of them."""
+    try:
+        with torch.no_grad():
+            loss = loss_fn(output, target)
+    except Exception:  # noqa: BLE001  (whatever the user's code raises)
+        return False
+    return isinstance(loss, torch.Tensor) and loss.dim() == 0
 
 
 class _Eye:
@@ -167,6 +196,11 @@ def _misfit(model: nn.Module, eye: _Eye, data: Mapping[int, Any], error: Excepti
             "gradients, as in an evaluation: put what is differentiated under torch.enable_grad(), in a block of an "
             "nn.Sequential, which is not traced."
         )
+    if _OF_DEVICES.search(str(error)):
+        asks = type(model).__name__
+        if module is not model:
+            asks = f"The module {eye.names.get(id(module), '?')!r}, {_described(module)},"
+        return CaptureError(f"{asks} asks for a device{where}: {said} {_ON_DEVICES}")
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
     if module is model or not tensors:
         return CaptureError(

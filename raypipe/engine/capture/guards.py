@@ -18,7 +18,7 @@ import torch
 from raypipe.engine.meter import part_of
 from raypipe.errors import CaptureError
 
-__all__ = ["NO_INFERENCE", "loss_only", "nothing_lost", "own_forward", "own_loss", "same_parameters_train"]
+__all__ = ["NO_INFERENCE", "loss_only", "nothing_lost", "own_forward", "own_loss", "returned", "same_parameters_train"]
 
 NO_INFERENCE = (
     "What is computed there can take part in no backward, in plain PyTorch neither. Use torch.no_grad() for what shall "
@@ -36,15 +36,38 @@ def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
     loss = output if isinstance(output, torch.Tensor) else None
     if loss is None:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, Sequence) and isinstance(output[0], torch.Tensor):
+    if loss is None and isinstance(output, Sequence) and output and isinstance(output[0], torch.Tensor):
         loss = output[0]
-    if loss is None or loss.dim() != 0:
-        found = "no loss" if loss is None else f"a tensor of shape {tuple(loss.shape)}"
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        found = returned(loss if isinstance(loss, torch.Tensor) else output)
+        cure = "Pass loss_fn=..., or let the batch carry the labels that make the model compute its loss."
+        if isinstance(output, _NUMBERS):
+            cure = "Leave out what makes a number of it (.item(), float()): through a number no gradient flows."
         raise CaptureError(
             f"Without a loss_fn the model must return its own scalar loss, but {type(model).__name__} returned "
-            f"{found}. Pass loss_fn=..., or let the batch carry the labels that make the model compute its loss."
+            f"{found}. {cure}"
         )
     return loss
+
+
+def returned(value: Any) -> str:
+    """What stands where a loss should, in words."""
+    if value is None:
+        return "None"
+    if isinstance(value, _NUMBERS):
+        return "a number"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"a dict of {', '.join(map(repr, value))}" if value else "an empty dict"
+    if isinstance(value, tuple | list):
+        kind = type(value).__name__
+        return f"a {kind} of {' and '.join(map(returned, value))}" if value else f"an empty {kind}"
+    return f"a value of type {type(value).__name__}"
+
+
+_NUMBERS = int, float, torch.SymInt, torch.SymFloat
+"""Those of torch stand for numbers while a model is traced."""
 
 
 @contextmanager
@@ -84,11 +107,12 @@ def nothing_lost() -> Iterator[None]:
     """While inside, whatever torch.export would drop in silence is refused instead.
 
     It records the forward of a custom autograd function but not its backward, no gradient hook, and not the mode of
-    what is computed under inference_mode: the traced model would train, with wrong gradients. torch's own log and
+    what is computed under inference_mode: the traced model would train, with wrong gradients. Nor does it record an
+    autocast of a device that this machine lacks. torch's own log and
     standard error are silent meanwhile.
     """
     functions, hooks = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
-    enter = torch.inference_mode.__enter__
+    enter, made = torch.inference_mode.__enter__, torch.autocast.__init__
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.split(".")[0] == "torch":
@@ -110,6 +134,16 @@ def nothing_lost() -> Iterator[None]:
             raise CaptureError(f"forward enters torch.inference_mode{_line()}. {NO_INFERENCE}")
         enter(self)
 
+    def autocast(self: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any) -> None:
+        if enabled and device_type == "cuda" and not torch.cuda.is_available():
+            raise CaptureError(
+                f"forward enters torch.autocast('cuda'){_line()}, which torch leaves off here, for there is no CUDA on "
+                "this machine, and which would be on where there is. Use PipelineConfig(precision='bf16-autocast') "
+                "instead, so that every stage computes in one known precision."
+            )
+        made(self, device_type, dtype, enabled, *rest)
+
+    torch.autocast.__init__ = autocast  # type: ignore[assignment, method-assign]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
@@ -124,6 +158,7 @@ def nothing_lost() -> Iterator[None]:
         torch.autograd.Function.apply = functions  # type: ignore[method-assign]
         torch.Tensor.register_hook = hooks  # type: ignore[method-assign]
         torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
+        torch.autocast.__init__ = made  # type: ignore[method-assign]
 
 
 @contextmanager

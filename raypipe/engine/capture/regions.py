@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -20,6 +21,7 @@ from raypipe.errors import CaptureError
 
 __all__ = ["body_of", "fold", "in_levels", "line_of", "lost_body", "refuse_draws"]
 
+_OURS = str(Path(__file__).parents[2])
 _FUNCTORCH = "torch._functorch.predispatch"
 _FILE = re.compile(r'File "([^"]+)", line (\d+)')
 
@@ -27,7 +29,7 @@ _FILE = re.compile(r'File "([^"]+)", line (\d+)')
 def line_of(node: fx.Node) -> str:
     """Where the user's code asked for an operation, " at file:line"; empty where that is not known."""
     found = _FILE.findall(node.meta.get("stack_trace") or "")
-    own = [place for place in found if "/torch/" not in place[0] and not place[0].startswith("<")]
+    own = [place for place in found if "/torch/" not in place[0] and not place[0].startswith(("<", _OURS))]
     return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 
 
