@@ -13,7 +13,8 @@
     cli/dashboards.py  dashboards install     boards for Grafana, alerts for Prometheus
 
 Exit status: 0 all is well, 1 an error of raypipe (one paragraph on standard error; RAYPIPE_DEBUG=1 shows where it
-comes from), 2 a mistake in the command itself, 130 after Ctrl-C. torch, Ray and numpy are imported by the verbs that need them.
+comes from), 2 a mistake in the command itself, 130 after Ctrl-C. torch, Ray and numpy are
+imported by the verbs that need them.
 """
 
 from __future__ import annotations
