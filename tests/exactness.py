@@ -68,6 +68,7 @@ class Recorder:
     def __init__(self, base: type[torch.optim.Optimizer], **options: Any) -> None:
         self.base, self.options = base, options
         self.steps: list[dict[str, torch.Tensor | None]] = []
+        self.quiet = False
         self._lock = threading.Lock()
 
     def __call__(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
@@ -85,7 +86,7 @@ class Recorder:
         return Recording(named, **self.options)
 
     def _keep(self, step: int, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        if not any(p.grad is not None and p.grad.any() for p in parameters.values()):
+        if self.quiet or not any(p.grad is not None and p.grad.any() for p in parameters.values()):
             return  # nothing was learnt in it
         frame = sys._getframe()
         while (frame := frame.f_back) is not None:
@@ -186,6 +187,7 @@ def train(
     workers: int | None = None,
     replicas: int | tuple[int, ...] = 1,
     lanes: int | None = None,
+    shards: bool = False,
     **more: Any,
 ) -> Run:
     """The same training in stages, in threads of this process.
@@ -193,14 +195,15 @@ def train(
     Args:
         cuts: number of stages, or positions.
         workers: that share the stages, where the schedule puts several on each.
-        replicas, lanes: of every stage; as in Request.
+        replicas, lanes, shards: of every stage; as in Request. Of optimizers that step slices no gradients are kept.
         more: further fields of PipelineConfig.
     """
     found, (_, made) = case(name), captured(name)
     stages = programs(name, cuts)
     config = config_of(shape, len(stages), schedule, **more)
     tensors = {**made.parameters, **made.buffers}
-    return train_stages(found, stages, tensors, config, shape, optimizer_of(optimizer), steps, workers, replicas, lanes)
+    how = (steps, workers, replicas, lanes, shards)
+    return train_stages(found, stages, tensors, config, shape, optimizer_of(optimizer), *how)
 
 
 def train_stages(
@@ -214,13 +217,15 @@ def train_stages(
     workers: int | None = None,
     replicas: int | tuple[int, ...] = 1,
     lanes: int | None = None,
+    shards: bool = False,
 ) -> Run:
     """LocalFleet, fed as the trainer feeds it."""
     source = open_data(found.data(shape.samples), seed=config.seed)
     request = replace(request_of(config, shape.samples), num_workers=workers, replicas=replicas, lanes=lanes)
     settings = Settings(
-        config.seed, config.loss_reduction, config.max_grad_norm, 30.0, on_nonfinite=config.on_nonfinite
+        config.seed, config.loss_reduction, config.max_grad_norm, 30.0, config.on_nonfinite, shard_optimizer=shards
     )
+    recorder.quiet = shards
     minibatch, size, _ = microbatches(request, len(stages))
 
     @cache

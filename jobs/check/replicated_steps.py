@@ -12,11 +12,14 @@ before its one way out; so what Python takes besides is small, though it counts.
 
 So a step is off by the second where the model of a step leaves something out (messages, what replicas wait for, the
 optimizer), and by the third where stages ran at another speed than their profile, as they do on a machine that is busy.
+
+    --folder FOLDER    shapes that have been run are kept there, with their load and commit, and not run again
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from jobs.bench.vs_dp.models import MODELS
 from jobs.bench.vs_dp.run import Asked, plan_of, run_plan, shape_of
 from jobs.lib import common
+from jobs.lib.kept_cells import OPTION, KeptCells
 from raypipe.ir.plan import Plan
 from raypipe.planner.schedule.lower import lower
 from raypipe.planner.tune.predict import costs_of, step_of
@@ -66,31 +70,41 @@ def simulated_s(plan: Plan, stage_s: Sequence[tuple[float, float]]) -> float:
     return step_of(lower(plan.schedule), costs)[0]
 
 
+def measure(shape: tuple[int, ...], on: Asked) -> dict[str, Any]:
+    """Plan a shape, and run it: seconds of a step as predicted, as simulated from its actions, and as measured."""
+    plan = plan_of(on, shape)
+    assert plan.prediction is not None
+    ran = run_plan(on, plan, 1.0)
+    profiled = [(stage.forward_s, stage.backward_s) for stage in plan.prediction.stages]
+    seconds = plan.prediction.step_s, simulated_s(plan, ran.stage_s), ran.step_s
+    return {"plan": shape_of(plan), "seconds": seconds, "profiled_s": profiled, **ran._asdict()}
+
+
 def main() -> int:
     """1 where a prediction did not hold."""
-    asked = common.arguments(__doc__)
+    asked = common.arguments(__doc__, options=OPTION)
+    kept = KeptCells(asked.folder)
     figures: dict[str, float] = {}
     raw: dict[str, Any] = {}
     rows: list[list[Any]] = []
     for shape in SHAPES[:1] if asked.quick else SHAPES:
         on = scene(shape, 8 if asked.quick else STEPS)
-        plan = plan_of(on, shape)
-        assert plan.prediction is not None
-        ran = run_plan(on, plan, 1.0)
         name = "_".join(map(str, shape))
-        seconds = plan.prediction.step_s, simulated_s(plan, ran.stage_s), ran.step_s
-        ratios = seconds[2] / seconds[0], seconds[2] / seconds[1], seconds[1] / seconds[0]
+        found = kept.measured(f"shape-{name}", [shape, on, MODELS[on.model]], functools.partial(measure, shape, on))
+        predicted_s, from_actions_s, measured_s = found["seconds"]
+        ratios = measured_s / predicted_s, measured_s / from_actions_s, from_actions_s / predicted_s
         for figure, ratio in zip(FIGURES, ratios, strict=True):
             figures[f"{figure}_{name}"] = ratio
-        profiled = [(stage.forward_s, stage.backward_s) for stage in plan.prediction.stages]
-        raw[name] = {"plan": shape_of(plan), "predicted_s": seconds[0], "profiled_s": profiled, **ran._asdict()}
-        rows.append([shape_of(plan), *(1e3 * s for s in seconds), *ratios])
+        raw[name] = found
+        rows.append([found["plan"], *(1e3 * s for s in found["seconds"]), *ratios])
+        print(f"{found['plan']}: {1e3 * measured_s:.0f} ms a step, {ratios[0]:.3f} of its prediction", flush=True)
     columns = (
         "workers by stage x micro-batches", "predicted, ms", "from its actions", "measured",
         "measured / predicted", "measured / from actions", "from actions / predicted",
     )  # fmt: skip
     print(common.table(f"steps of replicated plans; {common.machine_line()}", columns, rows))
-    common.finish("check_replicated_steps", figures, raw, asked)
+    kept.date(asked)
+    common.finish("check_replicated_steps", figures, {**raw, "measured": kept.told}, asked)
     return (
         0 if all(abs(ratio - 1) <= TOLERANCE for name, ratio in figures.items() if name.startswith(FIGURES[0])) else 1
     )

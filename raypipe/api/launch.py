@@ -280,20 +280,26 @@ def failures_of(run: Any) -> int:
     return getattr(getattr(run, "failure_config", None), "max_failures", 0)
 
 
-def survives_with(run: Any, scaling: Any, transport: str) -> bool:
+def survives_with(run: Any, scaling: Any, pipeline: PipelineConfig) -> bool:
     """Whether a run on Ray goes on after failures.
 
     Raises:
-        ConfigError: it is to change its workers, with links that are opened once.
+        ConfigError: it is to change its workers, with links that are opened once or state that only one of them has.
     """
     wants = {"FailureConfig(max_failures=...)": failures_of(run) != 0,
              "ScalingConfig(num_workers=(least, most))": worker_range(scaling) is not None}  # fmt: skip
-    if transport == "ray_collective" and any(wants.values()):
-        named = next(field for field, wanted in wants.items() if wanted)
+    named = next((field for field, wanted in wants.items() if wanted), None)
+    if pipeline.transport == "ray_collective" and named:
         raise ConfigError(
             f"transport='ray_collective' does not go with {named}: no wait in a group of ray.util.collective can be "
             "ended, and no process joins a second one, so that links are opened once. Take transport='tcp', or leave "
             "the other out."
+        )
+    if pipeline.shard_optimizer and named:
+        raise ConfigError(
+            f"shard_optimizer=True does not go with {named}: of the optimizer's state each replica has a part that no "
+            "other worker has, so that one that is lost or leaves takes it along. Such a run goes on from its newest "
+            "checkpoint when it is started again, with any number of replicas. Leave one of them out."
         )
     return failures_of(run) != 0
 

@@ -120,7 +120,7 @@ class PipelineTrainer:
         self._resume = resume
         self._weights = weights_for(model, init_from, self._pipeline, self._storage())
         built, unfilled = begun_with(model, self._weights)
-        survives = launch.survives_with(run_config, scaling_config, self._pipeline.transport)
+        survives = launch.survives_with(run_config, scaling_config, self._pipeline)
         self._arguments = Arguments(
             built, loss_fn, optimizer, lr_scheduler, train_data, eval_data,
             survives, metrics, early_stopping, collate_fn, unfilled,

@@ -86,6 +86,12 @@ class PipelineFields:
             than min_gain.
         codec_sums: what replicas of a stage send of their sums of gradients: "bf16" rounds the sum of each lane, adds
             lanes up in full precision and rounds the total, for half the bytes; "none" changes nothing.
+        shard_optimizer: replicas of a stage share out the state of their optimizer, as stage 1 of ZeRO does: each keeps
+            that of a slice of every layer and steps the slice, and they exchange parameters in place of gradients. No
+            bit changes; of R replicas each holds 1 / R of the state. Nor does the number of bytes, but with codec_sums=
+            "bf16" and as many lanes as replicas it is 1.5 times as large, for parameters travel whole. For optimizers
+            that step every element by itself (SGD, Adam, AdamW and the like), synchronous schedules, and runs that
+            survive no failure and keep their workers.
         memory_limit_bytes: per worker, of everything that a stage holds; a plan that needs more is
             refused. "auto" keeps to what the devices of a described cluster offer.
         recompute: a stage's backward runs its forward again, so that a micro-batch in flight holds what the stage
@@ -171,6 +177,7 @@ class PipelineFields:
     codec_forward: str = "none"
     codec_backward: str = "none"
     codec_sums: str = "none"
+    shard_optimizer: bool = False
     memory_limit_bytes: int | Auto = "auto"
     recompute: str | Sequence[str | bool | int] = "auto"
     precision: str = "fp32"

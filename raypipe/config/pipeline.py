@@ -108,6 +108,7 @@ _ALLOWED: Mapping[str, _Rule] = {
     "codec_forward": _one_of("auto", *SUPPORTED["codec_forward"]),
     "codec_backward": _one_of("auto", *SUPPORTED["codec_backward"]),
     "codec_sums": _one_of("none", "bf16"),
+    "shard_optimizer": _FLAG,
     "memory_limit_bytes": _AUTO | _integer(1),
     "recompute": _RECOMPUTE
     | _each(_RECOMPUTE | _FLAG, "a list of these or of True and False, one per stage")

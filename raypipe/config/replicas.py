@@ -33,6 +33,8 @@ def check_replicas(config: PipelineFields) -> None:
             f"replicated_buffers=True means nothing with num_replicas={config.num_replicas!r}: no stage has several "
             "replicas. Set num_replicas, as in num_replicas=[2, 1], or leave replicated_buffers out."
         )
+    if config.shard_optimizer:
+        _check_sharded(config)
     if config.update_interval == "per_replica":
         _check_per_replica(config)
     if not laned(config):
@@ -55,6 +57,22 @@ def check_replicas(config: PipelineFields) -> None:
         raise ConfigError(
             f"{what} means nothing to partitioner='hierarchical', which looks for replicas by itself, to plan with and "
             "not to run. Set partitioner='auto'; with num_replicas='auto' the planner chooses them for a run."
+        )
+
+
+def _check_sharded(config: PipelineFields) -> None:
+    """Optimizer state that replicas share out: there are some, and their stage steps with nothing else under way."""
+    if not replicated(config):
+        raise ConfigError(
+            f"shard_optimizer=True means nothing with num_replicas={config.num_replicas!r}: no stage has replicas that "
+            "could share out the state of its optimizer. Set num_replicas, as in num_replicas=[2, 1], or leave "
+            "shard_optimizer out."
+        )
+    if not _kind(config).synchronous:
+        raise ConfigError(
+            f"shard_optimizer=True is not possible with schedule={config.schedule!r}, whose stages go on with the next "
+            "micro-batches while they update: parameters that replicas exchange behind a step come too late. Take "
+            "a synchronous schedule, such as '1f1b', or leave shard_optimizer out."
         )
 
 

@@ -19,16 +19,21 @@ own, beside the rest of the update's last backward. Who has nothing more to comp
     chunks                     [ 3 ]     [ 2 ]     [ 1 ]     [ 0 ]        what is left behind it is waited for
 
 On links the two messages are known by actions of the stage: the scatter by its REDUCE_GRAD, the gather by its STEP.
+
+Where replicas share out the optimizer's state (``slices``), each keeps the totals of its slice, and the gather is put
+off: once they have stepped, it has the parameters in place of the gradients. Nobody then waits for all others between
+two chunks, but nobody is more than one ahead of who it hears from, so that chunks take turns with two names: the second
+is that of the micro-batch before, of which there is one, for an update has as many as replicas or more.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from raypipe.engine.chunks import Chunk, chunks_of
+from raypipe.engine.chunks import NOBODY, Chunk, chunks_of, once
 from raypipe.engine.codec.host import one_core
 from raypipe.engine.device import CPU, Crosses, Device, Mark, Stream
 from raypipe.engine.gradients import GradientSink
@@ -53,6 +58,7 @@ class AllReduce:
         device: where the sums lie. An exchange beside a backward has a stream of its own there.
         codec: "bf16" rounds sums of lanes before they are added up in their own type, and the totals: half the bytes.
             Those that stay here are rounded too, so that the result depends on the lanes alone.
+        shared_out: parameters whose optimizer state replicas share out, as ``chunks_of`` takes them.
     """
 
     def __init__(
@@ -64,12 +70,14 @@ class AllReduce:
         receive: Callable[[int, Action, int], tuple[torch.Tensor | None, ...]],
         codec: str = "none",
         device: Device = CPU,
+        shared_out: Mapping[int, str] = NOBODY,
     ) -> None:
         self._stage, self._placement, self._sink = stage, placement, sink
         self._send, self._receive = send, receive
         self._peers = [worker for worker in placement.replicas if worker != placement.worker]
         self._rounds = codec == "bf16" and placement.lanes > 1
-        self._chunks = chunks_of(sink.trained, placement) if self._peers or self._rounds else []
+        self._shared_out = shared_out if self._peers else NOBODY
+        self._chunks = chunks_of(sink.trained, placement, self._shared_out) if self._peers or self._rounds else []
         self._device = device
         self._begun: _Begun | None = None
 
@@ -109,6 +117,30 @@ class AllReduce:
         self._sink.tell(None)
         self._sink.close_with(begun.finish())
 
+    def gather(self, microbatch: int) -> None:
+        """All replicas have stepped their slices: exchange the parameters.
+
+        Args:
+            microbatch: last of the update.
+
+        Raises:
+            LinkError: a replica did not answer.
+        """
+        trained, me = self._sink.trained, self._placement.worker
+        for number, chunk in enumerate(once(self._chunks, self._shared_out)):
+            action = self._named(Op.STEP, microbatch, number)
+            mine = chunk.taken(me, trained)
+            for peer in self._peers:
+                self._send(peer, action, (mine,), 0)
+            for peer in self._peers:
+                (theirs,) = self._receive(peer, action, 0)
+                assert theirs is not None
+                chunk.put(peer, theirs, trained)
+
+    def _named(self, op: Op, microbatch: int, number: int) -> Action:
+        """Of a chunk's message."""
+        return Action(self._stage, op, microbatch - number % 2 if self._shared_out else microbatch)
+
     def abandon(self) -> None:
         """The step will not end: whatever was begun ends by itself, without waiting for more gradients."""
         if self._begun is not None:
@@ -117,26 +149,29 @@ class AllReduce:
         self._sink.tell(None)
 
     def _exchange(self, microbatch: int, wait: Callable[[int], None]) -> Tensors:
-        """All chunks; the totals, for each of the sink's ``trained``.
+        """All chunks; the totals, for each of the sink's ``trained``: of what is shared out, in this replica's slices.
 
         Args:
             wait: (chunk) returns once this replica has all gradients of it.
         """
         sink, me = self._sink, self._placement.worker
-        scatter, gather = (Action(self._stage, op, microbatch) for op in (Op.REDUCE_GRAD, Op.STEP))
         into: list[torch.Tensor | None] = [None] * len(sink.trained)
         known: set[int] = set()
         for number, chunk in enumerate(self._chunks):
             wait(number)
-            reached, total = self._summed(chunk, scatter)
+            reached, total = self._summed(chunk, self._named(Op.REDUCE_GRAD, microbatch, number))
             total = self._rounded(total)
-            for peer in self._peers:
-                self._send(peer, gather, (total,), 0)
-            totals = {me: total} | {peer: self._receive(peer, gather, 0)[0] for peer in self._peers}
             for site, is_reached in zip(chunk.sites, map(any, zip(*reached.values(), strict=True)), strict=True):
                 if site not in known:
                     known.add(site)
                     into[site] = sink.total_of(site, reached=is_reached)
+            if chunk.shared_out:
+                chunk.put(me, total, into)
+                continue
+            gather = self._named(Op.STEP, microbatch, number)
+            for peer in self._peers:
+                self._send(peer, gather, (total,), 0)
+            totals = {me: total} | {peer: self._receive(peer, gather, 0)[0] for peer in self._peers}
             chunk.write([totals[worker] for worker in self._placement.replicas], into)
         return into
 

@@ -17,10 +17,13 @@ import torch
 
 from raypipe.engine.all_reduce import AllReduce
 from raypipe.engine.channel import Channel
+from raypipe.engine.chunks import NOBODY
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import Crosses, Device
 from raypipe.engine.placement import Placement
+from raypipe.engine.slices import Slices, parts_of, shared_out
 from raypipe.engine.stage_work import StageWork
+from raypipe.engine.state import Settings
 from raypipe.errors import LinkError
 from raypipe.ir.schedule import Action, Op
 
@@ -36,8 +39,8 @@ class Exchange:
         works: of its stages.
         channels: to the other workers.
         device: that computes.
-        timeout_s: for each message.
-        codec: of sums of gradients.
+        settings: how long to wait for each message, the codec of sums of gradients, and whether replicas share out the
+            optimizer's state: those of these stages step slices from now on.
     """
 
     def __init__(
@@ -46,13 +49,16 @@ class Exchange:
         works: Mapping[int, StageWork],
         channels: Mapping[int, Channel],
         device: Device,
-        timeout_s: float,
-        codec: str = "none",
+        settings: Settings,
     ) -> None:
         self._works, self._channels = works, channels
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.timeout_s
         self._crossings = {stage: Crossing(device) for stage in works}
         """Each of the thread in which a stage exchanges, beside the one that computes."""
+        shards = settings.shard_optimizer and len(placement.replicas) > 1
+        for work in works.values() if shards else ():
+            parts = parts_of(work.program, work.state.parameters, placement)
+            work.state.shard(Slices([*parts.values()], placement.replica, work.state.parameters))
         self._all_reduce = {
             stage: AllReduce(
                 stage,
@@ -60,8 +66,9 @@ class Exchange:
                 work.sink,
                 partial(self._hand_over, stage),
                 partial(self._wait_for, stage),
-                codec,
+                settings.codec_sums,
                 device,
+                shared_out(work.program, work.state.parameters) if shards else NOBODY,
             )
             for stage, work in works.items()
         }
@@ -89,6 +96,19 @@ class Exchange:
         all_reduce.run(last)
         if all_reduce.exchanges:
             self._works[stage].waited(time.monotonic() - begin_s)
+
+    def gather(self, stage: int, last: int) -> None:
+        """Have the parameters that the other replicas have stepped, where they share out the optimizer's state.
+
+        Args:
+            last: micro-batch of the update.
+
+        Raises:
+            LinkError: a replica did not answer.
+        """
+        begin_s = time.monotonic()
+        self._all_reduce[stage].gather(last)
+        self._works[stage].waited(time.monotonic() - begin_s)
 
     def abandon(self) -> None:
         """What was begun will not end."""

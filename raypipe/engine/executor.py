@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -81,13 +82,14 @@ class Executor:
         }
         self._updates = {
             stage: Update(
-                work.program, work.state, work.sink, work.ring, settings, setup.weights, self.crossing, self._of_numbers
+                work.program, work.state, work.sink, work.ring, settings, setup.weights, self.crossing,
+                setup.lanes, self._of_numbers,
             )
             for stage, work in self.works.items()
-        }
+        }  # fmt: skip
         self._read = run.sources["train"], dict.fromkeys(c for p in programs for c in (*p.train.columns, *p.targets))
         sinks = {stage: work.sink for stage, work in self.works.items()}
-        self._exchange = Exchange(placement, self.works, channels, device, settings.timeout_s, settings.codec_sums)
+        self._exchange = Exchange(placement, self.works, channels, device, settings)
         self._reduction = Reduction(programs, placement, sinks, self._updates, self._exchange, self._send, self._recv)
         self.use_codecs(((), ()))
         self._totals: Totals | None = None
@@ -363,7 +365,8 @@ class Executor:
             case Op.STEP:
                 assert self._totals is not None
                 step = self._segment.locate(microbatch)[0]
-                self._skipped = self._updates[stage].step(step, *self._totals, alone=self._alone)
+                gather = partial(self._exchange.gather, stage, microbatch)
+                self._skipped = self._updates[stage].step(step, *self._totals, alone=self._alone, gather=gather)
                 self._stepped += 1
             case _:
                 self.works[stage].do(action)

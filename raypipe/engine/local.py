@@ -11,14 +11,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from queue import Empty, Queue
 from typing import Any
 
 import torch
 
 from raypipe.engine.beside import channels_between
-from raypipe.engine.checkpoint import FreshOptions, GivenTensors, StateSource, read_all, take_snapshot
+from raypipe.engine.checkpoint import FreshOptions, GivenTensors, StateSource, read_all
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.executor import Executor
@@ -26,7 +25,7 @@ from raypipe.engine.one_thread import one_thread
 from raypipe.engine.placement import Placement
 from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.shard_writer import ShardWriter
+from raypipe.engine.shard_writer import writers_of
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
 from raypipe.errors import CheckpointError, StageError
@@ -60,7 +59,7 @@ class LocalFleet:
         initial: Mapping[str, torch.Tensor] | Sequence[StateSource],
         device_of: Callable[[int], Device] = lambda _: CPU,
     ) -> None:
-        programs, place, persistent = setup.programs, run.place, run.persistent
+        programs = setup.programs
         self._setup = run
         self._halted = False
         self._spans: list[Span] = []
@@ -68,25 +67,17 @@ class LocalFleet:
         channels = channels_between(placements, programs)
         self.executors = []
         sources = [GivenTensors(initial)] if isinstance(initial, Mapping) else initial
-        crossings: dict[int, Crossing] = {}
         for worker, placement in enumerate(placements):
             crossing = Crossing(device_of(worker))
             states = []
             for program in (programs[stage] for stage in placement.stages):
                 own = read_all(sources, (*program.parameters, *program.buffers))
-                crossings.setdefault(program.index, crossing)  # of the replica that leads
                 own = crossing.named(own, Crosses.PARAMETERS)
                 states.append(StageState(program, own, run.make_optimizer, run.make_scheduler))
             mine = setup if placement.leads else _with_own_functions(setup, placement)
             self.executors.append(Executor(run, mine, worker, states, channels[worker], crossing.device))
-        self._writers = [
-            ShardWriter(
-                place,
-                partial(take_snapshot, work.program, work.state, persistent, crossings[work.stage], work.feed.mark),
-            )
-            for work in self._works
-            if place is not None
-        ]
+        writing = self.executors if run.place is not None else []
+        self._writers = [writer for executor in writing for writer in writers_of(executor, run)]
 
     @property
     def _works(self) -> list[StageWork]:

@@ -3,6 +3,10 @@
 torch takes the norm of the stacked norms in the order of the user's ``named_parameters()``. Stages that wait for each
 other exchange theirs before the optimizer's step (``reduction``); those that do not tell them with their reports, and
 whoever has all of them makes the total.
+
+With lanes, whose sums have an order of their own anyway, the norm of a parameter is that of the norms of its blocks of
+1024 elements, in the order of memory. So it does not depend on who has which blocks (``slices``). One block, as of most
+biases, has the bits of torch.
 """
 
 from __future__ import annotations
@@ -13,7 +17,31 @@ import torch
 
 from raypipe.ir.report import Norms
 
-__all__ = ["norm_of", "norms_told", "total_norm"]
+__all__ = ["BLOCK", "block_norms", "norm_of", "norm_of_blocks", "norms_told", "total_norm"]
+
+BLOCK = 1024
+"""Elements. A multiple of what a vector register holds: a step of slices that begin with a block treats every element
+as a step of the whole parameter does, even where the last elements of a tensor are computed otherwise than the rest."""
+
+
+def block_norms(elements: torch.Tensor) -> torch.Tensor:
+    """Of every block, shape (blocks,).
+
+    Args:
+        elements: of a parameter in the order of memory, from the beginning of a block on.
+    """
+    whole = elements.numel() // BLOCK * BLOCK
+    parts = []
+    if whole:
+        parts.append(torch.linalg.vector_norm(elements[:whole].view(-1, BLOCK), dim=1))
+    if whole < elements.numel():
+        parts.append(torch.linalg.vector_norm(elements[whole:]).view(1))
+    return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def norm_of_blocks(norms: torch.Tensor) -> torch.Tensor:
+    """Scalar: of a parameter, from those of its blocks in their order."""
+    return norms[0] if norms.numel() == 1 else torch.linalg.vector_norm(norms)
 
 
 def total_norm(places: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:

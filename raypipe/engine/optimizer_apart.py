@@ -3,28 +3,33 @@
     one of all parameters     a b c d     step, step, step
     one per stage             a b | c d   step, step, step      the same numbers?
     one that was loaded       a b | c d         load, step      the same numbers?
+    one per slice             a b/2 | b/2   step, step, step    the same numbers?  where replicas share out its state
 
 Tried on stand-ins with drawn values and gradients. What fails the first comparison decides by the position or the
 number of its parameters, or computes something of all of them together, such as a norm; what fails the second one keeps
-something that a checkpoint does not have. Both would train wrongly without a word.
+something that a checkpoint does not have; what fails the last one computes something of a whole parameter, such as its
+norm or means of its rows. All would train wrongly without a word.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from raypipe.engine.chunks import flat
 from raypipe.engine.item_randomness import generator_states, own_generators
+from raypipe.engine.slices import Part, Slices
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.user_lines import short
 from raypipe.errors import ConfigError
 
-__all__ = ["compare_apart"]
+__all__ = ["compare_apart", "compare_sliced"]
 
 _SCALES = (1.0, 100.0, 0.01)
 """Of the gradients of each step, so that limits are reached and are not."""
@@ -82,6 +87,75 @@ def compare_apart(
                 _compare_loaded(kind, apart, loaded)
 
 
+def compare_sliced(
+    programs: Sequence[StageProgram],
+    stand_ins: Tensors,
+    make_optimizer: MakeOptimizer,
+    make_scheduler: MakeScheduler | None,
+) -> None:
+    """Step two halves of every parameter apart, as replicas do that share out the optimizer's state.
+
+    Args:
+        stand_ins: as of ``compare_apart``.
+
+    Raises:
+        ConfigError: names the parameter and what to write.
+    """
+    with warnings.catch_warnings(), own_generators():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        values = {name: torch.randn(x.shape, dtype=x.dtype) for name, x in stand_ins.items()}
+        drawn = [{name: scale * torch.randn_like(x) for name, x in values.items()} for scale in _SCALES]
+        for program in programs:
+            held = {n: values[n] for n in program.parameters if n in program.trainable and n in values}
+            if not held:
+                continue
+            whole = _Stepped(held, make_optimizer, make_scheduler)
+            halves = [_Stepped(held, make_optimizer, make_scheduler) for _ in range(2)]
+            parts = [
+                [
+                    Part(n, *ends)
+                    for n, x in held.items()
+                    if x.dim()
+                    for ends in [_half(x.numel(), half)]
+                    if ends[0] < ends[1]
+                ]
+                for half in range(2)
+            ]
+            kind, of_stage = type(whole.optimizer).__name__, f"on stage {program.index}"
+            try:
+                for half, stepped in enumerate(halves):
+                    stepped.slices = Slices(parts, half, stepped.parameters)
+                    stepped.slices.take_over(stepped.optimizer)
+                for gradients in drawn:
+                    whole.step(gradients)
+                    for stepped in halves:
+                        stepped.step(gradients)
+            except Exception as error:  # noqa: BLE001  (told in one paragraph)
+                raise _not_by_element(kind, f"its step fails {of_stage}: {short(error)}") from None
+            for own, stepped in zip(parts, halves, strict=True):
+                given = {x for group in stepped.optimizer.param_groups for x in group["params"]}
+                if not stepped.optimizer.state.keys() <= given:
+                    raise _not_by_element(kind, f"it keeps state {of_stage} for other tensors than those of its groups")
+                for name, first, stop in own:
+                    mine, wholes = (x.parameters[name].detach().view(-1)[first:stop] for x in (stepped, whole))
+                    if not _close(mine, wholes):
+                        raise _not_by_element(kind, f"it moves a part of {name!r} {of_stage} otherwise than all of it")
+
+
+def _half(size: int, half: int) -> tuple[int, int]:
+    """First element, and that behind the last."""
+    return (size // 2, size) if half else (0, size // 2)
+
+
+def _not_by_element(kind: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"shard_optimizer=True is not possible with {kind}, which does not step every element of a parameter by "
+        f"itself: {why}. Replicas step slices of parameters then. Take an optimizer such as AdamW or SGD, or leave "
+        "shard_optimizer out."
+    )
+
+
 class _Stepped:
     """An optimizer and its scheduler over copies of some values."""
 
@@ -91,11 +165,23 @@ class _Stepped:
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
         self.steps = 0
 
+    slices: Slices | None = None
+
     def step(self, gradients: Tensors) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = gradients[name].clone()
+        if self.slices is not None:
+            self._hide_others(gradients, self.slices)
+            self.slices.take_gradients()
         self.optimizer.step()
         self._schedule()
+
+    def _hide_others(self, gradients: Tensors, slices: Slices) -> None:
+        """Of a whole gradient a replica has its parts only; what reads more of it shall not come to a number."""
+        for name in slices.names:
+            self.parameters[name].grad = torch.full_like(gradients[name], math.nan)
+        for name, first, stop in slices.held:
+            flat(self.parameters[name].grad)[first:stop] = flat(gradients[name])[first:stop]  # type: ignore[arg-type]
 
     def _schedule(self) -> None:
         self.steps += 1

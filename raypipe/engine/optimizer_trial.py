@@ -15,7 +15,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raypipe.engine.item_randomness import own_generators
-from raypipe.engine.optimizer_apart import compare_apart
+from raypipe.engine.optimizer_apart import compare_apart, compare_sliced
 from raypipe.engine.reads import no_reads_of
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
@@ -47,12 +47,14 @@ def try_optimizers(
     make_scheduler: MakeScheduler | None,
     *,
     replicated: bool = False,
+    sharded: bool = False,
 ) -> None:
     """Make what every stage will make, step it, and compare it with one optimizer of the whole model.
 
     Args:
         parameters: of the whole model, by name.
         replicated: stages have replicas, each with an optimizer of its own.
+        sharded: these share out the state of their optimizer, and step slices of parameters.
 
     Raises:
         ConfigError: it cannot be made or stepped, or would step otherwise than one of the whole model; names the stage
@@ -81,6 +83,14 @@ def try_optimizers(
         stand_ins = {name: _copy(p, _SIDE if small else None).detach() for name, p in trained.items()}
         copies = replicated or any(program.shared_with for program in programs)
         compare_apart(programs, stand_ins, make_optimizer, make_scheduler, copies=copies)
+        if sharded:
+            compare_sliced(programs, stand_ins, make_optimizer, make_scheduler)
+    elif sharded:
+        raise ConfigError(
+            "shard_optimizer=True: the optimizer goes by sizes of parameters, and the model is too large to try "
+            "whether it steps every element by itself. Let names and numbers of dimensions decide, or leave "
+            "shard_optimizer out."
+        )
 
 
 def _copy(parameter: torch.nn.Parameter, side: int | None) -> torch.nn.Parameter:

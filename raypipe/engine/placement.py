@@ -118,7 +118,7 @@ class Placement:
         if peer in self.replicas:
             own = self.stages
             others = [program for program in programs if program.index not in own]
-            return max(most, 1 + self.lanes, *(_shared_sites(other, own) for other in others))
+            return max(most, 1 + self.lanes, 2 + len(own), *(_shared_sites(other, own) for other in others))
         for mine, other in ((self.worker, peer), (peer, self.worker)):
             theirs = self.stages_of(other)
             for stage in self.stages_of(mine):

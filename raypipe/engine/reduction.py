@@ -10,7 +10,8 @@ finishes its backwards last, so everybody else's norms have arrived by the time 
 
 Of replicas the one that leads does this, and hands on what it heard to the others, which have the same gradients. Those
 tell it when they have them, and on the last stage their losses, before it tells anybody its norms: whoever knows the
-total knows that every worker has all its gradients (``reached``).
+total knows that every worker has all its gradients (``reached``). Where replicas share out the optimizer's state they
+tell the norms of their blocks too, of which the one that leads makes those of parameters.
 """
 
 from __future__ import annotations
@@ -127,16 +128,20 @@ class Reduction:
         self, microbatch: int, losses: Sequence[LossTerm], with_frozen: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         me, placement = self._placement.worker, self._placement
+        of_parts = [self._updates[stage].part_norms() for stage in sorted(self._own)]
+        mine = [] if all(norms is None for norms in of_parts) else of_parts
         action = Action(placement.first_stage(me), Op.REDUCE_NORM, microbatch)
         ends = len(self._programs) - 1 in self._own
         if not placement.leads:
             leader = placement.replicas[0]
-            self._send(leader, action, told(losses) if ends else READY)
+            self._send(leader, action, [*(told(losses) if ends else READY), *mine])
             total, loss = self._receive(leader, action)
         else:
             heard = [self._receive(other, action) for other in self._others]
-            losses = merged(losses, heard) if ends else losses
-            total, loss = self._of_leaders(action, summed(losses), with_frozen)
+            count = len(told(())) if ends else len(READY)
+            losses = merged(losses, [message[:count] for message in heard]) if ends else losses
+            by_stage = list(zip(mine, *(message[count:] for message in heard), strict=True))
+            total, loss = self._of_leaders(action, summed(losses), by_stage or [()] * len(self._own), with_frozen)
             for other in self._others:
                 self._send(other, action, [total, loss])
         assert total is not None
@@ -158,15 +163,23 @@ class Reduction:
         return summed(merged(losses, [self._receive(other, action) for other in self._others]))
 
     def _of_leaders(
-        self, action: Action, loss: torch.Tensor | None, with_frozen: bool
+        self,
+        action: Action,
+        loss: torch.Tensor | None,
+        of_parts: Sequence[Sequence[torch.Tensor | None]],
+        with_frozen: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(gradient norm, loss) from what every stage's leading worker has: down to the first, and back up."""
+        """(gradient norm, loss) from what every stage's leading worker has: down to the first, and back up.
+
+        Args:
+            of_parts: of every stage here, what all its replicas told of the norms of their slices; empty for nothing.
+        """
         placement = self._placement
         lowest = 0 if with_frozen else self._programs[0].first_trainable
         leaders = [worker for worker in placement.leaders if max(placement.stages_of(worker)) >= lowest]
         at = leaders.index(placement.worker)
         below, above = (leaders[i] if 0 <= i < len(leaders) else None for i in (at - 1, at + 1))
-        parts = [self._updates[stage].own_norms() for stage in sorted(self._own)]
+        parts = [self._updates[stage].own_norms(told) for stage, told in zip(sorted(self._own), of_parts, strict=True)]
         where, norms = torch.cat([where for where, _ in parts]), torch.cat([norms for _, norms in parts])
         if above is not None:
             further, more, known = self._receive(above, action._replace(stage=placement.first_stage(above)))

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
-from raypipe.engine.checkpoint import StageSnapshot, write_snapshot
+from raypipe.engine.checkpoint import StageSnapshot, take_snapshot, write_snapshot
+from raypipe.engine.crossing import Crossing
+from raypipe.engine.executor import Executor
+from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
 
-__all__ = ["ShardWriter"]
+__all__ = ["ShardWriter", "writers_of"]
 
 
 class ShardWriter:
@@ -75,3 +79,18 @@ class ShardWriter:
         # Errors are kept until somebody asks; the traceback of the first one would keep a copy of the stage's state.
         del snapshot
         raise failure
+
+
+def writers_of(executor: Executor, run: RunSetup) -> list[ShardWriter]:
+    """Of the stages of one worker; on a replica that does not lead, of those whose optimizer's state it has a part of.
+
+    Args:
+        run: with a folder.
+    """
+    assert run.place is not None, "a run without a folder saves nothing"
+    persistent, crossing = run.persistent, Crossing(executor.device)
+    return [
+        ShardWriter(run.place, partial(take_snapshot, work.program, work.state, persistent, crossing, work.feed.mark))
+        for work in executor.works.values()
+        if executor.placement.leads or work.state.slices is not None
+    ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.slices import Slices, checked
 from raypipe.engine.stage import StageProgram
 from raypipe.errors import StageError
 
@@ -33,6 +34,7 @@ class Settings:
         timeout_s: longest wait for one message.
         on_nonfinite: "stop" or "skip"; see PipelineConfig.
         codec_sums: "none" or "bf16"; see PipelineConfig.
+        shard_optimizer: see PipelineConfig.
     """
 
     seed: int
@@ -41,6 +43,7 @@ class Settings:
     timeout_s: float
     on_nonfinite: str = "stop"
     codec_sums: str = "none"
+    shard_optimizer: bool = False
 
 
 class StageState:
@@ -48,7 +51,10 @@ class StageState:
 
     Attributes:
         updates: that the scheduler has followed, put-off ones included and skipped ones not.
+        slices: what of the parameters the optimizer steps, where replicas share out its state; None where it steps all.
     """
+
+    slices: Slices | None = None
 
     def __init__(
         self,
@@ -74,6 +80,21 @@ class StageState:
         self.updates = 0
         self.optimizer = make_optimizer(trained) if trained else None
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
+        self.slices = None
+
+    def shard(self, slices: Slices) -> None:
+        """Have the optimizer step these slices only, from its first step on.
+
+        Raises:
+            StageError: it has stepped other ones.
+        """
+        if self.optimizer is None:
+            return
+        if self.slices is not None:
+            checked(slices, self.slices)
+            return
+        slices.take_over(self.optimizer)
+        self.slices = slices
 
     def is_read_until(self, done: threading.Event) -> None:
         """Another thread reads parameters and optimizer, and sets this when it has; nobody may change them before."""

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
+from raypipe.engine.chunks import flat
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import Crosses
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.loss_scale import LossScale
-from raypipe.engine.norms import total_norm
+from raypipe.engine.norms import block_norms, norm_of_blocks, total_norm
 from raypipe.engine.scheduler_length import why_not_further
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
@@ -39,12 +40,14 @@ class Update:
         settings: the norm to clip to, and whether a step that is not finite is left out.
         weights: whose norm that is.
         crossing: to the device that computes and back.
+        lanes: into which gradients are summed; with several, norms are taken block by block (``norms``).
         of_numbers: (step) -> what in its data is no number, as a sentence; empty where all is well.
     """
 
     def __init__(
         self, program: StageProgram, state: StageState, sink: GradientSink, ring: WeightRing, settings: Settings,
-        weights: WeightPolicy, crossing: Crossing, of_numbers: Callable[[int], str] = lambda step: "",
+        weights: WeightPolicy, crossing: Crossing, lanes: int = 1,
+        of_numbers: Callable[[int], str] = lambda step: "",
     ) -> None:  # fmt: skip
         self._program = program
         self._state = state
@@ -53,6 +56,7 @@ class Update:
         self._crossing = crossing
         self._of_numbers = of_numbers
         self._limit = settings.max_grad_norm
+        self._in_blocks = lanes > 1
         shares = weights.shares
         self._share = shares[program.index] if shares else 1.0
         self._weights, self._unscaled, self._rate, self._counts = weights, 1.0, 1.0, True
@@ -94,6 +98,8 @@ class Update:
 
         A scaled loss is none from here on.
         """
+        if self._state.slices is not None:
+            self._state.slices.take_gradients()
         if self._scale_of_loss is not None and self._state.optimizer is not None:
             self._scale(1.0 / self._scale_of_loss.value)
         if self._unscaled != 1.0:
@@ -109,25 +115,46 @@ class Update:
         parts = self.own_norms()
         return total_norm(*parts), parts
 
-    def own_norms(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions in named_parameters() and norms of the gradients that this stage is the first to hold."""
+    def part_norms(self) -> torch.Tensor | None:
+        """Of every block of the slices that this replica steps; None where it steps whole parameters."""
+        if self._state.slices is None:
+            return None
+        found = [block_norms(gradient) for gradient in self._state.slices.gradients()]
+        return torch.cat(found) if found else torch.empty(0, device=self._crossing.device.place)
+
+    def own_norms(self, parts: Sequence[torch.Tensor | None] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions in named_parameters() and norms of the gradients that this stage is the first to hold.
+
+        Args:
+            parts: ``part_norms`` of all replicas, in their order, where they step slices.
+        """
         index, positions, norms = self._program.index, [], []
+        blocks = {} if self._state.slices is None else self._state.slices.blocks(parts)
         for name, parameter in self._state.parameters.items():
             owner = self._program.shared_with.get(name, (index,))[0]
             if owner == index and parameter.grad is not None:
                 positions.append(self._program.order[name])
-                norms.append(torch.linalg.vector_norm(parameter.grad))
+                if name in blocks:
+                    norms.append(norm_of_blocks(blocks[name]))
+                elif self._in_blocks:
+                    norms.append(norm_of_blocks(block_norms(flat(parameter.grad))))
+                else:
+                    norms.append(torch.linalg.vector_norm(parameter.grad))
         place = self._crossing.device.place
         where = torch.tensor(positions, dtype=torch.int64, device=place)
         return where, torch.stack(norms) if norms else torch.empty(0, device=place)
 
-    def step(self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool) -> bool:
+    def step(
+        self, step: int, total: torch.Tensor | None, loss: torch.Tensor | None, *, alone: bool,
+        gather: Callable[[], None] = lambda: None,
+    ) -> bool:  # fmt: skip
         """Clip and step, skip or refuse. Where all stages see the same norm, none steps when one does not.
 
         Args:
             total: norm to clip by; None where the update is put off.
             loss: of the mini-batch so far, where this stage knows it.
             alone: the norm is that of this stage.
+            gather: has the parameters that other replicas have stepped.
 
         Returns:
             Whether the step was skipped: all is as before it, but for the buffers.
@@ -161,6 +188,9 @@ class Update:
         if self._state.optimizer is not None:
             with at_rate(self._state.optimizer, self._rate):
                 self._state.optimizer.step()
+            if self._state.slices is not None:
+                self._state.slices.follow()
+                gather()
             self._ring.follow()
         self._advance_scheduler()
         self._sink.reset()
@@ -189,9 +219,12 @@ class Update:
             raise StageError(why_not_further(scheduler, self._state.updates, error)) from error
 
     def _scale(self, factor: torch.Tensor | float) -> None:
-        for parameter in self._state.parameters.values():
-            if parameter.grad is not None:
+        slices = self._state.slices
+        for name, parameter in self._state.parameters.items():
+            if parameter.grad is not None and (slices is None or name not in slices.names):
                 parameter.grad.mul_(factor)
+        for gradient in slices.gradients() if slices is not None else ():
+            gradient.mul_(factor)
 
 
 @contextmanager

@@ -88,7 +88,8 @@ class MemoryModel:
         weight_versions: copies of the weights; None follows the schedule.
         version_limit: most copies that a stage has room for; None for no limit.
         gradient_factor: bytes of gradients per byte of trainable parameters; of all stages, or by stage.
-        optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2.
+        optimizer_factor: bytes of optimizer state per byte of trainable parameters: SGD 0, momentum 1, Adam 2; of all
+            stages, or by stage, where replicas share it out.
         leaf_factor: bytes of the leaves that forwards use, per byte of parameters; 0 where the weights are the leaves.
         state_copies: of weights, optimizer and buffers: its own, and those of another stage, taken to be as large.
         reserve_bytes: kept free on every device, for temporaries and the runtime; of several stages on one device, the
@@ -105,7 +106,7 @@ class MemoryModel:
     weight_versions: int | None = None
     version_limit: int | None = None
     gradient_factor: float | tuple[float, ...] = 1.0
-    optimizer_factor: float = 2.0
+    optimizer_factor: float | tuple[float, ...] = 2.0
     leaf_factor: float = 0.0
     state_copies: int = 0
     reserve_bytes: int = 0
@@ -121,8 +122,8 @@ class MemoryModel:
             )
         counts = [self.microbatch_size]
         counts += [count for count in (self.weight_versions, self.version_limit) if count is not None]
-        gradients = self.gradient_factor if isinstance(self.gradient_factor, tuple) else (self.gradient_factor,)
-        factors = (*gradients, self.optimizer_factor, self.leaf_factor, self.state_copies, self.reserve_bytes)
+        by_stage = [x if isinstance(x, tuple) else (x,) for x in (self.gradient_factor, self.optimizer_factor)]
+        factors = (*by_stage[0], *by_stage[1], self.leaf_factor, self.state_copies, self.reserve_bytes)
         if min(counts) < 1 or not min(factors) >= 0:
             raise PlanError(f"{self}: counts must be at least 1, factors, copies and reserve_bytes at least 0.")
 
@@ -166,8 +167,11 @@ class MemoryModel:
 
     def gradients(self, depth: int) -> float:
         """Bytes of gradients per byte of trainable parameters on a stage of this depth."""
-        given = self.gradient_factor
-        return given[max(0, len(given) - depth)] if isinstance(given, tuple) else given
+        return _of_depth(self.gradient_factor, depth)
+
+    def optimizer(self, depth: int) -> float:
+        """Bytes of optimizer state per byte of trainable parameters on a stage of this depth."""
+        return _of_depth(self.optimizer_factor, depth)
 
     def _slack_after(self, hops: int) -> int:
         """Sum of r over so many hops at the end; the cut may have more hops than the spec, all like its first."""
@@ -195,11 +199,13 @@ class MemoryModel:
         return max(self.spec.group_size, *self.spec.slack, 1)
 
     def node_parts(self, graph: ModelGraph) -> NDArray[np.int64]:
-        """What each node adds per version of the weights, once, per micro-batch in flight, of gradients; (4, nodes)."""
+        """What each node adds per version of the weights, once, per micro-batch in flight, of gradients; (4, nodes).
+
+        The last of them says how large the optimizer's state is, too.
+        """
         found = columns_of(graph)
-        optimizer = np.ceil(found.trainable_bytes * self.optimizer_factor).astype(np.int64)
-        once = found.param_bytes - found.trainable_bytes + optimizer + found.buffer_bytes
-        once = once + self.state_copies * (found.param_bytes + optimizer + found.buffer_bytes)
+        once = found.param_bytes - found.trainable_bytes + found.buffer_bytes
+        once = once + self.state_copies * (found.param_bytes + found.buffer_bytes)
         # Only what learns has versions.
         versioned = found.trainable_bytes
         if self.leaf_factor:
@@ -211,9 +217,15 @@ class MemoryModel:
     def at_depth(self, parts: NDArray[np.int64], depth: int) -> NDArray[np.int64]:
         """Bytes on a stage of this depth, from ``node_parts`` or sums of them."""
         gradients = np.ceil(parts[3] * self.gradients(depth)).astype(np.int64)
+        optimizer = (1 + self.state_copies) * np.ceil(parts[3] * self.optimizer(depth)).astype(np.int64)
         many = self.versions(depth) * parts[0] + self.activation_sets(depth) * parts[2]
-        total: NDArray[np.int64] = many + parts[1] + gradients
+        total: NDArray[np.int64] = many + parts[1] + gradients + optimizer
         return total
+
+
+def _of_depth(given: float | tuple[float, ...], depth: int) -> float:
+    """Of the stage at this depth, where it was given by stage."""
+    return given[max(0, len(given) - depth)] if isinstance(given, tuple) else given
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +317,7 @@ def stage_memory(
         workspace_bytes: as ``columns.workspace_bytes`` says.
     """
     in_flight, sets, versions = model.in_flight(depth), model.activation_sets(depth), model.versions(depth)
-    optimizer_bytes = math.ceil(resident.trainable_bytes * model.optimizer_factor)
+    optimizer_bytes = math.ceil(resident.trainable_bytes * model.optimizer(depth))
     activation_bytes = sets * model.microbatch_size * resident.activation_bytes
     message_bytes = model.microbatch_size * (
         receive_bytes * (in_flight + model.message_slots) + send_bytes * model.message_slots

@@ -244,6 +244,7 @@ def _request(pipeline: PipelineConfig, num_workers: int | None, num_samples: int
         recompute=asked_recompute(pipeline, num_stages),
         replicas=_given(pipeline.num_replicas),
         sums_factor=0.5 if pipeline.codec_sums == "bf16" else 1.0,
+        shards=pipeline.shard_optimizer,
         lanes=_given(pipeline.num_lanes),
         replicated_buffers=pipeline.replicated_buffers,
         codecs=(_codec(pipeline.codec_forward), _codec(pipeline.codec_backward)),

@@ -82,7 +82,13 @@ def prepare(
     sizes = (found.sources["train"].num_samples, planned.plan.minibatch_size, planned.plan.microbatch_size)
     rehearse_single(found.model, found.captured, found.example, *sizes)
     settings = Settings(
-        pipeline.seed, reduction, pipeline.max_grad_norm, MESSAGE_TIMEOUT_S, pipeline.on_nonfinite, pipeline.codec_sums
+        pipeline.seed,
+        reduction,
+        pipeline.max_grad_norm,
+        MESSAGE_TIMEOUT_S,
+        pipeline.on_nonfinite,
+        pipeline.codec_sums,
+        pipeline.shard_optimizer,
     )
     job = noting_compiled(_job(given, found, pipeline, basis, planned, settings))
     note = note_on_modes(turned_on(found.model))
@@ -144,7 +150,8 @@ def _job(
     captured, plan = found.captured, planned.plan
     programs = captured.programs(plan.partition.cuts, plan.partition.order)
     replicated = any(count > 1 for count in plan.partition.replicas)
-    try_optimizers(programs, captured.parameters, given.optimizer, given.lr_scheduler, replicated=replicated)
+    how = {"replicated": replicated, "sharded": replicated and pipeline.shard_optimizer}
+    try_optimizers(programs, captured.parameters, given.optimizer, given.lr_scheduler, **how)
     example = example_of(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         basis=basis,

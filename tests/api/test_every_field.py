@@ -90,6 +90,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "num_replicas": ({}, [1, 2, [1, 2]]),
     "num_lanes": ({}, ["auto", 2, 3]),
     "codec_sums": ({"num_lanes": 2}, ["none", "bf16"]),
+    "shard_optimizer": ({"num_replicas": 2}, [False, True]),
     "replicated_buffers": ({"num_replicas": 2}, [False, True]),
     "minibatch_size": ({}, [8, 16]),
     "num_microbatches": ({}, [2, 4]),

@@ -126,6 +126,16 @@ def test_impossible_values(values: dict[str, object], words: list[str]) -> None:
             ["num_microbatches=2", "num_replicas=(4, 1)", "4 or more"],
         ),
         ({"codec_sums": "bf16"}, ["codec_sums='bf16'", "num_replicas=1", "Set num_replicas"]),
+        ({"shard_optimizer": True}, ["shard_optimizer=True", "num_replicas=1", "[2, 1]", "leave shard_optimizer out"]),
+        ({"shard_optimizer": True, "num_lanes": 2}, ["shard_optimizer=True", "num_replicas=1", "[2, 1]"]),
+        (
+            {"shard_optimizer": True, "num_replicas": 2, "num_stages": 2, "schedule": "pipedream"},
+            ["shard_optimizer=True", "schedule='pipedream'", "'1f1b'", "leave shard_optimizer out"],
+        ),
+        (
+            {"shard_optimizer": True, "num_replicas": [1, 2], "num_stages": 2, "schedule": "2bw"},
+            ["shard_optimizer=True", "schedule='2bw'", "'1f1b'"],
+        ),
         ({"num_replicas": "auto", "partitioner": "parameters"}, ["num_replicas='auto'", "'parameters'", "'auto'"]),
         ({"num_replicas": "auto", "schedule": "zb-v"}, ["num_replicas='auto'", "schedule='zb-v'", "num_replicas=2"]),
         ({"num_replicas": "auto", "codec_forward": "auto"}, ["codec_forward='auto'", "num_replicas='auto'"]),

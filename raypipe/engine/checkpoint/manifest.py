@@ -4,6 +4,7 @@
                     generation, holder                     who trained it then
                     stages[i].tensors      {file, size_bytes, sha256, names}     parameters, buffers
                     stages[i].optimizer    likewise, "exp_avg/layer.weight"
+                    stages[i].pieces       likewise, of further replicas that hold slices of it (``sliced``)
                     stages[i].groups       options such as lr, and whose they are
                     stages[i].scalars      optimizer state that is no tensor
                     sha256                 of all the rest
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from raypipe.engine.checkpoint.fields import count, fields, items, mapping, names, refuse, text
+from raypipe.engine.checkpoint.sliced import together
 from raypipe.engine.checkpoint.values import parse_json
 from raypipe.errors import CheckpointError
 
@@ -38,6 +40,8 @@ MOST_BYTES = 1 << 28
 MOST_STAGES = 4096
 """No pipeline has more; a manifest that says so is refused before it is looked at any further."""
 FORMAT = 3
+WITH_PIECES = 4
+"""Releases that know nothing of pieces would read a part of the state for all of it."""
 NEW_IN_3: dict[str, Any] = {"generation": 0, "holder": ""}
 POSITION = ("step", "microbatch", "epoch", "offset", "updates")
 
@@ -73,6 +77,7 @@ class StageEntry:
     Attributes:
         optimizer: its state, by "key/parameter"; None where nothing is trained.
         scalars: state that is no tensor, as JSON, by parameter and key.
+        pieces: files of further replicas, where replicas share out the state of the optimizer.
     """
 
     stage: int
@@ -80,10 +85,15 @@ class StageEntry:
     optimizer: Shard | None
     groups: tuple[OptionGroup, ...]
     scalars: Mapping[str, Mapping[str, Any]]
+    pieces: tuple[Shard, ...] = ()
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        return (self.tensors,) if self.optimizer is None else (self.tensors, self.optimizer)
+        return (self.tensors, *self.of_optimizer)
+
+    @property
+    def of_optimizer(self) -> tuple[Shard, ...]:
+        return () if self.optimizer is None else (self.optimizer, *self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +142,7 @@ class Manifest:
 
 
 def file_name(stage: int, kind: str) -> str:
-    """stage_0.safetensors for "tensors", stage_0.optimizer.safetensors for "optimizer"."""
+    """stage_0.safetensors for "tensors", stage_0.optimizer.safetensors for "optimizer", "optimizer.1" of replica 1."""
     return f"stage_{stage}.safetensors" if kind == "tensors" else f"stage_{stage}.{kind}.safetensors"
 
 
@@ -162,7 +172,7 @@ def make_manifest(
     """The manifest of what all stages wrote.
 
     Args:
-        entries: of ``write_snapshot`` on every stage, in any order.
+        entries: of ``write_snapshot`` on every stage, and on all replicas that hold slices, in any order.
         position: see Manifest; ``dataclasses.asdict`` of a planner's Position.
         metrics: of the step, for ``prune``.
         generation, holder: see Manifest.
@@ -179,7 +189,7 @@ def make_manifest(
         minibatch_size=minibatch_size,
         microbatch_size=microbatch_size,
         num_samples=num_samples,
-        stages=tuple(sorted((parse_entry(entry, "an entry") for entry in entries), key=lambda entry: entry.stage)),
+        stages=tuple(sorted((parse_entry(e, "an entry") for e in together(entries)), key=lambda entry: entry.stage)),
         aliases=dict(aliases),
         metrics={name: float(v) if math.isfinite(v) else None for name, v in (metrics or {}).items()},
         versions={"raypipe": __version__, "torch": str(torch.__version__)},
@@ -191,7 +201,9 @@ def make_manifest(
 
 def to_json(manifest: Manifest) -> bytes:
     """The file's content."""
-    body: dict[str, Any] = {"format": FORMAT, **asdict(manifest)}
+    body: dict[str, Any] = asdict(manifest)
+    pieces = [entry.pop("pieces") for entry in body["stages"] if not entry["pieces"]]
+    body = {"format": FORMAT if len(pieces) == len(manifest.stages) else WITH_PIECES, **body}
     return json.dumps({**body, "sha256": _digest(body)}, indent=1, allow_nan=False).encode()
 
 
@@ -206,9 +218,10 @@ def from_json(data: bytes, what: str) -> Manifest:
     """
     found = mapping(parse_json(data, what), what)
     number = found.get("format")
-    if type(number) is not int or number not in (2, FORMAT):
+    if type(number) is not int or number not in (2, FORMAT, WITH_PIECES):
         shown = str(found.get("format"))[:20]
-        raise CheckpointError(f"{what} has format {shown}; this release reads {FORMAT}. Use the release that wrote it.")
+        reads = f"this release reads {WITH_PIECES}"
+        raise CheckpointError(f"{what} has format {shown}; {reads}. Use the release that wrote it.")
     digest = found.pop("sha256", None)
     if digest != _digest(found):
         raise CheckpointError(f"{what} is not what was written: its checksum differs. Use an older checkpoint.")
@@ -262,6 +275,7 @@ def parse_entry(found: Any, what: str) -> StageEntry:
     Raises:
         CheckpointError: names the field.
     """
+    found = {"pieces": [], **mapping(found, what)}
     fields(found, what, StageEntry.__slots__)
     stage = count(found["stage"], f"{what}, stage")
     what = f"{what}, stage {stage}"
@@ -276,10 +290,15 @@ def parse_entry(found: Any, what: str) -> StageEntry:
     trained = [name for group in groups for name in group.parameters]
     if len(set(trained)) < len(trained) or not set(trained) <= set(tensors.names):
         raise refuse(f"{what}, groups", "parameters of this stage, each once", trained)
-    kept = {name.partition("/")[2] for name in (optimizer.names if optimizer else ())} | scalars.keys()
+    pieces = tuple(
+        _shard(piece, f"{what}, pieces", file_name(stage, f"optimizer.{replica}"))
+        for replica, piece in enumerate(items(found["pieces"], f"{what}, pieces"), 1)
+    )
+    entry = StageEntry(stage, tensors, optimizer, groups, scalars, pieces)
+    kept = {name.partition("/")[2] for shard in entry.of_optimizer for name in shard.names} | scalars.keys()
     if not kept <= set(trained):
         raise refuse(f"{what}, optimizer", "state of trained parameters", sorted(kept - set(trained)))
-    return StageEntry(stage, tensors, optimizer, groups, scalars)
+    return entry
 
 
 def _stages(found: Any, what: str) -> tuple[StageEntry, ...]:

@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from raypipe.engine.checkpoint.find import Checkpoint
 from raypipe.engine.checkpoint.manifest import OptionGroup
+from raypipe.engine.checkpoint.sliced import kept_parts
 from raypipe.engine.checkpoint.source import Kept, StateSource, opened
 from raypipe.engine.checkpoint.tensor_table import TensorInfo
 from raypipe.engine.checkpoint.values import decode
@@ -96,7 +97,7 @@ def load_stage(
         if state.optimizer is not None:
             _replay(state.scheduler, found.updates)
             if found.groups is not None:
-                _load_optimizer(state.optimizer, state.parameters, found.groups, found, fresh, crossing)
+                _load_optimizer(state, found.groups, found, fresh, crossing)
 
 
 def _targets(
@@ -141,39 +142,36 @@ def _replay(scheduler: Any, steps: int) -> None:
 
 
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    parameters: Mapping[str, torch.nn.Parameter],
-    saved: Mapping[str, OptionGroup],
-    source: StateSource,
-    fresh: FreshOptions,
-    crossing: Crossing,
+    state: StageState, saved: Mapping[str, OptionGroup], source: StateSource, fresh: FreshOptions, crossing: Crossing
 ) -> None:
     """Options and state by name, through ``load_state_dict``, of which subclasses may have their own."""
+    optimizer, slices = state.optimizer, state.slices
+    assert optimizer is not None
     title = type(optimizer).__name__
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    names = {id(parameter): name for name, parameter in state.parameters.items()}
     groups = {name: _kept_options(group, fresh, optimizer.defaults) for name, group in saved.items()}
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(id(parameter) not in names for parameter in order):
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(id(parameter) not in names for parameter in stepped) and slices is None:
         raise CheckpointError(f"{title} holds a tensor that is no parameter of the model; leave it out.")
     packed, number = [], 0
-    for group in optimizer.param_groups:
-        mine = [names[id(parameter)] for parameter in group["params"]]
-        packed.append({**_options(title, mine, group, groups), "params": list(range(number, number + len(mine)))})
-        number += len(mine)
-    kept = _saved_state({names[id(parameter)]: parameter for parameter in order}, source)
-    for values in kept.values():  # all but the count of steps, for which torch decides, go where the parameters are
+    for at, group in enumerate(optimizer.param_groups):
+        mine = [names[id(x)] for x in group["params"]] if slices is None else slices.groups[at]
+        stop = number + len(group["params"])
+        packed.append({**_options(title, mine, group, groups), "params": list(range(number, stop))})
+        number = stop
+    order, states = kept_parts(state, lambda trained: _saved_state(trained, source))
+    for values in states.values():  # all but the count of steps, for which torch decides, go where the parameters are
         tensors = {k: value for k, value in values.items() if k != "step" and isinstance(value, torch.Tensor)}
         values.update(crossing.named(tensors, Crosses.RESTORED))
-    states = {at: kept[names[id(parameter)]] for at, parameter in enumerate(order) if names[id(parameter)] in kept}
     try:
         optimizer.load_state_dict({"state": states, "param_groups": packed})
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(
             f"{title} does not take its state back: {type(error).__name__}: {error}. Use the saved run's optimizer."
         ) from error
-    for at, state in states.items():  # torch casts to the parameter's dtype and takes a text for a list
+    for at, values in states.items():  # torch casts to the parameter's dtype and takes a text for a list
         held = optimizer.state[order[at]]
-        for key, value in state.items():
+        for key, value in values.items():
             now = held.get(key)
             if isinstance(value, str):
                 held[key] = value
@@ -199,7 +197,7 @@ def _saved_state(trained: Mapping[str, torch.nn.Parameter], source: StateSource)
 
 
 def _options(
-    title: str, mine: list[str], group: Mapping[str, Any], groups: Mapping[str, OptionGroup]
+    title: str, mine: Sequence[str], group: Mapping[str, Any], groups: Mapping[str, OptionGroup]
 ) -> dict[str, Any]:
     """The saved options of these parameters over those of the fresh group."""
     found: OptionGroup | None = None

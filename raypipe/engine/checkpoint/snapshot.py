@@ -24,12 +24,14 @@ from raypipe.engine.checkpoint.manifest import (
     from_json,
     to_json,
 )
+from raypipe.engine.checkpoint.sliced import name_in_file
 from raypipe.engine.checkpoint.stream_mark import write_mark
 from raypipe.engine.checkpoint.tensor_file import write_tensors
 from raypipe.engine.checkpoint.tensor_table import check_storable
 from raypipe.engine.checkpoint.values import encode
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Crosses
+from raypipe.engine.slices import Part, Slices
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState, owned_tensors
 from raypipe.engine.storage import Place
@@ -64,6 +66,7 @@ class StageSnapshot:
         optimizer: tensors by "key/parameter"; None where the stage trains nothing.
         groups, scalars: see StageEntry.
         mark: of the stream that it reads; None where it reads none.
+        replica: that wrote it, of those that share out the optimizer's state; the first one speaks for the stage.
     """
 
     stage: int
@@ -72,6 +75,7 @@ class StageSnapshot:
     groups: tuple[OptionGroup, ...]
     scalars: Mapping[str, Mapping[str, Any]]
     mark: Mark | None = None
+    replica: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -108,15 +112,17 @@ def take_snapshot(
     Raises:
         CheckpointError: something of the optimizer's can be neither a tensor nor JSON; names its key.
     """
+    replica = 0 if state.slices is None else state.slices.replica
     owned = owned_tensors(program, state, persistent)
     crossing = crossing or Crossing(CPU)
-    tensors = _copies(owned, crossing)
+    tensors = _copies(owned, crossing) if not replica else {}
     if state.optimizer is None:
         return StageSnapshot(program.index, tensors, None, (), {}, mark())
     names = {id(parameter): name for name, parameter in state.parameters.items()}
-    found = optimizer_parts(state.optimizer, names, owned)
+    found = optimizer_parts(state.optimizer, names, owned, state.slices)
     kept = _copies(found.tensors, crossing)
-    return StageSnapshot(program.index, tensors, kept, found.groups, found.scalars, mark())
+    groups = found.groups if not replica else ()
+    return StageSnapshot(program.index, tensors, kept, groups, found.scalars, mark() if not replica else None, replica)
 
 
 def write_snapshot(place: Place, folder: str, snapshot: StageSnapshot) -> dict[str, Any]:
@@ -130,6 +136,11 @@ def write_snapshot(place: Place, folder: str, snapshot: StageSnapshot) -> dict[s
         CheckpointError: the place is full, forbidden or unreachable.
     """
     stage, target = snapshot.stage, place / folder
+    if snapshot.replica:
+        assert snapshot.optimizer is not None
+        piece = _write(target, file_name(stage, f"optimizer.{snapshot.replica}"), snapshot.optimizer)
+        told = {"stage": stage, "replica": snapshot.replica, "scalars": snapshot.scalars}
+        return {**told, "optimizer": asdict(piece, dict_factory=_jsonable)}
     tensors = _write(target, file_name(stage, "tensors"), snapshot.tensors)
     optimizer = None
     if snapshot.optimizer is not None:
@@ -193,12 +204,14 @@ class OptimizerParts(NamedTuple):
 
 
 def optimizer_parts(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: Collection[str]
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], owned: Collection[str], slices: Slices | None = None
 ) -> OptimizerParts:
     """What it keeps for the owned parameters.
 
     Args:
         names: of the stage's parameters, by id.
+        slices: of these that it steps, where replicas share out its state: what it keeps for a slice is named as such,
+            and what is no slice it has where it steps the beginning of the parameter.
 
     Raises:
         CheckpointError: something can be neither a tensor nor JSON; names its key.
@@ -208,14 +221,16 @@ def optimizer_parts(
     if found.keys() != {"state", "param_groups"}:
         extra = sorted(map(str, found.keys() ^ {"state", "param_groups"}))
         raise CheckpointError(f"{title}.state_dict() has or lacks {extra[0]!r}, which no parameter's name can carry.")
-    by_number: dict[Any, str] = {}
+    parts = {} if slices is None else slices.part_of()
+    by_number: dict[Any, str | Part] = {}
     groups = []
-    for group, packed in zip(optimizer.param_groups, found["param_groups"], strict=True):
+    for at, (group, packed) in enumerate(zip(optimizer.param_groups, found["param_groups"], strict=True)):
         for parameter, number in zip(group["params"], packed["params"], strict=True):
-            if id(parameter) not in names:
+            if id(parameter) not in names and id(parameter) not in parts:
                 raise CheckpointError(f"{title} holds a tensor that is no parameter of the model; leave it out.")
-            by_number[number] = names[id(parameter)]
-        mine = tuple(by_number[number] for number in packed["params"] if by_number[number] in owned)
+            by_number[number] = parts.get(id(parameter)) or names[id(parameter)]
+        listed = [names[id(x)] for x in group["params"]] if slices is None else slices.groups[at]
+        mine = tuple(name for name in listed if name in owned)
         options = {
             key: encode(value, f"The option {key!r} of {title}")
             for key, value in packed.items()
@@ -228,20 +243,27 @@ def optimizer_parts(
     for number, entries in found["state"].items():
         if number not in by_number:
             raise CheckpointError(f"{title} keeps {number!r} for no parameter, so no stage can own it. Use another.")
-        name = by_number[number]
+        whose = by_number[number]
+        part, name = (whose, whose.name) if isinstance(whose, Part) else (None, whose)
+        if slices is not None and part is None and slices.replica:
+            continue  # the first replica keeps the same for it
         for key, value in entries.items() if name in owned else ():
-            _keep(title, name, key, value, tensors, scalars)
+            _keep(title, name, key, value, tensors, scalars, part)
     return OptimizerParts(tensors, tuple(groups), scalars)
 
 
 def _keep(
     title: str, name: str, key: Any, value: Any,
-    tensors: dict[str, torch.Tensor], scalars: dict[str, dict[str, Any]],
+    tensors: dict[str, torch.Tensor], scalars: dict[str, dict[str, Any]], part: Part | None,
 ) -> None:  # fmt: skip
     """Put one entry of the optimizer's state where it belongs."""
     if not isinstance(key, str) or "/" in key:
         raise CheckpointError(f"{title} keeps {key!r} for {name!r}: a key must be a text without a slash.")
-    if isinstance(value, torch.Tensor):
+    if part is not None and isinstance(value, torch.Tensor) and value.shape == (part.stop - part.first,):
+        tensors[name_in_file(key, part)] = value
+    elif part is not None and part.first:
+        return
+    elif isinstance(value, torch.Tensor):
         tensors[f"{key}/{name}"] = value
     elif isinstance(value, (list, tuple)):
         raise CheckpointError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch
 
 from raypipe.engine.checkpoint.find import Checkpoint, read_manifest
 from raypipe.engine.checkpoint.manifest import OptionGroup
+from raypipe.engine.checkpoint.sliced import whole
 from raypipe.engine.checkpoint.tensor_file import TensorFile
 from raypipe.engine.checkpoint.tensor_table import TensorInfo
 from raypipe.engine.checkpoint.values import decode
@@ -101,7 +103,7 @@ class CheckpointSource(AbstractContextManager["CheckpointSource"]):
         self._checkpoint = checkpoint
         self._stored = checkpoint.manifest.stored
         self._files = ExitStack()
-        self._opened: dict[tuple[int, bool], TensorFile] = {}
+        self._opened: dict[tuple[int, int], TensorFile] = {}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -126,27 +128,31 @@ class CheckpointSource(AbstractContextManager["CheckpointSource"]):
         return {name: group for entry in entries for group in entry.groups for name in group.parameters}
 
     def info(self, name: str) -> TensorInfo:
-        return self._info(self._stored[name], name, optimizer=False)
+        return self._info(self._stored[name], name)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, self._read(self._stored[name], name, optimizer=False)) for name in names)
+        return ((name, self._read(self._stored[name], name)) for name in names)
 
     def kept(self, trained: Collection[str]) -> Kept:
         found: Kept = {}
-        for entry in self._checkpoint.manifest.stages:
-            for stored in entry.optimizer.names if entry.optimizer else ():
-                key, _, name = stored.partition("/")
-                if name in trained:
-                    found.setdefault(name, {})[key] = self._read(entry.stage, stored, optimizer=True)
-        for entry in self._checkpoint.manifest.stages:
+        entries = self._checkpoint.manifest.stages
+        stored = [
+            (name, partial(self._read, entry.stage, name, number))
+            for entry in entries
+            for number, shard in enumerate(entry.of_optimizer, 1)
+            for name in shard.names
+        ]
+        for (name, key), value in whole(stored, trained, lambda name: self.info(name).shape).items():
+            found.setdefault(name, {})[key] = value
+        for entry in entries:
             for name, values in entry.scalars.items():
                 if name in trained:
                     decoded = {key: decode(value, f"{key!r} of {name!r}") for key, value in values.items()}
                     found.setdefault(name, {}).update(decoded)
         return found
 
-    def _info(self, stage: int, name: str, *, optimizer: bool) -> TensorInfo:
-        found = self._file(stage, optimizer=optimizer).tensors.get(name)
+    def _info(self, stage: int, name: str, number: int = 0) -> TensorInfo:
+        found = self._file(stage, number).tensors.get(name)
         if found is None:
             raise CheckpointError(
                 f"{self._checkpoint.place}: stage {stage} holds no {name!r}, though its manifest says so. Use an "
@@ -154,18 +160,17 @@ class CheckpointSource(AbstractContextManager["CheckpointSource"]):
             )
         return found
 
-    def _read(self, stage: int, name: str, *, optimizer: bool) -> torch.Tensor:
-        self._info(stage, name, optimizer=optimizer)
-        return self._file(stage, optimizer=optimizer).read(name)
+    def _read(self, stage: int, name: str, number: int = 0) -> torch.Tensor:
+        self._info(stage, name, number)
+        return self._file(stage, number).read(name)
 
-    def _file(self, stage: int, *, optimizer: bool) -> TensorFile:
-        if (stage, optimizer) not in self._opened:
-            entry = self._checkpoint.manifest.stages[stage]
-            shard = entry.optimizer if optimizer else entry.tensors
-            assert shard is not None
+    def _file(self, stage: int, number: int) -> TensorFile:
+        """One of ``StageEntry.shards``."""
+        if (stage, number) not in self._opened:
+            shard = self._checkpoint.manifest.stages[stage].shards[number]
             file = self._files.enter_context(TensorFile(self._checkpoint.files / shard.file))
-            self._opened[stage, optimizer] = file
-        return self._opened[stage, optimizer]
+            self._opened[stage, number] = file
+        return self._opened[stage, number]
 
 
 def read_all(sources: Iterable[StateSource], names: Collection[str]) -> dict[str, torch.Tensor]:

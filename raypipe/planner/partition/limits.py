@@ -28,6 +28,7 @@ class Limits:
         sync_s_per_byte: by stage, seconds per micro-batch for each trainable byte on it, which its replicas sum; with
             ``in_order`` only. Empty for none.
         sums_factor: bytes that replicas exchange for each byte of gradients.
+        shards: they exchange parameters behind their steps, in place of totals.
         codecs: of messages forwards and backwards.
         max_states: ``antichain`` refuses a graph with more sets of executed nodes than this.
     """
@@ -41,6 +42,7 @@ class Limits:
     in_order: bool = False
     sync_s_per_byte: tuple[float, ...] = ()
     sums_factor: float = 1.0
+    shards: bool = False
     codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
     max_states: int = 100_000
 

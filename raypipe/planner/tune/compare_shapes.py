@@ -23,7 +23,7 @@ from raypipe.planner.tune.decision import Decision, step_s_of
 from raypipe.planner.tune.predict import seconds_of
 from raypipe.planner.tune.problem import Problem
 from raypipe.planner.tune.recompute import is_open, most_recompute, settled
-from raypipe.planner.tune.replicas import cut_for, slowest_link, summing_rate_s
+from raypipe.planner.tune.replicas import cut_for, slowest_link, summing_rates_s
 from raypipe.planner.tune.replicated import ShapeError, ShapeSearch
 from raypipe.planner.tune.shapes import Shape, shapes
 from raypipe.planner.tune.solvers import WORTH, branches
@@ -105,7 +105,8 @@ def with_branches(found: Decision) -> Decision:
     lanes = request.num_lanes(len(stages))
     for stage in stages:
         link = slowest_link(found.cluster, stage.devices, stage.devices)
-        rates.append(summing_rate_s(len(stage.devices), lanes, link, request.sums_factor) / found.num_microbatches)
+        rates_s = summing_rates_s(len(stage.devices), lanes, link, request.sums_factor, shards=request.shards)
+        rates.append(sum(rates_s) / found.num_microbatches)
     best = found
     for weight in WEIGHTS:
         limits = dataclasses.replace(found.limits, sync_s_per_byte=tuple(weight * rate for rate in rates))

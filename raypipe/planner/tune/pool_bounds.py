@@ -117,8 +117,9 @@ def stage_bytes(costs: CutCosts, model: MemoryModel, in_flight: Ints, sets: Ints
         in_flight, sets, slots: of MemoryModel, broadcast to (cuts, stages).
     """
     params, trainable, buffers, activations = costs.held_bytes
-    optimizer = np.ceil(trainable * model.optimizer_factor)
-    gradients = np.array([model.gradients(depth) for depth in range(trainable.shape[1], 0, -1)])
+    depths = range(trainable.shape[1], 0, -1)
+    optimizer = np.ceil(trainable * np.array([model.optimizer(depth) for depth in depths]))
+    gradients = np.array([model.gradients(depth) for depth in depths])
     state = np.ceil(trainable * gradients) + optimizer
     state += model.state_copies * (params + optimizer + buffers)
     none = np.zeros((len(params), 1), dtype=np.int64)

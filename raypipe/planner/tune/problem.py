@@ -95,6 +95,7 @@ def limits_of(request: Request, num_stages: int | None, stages: int, count: int,
         memory=memory_model(request, stages, count, size),
         memory_limit_bytes=request.memory_limit_bytes,
         sums_factor=request.sums_factor,
+        shards=request.shards,
         codecs=request.codecs,
         update_interval=count,  # synchronous: replicas reduce their gradients once per step
     )

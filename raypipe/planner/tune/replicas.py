@@ -28,7 +28,7 @@ from raypipe.planner.tune.resolve import placement_of
 
 __all__ = [
     "check_shares", "check_workers_of_replicas", "cut_for", "exchange_s", "exposed_s", "groups_of", "hides",
-    "homes_of", "on_workers", "share_notes", "slowest_link", "summing_rate_s",
+    "homes_of", "on_workers", "share_notes", "slowest_link", "summing_rates_s",
 ]  # fmt: skip
 
 Numbers = NDArray[np.float64]
@@ -88,12 +88,13 @@ def exchange_s(
     if len(devices) == 1 or not sync_bytes[-1]:
         return 0.0, 0.0
     spec, link = limits.memory.spec, slowest_link(cluster, devices, devices)
-    rate_s = summing_rate_s(len(devices), spec.lanes, link, limits.sums_factor)
-    whole_s = rate_s * float(sync_bytes[-1])
+    rates_s = summing_rates_s(len(devices), spec.lanes, link, limits.sums_factor, shards=limits.shards)
+    whole_s = sum(rates_s) * float(sync_bytes[-1])
     backward_s = np.append(0.0, np.cumsum([factor * node.backward_s for node in nodes]))
     behind_s = whole_s
     if hides(spec.of_kind):
-        behind_s = float(exposed_s(rate_s, backward_s, sync_bytes, 0, [len(nodes)])[0])
+        behind_s = float(exposed_s(rates_s[0], backward_s, sync_bytes, 0, [len(nodes)])[0])
+        behind_s += rates_s[1] * float(sync_bytes[-1])
     return whole_s + 2 * link.latency_s, whole_s - behind_s
 
 
@@ -102,8 +103,12 @@ def hides(kind: ScheduleKind) -> bool:
     return kind.synchronous and not kind.splits_backward
 
 
-def summing_rate_s(replicas: int, lanes: int, link: Link, factor: float = 1.0) -> float:
-    """Seconds for each byte of gradients that so many replicas sum; see ``engine.all_reduce`` for what they send.
+def summing_rates_s(
+    replicas: int, lanes: int, link: Link, factor: float = 1.0, *, shards: bool = False
+) -> tuple[float, float]:
+    """Seconds for each byte of gradients that so many replicas sum: what may lie beside a backward, and the rest.
+
+    See ``engine.all_reduce`` for what they send.
 
     Each of R sends (R - 1) / R of its L / R lanes, and then as much of the totals. All its peers share what one link
     carries, as they share a worker's network card, both ways at once. Every chunk waits for two messages' latency, and
@@ -111,9 +116,15 @@ def summing_rate_s(replicas: int, lanes: int, link: Link, factor: float = 1.0) -
 
     Args:
         factor: bytes that travel for each byte of gradients.
+        shards: totals stay where they are summed, and parameters travel, whole, once they have been stepped.
     """
-    sent = factor * (replicas - 1) / replicas * (lanes / replicas + 1)
-    return sent / link.bandwidth_bytes_s + 2 * link.latency_s / chunk_bytes(lanes, replicas) if replicas > 1 else 0.0
+    if replicas == 1:
+        return 0.0, 0.0
+    share, latency_s = (replicas - 1) / replicas, link.latency_s / chunk_bytes(lanes, replicas)
+    if shards:
+        scattered = factor * share * lanes / replicas
+        return scattered / link.bandwidth_bytes_s + latency_s, share / link.bandwidth_bytes_s + latency_s
+    return factor * share * (lanes / replicas + 1) / link.bandwidth_bytes_s + 2 * latency_s, 0.0
 
 
 def exposed_s(rate_s: float, backward_s: Numbers, sync_bytes: Numbers, first: int, ends: Sequence[int]) -> Numbers:

@@ -40,7 +40,7 @@ from raypipe.planner.tune.attempt import NOTHING
 from raypipe.planner.tune.decision import Decision
 from raypipe.planner.tune.pool_bounds import CutCosts, cut_costs, stage_bytes
 from raypipe.planner.tune.problem import Problem, limits_of
-from raypipe.planner.tune.replicas import exposed_s, groups_of, hides, slowest_link, summing_rate_s
+from raypipe.planner.tune.replicas import exposed_s, groups_of, hides, slowest_link, summing_rates_s
 from raypipe.planner.tune.request import AUTO_SLACK, Request, microbatches
 from raypipe.planner.tune.resolve import memory_model, spec_of
 from raypipe.planner.tune.shape_costs import SizedCuts, way_s
@@ -188,16 +188,19 @@ class ShapeSearch:
         if key in self._reduced:
             return self._reduced[key]
         request = self._problem.request
-        graph, rate_s = costs.graph, summing_rate_s(replicas, lanes, link, request.sums_factor)
+        graph = costs.graph
+        beside_s, behind_s = summing_rates_s(replicas, lanes, link, request.sums_factor, shards=request.shards)
         sync_bytes = columns_of(graph).before[1].astype(np.float64)
         starts, ends = costs.positions[:, stage], costs.positions[:, stage + 1]
-        found: Floats = rate_s * (sync_bytes[ends] - sync_bytes[starts])
+        summed = sync_bytes[ends] - sync_bytes[starts]
+        found: Floats = (beside_s + behind_s) * summed
         if replicas > 1 and hides(request.kind):
             backward_s = np.append(0.0, np.cumsum([node.backward_s for node in graph.nodes])) / speed
             for first in np.unique(starts).tolist():
                 rows = np.flatnonzero(starts == first)
-                found[rows] = exposed_s(rate_s, backward_s, sync_bytes, first, ends[rows].tolist())
-        found = np.where(sync_bytes[ends] > sync_bytes[starts], found + 2 * link.latency_s * (replicas > 1), 0.0)
+                found[rows] = exposed_s(beside_s, backward_s, sync_bytes, first, ends[rows].tolist())
+            found += behind_s * summed
+        found = np.where(summed > 0, found + 2 * link.latency_s * (replicas > 1), 0.0)
         if any(costs is known for known in self._costs.values()):
             self._reduced[key] = found
         return found

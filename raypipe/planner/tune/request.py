@@ -52,6 +52,7 @@ class Request:
         lanes: into which gradients are summed; None for the fewest that give every replica of a stage as many.
         replicated_buffers: stages that change buffers may have replicas, each with its own.
         sums_factor: bytes of gradients that replicas exchange, over those of the gradients.
+        shards: replicas share out the state of the optimizer, and exchange parameters behind their steps.
         changing: positions of the nodes that change buffers in training; their stages have one worker. Known where
             replicas are left to the planner.
         codecs: of messages forwards and backwards; cuts and steps count them.
@@ -85,6 +86,7 @@ class Request:
     lanes: int | None = None
     replicated_buffers: bool = False
     sums_factor: float = 1.0
+    shards: bool = False
     changing: tuple[int, ...] = ()
     codecs: tuple[CodecCost, CodecCost] = (NO_CODEC, NO_CODEC)
 

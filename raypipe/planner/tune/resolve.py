@@ -77,7 +77,7 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         microbatch_size=microbatch_size,
         weight_versions=max(policy.capacities) if request.vertical_sync and policy.capacities else None,
         version_limit=request.weight_versions,
-        optimizer_factor=request.optimizer_factor,
+        optimizer_factor=_optimizer_factor(request, num_stages),
         leaf_factor=request.leaf_factor,
         state_copies=request.state_copies,
         # Once per worker, whose stages share it.
@@ -86,6 +86,12 @@ def memory_model(request: Request, num_stages: int, num_microbatches: int, micro
         resident=counted,
         recompute=request.recomputes,
     )
+
+
+def _optimizer_factor(request: Request, num_stages: int) -> float | tuple[float, ...]:
+    """By stage where replicas share out its state."""
+    whole = request.optimizer_factor
+    return tuple(whole / count for count in request.replicas_of(num_stages)) if request.shards else whole
 
 
 def _sums(request: Request, policy: WeightPolicy, spec: ScheduleSpec, replicas: int) -> int:

@@ -261,7 +261,28 @@ def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Req
         notes.append("replicated_buffers=True changes nothing: no stage with several replicas changes a buffer.")
     if request.sums_factor < 1.0 and plan.schedule.wiring.lanes == 1:
         notes.append("codec_sums changes nothing: every stage has one worker, and nothing is exchanged.")
+    if request.shards:
+        notes += _sharded(plan, programs)
     return notes
+
+
+def _sharded(plan: Plan, programs: Sequence[StageProgram]) -> list[str]:
+    """Notes on optimizer state that replicas share out."""
+    found = []
+    for program, workers in zip(programs, plan.schedule.wiring.homes, strict=True):
+        if len(workers) == 1 or not program.trainable:
+            continue
+        kept = sorted(name for name in program.trainable if name in program.shared_with)
+        but = (
+            f", but for that of {kept[0]!r}{' and others' * (len(kept) > 1)}, which other stages hold too"
+            if kept
+            else ""
+        )
+        found.append(
+            f"Each of the {len(workers)} replicas of stage {program.index} holds 1/{len(workers)} of its optimizer's "
+            f"state (shard_optimizer){but}."
+        )
+    return found or ["shard_optimizer changes nothing: no stage that trains has several workers."]
 
 
 def _ties(programs: Sequence[StageProgram]) -> bool:

@@ -226,6 +226,12 @@ class Recovery:
                     "transport='ray_collective': the links of a run are opened once, so its stages stay on the workers "
                     "that they are on. Take transport='tcp' for a run that may change."
                 )
+            if self._blueprint.setup.settings.shard_optimizer:
+                raise PlanError(
+                    "shard_optimizer=True: each replica has a part of the optimizer's state that no other worker has, "
+                    "so stages stay on the workers that they are on. Stop the run and start it again as it is to be, "
+                    "which goes on from its checkpoint."
+                )
             yield
         except PlanError:
             self._fleet.go_on()

@@ -120,7 +120,7 @@ class StateCalls:
             CheckpointError: one of them could not.
         """
         links = self._links
-        return entries_of(self.actors, self._held, folder, lambda: links == self._links)
+        return entries_of(self.actors, folder, lambda: links == self._links)
 
     def restore(self, folder: str, fresh: FreshOptions) -> None:
         """Every stage goes back to the state of checkpoint ``folder``, but for these options of the optimizer.

@@ -16,13 +16,12 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import ray
 import torch
 
-from raypipe.engine.checkpoint import FreshOptions, StateSource, take_snapshot
+from raypipe.engine.checkpoint import FreshOptions, StateSource
 from raypipe.engine.copy import bring_back
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import CPU, Device
@@ -31,7 +30,7 @@ from raypipe.engine.placement import Placement
 from raypipe.engine.reached import Reached
 from raypipe.engine.restoring import restore_stages
 from raypipe.engine.setup import GenerationSetup, RunSetup
-from raypipe.engine.shard_writer import ShardWriter
+from raypipe.engine.shard_writer import ShardWriter, writers_of
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import StageState
@@ -328,18 +327,8 @@ class _StageActor(LinkedActor, ReplayingActor):
     def _shards(self) -> list[ShardWriter]:
         run = self._setup
         assert run is not None
-        assert run.place is not None, "a run without a folder saves nothing"
         assert self._executor is not None, "configure() comes first"
-        if not self._writers and self._executor.placement.leads:
-            self._writers = [
-                ShardWriter(
-                    run.place,
-                    partial(
-                        take_snapshot, work.program, work.state, run.persistent, Crossing(self._device), work.feed.mark
-                    ),
-                )
-                for work in self._works()
-            ]
+        self._writers = self._writers or writers_of(self._executor, run)
         return self._writers
 
     def rest(self, term: int) -> None:

@@ -257,7 +257,7 @@ def text_of(files: Mapping[str, bytes]) -> str:
         ('"lr": 0.01', '"lr": ' + "9" * 5000, "is no valid JSON"),
         ('"lr": 0.01', '"lr": ' + "[" * 100_000, "is no valid JSON"),
         ('"lr": 0.01', '"lr": 0.02', "its checksum differs"),
-        ('"format": 3', '"format": 4', "has format 4; this release reads 3"),
+        ('"format": 3', '"format": 5', "has format 5; this release reads 4"),
         ('"format": 3', '"format": 3.0', "has format 3.0"),
         ('"format": 3', '"format": 2', "its checksum differs"),
         ('"format"', '"form"', "has format None"),

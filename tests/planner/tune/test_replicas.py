@@ -51,6 +51,40 @@ def test_a_step_takes_longer_by_what_replicas_exchange() -> None:
     assert whole.exchange_s - half.exchange_s == pytest.approx(4 * MIB / 2 / ASSUMED_LINK.bandwidth_bytes_s)
 
 
+def test_replicas_that_share_out_the_optimizers_state_hold_a_part_of_it() -> None:
+    """Of a stage with one worker all of it; and a limit is kept that whole states would break."""
+    stages = decide(dataclasses.replace(FIXED, replicas=(3, 1), shards=True), chain(4)).prediction.stages
+    for stage, count in zip(stages, (3, 1), strict=True):
+        memory = dict(stage.memory)
+        assert memory["optimizer"] == pytest.approx(memory["weights x 1"] * FIXED.optimizer_factor / count, abs=1)
+    parallel = dataclasses.replace(FIXED, num_stages=1, replicas=2, shards=True)
+    most = sum(size for _, size in decide(parallel, chain(4)).prediction.stages[0].memory)
+    limited = dataclasses.replace(parallel, memory_limit_bytes=most)
+    decide(limited, chain(4))
+    with pytest.raises(PlanError):
+        decide(dataclasses.replace(limited, shards=False), chain(4))
+
+
+def test_parameters_come_back_behind_the_step_and_whole() -> None:
+    """As many bytes as totals of gradients; sums in half the bytes leave parameters as they are."""
+    found = {
+        (shards, factor): decide(
+            dataclasses.replace(FIXED, num_stages=1, replicas=2, sums_factor=factor, shards=shards), chain(4)
+        ).prediction
+        for shards in (False, True)
+        for factor in (1.0, 0.5)
+    }
+    exchange_s = {how: one.stages[0].exchange_s for how, one in found.items()}
+    way_s = 4 * MIB / 2 / ASSUMED_LINK.bandwidth_bytes_s
+    assert exchange_s[True, 1.0] == pytest.approx(exchange_s[False, 1.0])
+    assert exchange_s[False, 1.0] - exchange_s[False, 0.5] == pytest.approx(way_s)
+    assert exchange_s[True, 1.0] - exchange_s[True, 0.5] == pytest.approx(way_s / 2)
+    for factor in (1.0, 0.5):
+        seen = [exchange_s[True, factor] - found[True, factor].stages[0].hidden_s, found[True, factor].step_s]
+        assert seen[0] >= way_s, "the way back is waited for"
+        assert seen[1] >= found[False, factor].step_s - 1e-12
+
+
 def test_what_lies_beside_the_last_backward_is_not_waited_for() -> None:
     """Written out layer by layer: one is exchanged when its backward is over and the one behind it has been."""
     for params, milliseconds in ((MIB, 1.0), (16 * MIB, 1.0), (MIB, 20.0)):
