@@ -3,7 +3,7 @@
     python -m dashboards.render http://localhost:9090 --last 600 --run lm -o boards
 
 Writes one PNG for every board; needs matplotlib. Each panel has its title, its unit and a line per series, named as
-Grafana would name it.
+Grafana would name it. The axis of time begins with the first value of any of them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ import textwrap
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dashboards.boards import BOARDS, Board, Panel
+from raypipe.ir.pictures.axis import in_unit
+from raypipe.ir.pictures.theme import shortened
 
-__all__ = ["Line", "ask", "draw", "lines_of", "main", "step_between", "with_gaps"]
+__all__ = ["Line", "ask", "draw", "in_units", "lines_of", "main", "step_between", "with_gaps"]
 
-UNITS = {
-    "short": (1.0, ""),
-    "percentunit": (100.0, "%"),
-    "s": (1.0, "s"),
-    "Bps": (1e-6, "MB/s"),
-    "bytes": (2.0**-20, "MiB"),
-}
-"""Factor and name for people, by Grafana's name of a unit."""
+UNITS = {"short": "", "percentunit": "%", "s": "s", "Bps": "B/s", "bytes": "B"}
+"""As pictures of runs name it, by Grafana's name of a unit."""
+LETTERS = 12
+"""Size of most letters, in points; titles are larger. A board is read at half its size too."""
+WIDE_IN = 14.0
+LEGEND, LEGEND_PX = 70, 520
+"""What a row of a legend has room for: letters, and pixels of one name."""
 
 
 class Line(NamedTuple):
@@ -91,7 +93,7 @@ def draw(
     """
     from matplotlib import style
 
-    with style.context("dark_background" if dark else "default"):
+    with style.context(["dark_background" if dark else "default", {"font.size": LETTERS, "lines.linewidth": 2.0}]):
         _draw(board, prometheus, run, begin_s, end_s, path)
 
 
@@ -99,50 +101,79 @@ def _draw(board: Board, prometheus: str, run: str, begin_s: float, end_s: float,
     from matplotlib.figure import Figure
     from matplotlib.gridspec import GridSpec
 
+    found = {panel: lines_of(panel, prometheus, run, begin_s, end_s) for panel in board.panels}
+    first_s = min((at for lines in found.values() for line in lines for at in line.times_s[:1]), default=begin_s)
     numbers = [panel for panel in board.panels if panel.stat]
     plots = [panel for panel in board.panels if not panel.stat]
     rows = (len(plots) + 1) // 2
-    figure = Figure(figsize=(14, 1.0 + 1.3 * bool(numbers) + 3.0 * rows), layout="constrained")
-    figure.suptitle(f"{board.title}: {board.meaning}", fontsize=13)
+    figure = Figure(figsize=(WIDE_IN, 1.2 + 1.5 * bool(numbers) + 3.4 * rows), layout="constrained")
+    figure.suptitle(f"{board.title}\n{board.meaning}", fontsize=LETTERS + 3)
     grid = GridSpec(rows + bool(numbers), 12, figure, height_ratios=[0.45] * bool(numbers) + [1.0] * rows)
     for place, panel in enumerate(numbers):
-        lines = lines_of(panel, prometheus, run, begin_s, end_s)
-        _number(figure.add_subplot(grid[0, 2 * place : 2 * place + 2]), panel, lines)
+        _number(figure.add_subplot(grid[0, 2 * place : 2 * place + 2]), panel, found[panel])
     for place, panel in enumerate(plots):
         row, column = place // 2 + bool(numbers), 6 * (place % 2)
-        lines = lines_of(panel, prometheus, run, begin_s, end_s)
-        _plot(figure.add_subplot(grid[row, column : column + 6]), panel, lines, begin_s, end_s)
+        where = figure.add_subplot(grid[row, column : column + 6])
+        _plot(where, panel, found[panel], begin_s, (first_s, end_s))
     figure.savefig(path, dpi=80)
 
 
+def in_units(values: Sequence[float], unit: str) -> tuple[float, str]:
+    """Factor for values of a unit of Grafana, and the name of the unit that they are in then, which fits the largest.
+
+    Args:
+        unit: Grafana's name.
+    """
+    if unit == "percentunit":
+        return 100.0, "%"
+    largest = max((abs(value) for value in values if math.isfinite(value)), default=1.0)
+    divisor, name = in_unit(largest, UNITS[unit])
+    return 1.0 / divisor, name
+
+
 def _number(axes: Any, panel: Panel, lines: list[Line]) -> None:
-    factor, unit = UNITS[panel.unit]
-    text = "\n".join(f"{line.values[-1] * factor:.4g} {unit}" for line in lines) or textwrap.fill(
-        _nothing(panel, ": "), 20
-    )
-    axes.set_title(panel.title, fontsize=10)
-    axes.text(0.5, 0.4, text, ha="center", va="center", fontsize=18 if lines else 9)
+    axes.set_title(panel.title, fontsize=LETTERS + 1)
+    told = []
+    for line in lines:
+        factor, unit = in_units(line.values[-1:], panel.unit)
+        told.append(f"{line.values[-1] * factor:.4g} {unit}".strip())
+    words = "\n".join(told) or textwrap.fill(_nothing(panel, ": "), 20)
+    axes.text(0.5, 0.45, words, ha="center", va="center", fontsize=LETTERS + 10 if lines else LETTERS - 1)
     axes.set_xticks([])
     axes.set_yticks([])
 
 
-def _plot(axes: Any, panel: Panel, lines: list[Line], begin_s: float, end_s: float) -> None:
-    factor, unit = UNITS[panel.unit]
-    axes.set_title(panel.title, fontsize=11)
-    axes.set_ylabel(unit)
-    axes.set_xlabel("seconds ago", fontsize=8)
-    axes.set_xlim(begin_s - end_s, 0)
+def _plot(axes: Any, panel: Panel, lines: list[Line], begin_s: float, shown_s: tuple[float, float]) -> None:
+    """One panel.
+
+    Args:
+        begin_s: from when on values were asked for.
+        shown_s: begin and end of the axis.
+    """
+    first_s, end_s = shown_s
+    axes.set_title(panel.title, fontsize=LETTERS + 2)
+    if not lines:
+        words = textwrap.fill(_nothing(panel, ": "), 44)
+        axes.text(0.5, 0.5, words, ha="center", va="center", transform=axes.transAxes)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return
+    factor, unit = in_units([value for line in lines for value in line.values], panel.unit)
+    axes.set_ylabel(unit or panel.title.lower())
+    axes.set_xlabel("seconds ago")
+    axes.set_xlim(first_s - end_s, 0)
     for number, line in enumerate(lines):
         times_s, values = with_gaps(line, begin_s, end_s)
         dashes = (0, (5, 2 + 2 * number)) if number else "-"  # of equal lines, those below show in the gaps
         scaled = [value * factor for value in values]
-        axes.plot([at - end_s for at in times_s], scaled, label=line.name, linestyle=dashes)
-    if lines:
-        values = [value * factor for line in lines for value in line.values if math.isfinite(value)] or [1.0]
-        axes.set_ylim(1.08 * min(0.0, *values), 1.08 * max(values) or 1.0)
-        axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
-    else:
-        axes.text(0.5, 0.5, _nothing(panel, ": "), ha="center", va="center", transform=axes.transAxes)
+        axes.plot([at - end_s for at in times_s], scaled, label=shortened(line.name, LEGEND_PX), linestyle=dashes)
+    values = [value * factor for line in lines for value in line.values if math.isfinite(value)] or [1.0]
+    low, high = min(0.0, *values), max(values)
+    spare = 0.05 * ((high - low) or 1.0)
+    axes.set_ylim(low - spare, high + spare)  # a line along the axis can be told from it
+    longest = max(len(shortened(line.name, LEGEND_PX)) for line in lines)
+    columns = max(1, LEGEND // (longest + 6))
+    axes.legend(fontsize=LETTERS - 1, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     axes.grid(alpha=0.3)
 
 

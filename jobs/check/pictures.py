@@ -110,6 +110,7 @@ def take(path: Path, into: Path, sizes: Sequence[Size]) -> list[str]:
         with opened(path, THEMES[0], size.width, size.scale) as (page, complaints):
             for theme in THEMES:
                 page.emulate_media(color_scheme=theme)
+                page.reload()  # the site chooses its theme while it is loaded
                 where = f"{path.stem}-{theme}-{size.name}"
                 page.screenshot(path=into / f"{where}.png", full_page=True)
                 if size.name == "whole":
