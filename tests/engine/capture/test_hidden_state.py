@@ -256,18 +256,7 @@ def test_a_loss_that_remembers_is_refused(loss_fn: Any, message: str) -> None:
         )
 
 
-def test_a_loss_that_reads_the_model_is_refused() -> None:
-    """No stage has the model that it refers to, so its gradient would be lost."""
-    model = Net(lambda net, x: x)
-
-    def penalised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(output, target) + 0.01 * model.first.weight.square().sum()
-
-    with pytest.raises(CaptureError, match=r"the gradient of 'first\.weight' is different by up to"):
-        trainer(model, penalised).fit(num_steps=1, local=True, progress=False)
-
-
-def test_what_forward_leaves_for_the_loss_is_refused() -> None:
+def test_what_forward_leaves_for_the_loss_is_refused_where_it_is_verified() -> None:
     penalty = contextvars.ContextVar[torch.Tensor | None]("penalty", default=None)
 
     def leaves(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -278,10 +267,13 @@ def test_what_forward_leaves_for_the_loss_is_refused() -> None:
         left = penalty.get()
         return cross_entropy(output, target) + (0.0 if left is None else left)
 
+    config = replace(CONFIG, loss_reduction="mean")
     with pytest.raises(
         CaptureError, match=r"the stages of Net do not compute what Net computes: the loss is \S+ there and \S+ here"
     ):
-        trainer(Net(leaves), loss, replace(CONFIG, loss_reduction="mean")).fit(num_steps=1, local=True, progress=False)
+        trainer(Net(leaves), loss, config).fit(num_steps=1, local=True, progress=False)
+    unverified = trainer(Net(leaves), loss, replace(config, verify="off"))
+    assert len(unverified.fit(num_steps=2, local=True, progress=False).records) == 2
 
 
 @pytest.mark.parametrize("by", ["context variable", "global"])
@@ -363,16 +355,6 @@ def test_parameters_that_forward_changes_are_refused() -> None:
         CaptureError, match=r"Child '0' \(Net\) changes its parameter 'first\.weight' while it computes forward"
     ):
         trainer(model).fit(num_steps=1, local=True, progress=False)
-
-
-def test_verify_off_trains_what_was_captured() -> None:
-    model = Net(lambda net, x: x)
-
-    def penalised(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(output, target) + 0.01 * model.first.weight.square().sum()
-
-    config = replace(CONFIG, verify="off")
-    assert len(trainer(model, penalised, config).fit(num_steps=2, local=True, progress=False).records) == 2
 
 
 def test_the_check_changes_nothing_of_the_model() -> None:
