@@ -55,6 +55,8 @@ class EarlyStopping:
             best, waited = (sign * value, 0) if better else (best, waited + 1)
         if waited < self.patience:
             return ""
+        if best == -math.inf:
+            return f"{self.metric} has been no finite number for {waited} evaluations"
         return f"{self.metric} has not got better than {sign * best:g} for {waited} evaluations"
 
 

@@ -27,7 +27,7 @@ import torch
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, StageError
 
-__all__ = ["Asked", "Meter", "check_metrics", "names_of", "part_of", "parts_by_key"]
+__all__ = ["Asked", "Meter", "check_metrics", "is_stateful", "names_of", "part_of", "parts_by_key"]
 
 Numbers = tuple[tuple[str, float], ...]
 _NOT_OF_A_NAME = re.compile(r"\W")
@@ -105,7 +105,7 @@ def check_metrics(metrics: Any) -> None:
                 f"metrics has the name {name!r}: give one of letters, digits and underscores, other than 'loss'. It "
                 "is told as eval_<name>."
             )
-        if isinstance(metric, type) or not (callable(metric) or _is_stateful(metric)):
+        if isinstance(metric, type) or not (callable(metric) or is_stateful(metric)):
             what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
             raise ConfigError(
                 f"metrics[{name!r}] is {what}; give a function (output, target) -> a number, or an object with update, "
@@ -121,7 +121,7 @@ class Meter:
     """
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
-        self._metrics = {name: _own(metric) if _is_stateful(metric) else metric for name, metric in metrics.items()}
+        self._metrics = {name: _own(metric) if is_stateful(metric) else metric for name, metric in metrics.items()}
         self._totals: dict[str, dict[str, tuple[float, float]]] = {}
         self.begin()
 
@@ -129,7 +129,7 @@ class Meter:
         """Another evaluation begins."""
         self._totals = {name: {} for name in self._metrics}
         for metric in self._metrics.values():
-            if _is_stateful(metric):
+            if is_stateful(metric):
                 metric.reset()
 
     def add(self, output: Any, target: Sequence[Any], samples: int) -> None:
@@ -143,7 +143,7 @@ class Meter:
         """
         for name, metric in self._metrics.items():
             try:
-                if _is_stateful(metric):
+                if is_stateful(metric):
                     metric.update(output, *target)
                     continue
                 found = metric(output, *target)
@@ -164,7 +164,7 @@ class Meter:
         return tuple(found for name, metric in self._metrics.items() for found in self._results(name, metric))
 
     def _results(self, name: str, metric: Any) -> Iterator[tuple[str, float]]:
-        if not _is_stateful(metric):
+        if not is_stateful(metric):
             for part, (total, count) in (self._totals[name] or {name: (0.0, 0.0)}).items():
                 yield part, total / count if count else float("nan")
             return
@@ -195,7 +195,7 @@ def _parts(name: str, found: Any) -> dict[str, Any]:
     return parts
 
 
-def _is_stateful(metric: Any) -> bool:
+def is_stateful(metric: Any) -> bool:
     return not isinstance(metric, type) and all(
         callable(getattr(metric, name, None)) for name in ("update", "compute", "reset")
     )

@@ -119,7 +119,11 @@ def open_arguments(given: Arguments, pipeline: PipelineConfig, num_workers: int 
         if unfilled:
             rehearse_loss(captured, rows, data="eval_data")
         if metrics:
-            evaluated = try_metrics(metrics, captured, rows)
+            bytes_each = max(1, sum(x[:1].nbytes for x in rows.values() if x.dim()))
+            most = max(count, min(MOST_SAMPLES, MOST_BYTES // bytes_each, sources["eval"].num_samples))
+            evaluated = try_metrics(
+                metrics, captured, rows, lambda: _by_name(columns, sources["eval"].read(0, 0, most, columns))
+            )
     larger: Mapping[Any, torch.Tensor] = {}
     if curve:
         bytes_each = sum(x[:1].nbytes for x in _by_name(columns, example).values() if x.dim())

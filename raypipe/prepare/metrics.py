@@ -6,14 +6,14 @@ what a metric reads, which is found out by noting it. A metric that fails, or re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from raypipe.engine.capture import Capture
 from raypipe.engine.item_randomness import own_generators, seed_generators
-from raypipe.engine.meter import Asked, Meter, names_of, part_of, parts_by_key
+from raypipe.engine.meter import Asked, Meter, is_stateful, names_of, part_of, parts_by_key
 from raypipe.engine.metric_fields import fields_of
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.precision import converted, model_in
@@ -63,8 +63,16 @@ def asked_by(
     return Asked(tuple(outputs), tuple(columns), names, tuple(rows))
 
 
-def try_metrics(metrics: Mapping[str, Any], captured: Capture, rows: Mapping[Any, torch.Tensor]) -> tuple[str, ...]:
+def try_metrics(
+    metrics: Mapping[str, Any],
+    captured: Capture,
+    rows: Mapping[Any, torch.Tensor],
+    more: Callable[[], Mapping[Any, torch.Tensor]],
+) -> tuple[str, ...]:
     """Call every metric on what the captured model computes of these rows of eval_data.
+
+    Args:
+        more: reads more rows, for an object that computes nothing of few: an AUC wants samples of every class.
 
     Returns:
         Names of the numbers that they gave; none of a model without values.
@@ -78,13 +86,26 @@ def try_metrics(metrics: Mapping[str, Any], captured: Capture, rows: Mapping[Any
     function = program.modes["eval"]
     leaves = [captured.parameters[site.parameter].detach() for site in function.sites]
     buffers = [captured.buffers[name].detach().clone() for name in function.buffers]
-    columns = {name: x[:NUM_ROWS].clone() if x.dim() else x.clone() for name, x in rows.items()}
-    with torch.no_grad(), one_thread():
-        outputs = function(leaves, buffers, (), [columns[name] for name in function.columns], RandomKey(0, 0, 0))
-        output, behind = program.metric_arguments(outputs, columns)
     trained = {name: captured.parameters[name] for name in captured.trainable}
-    with no_reads_of(trained, "A metric", _OF_A_METRIC):
-        return _called(metrics, output, behind, len(next(iter(columns.values()))))
+
+    def tried(metrics: Mapping[str, Any], rows: Mapping[Any, torch.Tensor]) -> tuple[str, ...]:
+        columns = {name: x.clone() for name, x in rows.items()}
+        with torch.no_grad(), one_thread():
+            held = [buffer.clone() for buffer in buffers]
+            outputs = function(leaves, held, (), [columns[name] for name in function.columns], RandomKey(0, 0, 0))
+            output, behind = program.metric_arguments(outputs, columns)
+        with no_reads_of(trained, "A metric", _OF_A_METRIC):
+            return _called(metrics, output, behind, len(next(iter(columns.values()))))
+
+    few = {name: x[:NUM_ROWS] if x.dim() else x for name, x in rows.items()}
+    try:
+        return tried(metrics, few)
+    except ConfigError:
+        functions = {name: metric for name, metric in metrics.items() if not is_stateful(metric)}
+        if len(functions) == len(metrics):
+            raise
+    tried(functions, few)  # which are called once for each micro-batch, however small
+    return tried(metrics, more())
 
 
 def _returned(model: torch.nn.Module, rows: Mapping[Any, torch.Tensor], precision: Precision) -> Any:

@@ -201,6 +201,48 @@ def test_patience_counts_no_evaluation_but_those_at_the_interval(tmp_path: Path)
     assert all(numbers(result)), "every checkpoint has its score"
 
 
+class OfAllClasses(Largest):
+    """As an AUC is: of no use on two rows."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.seen += target.tolist()
+
+    def compute(self) -> int:
+        if set(self.seen) != {0, 1, 2}:
+            raise ValueError("only some classes are there")
+        return len(self.seen)
+
+    def reset(self) -> None:
+        self.seen = []
+
+
+def test_a_metric_that_computes_nothing_of_few_rows(tmp_path: Path) -> None:
+    """An object sees every micro-batch, so it is tried on more rows; a function is called with one of them."""
+    metrics = {"accuracy": accuracy, "seen": OfAllClasses()}
+    found = evaluated(tmp_path, 2, metrics=metrics, eval_data=TensorDataset(EX, torch.arange(21) % 3))
+    assert [list(one) for one in numbers(found) if one] == [["eval_loss", "eval_accuracy", "eval_seen"]]
+    assert numbers(found)[-1]["eval_seen"] == 21
+    with pytest.raises(ConfigError, match=r"'seen' failed in compute\(\).*It was called on 21 rows of the data"):
+        evaluated(tmp_path, 2, metrics=metrics, eval_data=TensorDataset(EX, torch.arange(21) % 2))
+
+    def of_three(output: torch.Tensor, target: torch.Tensor) -> float:
+        if len(target) < 3:
+            raise ValueError("too few")
+        return 1.0
+
+    with pytest.raises(ConfigError, match=r"The metric 'three' failed.*It was called on 2 rows of the data"):
+        evaluated(tmp_path, 2, metrics=metrics | {"three": of_three})
+
+
+def test_a_metric_without_a_number_ends_a_run_in_its_own_words(tmp_path: Path) -> None:
+    stops = EarlyStopping("eval_none", patience=2)
+    result = evaluated(tmp_path, 20, metrics={"none": lambda output, target: math.nan}, early_stopping=stops)
+    assert result.stopped == "eval_none has been no finite number for 2 evaluations"
+
+
 class Rising:
     """How many evaluations there were before."""
 
