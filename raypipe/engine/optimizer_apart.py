@@ -8,7 +8,8 @@
 Tried on stand-ins with drawn values and gradients. What fails the first comparison decides by the position or the
 number of its parameters, or computes something of all of them together, such as a norm; what fails the second one keeps
 something that a checkpoint does not have; what fails the last one computes something of a whole parameter, such as its
-norm or means of its rows. All would train wrongly without a word.
+norm or means of its rows. All would train wrongly without a word. So would a count that is kept outside of the state,
+for what happens at every hundredth step: it is told by its being another one after a load.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from raypipe.engine.chunks import flat
 from raypipe.engine.item_randomness import generator_states, own_generators
+from raypipe.engine.remembered import read_memory_of
 from raypipe.engine.slices import Part, Slices
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
@@ -35,6 +37,8 @@ _SCALES = (1.0, 100.0, 0.01)
 """Of the gradients of each step, so that limits are reached and are not."""
 _TOLERANCE = 1e-5
 """Of the largest number of a tensor."""
+_OF_STATE = ("state", "param_groups", "defaults")
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -69,6 +73,12 @@ def compare_apart(
         except Exception:  # noqa: BLE001  (a function for parts of a model need not take all of it)
             return
         kind = type(whole.optimizer).__name__
+        if whole.scheduler_draws:
+            raise ConfigError(
+                f"lr_scheduler: the step of {type(whole.scheduler).__name__} draws random numbers: every stage would "
+                "draw others, and so would a run that goes on. Let the rate follow from the number of steps, or from "
+                "random.Random(step)."
+            )
         if not generator_states().same_as(before):
             _refuse_draws(kind, programs, copies=copies)
             return
@@ -80,11 +90,14 @@ def compare_apart(
             for gradients in drawn[:-1]:
                 apart.step(gradients)
             loaded = apart.loaded(make_optimizer, make_scheduler)
+            counts = apart.counts()
             apart.step(drawn[-1])
+            counted = {path: now for path, now in apart.counts().items() if counts.get(path, now) != now}
             _compare_with_whole(kind, program.index, apart, whole)
             if loaded is not None:
                 loaded.step(drawn[-1])
                 _compare_loaded(kind, apart, loaded)
+                _compare_counts(kind, counted, loaded.counts())
 
 
 def compare_sliced(
@@ -164,6 +177,7 @@ class _Stepped:
         self.optimizer = make_optimizer(list(self.parameters.items()))
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
         self.steps = 0
+        self.scheduler_draws = False
 
     slices: Slices | None = None
 
@@ -186,7 +200,18 @@ class _Stepped:
     def _schedule(self) -> None:
         self.steps += 1
         if self.scheduler is not None:
+            before = generator_states()
             self.scheduler.step()
+            self.scheduler_draws = self.scheduler_draws or not generator_states().same_as(before)
+
+    def counts(self) -> dict[str, int | float]:
+        """Numbers that are attributes of the optimizer, and those that its hooks reach, by path."""
+        held = {name: value for name, value in getattr(self.optimizer, "__dict__", {}).items() if name not in _OF_STATE}
+        found = {f"self.{name}": value for name, value in held.items() if isinstance(value, int | float)}
+        for name in _HOOKS:
+            for hook in held.get(name, {}).values():
+                found |= read_memory_of(hook, name.strip("_")).values
+        return {path: value for path, value in found.items() if isinstance(value, int | float)}
 
     def loaded(self, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None) -> _Stepped | None:
         """Another one that goes on from here as a run does; None where the optimizer has no such methods."""
@@ -253,6 +278,18 @@ def _compare_loaded(kind: str, apart: _Stepped, loaded: _Stepped) -> None:
                 f"optimizer: {kind} steps {name!r} otherwise after its state_dict() was loaded into a new one, so a "
                 "run that goes on from a checkpoint or recovers would train differently. Keep all that the step needs "
                 "in self.state[parameter] or in the options of param_groups."
+            )
+
+
+def _compare_counts(kind: str, counted: Mapping[str, int | float], loaded: Mapping[str, int | float]) -> None:
+    """What every step counts on, and what it is where a state_dict was loaded on the way."""
+    for path, value in counted.items():
+        if path in loaded and not math.isclose(value, loaded[path]):
+            raise ConfigError(
+                f"optimizer: {kind} counts on in {path}, which is {value:g} after {len(_SCALES)} steps, and "
+                f"{loaded[path]:g} where its state_dict() was loaded into a new one before the last of them, so a run "
+                "that goes on from a checkpoint or recovers may train differently. Keep it in an option of groups, as "
+                "group['steps'], or in self.state[parameter]."
             )
 
 

@@ -180,7 +180,8 @@ def _chained(
         arrived = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         read = [columns[name].clone() for name in function.columns]
         targets = [columns[name].clone() for name in program.targets]
-        stage = functools.partial(_staged, program, function, (leaves, list(own.values()), arrived, read, key), targets)
+        held = [own[name] for name in function.buffers]  # of which one may come twice
+        stage = functools.partial(_staged, program, function, (leaves, held, arrived, read, key), targets)
         forget()
         with ThreadPoolExecutor(1) as thread:  # which has its own thread-local and context variables
             outputs = thread.submit(stage).result()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -91,8 +91,20 @@ def prepare(
         pipeline.shard_optimizer,
     )
     job = noting_compiled(_job(given, found, pipeline, basis, planned, settings))
-    note = note_on_modes(turned_on(found.model))
-    return job.noting(note) if note else job
+    notes = [note_on_modes(turned_on(found.model)), _on_forgotten(found.captured.forgotten)]
+    return reduce(Job.noting, filter(None, notes), job)
+
+
+def _on_forgotten(buffers: Sequence[str]) -> str:
+    """What a plan says of buffers that training changes and no checkpoint keeps; empty of none."""
+    if not buffers:
+        return ""
+    more = f" and {len(buffers) - 1} more" if len(buffers) > 1 else ""
+    return (
+        f"forwards change the buffer {buffers[0]!r}{more}, which is not persistent: no checkpoint holds it, so that a "
+        "run that goes on begins with its first value, and does not train what an undisturbed one does. Register it "
+        "with persistent=True."
+    )
 
 
 @in_one_paragraph()

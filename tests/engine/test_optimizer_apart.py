@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,48 @@ class Warming(torch.optim.SGD):
         return super().step(closure)
 
 
+class LookingAhead(torch.optim.SGD):
+    """Goes back half of the way at every tenth step, which it counts where no checkpoint looks."""
+
+    done = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.done += 1
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+            if self.done % 10 == 0:
+                parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
+        return super().step(closure)
+
+
+def shrinking(named: Any) -> torch.optim.Optimizer:
+    """At every tenth step, by a hook."""
+    made, calls = torch.optim.SGD(named, lr=0.1), [0]
+
+    def shrink(*_: Any) -> None:
+        calls[0] += 1
+        for _, parameter in named if calls[0] % 10 == 0 else ():
+            parameter.data.mul_(0.5)
+
+    made.register_step_post_hook(shrink)
+    return made
+
+
+class Counting(torch.optim.SGD):
+    """As it should be: in an option of the group; what is an attribute follows from it."""
+
+    now = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["steps"] = self.now = group.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def counting(named: Any) -> torch.optim.Optimizer:
+    return Counting(named, lr=0.1)
+
+
 class Noisy(torch.optim.SGD):
     """Langevin's: each step adds a drawn number."""
 
@@ -94,6 +137,14 @@ def noisy(named: Any) -> torch.optim.Optimizer:
         (by_number, r"gives 'layers\.0\.weight' lr=0\.0\d+ on stage 0, and lr=0\.0125 where .*let names and shapes"),
         (clipping, r"the step of SGD moves 'layers\.0\.weight' on stage 0 otherwise .*max_grad_norm=.* num_stages=1"),
         (lambda named: Warming(named, lr=0.1), r"Warming steps .* after its state_dict\(\) was loaded .* self\.state"),
+        (
+            lambda named: LookingAhead(named, lr=0.1),
+            r"LookingAhead counts on in self\.done, which is 3 after 3 steps, and 1 ",
+        ),
+        (
+            shrinking,
+            r"SGD counts on in shrinking\.<locals>\.shrink:calls\[0\], which is 3 after 3 steps.*group\['steps'\]",
+        ),
     ],
 )
 def test_what_stages_would_do_otherwise_is_refused(optimizer: Callable[[Any], Any], words: str) -> None:
@@ -101,11 +152,17 @@ def test_what_stages_would_do_otherwise_is_refused(optimizer: Callable[[Any], An
         tried(optimizer)
 
 
-@pytest.mark.parametrize("optimizer", [by_name, bounding, noisy], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("optimizer", [by_name, bounding, noisy, counting], ids=lambda made: made.__name__)
 def test_what_decides_for_each_parameter_alone_is_taken(optimizer: Callable[[Any], Any]) -> None:
     before = torch.get_rng_state()
     tried(optimizer, lambda made: schedulers.ExponentialLR(made, 0.5))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("rate", [lambda _: random.random(), lambda _: float(torch.rand(()))])
+def test_a_rate_that_is_drawn_is_refused(rate: Callable[[int], float]) -> None:
+    with pytest.raises(ConfigError, match=r"the step of LambdaLR draws random numbers: every stage would draw others"):
+        tried(by_name, lambda made: schedulers.LambdaLR(made, rate))
 
 
 def test_copies_of_a_parameter_must_not_draw() -> None:

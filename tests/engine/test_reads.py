@@ -35,7 +35,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.two(torch.tanh(self.one(x)))
-        return (y, self.scale.exp()) if self.returns_scale else y * self.scale
+        return (y, self.scale) if self.returns_scale else y * self.scale
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:

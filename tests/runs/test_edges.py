@@ -137,6 +137,66 @@ def test_outputs_that_are_no_tensors_reach_the_loss(tmp_path: Path) -> None:
     assert len(fit(WithExtras(), tmp_path, loss_fn=loss_fn, pipeline=settings).records) > 0
 
 
+class WithScale(nn.Module):
+    """Returns a parameter as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Linear(6, 6), nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.b(self.a(x).relu()), self.scale
+
+
+def test_a_parameter_that_is_returned_learns(tmp_path: Path) -> None:
+    def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output[0] * output[1], target)
+
+    model, settings = WithScale(), PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=2)
+    result = fit(model, tmp_path, loss_fn=loss_fn, pipeline=settings)
+    data = TensorDataset(X, Y)
+    plain = reference(model, optimizer=sgd, train_data=data, loss_fn=loss_fn, pipeline=settings, num_steps=4)
+    trained = load_state_dict(result.checkpoint)
+    assert all(torch.equal(trained[name], parameter) for name, parameter in plain.parameters.items())
+    assert not torch.equal(trained["scale"], model.scale)
+
+
+def test_a_norm_that_is_called_twice_on_a_stage_is_verified(tmp_path: Path) -> None:
+    norm = nn.BatchNorm1d(6)
+    model = nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6), norm, nn.Linear(6, 3))
+    settings = PipelineConfig(partitioner=["4"], minibatch_size=8, num_microbatches=2, verify="first_step")
+    result = fit(model, tmp_path, pipeline=settings, num_steps=1)
+    assert int(load_state_dict(result.checkpoint)["1.num_batches_tracked"]) == 4
+
+
+class Forgetting(nn.Module):
+    """An average that is in no state_dict."""
+
+    average: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average.lerp_(x.detach().mean(0), 0.1)
+        return x - self.average
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_plan_tells_of_buffers_that_no_checkpoint_keeps(traced: bool) -> None:
+    layers: nn.Module = nn.Sequential(nn.Linear(6, 6), Forgetting(), nn.Linear(6, 3))
+    if traced:
+        layers.register_forward_hook(lambda *_: None)
+    trainer = PipelineTrainer(
+        layers, loss_fn=functional.cross_entropy, optimizer=sgd, train_data=TensorDataset(X, Y),
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=8, num_microbatches=2),
+    )  # fmt: skip
+    (note,) = [note for note in trainer.plan().notes if "not persistent" in note]
+    assert "forwards change the buffer '1.average', which is not persistent" in note
+
+
 def test_every_name_of_a_shared_parameter_is_in_the_checkpoint(tmp_path: Path) -> None:
     model = linears()
     model[2].weight = model[0].weight

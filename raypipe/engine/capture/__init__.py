@@ -14,7 +14,7 @@ of the model that forward changes other than buffers, autocast regions inside fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -116,6 +116,11 @@ class Capture:
         return self.recipe.graph
 
     @property
+    def forgotten(self) -> tuple[str, ...]:
+        """Buffers that training changes and no checkpoint keeps."""
+        return tuple(sorted(_changed_by(self.model) - self.persistent))
+
+    @property
     def loss_fn(self) -> LossFn | None:
         """The user's, None where the model returns its own loss."""
         loss = self.recipe.loss
@@ -207,14 +212,21 @@ def _refuse_rounded(model: nn.Module, found: _Found, example: Any, precision: Pr
         )
 
 
-def _refuse_apart(named: Mapping[str, torch.Tensor], trainable: Collection[str], source: Any) -> None:
+def _refuse_apart(
+    named: Mapping[str, torch.Tensor], trainable: frozenset[str], source: TracedModel | SequentialModel
+) -> None:
     """Tensors over one memory, which stages would hold apart."""
+    changing = trainable | _changed_by(source)
     if isinstance(source, TracedModel):
-        changing = {*trainable, *(source.train.traced.buffers[node] for node in source.train.changing_buffers)}
         refuse_constants(source.train.traced.constants.values(), named, changing)
-    else:
-        changing = {*trainable, *(name for child in source.train for name in child.changes)}
     refuse_same_memory(named, changing)
+
+
+def _changed_by(source: TracedModel | SequentialModel) -> frozenset[str]:
+    """Names of the buffers that a forward in training changes, as far as a graph or torch's count of changes tells."""
+    if isinstance(source, TracedModel):
+        return frozenset(source.train.traced.buffers[node] for node in source.train.changing_buffers)
+    return frozenset(name for child in source.train for name in child.changes)
 
 
 class _Example(NamedTuple):

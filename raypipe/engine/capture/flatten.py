@@ -43,10 +43,19 @@ def flatten(model: torch.nn.Module, program: torch.export.ExportedProgram, colum
     traced.key = graph.placeholder("key")
     copy_nodes(program.graph_module, program.graph, env, traced, detached=False)
     outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
-    graph.output(tuple(fx.map_arg(list(outputs), lambda n: env[n])))
+    graph.output(tuple(fx.map_arg(list(outputs), lambda n: _used(graph, env[n], traced))))
     work_out_of_place(traced)
     graph.lint()
     return traced
+
+
+def _used(graph: fx.Graph, node: Any, traced: Traced) -> Any:
+    """An output; of one that is a parameter, an operation that uses it: each use has a gradient of its own."""
+    if node not in traced.parameters:
+        return node
+    copy = graph.call_function(aten.alias.default, (node,))
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _placeholders(
