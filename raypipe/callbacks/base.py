@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 from raypipe.errors import ConfigError
 from raypipe.ir.report import StepRecord
 
-__all__ = ["METHODS", "Callback", "Event", "Newest", "RunEnd", "RunStart", "absolute", "needed", "scalars"]
+__all__ = [
+    "METHODS", "Callback", "Event", "Newest", "RunEnd", "RunStart", "absolute", "check_every", "needed", "scalars",
+]  # fmt: skip
 
 
 class RunStart(NamedTuple):
@@ -136,6 +138,19 @@ def scalars(record: StepRecord) -> dict[str, float]:
 def absolute(folder: str | None) -> str | None:
     """The same folder for a process with another working directory; URIs as they are."""
     return folder if folder is None or "://" in folder else str(Path(folder).expanduser().absolute())
+
+
+def check_every(user: str, every_steps: Any) -> None:
+    """Refuse what is no number of steps.
+
+    Args:
+        user: whose field it is.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if type(every_steps) is not int or every_steps < 1:
+        raise ConfigError(f"{user}(every_steps={every_steps!r}): give an integer of at least 1.")
 
 
 def needed(module: str, install: str, user: str) -> Any:

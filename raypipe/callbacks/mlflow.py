@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, needed, scalars
+from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, check_every, needed, scalars
 from raypipe.ir.report import StepRecord
 
 __all__ = ["MLflow"]
@@ -43,6 +43,9 @@ class MLflow(Callback):
     _evaluations: Newest = field(default_factory=Newest, init=False, repr=False)
     _waiting: list[Any] = field(default_factory=list, init=False, repr=False)
     _sent_s: float = field(default=0.0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_every("MLflow", self.every_steps)
 
     def check(self) -> None:
         """Raises: ConfigError: what it logs with is not installed."""

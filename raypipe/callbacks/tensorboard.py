@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, absolute, needed, scalars
+from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, absolute, check_every, needed, scalars
 from raypipe.ir.report import StepRecord
 
 __all__ = ["TensorBoard"]
@@ -29,6 +29,7 @@ class TensorBoard(Callback):
 
     def __post_init__(self) -> None:
         self.folder = absolute(self.folder)
+        check_every("TensorBoard", self.every_steps)
 
     def check(self) -> None:
         """Raises: ConfigError: what it writes with is not installed."""

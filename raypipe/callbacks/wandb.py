@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, absolute, needed, scalars
+from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, absolute, check_every, needed, scalars
+from raypipe.errors import ConfigError
 from raypipe.ir.report import StepRecord
 
 __all__ = ["WandB"]
+
+
+_MODES = ("online", "offline", "disabled")
 
 
 @dataclass
@@ -35,6 +40,11 @@ class WandB(Callback):
 
     def __post_init__(self) -> None:
         self.folder = absolute(self.folder)
+        check_every("WandB", self.every_steps)
+        if self.mode not in (None, *_MODES):
+            close = difflib.get_close_matches(str(self.mode), _MODES, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(map(repr, _MODES))}."
+            raise ConfigError(f"WandB(mode={self.mode!r}): {hint}")
 
     def check(self) -> None:
         """Raises: ConfigError: what it logs with is not installed."""

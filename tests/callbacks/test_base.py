@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raypipe.callbacks import MLflow, TensorBoard, WandB
 from raypipe.callbacks.base import METHODS, absolute, needed, scalars
 from raypipe.errors import ConfigError
 from raypipe.ir.report import StepRecord
@@ -38,6 +40,22 @@ def test_what_is_not_known_is_not_told_as_0() -> None:
 def test_what_is_missing_is_named_with_the_line_to_type() -> None:
     with pytest.raises(ConfigError, match=r"WandB\(\) needs no_such_logger .*: pip install 'raypipe\[wandb\]'\."):
         needed("no_such_logger", "raypipe[wandb]", "WandB()")
+
+
+@pytest.mark.parametrize("logger", [MLflow, TensorBoard, WandB])
+@pytest.mark.parametrize("every_steps", [0, 2.5, "10", True])
+def test_a_logger_logs_one_of_so_many_steps(logger: Any, every_steps: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        logger(every_steps=every_steps)
+    assert str(caught.value) == f"{logger.__name__}(every_steps={every_steps!r}): give an integer of at least 1."
+    assert logger(every_steps=10).every_steps == 10
+
+
+def test_a_mode_that_wandb_does_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"WandB\(mode='offlin'\): did you mean 'offline'\?"):
+        WandB(mode="offlin")
+    with pytest.raises(ConfigError, match=r"WandB\(mode=3\): give one of 'online', 'offline', 'disabled'\."):
+        WandB(mode=3)  # type: ignore[arg-type]
 
 
 def test_a_folder_is_the_same_in_another_working_directory() -> None:
