@@ -159,7 +159,7 @@ def _plot(axes: Any, panel: Panel, lines: list[Line], begin_s: float, shown_s: t
         axes.set_yticks([])
         return
     factor, unit = in_units([value for line in lines for value in line.values], panel.unit)
-    axes.set_ylabel(unit or panel.title.lower())
+    axes.set_ylabel(unit or textwrap.fill(panel.title.lower(), 20))
     axes.set_xlabel("seconds ago")
     axes.set_xlim(first_s - end_s, 0)
     for number, line in enumerate(lines):

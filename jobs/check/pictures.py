@@ -17,6 +17,7 @@ site        pages of the documentation that have pictures, built by mkdocs
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -106,18 +107,16 @@ KINDS = ("reports", "drawings", "site")
 def take(path: Path, into: Path, sizes: Sequence[Size]) -> list[str]:
     """Take the pictures of one page; returns what is wrong with it."""
     found = []
-    for size in sizes:
-        with opened(path, THEMES[0], size.width, size.scale) as (page, complaints):
-            for theme in THEMES:
-                page.emulate_media(color_scheme=theme)
-                page.reload()  # the site chooses its theme while it is loaded
-                where = f"{path.stem}-{theme}-{size.name}"
-                page.screenshot(path=into / f"{where}.png", full_page=True)
-                if size.name == "whole":
-                    _sections(page, into, where)
-                told = [*complaints, *page.evaluate(MISPLACED), *page.evaluate(SMALL, READABLE_PX)]
-                told += ["wider than its window"] if page.evaluate(WIDE) else []
-                found += [f"{where}: {what}" for what in dict.fromkeys(told)]
+    for theme, size in itertools.product(THEMES, sizes):
+        with opened(path, theme, size.width, size.scale) as (page, complaints):
+            page.wait_for_load_state("networkidle")  # the site chooses its theme by a script
+            where = f"{path.stem}-{theme}-{size.name}"
+            page.screenshot(path=into / f"{where}.png", full_page=True)
+            if size.name == "whole":
+                _sections(page, into, where)
+            told = [*complaints, *page.evaluate(MISPLACED), *page.evaluate(SMALL, READABLE_PX)]
+            told += ["wider than its window"] if page.evaluate(WIDE) else []
+            found += [f"{where}: {what}" for what in dict.fromkeys(told)]
     return found
 
 
