@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
+from raypipe.config.ray import READ
 from raypipe.errors import ConfigError
 from raypipe.runfile.yaml_text import Path as KeyPath
 from raypipe.runfile.yaml_text import dump, parse, parse_value
@@ -150,9 +151,19 @@ def refuse_unknown(run: RunFile, path: KeyPath, given: Iterable[Any], known: Seq
     """
     for key in given:
         if key not in known:
-            close = difflib.get_close_matches(str(key).lower(), known, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else f"possible are {', '.join(known) or 'none'}."
+            close = _nearest(str(key).lower(), known)
+            hint = f"did you mean {close}?" if close else f"possible are {', '.join(known) or 'none'}."
             refuse(run, (*path, str(key)), f"unknown; {hint}")
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    """The known key that was meant; empty where none is like it. Where words are left out or added, the rest tells."""
+    within = [name for name in known if min(len(name), len(key)) >= _TELLING and (name in key or key in name)]
+    return next(iter(difflib.get_close_matches(key, within or known, n=1, cutoff=0.0 if within else 0.5)), "")
+
+
+_TELLING = 5
+"""Letters of a key that are no chance in another one."""
 
 
 def _override(values: dict[str, Any], origins: dict[KeyPath, str], override: str) -> None:
@@ -177,6 +188,10 @@ def _override(values: dict[str, Any], origins: dict[KeyPath, str], override: str
 
 
 def _check(run: RunFile) -> None:
+    for key in run.values:
+        below = next((part for part, known in _BELOW.items() if key not in _CHECKS and key in known), "")
+        if below:
+            refuse(run, (key,), f"it is a field of {below}: write it there, as in {below}: {{{key}: ...}}.")
     refuse_unknown(run, (), run.values, tuple(_CHECKS))
     unnamed = unnamed_parts(run.values)
     if unnamed:
@@ -193,6 +208,13 @@ def _check(run: RunFile) -> None:
     if set(_LENGTHS) <= set(run.values):
         refuse(run, ("num_epochs",), "num_steps is there too; keep one of them.")
 
+
+_BELOW: Mapping[str, Iterable[str]] = {
+    "pipeline": [field.name for field in fields(PipelineConfig)],
+    "run_config": READ["RunConfig"],
+    "scaling_config": READ["ScalingConfig"],
+    "early_stopping": [field.name for field in fields(EarlyStopping)],
+}
 
 _EXAMPLES = {
     "model": 'model: {target: "package.module:Model", args: {...}}',

@@ -86,6 +86,13 @@ def test_mistakes_are_named(tmp_path: Path, text: str, words: list[str]) -> None
         assert word in message
 
 
+def test_a_field_with_a_word_more_is_recognised(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("hosts: 2\ndevices_per_host: 2\n")
+    with pytest.raises(ConfigError, match=r"line 2: devices_per_host: unknown; did you mean per_host\?"):
+        read_cluster(path)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_cluster(tmp_path / "none.yaml")

@@ -62,6 +62,18 @@ def test_a_file_is_read_and_its_paths_are_made_absolute(tmp_path: Path) -> None:
         (WHOLE.replace("schedule:", "shedule:"), ["line 9", "pipeline.shedule: unknown; did you mean schedule?"]),
         (WHOLE.replace("model:", "modle:"), ["line 1", "modle: unknown; did you mean model?"]),
         (WHOLE.replace("args:", "arg:"), ["line 4", "optimizer.arg: unknown; did you mean args?"]),
+        (WHOLE.replace("num_stages:", "stages:"), ["line 8", "pipeline.stages: unknown; did you mean num_stages?"]),
+        (
+            WHOLE + "num_stages: 4\n",
+            ["line 13", "num_stages: it is a field of pipeline: write it there, as in pipeline: {"],
+        ),
+        (
+            WHOLE + "name: first\n",
+            ["name: it is a field of run_config: write it there, as in run_config: {name: ...}."],
+        ),
+        (WHOLE + "batch_size: 4\n", ["batch_size: unknown; possible are model, loss_fn,"]),
+        (SMALLEST + "pipeline: {batch_size: 4}\n", ["pipeline.batch_size: unknown; did you mean minibatch_size?"]),
+        (SMALLEST + "pipeline: {lr: 4}\n", ["pipeline.lr: unknown; possible are num_stages,"]),
         (WHOLE.replace("1f1b", "1f2b"), ["line 9", "pipeline.schedule", "'1f2b'", "Did you mean '1f1b'?"]),
         (WHOLE.replace("num_stages: 2", "num_stages: two"), ["line 8", "pipeline.num_stages", "'two'"]),
         (WHOLE.replace("num_stages: 2", "group_size: 2"), ["line 8", "pipeline.group_size", "only 'kfkb'"]),
