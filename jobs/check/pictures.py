@@ -1,7 +1,7 @@
 """Pictures of everything that raypipe draws, taken in a headless Chromium, for people to look at.
 
     python jobs/check/pictures.py DIR                   all of them
-    python jobs/check/pictures.py DIR --only reports    reports, drawings, site
+    python jobs/check/pictures.py DIR --only reports    reports, drawings, notebooks, site
     python jobs/check/pictures.py DIR --run RUNS/lm     the reports of these runs too
 
 Pages are taken in a light and a dark theme, whole, at half size and as narrow as a telephone:
@@ -11,6 +11,7 @@ in the console, and whatever a page asks another place for.
 
 reports     of the runs in jobs/lib/unusual_runs.py, which are trained here in threads, and of one that is usual
 drawings    plans, schedules and timelines, with up to 64 stages
+notebooks   what the cells of jobs/notebooks show; three of the four start Ray on this machine
 site        pages of the documentation that have pictures, built by mkdocs
 """
 
@@ -18,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +48,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ("index.html", "why.html", "plan.html", "schedules.html", "metrics.html", "zoo.html", "compare.html")
 THEMES: tuple[Scheme, ...] = ("light", "dark")
 WIDE = "document.documentElement.scrollWidth > innerWidth"
+CELL_S = 400
 READABLE_PX = 9.0
 """Height of letters that people read; half of it at half size."""
 
@@ -93,6 +97,29 @@ def drawings(folder: Path) -> Iterator[Path]:
         yield path
 
 
+def notebooks(folder: Path) -> Iterator[Path]:
+    import nbformat
+    from nbclient import NotebookClient
+
+    os.environ["PYTHONPATH"] = str(ROOT)  # of the kernels
+    for source in sorted((ROOT / "jobs/notebooks").glob("*.ipynb")):
+        notebook = nbformat.read(source, as_version=4)
+        NotebookClient(notebook, timeout=CELL_S, resources={"metadata": {"path": str(folder)}}).execute()
+        shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+        path = folder / f"notebook-{source.stem}.html"
+        path.write_text(_page("".join(map(_output, shown))))
+        yield path
+
+
+def _output(output: Any) -> str:
+    """What a notebook makes of one output: the richest form of it."""
+    data = output.get("data", {})
+    for kind in ("text/html", "image/svg+xml"):
+        if kind in data:
+            return f"<div>{data[kind]}</div>"
+    return f"<pre>{escape(output.get('text', data.get('text/plain', '')))}</pre>"
+
+
 def site(folder: Path) -> Iterator[Path]:
     subprocess.run(
         ["mkdocs", "build", "--quiet", "--site-dir", str(folder / "site")], cwd=ROOT, check=True, timeout=600
@@ -101,7 +128,7 @@ def site(folder: Path) -> Iterator[Path]:
         yield folder / "site" / page
 
 
-KINDS = ("reports", "drawings", "site")
+KINDS = ("reports", "drawings", "notebooks", "site")
 
 
 def take(path: Path, into: Path, sizes: Sequence[Size]) -> list[str]:
@@ -149,6 +176,8 @@ def main() -> int:
             pages += [(path, SIZES) for path in reports(folder, asked.run)]
         if "drawings" in asked.only:
             pages += [(path, SIZES[:2]) for path in drawings(folder)]
+        if "notebooks" in asked.only:
+            pages += [(path, SIZES[:2]) for path in notebooks(folder)]
         if "site" in asked.only:
             pages += [(path, SIZES) for path in site(folder)]
         for path, sizes in pages:

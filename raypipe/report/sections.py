@@ -29,6 +29,8 @@ DASHED = (
 MOST_STAGES = 8
 MOST_METRICS = 12
 MOST_EVENTS = 1000
+FEW = 16
+"""Letters of a cell that is not broken."""
 
 
 def facts_of(run: RunFacts) -> list[tuple[str, str]]:
@@ -239,7 +241,8 @@ def _recoveries(run: RunFacts) -> str:
             [f"{event['replayed_steps']} steps done again by one stage alone"] if event.get("replayed_steps") else []
         )
         more += [f"{human_bytes(event['moved_bytes'])} moved"] if event.get("moved_bytes") else []
-        took = human_s(event["seconds"]) if isinstance(event.get("seconds"), int | float) else ""
+        seconds = event.get("seconds")
+        took = human_s(seconds) if isinstance(seconds, int | float) and seconds else ""
         detail = "; ".join(filter(None, [parts, *more]))
         rows.append((str(event.get("step", "")), event["decision"], took, str(event["reason"]), detail))
     return _table(("after step", "what", "took", "why", "parts"), rows)
@@ -276,8 +279,13 @@ def _row(*pictures: str) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(words: str) -> str:
+    """A cell of a table; a few words stay in one line."""
+    return f'<td class="few">{escape(words)}</td>' if len(words) <= FEW else f"<td>{escape(words)}</td>"
 
 
 def _duration(seconds: float) -> str:

@@ -80,7 +80,10 @@ def chart_svg(
         box.top += SHORT_PX * len(DASHES)
     label = f"{y_label} ({unit_name})" if unit_name else y_label
     if higher := len(known) - len(lower):
-        label += f"; {higher} higher, up to {max(y for _, y in known) / scale:.4g}"
+        highest = max(y for _, y in known) / scale
+        label += (
+            f"; {higher} higher, up to {highest:,.0f}" if highest >= 1000 else f"; {higher} higher, up to {highest:.4g}"
+        )
     parts = [text(12, 24, shortened(title, WIDTH - 24, TITLE_PX), size=TITLE_PX, bold=True)]
     parts += [*_axes(box, x_label, label, bool(known)), *_marks(marks, box)]
     for number, line in enumerate(lines):

@@ -17,8 +17,8 @@ from raypipe.ir.schedule import dependencies
 
 __all__ = ["plan_html", "plan_svg", "stage_bars_svg"]
 
-BYTES = (1, 3, 5, 6, 4, 7, 0, 2)
-"""Colours of what bytes are for: first those of ``LINES`` that are neither F's nor B's."""
+BYTES = (1, 3, 5, 6, 4, 7, 8, 9)
+"""Colours of what bytes are for: those of ``LINES`` that are neither F's nor B's."""
 
 LEFT, BAR, ROW, HEAD, FOOT = 104.0, 16.0, 52.0, 40.0, 56.0
 LETTER_PX = 8.0

@@ -41,6 +41,8 @@ LINES: Final = (
     ("#1f8a8a", "#5cc9c9"),
     ("#7d5a3c", "#c9a27e"),
     ("#6b7280", "#a3adba"),
+    ("#b5528b", "#e59ac6"),
+    ("#7a7a1e", "#c8c86a"),
 )
 """(light, dark) of the lines of a chart: classes ``rp-line0``, ... and, as areas, ``rp-area0``, ..."""
 

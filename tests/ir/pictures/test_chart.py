@@ -80,7 +80,7 @@ def test_a_legend_that_does_not_fit_beside_the_label_is_below(lines: int) -> Non
 def test_a_few_peaks_are_cut_and_told() -> None:
     points = [(float(x), 4.0 if x % 50 == 7 else 0.1) for x in range(200)]
     cut = _texts(chart_svg([Line("measured", points)], "Time", "step", "time", "s", cut_peaks=True))
-    assert "time (ms); 4 higher, up to 4000" in cut
+    assert "time (ms); 4 higher, up to 4,000" in cut
     assert "150" in cut
     assert "time (s)" in _texts(chart_svg([Line("measured", points)], "Time", "step", "time", "s"))
     even = [(float(x), 0.1) for x in range(200)]

@@ -6,7 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from raypipe.ir.pictures.plan import stage_bars_svg
+from raypipe.ir.pictures.plan import BYTES, stage_bars_svg
+from raypipe.ir.pictures.theme import COLOURS, LINES
 from raypipe.ir.prediction import Prediction, StagePrediction
 
 MIB = 1 << 20
@@ -30,6 +31,12 @@ def test_a_limit_far_away_leaves_the_bars_their_length(limit: int, near: bool) -
     assert sum(" of " in (found.text or "") for found in picture.iter()) == 2, "it is told all the same"
     wide = [float(box.get("width", "")) for box in picture.iter() if box.get("class") == "rp-area1"]
     assert min(wide[:2]) > 250
+
+
+def test_what_bytes_are_for_never_has_the_colour_of_forward_or_backward() -> None:
+    assert len(set(BYTES)) == len(BYTES) >= 8
+    same = {COLOURS[name][theme] for name in "FB" for theme in (1, 2)} | {LINES[0][0], LINES[2][0]}
+    assert not same & {colour for number in BYTES for colour in LINES[number]}
 
 
 def test_words_beside_a_full_bar_fit() -> None:
