@@ -1,6 +1,7 @@
 # make train     install, then train a small language model on Ray actors
 # make test      install, then every tier of tests (TIERS="lint core" for some)
 # make test-gpu  the tests that need an NVIDIA GPU, with a torch for CUDA in .venv; make bench-gpu measures there
+# make test-torch VERSION=2.11  the tests that compute, and those that need a GPU, with another torch (TIERS="ray" for some)
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,11 +9,13 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 TIERS ?=
 
+OTHER := .venv-torch-$(VERSION)
+
 .DEFAULT_GOAL := help
-.PHONY: help install lint test test-gpu bench-gpu train clean
+.PHONY: help install lint test test-gpu test-torch bench-gpu train clean
 
 help:
-	@echo "make install | lint | test [TIERS='lint core laws engine ray gpu'] | test-gpu | bench-gpu | train | clean"
+	@echo "make install | lint | test [TIERS='lint core laws engine ray gpu'] | test-gpu | test-torch VERSION=2.11 | bench-gpu | train | clean"
 
 install: $(INSTALLED)
 
@@ -35,6 +38,18 @@ test: install
 test-gpu:
 	$(RUN) tests/tiers.py gpu
 
+# In a virtual environment with that torch and what it needs; all other packages are those of .venv.
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python tests/tiers.py $(or $(TIERS),engine gpu)
+
+$(OTHER)/.installed: $(INSTALLED)
+	@test -n "$(VERSION)" || { echo "Say which torch: make test-torch VERSION=2.11"; exit 1; }
+	$(RUN) -m venv --clear --without-pip $(OTHER)
+	$(RUN) -m pip --python $(OTHER) install --quiet "torch==$(VERSION).*"
+	cd $(OTHER)/lib/python3.*/site-packages && \
+		echo "import site; site.addsitedir('$$(echo $(CURDIR)/$(VENV)/lib/python3.*/site-packages)')" > others.pth
+	@touch $@
+
 bench-gpu:
 	$(RUN) jobs/bench/codec
 	$(RUN) jobs/bench/gpu
@@ -43,5 +58,5 @@ train: install
 	$(RUN) jobs/train/lm.py
 
 clean:
-	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-torch-* runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find raypipe jobs tests -name __pycache__ -type d -prune -exec rm -rf {} +
