@@ -17,6 +17,7 @@ from raypipe.engine.rehearsal import rehearse_single
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.engine.train_mode import note_on_modes, turned_on
+from raypipe.engine.unregistered import note_on_unregistered
 from raypipe.engine.verify import verify
 from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
@@ -91,7 +92,8 @@ def prepare(
         pipeline.shard_optimizer,
     )
     job = noting_compiled(_job(given, found, pipeline, basis, planned, settings))
-    notes = [note_on_modes(turned_on(found.model)), _on_forgotten(found.captured.forgotten)]
+    modes, unregistered = note_on_modes(turned_on(found.model)), note_on_unregistered(found.model)
+    notes = [modes, unregistered, _on_forgotten(found.captured.forgotten)]
     return reduce(Job.noting, filter(None, notes), job)
 
 
