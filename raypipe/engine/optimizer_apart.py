@@ -50,12 +50,15 @@ def compare_apart(
     make_scheduler: MakeScheduler | None,
     *,
     copies: bool,
-) -> None:
+) -> bool:
     """Step both, and refuse what differs. An optimizer that cannot be made for the whole model is not compared.
 
     Args:
         stand_ins: what trains, small, by name in the order of named_parameters(); their values are not read.
         copies: replicas or stages hold the same parameter, each with an optimizer of its own.
+
+    Returns:
+        Whether steps of the optimizer draw numbers; such are not compared.
 
     Raises:
         ConfigError: names the parameter, what differs, and what to write.
@@ -71,7 +74,7 @@ def compare_apart(
             for gradients in drawn:
                 whole.step(gradients)
         except Exception:  # noqa: BLE001  (a function for parts of a model need not take all of it)
-            return
+            return False
         kind = type(whole.optimizer).__name__
         if whole.scheduler_draws:
             raise ConfigError(
@@ -79,9 +82,9 @@ def compare_apart(
                 "draw others, and so would a run that goes on. Let the rate follow from the number of steps, or from "
                 "random.Random(step)."
             )
-        if not generator_states().same_as(before):
-            _refuse_draws(kind, programs, copies=copies)
-            return
+        if not (after := generator_states()).same_as(before):
+            _refuse_draws(kind, programs, copies=copies, keyed=after._replace(torch=before.torch).same_as(before))
+            return True
         for program in programs:
             held = {n: values[n] for n in program.parameters if n in program.trainable and n in values}
             if not held:
@@ -98,6 +101,7 @@ def compare_apart(
                 loaded.step(drawn[-1])
                 _compare_loaded(kind, apart, loaded)
                 _compare_counts(kind, counted, loaded.counts())
+    return False
 
 
 def compare_sliced(
@@ -238,7 +242,12 @@ class _Stepped:
         return {}
 
 
-def _refuse_draws(kind: str, programs: Sequence[StageProgram], *, copies: bool) -> None:
+def _refuse_draws(kind: str, programs: Sequence[StageProgram], *, copies: bool, keyed: bool) -> None:
+    if not keyed:
+        raise ConfigError(
+            f"optimizer: the step of {kind} draws from Python's or numpy's generator, whose numbers no run would draw "
+            "again. Draw with torch (torch.randn_like), whose draws are keyed by PipelineConfig(seed=...) and the step."
+        )
     if not copies:
         return
     shared = next(

@@ -48,7 +48,7 @@ def try_optimizers(
     *,
     replicated: bool = False,
     sharded: bool = False,
-) -> None:
+) -> bool:
     """Make what every stage will make, step it, and compare it with one optimizer of the whole model.
 
     Args:
@@ -56,11 +56,14 @@ def try_optimizers(
         replicated: stages have replicas, each with an optimizer of its own.
         sharded: these share out the state of their optimizer, and step slices of parameters.
 
+    Returns:
+        Whether steps of the optimizer draw numbers, as far as that was tried.
+
     Raises:
         ConfigError: it cannot be made or stepped, or would step otherwise than one of the whole model; names the stage
             and what to write.
     """
-    small = True
+    small, draws = True, False
     for program in programs:
         held = {name: parameters[name] for name in program.parameters if name in program.trainable}
         if not held:
@@ -82,7 +85,7 @@ def try_optimizers(
     if small or sum(p.numel() for p in trained.values()) <= _FEW:
         stand_ins = {name: _copy(p, _SIDE if small else None).detach() for name, p in trained.items()}
         copies = replicated or any(program.shared_with for program in programs)
-        compare_apart(programs, stand_ins, make_optimizer, make_scheduler, copies=copies)
+        draws = compare_apart(programs, stand_ins, make_optimizer, make_scheduler, copies=copies)
         if sharded:
             compare_sliced(programs, stand_ins, make_optimizer, make_scheduler)
     elif sharded:
@@ -91,6 +94,7 @@ def try_optimizers(
             "whether it steps every element by itself. Let names and numbers of dimensions decide, or leave "
             "shard_optimizer out."
         )
+    return draws
 
 
 def _copy(parameter: torch.nn.Parameter, side: int | None) -> torch.nn.Parameter:

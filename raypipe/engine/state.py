@@ -35,6 +35,7 @@ class Settings:
         on_nonfinite: "stop" or "skip"; see PipelineConfig.
         codec_sums: "none" or "bf16"; see PipelineConfig.
         shard_optimizer: see PipelineConfig.
+        optimizer_draws: steps of the optimizer draw numbers, which are keyed by the update and the stage.
     """
 
     seed: int
@@ -44,6 +45,7 @@ class Settings:
     on_nonfinite: str = "stop"
     codec_sums: str = "none"
     shard_optimizer: bool = False
+    optimizer_draws: bool = False
 
 
 class StageState:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from raypipe.engine.device import Crosses
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.norms import block_norms, norm_of_blocks, total_norm
+from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.scheduler_length import why_not_further
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
@@ -63,6 +64,7 @@ class Update:
         self._put_off = 0  # updates since the last one that was made
         self._waits = False  # whether this one is put off
         self._sums = settings.loss_reduction == "sum"
+        self._seed = settings.seed if settings.optimizer_draws else None
         self._skips = settings.on_nonfinite == "skip"
         self._skipped = 0  # steps since the last one that was taken
         self._scale_of_loss = LossScale(state) if program.precision.scaled else None
@@ -186,7 +188,7 @@ class Update:
         self._state.wait_until_read()
         self._ring.advance()
         if self._state.optimizer is not None:
-            with at_rate(self._state.optimizer, self._rate):
+            with at_rate(self._state.optimizer, self._rate), self._draws():
                 self._state.optimizer.step()
             if self._state.slices is not None:
                 self._state.slices.follow()
@@ -195,6 +197,12 @@ class Update:
         self._advance_scheduler()
         self._sink.reset()
         return False
+
+    def _draws(self) -> AbstractContextManager[object]:
+        """What keys the draws of a step, where there are any: the same ones in a run that goes on, on this stage."""
+        if self._seed is None:
+            return nullcontext()
+        return KeyedRandomness(RandomKey(self._seed, self._state.updates, -1 - self._program.index))
 
     def _overflowed(self, *, finite: bool) -> bool:
         """Move the loss scale; whether it was too large for this step. At 1 it is to blame for nothing."""

@@ -43,6 +43,10 @@ __all__ = ["prepare", "profile"]
 
 MESSAGE_TIMEOUT_S = 300.0
 """Longest wait for one boundary message; a slower stage is taken for dead."""
+_ON_DRAWS = (
+    "steps of the optimizer draw random numbers, which are keyed by seed, update and stage: the same plan draws the "
+    "same, and another number of stages draws others"
+)
 
 
 @in_one_paragraph()
@@ -94,6 +98,7 @@ def prepare(
     job = noting_compiled(_job(given, found, pipeline, basis, planned, settings))
     modes, unregistered = note_on_modes(turned_on(found.model)), note_on_unregistered(found.model)
     notes = [modes, unregistered, _on_forgotten(found.captured.forgotten)]
+    notes += [_ON_DRAWS] if job.settings.optimizer_draws else []
     return reduce(Job.noting, filter(None, notes), job)
 
 
@@ -165,7 +170,8 @@ def _job(
     programs = captured.programs(plan.partition.cuts, plan.partition.order)
     replicated = any(count > 1 for count in plan.partition.replicas)
     how = {"replicated": replicated, "sharded": replicated and pipeline.shard_optimizer}
-    try_optimizers(programs, captured.parameters, given.optimizer, given.lr_scheduler, **how)
+    drawn = try_optimizers(programs, captured.parameters, given.optimizer, given.lr_scheduler, **how)
+    settings = dataclasses.replace(settings, optimizer_draws=drawn)
     example = example_of(found.sources["train"], found.with_loss_fn, plan.microbatch_size)
     return Job(
         basis=basis,

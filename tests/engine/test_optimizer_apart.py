@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import lr_scheduler as schedulers
 
+from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.optimizer_trial import try_optimizers
 from raypipe.errors import ConfigError
 from tests.exactness import captured, programs
+from tests.models import CASES
 
 pytestmark = pytest.mark.engine
 
 
 def tried(
     optimizer: Callable[[Any], Any], scheduler: Any = None, model: str = "mlp", *, replicated: bool = False
-) -> None:
+) -> bool:
     parameters = captured(model)[1].parameters
-    try_optimizers(programs(model, 2), parameters, optimizer, scheduler, replicated=replicated)
+    return try_optimizers(programs(model, 2), parameters, optimizer, scheduler, replicated=replicated)
 
 
 def by_position(named: Any) -> torch.optim.Optimizer:
@@ -155,8 +159,38 @@ def test_what_stages_would_do_otherwise_is_refused(optimizer: Callable[[Any], An
 @pytest.mark.parametrize("optimizer", [by_name, bounding, noisy, counting], ids=lambda made: made.__name__)
 def test_what_decides_for_each_parameter_alone_is_taken(optimizer: Callable[[Any], Any]) -> None:
     before = torch.get_rng_state()
-    tried(optimizer, lambda made: schedulers.ExponentialLR(made, 0.5))
+    assert tried(optimizer, lambda made: schedulers.ExponentialLR(made, 0.5)) is (optimizer is noisy)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_draws_that_nothing_keys_are_refused() -> None:
+    def by_python(named: Any) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(named, lr=0.1)
+        made.register_step_post_hook(lambda *_: named[0][1].data.mul_(random.random()))
+        return made
+
+    with pytest.raises(ConfigError, match=r"the step of SGD draws from Python's or numpy's generator"):
+        tried(by_python)
+
+
+def trained(folder: Path, num_steps: int = 4) -> dict[str, torch.Tensor]:
+    case = CASES["mlp"]
+    trainer = PipelineTrainer(
+        captured("mlp")[0], loss_fn=case.loss_fn, optimizer=noisy, train_data=case.data(12),
+        pipeline=PipelineConfig(num_stages=2, minibatch_size=6, num_microbatches=2, partitioner="parameters"),
+        run_config=SimpleNamespace(name="noisy", storage_path=str(folder)),
+    )  # fmt: skip
+    assert any("steps of the optimizer draw random numbers" in note for note in trainer.plan().notes)
+    return load_state_dict(trainer.fit(num_steps=num_steps, local=True, progress=False).checkpoint)
+
+
+def test_an_optimizer_that_draws_draws_the_same_again(tmp_path: Path) -> None:
+    """In another run, in one that goes on, and wherever the process's own generator stands."""
+    once = trained(tmp_path / "once")
+    trained(tmp_path / "parts", num_steps=2)
+    torch.rand(5)
+    for again in (trained(tmp_path / "again"), trained(tmp_path / "parts")):
+        assert all(torch.equal(tensor, again[name]) for name, tensor in once.items())
 
 
 @pytest.mark.parametrize("rate", [lambda _: random.random(), lambda _: float(torch.rand(()))])
