@@ -126,6 +126,28 @@ def test_what_a_model_returns_as_its_loss(change: Any, said: str) -> None:
     assert said in answer(CaptureError, OwnLoss(change), None)
 
 
+class Returning(Net):
+    """``change`` is made to the output."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.change(self.outer(torch.relu(self.inner(x))))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "part"),
+    [
+        (lambda x: (x, x), "a tuple of a tensor of shape (2, 3) and a tensor of shape (2, 3)", "output[0]"),
+        (lambda x: {"hidden": x, "logits": x}, "a dict of 'hidden', 'logits'", "output['logits']"),
+        (lambda x: {"scores": x}, "a dict of 'scores'", "output['scores']"),
+    ],
+    ids=["tuple", "logits", "dict"],
+)
+def test_outputs_that_are_no_tensor(change: Any, kind: str, part: str) -> None:
+    said = answer(ConfigError, Returning(change))
+    assert said.startswith(f"loss_fn cannot take what the model returns, {kind}")
+    assert f"as in loss_fn=lambda output, target: cross_entropy({part}, target)." in said
+
+
 COMPARED = {
     "by hand": lambda output, target: ((output - target) ** 2).mean(),
     "mse": nn.functional.mse_loss,

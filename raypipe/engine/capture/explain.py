@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from raypipe.engine.capture.guards import NO_INFERENCE
+from raypipe.engine.capture.guards import NO_INFERENCE, returned
 from raypipe.engine.shipping import unshippable
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import CaptureError, ConfigError, DataError, RaypipeError
@@ -146,9 +146,25 @@ def misfit_of_loss(loss_fn: Callable[[Any, Any], Any], output: Any, target: torc
                 f"loss_fn cannot take {got}{where}: {said} It takes them the other way round, but it is called as "
                 "loss_fn(output, target). Swap its parameters."
             )
+        if (part := _part_of(output)) is not None:
+            return ConfigError(
+                f"loss_fn cannot take what the model returns, {returned(output)}{where}: {said} Let it take the part "
+                f"that it compares, as in loss_fn=lambda output, target: cross_entropy({part}, target)."
+            )
         cure = "Convert the target in the data" if "dtype" in said else "Make the target and the output fit"
         return DataError(f"loss_fn cannot take {got}{where}: {said} {cure}, or reshape them in a function of your own.")
     return CaptureError("loss_fn fails on what the stages give it, although it runs in plain PyTorch.")
+
+
+def _part_of(output: Any) -> str | None:
+    """How a loss would get at a tensor of an output that is none itself; None of a tensor."""
+    if isinstance(output, torch.Tensor):
+        return None
+    if isinstance(output, tuple | list):
+        return "output[0]"
+    names = list(output if isinstance(output, Mapping) else getattr(output, "__dict__", {}))
+    name = "logits" if "logits" in names else next(iter(names), "")
+    return f"output[{name!r}]" if isinstance(output, Mapping) else f"output.{name}"
 
 
 def _takes(loss_fn: Callable[[Any, Any], Any], output: Any, target: Any) -> bool:
