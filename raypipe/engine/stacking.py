@@ -41,8 +41,8 @@ def stacked(name: str, column: Any, values: list[Any], rows: list[int]) -> torch
     else:
         raise DataError(
             f"Column {column!r} of {name} holds a {type(kind).__name__}, which cannot become a tensor. "
-            "Return tensors, numbers or numpy arrays of numbers from __getitem__, or give a collate_fn that makes "
-            "tensors of items."
+            "Return tensors, numbers or numpy arrays of numbers from __getitem__, give a collate_fn that makes tensors "
+            "of items, or leave the column out (remove_columns of datasets, drop_columns of ray.data)."
         )
     return torch.stack(tensors)
 

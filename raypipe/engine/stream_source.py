@@ -146,11 +146,15 @@ class StreamSource:
         once, again = self._first(), self._first()
         for row, (one, other) in enumerate(zip(once, again, strict=True)):
             if not _same_items(one, other):
+                cure = (
+                    "Draw from torch's, numpy's or Python's global generators, which raypipe seeds by (seed, position) "
+                    "around each item, or from a generator that __iter__ makes anew of a fixed seed."
+                )
+                if self.read_by_tasks:
+                    cure = "Give data.materialize(), which is executed once and keeps its order."
                 raise DataError(
                     f"Item {row} of {self._name} comes differently each time it is iterated over, so the stage that "
-                    "reads the input and the stage that reads the target would see different items. Draw from torch's, "
-                    "numpy's or Python's global generators, which raypipe seeds by (seed, position) around each item, "
-                    "or from a generator that __iter__ makes anew of a fixed seed."
+                    f"reads the input and the stage that reads the target would see different items. {cure}"
                 )
 
     def _first(self) -> list[Any]:

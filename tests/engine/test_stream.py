@@ -179,6 +179,31 @@ def test_rows_of_ray_are_read_in_order() -> None:
     assert source.read(0, 2, 4, ("y",))["y"].tolist() == [2, 3, 0, 1]
 
 
+class ShuffledRows(Rows):
+    passes = 0
+
+    def iter_rows(self) -> Iterator[Any]:
+        self.passes += 1
+        return iter([{"x": float(number * self.passes), "t": "a"} for number in range(1, 5)])
+
+
+def test_a_dataset_of_ray_that_is_shuffled_at_each_pass_is_told_to_keep_its_order() -> None:
+    with pytest.raises(
+        DataError, match=r"ShuffledRows comes differently each time .* Give data\.materialize\(\), which"
+    ):
+        open_data(ShuffledRows(), seed=0)
+
+
+class Texts(Rows):
+    def iter_rows(self) -> Iterator[Any]:
+        return iter([{"x": 1.0, "t": "a"}] * 4)
+
+
+def test_a_column_of_texts_is_named_with_how_to_leave_it_out() -> None:
+    with pytest.raises(DataError, match=r"Column 't' of Texts holds a str.*leave the column out \(remove_columns of"):
+        open_data(Texts(), seed=0)
+
+
 class Once(IterableDataset[Any]):
     def __iter__(self) -> Any:
         self.count = getattr(self, "count", 0) + 1
