@@ -1,7 +1,7 @@
 "use strict";
 // Zoom, move and pick boxes in timelines, numbers in charts, by pointer and by keys. The page is whole without it.
 const SVG = "http://www.w3.org/2000/svg";
-const LETTER_PX = 8;
+const LETTER_PX = 8, SMALL_PX = 7.2;
 
 function element(name, attributes, words) {
   const made = document.createElementNS(SVG, name);
@@ -15,6 +15,10 @@ function roundStep(rough) {
   return power * [1, 2, 5, 10].find((factor) => power * factor >= rough * 0.999);
 }
 
+function letters(words) {
+  return words.length + 0.6 * (words.split("W").length - 1);
+}
+
 class Timeline {
   constructor(svg, picked) {
     this.svg = svg;
@@ -22,7 +26,7 @@ class Timeline {
     const [left, right, longest] = svg.dataset.plot.split(" ").map(Number);
     Object.assign(this, { left, right, longest, zoom: 1, from: 0 });  // from: share of the whole at the left edge
     this.boxes = [...svg.querySelectorAll(".rp-plot rect")].map((rect) => ({
-      rect, x: Number(rect.getAttribute("x")), wide: Number(rect.getAttribute("width")), text: null,
+      rect, x: Number(rect.getAttribute("x")), wide: Number(rect.getAttribute("width")), texts: [], shape: "[]",
     }));
     this.plots = [...svg.querySelectorAll(".rp-plot")].map((group) => [group, Number(group.getAttribute("stroke-width"))]);
     // Words are made anew at every zoom, for boxes that have become wide enough.
@@ -127,23 +131,29 @@ class Timeline {
     this.svg.querySelectorAll(".rp-ticks").forEach((group) => this.ticks(group));
   }
 
+  // As timeline.py does it: one line, a small one, or the stage above the rest.
   label(box, begin, end) {
     const words = box.rect.dataset.l;
     if (!words) return;
-    if (end - begin < LETTER_PX * words.length + 4) {
-      if (box.text) { box.text.remove(); box.text = null; }
-      return;
-    }
-    if (!box.text) {
+    const height = Number(box.rect.getAttribute("height")), wide = end - begin;
+    const [, stage, rest] = /^(\d*)(.*)$/.exec(words);
+    let lines = [];
+    if (wide >= (height < 20 ? SMALL_PX : LETTER_PX) * letters(words) + 4) lines = [[words, height / 2 + 5, height < 20 ? 12 : 14]];
+    else if (height < 20) lines = [];
+    else if (wide >= SMALL_PX * letters(words) + 2) lines = [[words, height / 2 + 4, 12]];
+    else if (stage && wide >= SMALL_PX * Math.max(letters(stage), letters(rest)) + 2) lines = [[stage, 12, 12], [rest, 25, 12]];
+    const shape = JSON.stringify(lines);
+    if (box.shape !== shape) {
+      for (const line of box.texts) line.remove();
       const pale = box.rect.matches(".rp-I, .rp-W");
-      const height = Number(box.rect.getAttribute("height"));
-      box.text = element("text", {
-        y: Number(box.rect.getAttribute("y")) + height / 2 + 5, class: pale ? "rp-on-pale" : "rp-on-full",
-        "text-anchor": "middle", "pointer-events": "none", "font-size": height < 20 ? 12 : 14,
-      }, words);
-      box.rect.after(box.text);
+      box.texts = lines.map(([text, down, size]) => element("text", {
+        y: Number(box.rect.getAttribute("y")) + down, class: pale ? "rp-on-pale" : "rp-on-full",
+        "text-anchor": "middle", "pointer-events": "none", "font-size": size,
+      }, text));
+      box.rect.after(...box.texts);
+      box.shape = shape;
     }
-    box.text.setAttribute("x", ((begin + end) / 2).toFixed(1));
+    for (const line of box.texts) line.setAttribute("x", ((begin + end) / 2).toFixed(1));
   }
 
   ticks(group) {

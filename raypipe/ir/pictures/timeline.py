@@ -24,7 +24,8 @@ __all__ = ["Drawn", "timeline_svg"]
 LEFT, RIGHT, HEAD, FOOT = 104.0, 28.0, 34.0, 44.0
 TITLE_PX = 17
 LANE, LINK, GAP = 28.0, 18.0, 6.0
-LETTER_PX = 8.0
+LETTER_PX, SMALL_PX = 8.0, 7.2
+"""Of a letter of a box's words, and of small ones, of size 12: page.js has the same numbers."""
 EDGE_PX, THIN_PX = 0.8, 4.0
 """The edge between boxes, less where boxes are thinner than ``THIN_PX``: it would leave little of their colours."""
 MOST_BOXES = 20_000
@@ -200,9 +201,9 @@ class _Boxes:
         data = f'data-l="{label}"' if label else ""
         parts = [self._rect(span.start_s, span.end_s, top, LANE, kind, words, data)]
         wide = (span.end_s - span.start_s) * self._scale.px
-        if label and wide >= LETTER_PX * len(label) + 4:
-            at = LEFT + (span.start_s - self._zero_s) * self._scale.px + wide / 2
-            parts.append(text(at, top + LANE / 2 + 5, label, "on-pale" if op in (Op.I, Op.W) else "on-full", "middle"))
+        at = LEFT + (span.start_s - self._zero_s) * self._scale.px + wide / 2
+        for words, down, size in _fitting(label, wide) if label else ():
+            parts.append(text(at, top + down, words, "on-pale" if op in (Op.I, Op.W) else "on-full", "middle", size))
         return parts
 
     def _label(self, action: Action) -> str:
@@ -222,6 +223,27 @@ class _Boxes:
             f'<rect x="{x:.2f}" y="{top:g}" width="{wide:.2f}" height="{height:g}" class="rp-{kind}" {data}>'
             f"<title>{html.escape(words)}</title></rect>"
         )
+
+
+def _fitting(label: str, wide: float) -> list[tuple[str, float, float]]:
+    """Words in a box of a worker: (words, pixels below its top, size, 0 for that of the picture); none in a thin one.
+
+    Where they do not fit into one line, the stage stands above the rest: "4F0" becomes "4" and "F0".
+    """
+    if wide >= LETTER_PX * _letters(label) + 4:
+        return [(label, LANE / 2 + 5, 0)]
+    if wide >= SMALL_PX * _letters(label) + 2:
+        return [(label, LANE / 2 + 4, 12)]
+    rest = label.lstrip("0123456789")
+    stage = label.removesuffix(rest)
+    if stage and wide >= SMALL_PX * max(_letters(stage), _letters(rest)) + 2:
+        return [(stage, 12, 12), (rest, 25, 12)]
+    return []
+
+
+def _letters(words: str) -> float:
+    """How many letters of usual width are as wide."""
+    return len(words) + 0.6 * words.count("W")
 
 
 def _links(spans: Sequence[Box]) -> list[tuple[tuple[int, int], list[Message]]]:

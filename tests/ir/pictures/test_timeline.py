@@ -106,6 +106,16 @@ def test_boxes_name_their_stage_where_a_worker_holds_several() -> None:
     assert "predicted" in drawn
 
 
+@pytest.mark.parametrize(("boxes", "lines"), [(20, ["1F0"]), (45, ["1F0"]), (55, ["1", "F0"]), (300, [])])
+def test_words_of_a_box_take_two_lines_before_they_are_left_out(boxes: int, lines: list[str]) -> None:
+    names = [f"{at % 2}F{at // 2 % 10}" for at in range(boxes)]
+    spans = tuple(Span(0, parse_action(f"{name}"), float(at), at + 1.0) for at, name in enumerate(names))
+    picture = ElementTree.fromstring(timeline_svg([Timeline(spans, "simulated")]))
+    found = [text for text in picture.iter(f"{SVG}text") if text.get("class") == "rp-on-full"]
+    assert [text.text for text in found[len(lines) : 2 * len(lines)]] == lines
+    assert len(found) == len(lines) * boxes
+
+
 def test_of_very_many_spans_the_first_are_drawn_and_it_says_so() -> None:
     spans = tuple(Span(0, parse_action(f"0F{i}"), float(i), i + 1.0) for i in range(20_100))
     drawn = timeline_svg([Timeline(spans, "measured")])
