@@ -156,7 +156,8 @@ def _sections(page: Any, into: Path, where: str) -> None:
 
 def _page(inside: str) -> str:
     """As a notebook shows it: on its own paper, in its own letters."""
-    paper = "<style>:root{color-scheme:light dark}body{font:14px sans-serif;margin:16px}svg{max-width:100%}</style>"
+    paper = "<style>:root{color-scheme:light dark}body{font:14px sans-serif;margin:16px}svg{max-width:100%}"
+    paper += "pre{white-space:pre-wrap;overflow-wrap:anywhere}</style>"
     return f'<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">{paper}{inside}'
 
 
