@@ -72,15 +72,16 @@ class Recorder:
         self._lock = threading.Lock()
 
     def __call__(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        recorder = self
+        recorder, steps = (
+            self,
+            itertools.count(),
+        )  # not the optimizer's own: what it counts would have to be in its state
 
         class Recording(self.base):  # type: ignore[name-defined, misc]
-            done = 0
-
             def step(self, closure: Any = None) -> Any:
+                step = next(steps)
                 for group in self.param_groups:
-                    recorder._keep(self.done, dict(zip(group["param_names"], group["params"], strict=True)))
-                self.done += 1
+                    recorder._keep(step, dict(zip(group["param_names"], group["params"], strict=True)))
                 return super().step(closure)
 
         return Recording(named, **self.options)
