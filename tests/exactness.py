@@ -72,10 +72,8 @@ class Recorder:
         self._lock = threading.Lock()
 
     def __call__(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        recorder, steps = (
-            self,
-            itertools.count(),
-        )  # not the optimizer's own: what it counts would have to be in its state
+        recorder = self
+        steps = itertools.count()  # not an attribute of the optimizer, which no checkpoint would hold
 
         class Recording(self.base):  # type: ignore[name-defined, misc]
             def step(self, closure: Any = None) -> Any:
