@@ -27,7 +27,7 @@ from raypipe.engine.data import Source, open_data
 from raypipe.engine.initial.files import weights_in
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
-from raypipe.errors import ConfigError, DataError
+from raypipe.errors import ConfigError, DataError, StageError
 from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.prepare.inputs import check_columns
@@ -162,7 +162,7 @@ def _with_files(
 
 def evaluation(job: Job, stages: Stages) -> dict[str, float]:
     """eval_loss over job.sources["eval"], each mini-batch's weighed by its items, as in ``fit``, and the metrics."""
-    with stages.open(job) as fleet:
+    with _compared(job), stages.open(job) as fleet:
         found = list(forwards(fleet, _orders(job), _rows(job)))
     return dict(numbers_of(found, sums=job.settings.loss_reduction == "sum"))
 
@@ -209,13 +209,46 @@ def predictions(job: Job, stages: Stages) -> Any:
     outputs = stages.outputs()
     try:
         job = dataclasses.replace(job, programs=with_outputs(job.programs, outputs))
-        with stages.open(job) as fleet:
+        with _compared(job), stages.open(job) as fleet:
             for _ in forwards(fleet, _orders(job), _rows(job)):
                 pass
         found = outputs.take()
     finally:
         outputs.close()
     return _together(found, [size for order in _orders(job) for size in order.segment.microbatch_samples])
+
+
+@contextmanager
+def _compared(job: Job) -> Iterator[None]:
+    """Says of a failure where the data is unlike train_data, which the stages were made for.
+
+    Raises:
+        DataError: in place of the StageError.
+    """
+    try:
+        yield
+    except StageError as error:
+        # What a trace is made for names the column itself; the user's own modules fail in words of torch's.
+        if " failed in " in str(error) and (unlike := _unlike(job)):
+            raise DataError(f"The data is unlike train_data: {unlike}. {error}") from error
+        raise
+
+
+def _unlike(job: Job) -> str:
+    """The first column whose samples have another shape or type than those of train_data; empty where there is none."""
+    source: Source = job.sources["eval"]
+    numbered = all(isinstance(name, int) for name in job.example)
+    names = [name for name in job.example if not numbered or name < len(source.columns)]
+    try:
+        read = source.read(0, 0, 1, names)
+    except DataError:
+        return ""
+    found = read if isinstance(read, Mapping) else dict(zip(names, read, strict=True))
+    for name in names:
+        mine, other = (f"shape {tuple(x.shape[1:])} and type {x.dtype}" for x in (job.example[name], found[name]))
+        if mine != other:
+            return f"samples of column {name!r} have {other.replace('torch.', '')}, not {mine.replace('torch.', '')}"
+    return ""
 
 
 def _orders(job: Job) -> list[Any]:

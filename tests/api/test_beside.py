@@ -233,6 +233,22 @@ def test_refusals(tmp_path: Path) -> None:
         made.predict(TensorDataset(torch.randn(9, 5)), local=True)
 
 
+def test_data_of_another_shape_or_type_is_compared_with_train_data(tmp_path: Path) -> None:
+    made = trainer(tmp_path, "mlp", model=nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)))
+    fit(made)
+    narrow, labels = TensorDataset(torch.ones(8, 4)), torch.zeros(8, dtype=torch.int64)
+    with pytest.raises(
+        DataError, match=r"column 0 have shape \(4,\) and type float32, not shape \(6,\) and type float32\. S"
+    ):
+        made.predict(narrow, local=True)
+    with pytest.raises(
+        DataError, match=r"column 1 have shape \(1,\) and type int64, not shape \(\) and type int64\. S"
+    ):
+        made.evaluate(data=TensorDataset(torch.ones(8, 6), labels[:, None]), local=True)
+    with pytest.raises(StageError, match="Target 9 is out of bounds"):
+        made.evaluate(data=TensorDataset(torch.ones(8, 6), labels + 9), local=True)
+
+
 def test_rows_without_enough_columns(tmp_path: Path) -> None:
     made = trainer(tmp_path, "mlp", model=TwoInputs(), train_data=pairs(40), loss_fn=functional.cross_entropy, run=None)
     assert made.predict(pairs(9), local=True).shape == (9, 3)
