@@ -143,7 +143,7 @@ class _Loop:
                     for stage, names in enumerate(meaning.stages):
                         self._load(versions[fill.mode.version(stage, first + at)], names)
                 self._backward(part, sums[(at if fill.every >= lanes else first + at) % lanes])
-            rates = [group["lr"] for group in self.optimizer.param_groups]
+            rates = [float(group["lr"]) for group in self.optimizer.param_groups]
             norm = self._step(sums, fill)
             versions.append(self._weights())
             self._load(versions[-1], self.using)
