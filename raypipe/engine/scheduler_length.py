@@ -63,7 +63,8 @@ def why_not_further(scheduler: Any, step: int, error: Exception) -> str:
     return (
         f"lr_scheduler: step {step} of {type(scheduler).__name__} fails{quoted(error)}: {short(error)} It is called "
         f"once for every update of the run, so it must have a rate for each{_cure(scheduler)}. A run of the same name "
-        "goes on from its newest checkpoint."
+        "goes on from its newest checkpoint, and begins anew where there is none yet: one is saved every ten minutes, "
+        "or as PipelineConfig(checkpoint_interval_steps=...) says."
     )
 
 

@@ -161,4 +161,5 @@ def test_what_fails_all_the_same_is_named_at_its_step(tmp_path: Path) -> None:
         trainer(tmp_path, Surprise, checkpoint_interval_steps=2).fit(num_steps=5, local=True, progress=False)
     assert str(caught.value).startswith(f"lr_scheduler: step 3 of Surprise fails at {__file__}:")
     assert "KeyError: 'rate 3'. It is called once for every update of the run" in str(caught.value)
+    assert "begins anew where there is none yet" in str(caught.value)
     assert len(list((tmp_path / "run/checkpoints").glob("step_*/manifest.json"))) == 1
