@@ -27,6 +27,7 @@ def local_ray() -> Iterator[None]:
     ray.init(
         address="local", num_cpus=4, num_gpus=4, resources={"spare": 9}, object_store_memory=1536 << 20,
         namespace="raypipe", include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        _system_config={"worker_niceness": 0},  # as raypipe starts it; else a busy machine leaves stages nothing
     )  # fmt: skip
     try:
         yield

@@ -27,6 +27,9 @@ __all__ = ["RAY", "TOKEN", "Home", "free_port", "namespaces", "private_cluster"]
 RAY = str(Path(sys.executable).parent / "ray")
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
 """For the environment of clusters that live as long as one test, in namespaces or on loopback."""
+EAGER = {"RAY_worker_niceness": "0"}
+"""Ray's workers are otherwise so nice that on a busy machine they wait for everybody else, as stages would not where
+raypipe starts Ray itself."""
 START_TIMEOUT_S = 240.0
 GAVE_UP = b"timed out during startup"
 """What ``ray start`` says after 30 s, which nothing can prolong; a machine that others use may need more."""
@@ -98,7 +101,7 @@ class Home:
             command = ["unshare", "-m", "sh", "-c", mount, "sh", *command]
         deadline_s = time.monotonic() + START_TIMEOUT_S
         known = set(processes.descendants(os.getpid()))
-        while not self._runs([*before, *command], {**os.environ, **(environment or {}), **more}, deadline_s):
+        while not self._runs([*before, *command], {**os.environ, **EAGER, **(environment or {}), **more}, deadline_s):
             processes.end(processes.survivors(os.getpid(), known, STOP_TIMEOUT_S))
 
     def _runs(self, command: list[str], environment: dict[str, str], deadline_s: float) -> bool:
