@@ -315,7 +315,9 @@ def _driver(spec: RunSpec, *, detached: bool) -> Any:
     """
     options: dict[str, Any] = {"name": driver_name(spec.name), "namespace": NAMESPACE}
     options["max_restarts"] = spec.max_failures  # each takes the stages over, see runtime/driver/succession.py
-    # Ray puts an actor that asks for nothing on any node, also on one that is soon taken away.
+    # Ray (2.60) puts an actor that asks for nothing on any node, also on one that is soon taken away, and hears no soft
+    # wish of it: so it asks for one byte of the memory that every node has.
+    options["memory"] = 1
     options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     if detached:
         options["lifetime"] = "detached"

@@ -32,6 +32,7 @@ from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, LinkError, StageError, StageLostError
 from raypipe.ir.timeline import Timeline
+from raypipe.runtime.driver.departure import watching_drains
 from raypipe.runtime.driver.publish import Published, Publisher, resident_bytes
 from raypipe.runtime.driver.succession import (
     Charter,
@@ -54,7 +55,6 @@ from raypipe.runtime.run.requests import Requests
 from raypipe.runtime.run.resuming import stopped_at
 from raypipe.runtime.run.spec import Outcome, PlanInForce, RunSpec, Watcher
 from raypipe.runtime.run.takeover import Done
-from raypipe.runtime.workers.drain_watch import DrainWatch
 from raypipe.runtime.workers.fitting import fit_devices
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.growth import Growth, growth_of
@@ -304,12 +304,10 @@ class _DriverActor:
         # (perf, two stages), on hosts where that may be a stage's.
         gc.collect()
         gc.freeze()
-        event = RunFolder(spec.place).event
-        drains = DrainWatch(lambda: fleet.nodes, lambda: fleet.watch.announced, requests.leave, event)
-        growing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if requests is self._requests:  # what only saves a checkpoint asks for no workers
-            growing = recovery.growing(lambda: self._journal.status, lambda: drains.going)
-        with contextlib.closing(drains), growing, publishing:
+        with watching_drains(fleet, spec, requests, self._journal.alert) as drains, contextlib.ExitStack() as inside:
+            if requests is self._requests:  # what only saves a checkpoint asks for no workers
+                inside.enter_context(recovery.growing(lambda: self._journal.status, lambda: drains.going))
+            inside.enter_context(publishing)
             return run_loop(
                 fleet, spec, plan, watcher, requests, lease=lease, recovery=recovery, taken=taken, lost=lost
             )

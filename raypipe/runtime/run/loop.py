@@ -260,7 +260,8 @@ class _Loop:
 
     def _train(self) -> None:
         """Train to the end, to a stop, or to an evaluation."""
-        self._follow(self.fleet.run(self._ordering.orders(self.progress.at, empty=self.progress.empty), self.plan.rows))
+        orders = self._ordering.orders(self.progress.at, empty=self.progress.empty)
+        self._follow(self.fleet.run(orders, self.plan.rows), departs=True)
         self._drain()
 
     def _drain(self) -> None:
@@ -268,7 +269,12 @@ class _Loop:
         if not self.progress.empty:
             self._follow(self.fleet.run(iter([self._ordering.draining(self.progress.at)]), self.plan.rows, last=True))
 
-    def _follow(self, news: Iterator[list[list[StepReport]]]) -> None:
+    def _follow(self, news: Iterator[list[list[StepReport]]], *, departs: bool = False) -> None:
+        """Tell what stages have done.
+
+        Args:
+            departs: this driver may go to another node meanwhile, because nobody is changing the stages.
+        """
         progress = self.progress
         for reports in news:
             if self._lease is not None:
@@ -297,6 +303,9 @@ class _Loop:
             if self.metrics.due:
                 self._write_metrics()
             self._ordering.learn(step=progress.at.step, skipped=progress.skipped)
+            if departs and not self.checkpoints.busy and (go := self.requests.take_hand_over()) is not None:
+                self._write_metrics()
+                go()
 
     def _write_metrics(self) -> None:
         if self.notes.try_to(self.metrics.write):

@@ -4,7 +4,7 @@ layers."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from raypipe.errors import PlanError, RaypipeError
@@ -59,6 +59,7 @@ class Requests:
         self._leaving: set[str] = set()
         self._offer: Offer | None = None
         self._joining = False
+        self._hand_over: Callable[[], None] | None = None
         self._patience_s = 0.0
         self._lock = threading.Lock()
         self._checkpoint = threading.Event()
@@ -153,6 +154,20 @@ class Requests:
         """Have spares taken in where replicas are missing. What is ordered already comes first."""
         with self._lock:
             self._joining = True
+
+    def hand_over(self, go: Callable[[], None]) -> None:
+        """Have ``go`` end this driver soon, behind a step: another one takes the stages over where they stand."""
+        with self._lock:
+            self._hand_over = go
+
+    def take_hand_over(self) -> Callable[[], None] | None:
+        """What ends this driver, once; None while it has been asked for what the next one would not know of: stages to
+        move or to resize, a checkpoint, an end."""
+        with self._lock:
+            if self._leaving or self._resize is not None or self.stop_reason or self._checkpoint.is_set():
+                return None
+            found, self._hand_over = self._hand_over, None
+        return found
 
     def take_joining(self) -> bool:
         """Whether spares are to be taken in, once."""

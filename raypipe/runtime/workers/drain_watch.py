@@ -3,6 +3,7 @@
 Ray's list (drains.py)     a node of this run is on it             --> event "drain", leave
 a cloud (notices.py)       a machine goes                          --> event "drain", Ray is told, leave
                            it pauses, or may be taken some day     --> event "notice"
+the driver's own node      is one of these                         --> the driver is told too, with stages there or not
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 from raypipe.errors import CheckpointError
@@ -29,8 +30,11 @@ class DrainWatch:
     Args:
         nodes: Ray's ids of the nodes that the run has workers on now.
         announced: by clouds so far, by node.
-        leave: told once of each node that is about to go.
+        leave: told once of each node with workers that is about to go.
         event: (decision, reason, ...) notes it.
+        here: the driver's node.
+        driver_goes: told once, after ``leave``, where that is about to go: (deadline in Unix seconds, or None; why Ray
+            would not start the driver again on another node, "" where it would).
 
     Attributes:
         going: nodes that are about to go -> Unix seconds of the deadline; None where nobody knows.
@@ -38,12 +42,15 @@ class DrainWatch:
 
     def __init__(
         self,
-        nodes: Callable[[], Collection[str]],
+        nodes: Callable[[], Set[str]],
         announced: Callable[[], Mapping[str, Sequence[Notice]]],
         leave: Callable[[Collection[str]], None],
         event: Callable[..., None],
+        here: str = "",
+        driver_goes: Callable[[float | None, str], None] = lambda deadline_s, stays: None,
     ) -> None:
         self._nodes, self._announced, self._leave, self._event = nodes, announced, leave, event
+        self._here, self._driver_goes, self._looked = here, driver_goes, False
         self.going: Mapping[str, float | None] = {}
         self._heard: set[tuple[str, Notice]] = set()
         self._ended = threading.Event()
@@ -59,6 +66,7 @@ class DrainWatch:
         while not self._ended.wait(EVERY_S):
             try:
                 self._look()
+                self._looked = True
             except Exception as error:  # noqa: BLE001  (whatever it is, the next look may work)
                 if type(error) is not complaint:
                     complaint = type(error)
@@ -74,13 +82,14 @@ class DrainWatch:
             draining = draining_nodes()
         except AWAY:
             return
-        new = {node for node in draining if node in self._nodes()} - set(self.going)
+        ours = {*self._nodes(), self._here}
+        new = {node for node in draining if node in ours} - set(self.going)
         if not new:
             return
         self.going = {**self.going, **{node: draining[node] for node in new}}
         deadlines = [s for node in new if (s := draining[node]) is not None]
         self._note("drain", f"Ray drains {', '.join(sorted(new))}", **_numbers(min(deadlines, default=None)))
-        self._leave(new)
+        self._tell(new, "" if self._looked else "Ray has started it on a node that was to go already")
 
     def _hear(self, node: str, notice: Notice) -> None:
         """Of a cloud, once. Ray is told first, so that no other worker is started on a machine that goes."""
@@ -97,7 +106,14 @@ class DrainWatch:
             numbers["ray"] = refused
         self._note("drain", notice.reason, **numbers)
         if not known:
-            self._leave({node})
+            self._tell({node}, refused and "Ray does not take the node for one that goes")
+
+    def _tell(self, nodes: Collection[str], stays: str) -> None:
+        """Stages first: the driver that moves them goes after them, but for the reason why it stays."""
+        if with_workers := self._nodes() & set(nodes):
+            self._leave(with_workers)
+        if self._here in nodes:
+            self._driver_goes(self.going[self._here], stays)
 
     def _note(self, decision: str, reason: str, **numbers: Any) -> None:
         with contextlib.suppress(CheckpointError):  # a full disk is told by those who need the folder

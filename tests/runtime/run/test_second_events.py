@@ -1,4 +1,4 @@
-"""What comes while a run is changing its stages, or recovers: a wish to stop, a loss, a checkpoint; in threads."""
+"""What comes while a run is changing its stages, or recovers: a wish to stop, a loss, a node that goes; in threads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pyarrow.parquet as pq
 import pytest
 
 from raypipe.engine.local import LocalFleet
@@ -152,3 +153,32 @@ def test_a_checkpoint_that_was_asked_for_is_taken_again_when_stages_are_changed_
     steps = [int(folder.rpartition("step_")[2]) for folder in folders]
     assert (steps[0], steps[2:]) == (TOLD_AFTER + 1, [STEPS])
     assert steps[0] < steps[1] <= TOLD_AFTER + 4
+
+
+def recorded(folder: Path) -> int:
+    """Steps in the run's records."""
+    return int(pq.read_table(folder / "run" / "metrics.parquet").num_rows)
+
+
+def test_a_driver_leaves_behind_a_step_and_after_its_stages(tmp_path: Path) -> None:
+    """Its records are written by then; where nobody ends it, it goes on."""
+    moves, went = list[str](), list[tuple[int, int]]()
+
+    def ask(requests: Requests) -> None:
+        requests.hand_over(lambda: went.append((len(moves), recorded(tmp_path))))
+        leave(requests)
+
+    found = ran(tmp_path, lambda requests: moves.append("moved"), {TOLD_AFTER: ask})
+    assert found.step == STEPS
+    assert went == [(1, TOLD_AFTER + 1)]
+
+
+def test_a_driver_that_is_to_stop_goes_nowhere(tmp_path: Path) -> None:
+    went: list[str] = []
+
+    def ask(requests: Requests) -> None:
+        requests.stop("asked for")
+        requests.hand_over(lambda: went.append("gone"))
+
+    found = ran(tmp_path, after={TOLD_AFTER: ask})
+    assert (found.stopped, went) == ("asked for", [])
