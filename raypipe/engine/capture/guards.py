@@ -134,6 +134,7 @@ def nothing_lost() -> Iterator[None]:
             raise CaptureError(f"forward enters torch.inference_mode{_line()}. {NO_INFERENCE}")
         enter(self)
 
+    @functools.wraps(made)  # TorchDynamo binds arguments to its signature
     def autocast(self: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any) -> None:
         if enabled and device_type == "cuda" and not torch.cuda.is_available():
             raise CaptureError(

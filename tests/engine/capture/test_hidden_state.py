@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.data import TensorDataset
+from tqdm import tqdm
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.engine.capture import capture
@@ -254,6 +255,17 @@ def test_a_loss_that_remembers_is_refused(loss_fn: Any, message: str) -> None:
         trainer(Net(lambda net, x: x), loss_fn, replace(CONFIG, loss_reduction="mean")).fit(
             num_steps=1, local=True, progress=False
         )
+
+
+def test_what_a_progress_bar_keeps_in_its_class_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that looks after all bars writes there when it wakes, as with peft, whose modules import tqdm."""
+    monkeypatch.setattr(tqdm, "woken", 0, raising=False)
+
+    def counts(net: Net, x: torch.Tensor) -> torch.Tensor:
+        tqdm.woken += 1  # type: ignore[attr-defined]
+        return x
+
+    trainer(Net(counts)).fit(num_steps=1, local=True, progress=False)
 
 
 def test_what_forward_leaves_for_the_loss_is_refused_where_it_is_verified() -> None:
