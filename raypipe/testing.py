@@ -23,14 +23,14 @@ from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.capture import capture
 from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.copies import copy_of
-from raypipe.engine.data import Source, open_data
-from raypipe.engine.loss_check import MANY_ROWS
+from raypipe.engine.data.source import Source, open_data
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction, loss_weights
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.recompute import key_checkpoints
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.trial.loss_check import MANY_ROWS
 from raypipe.errors import ConfigError
 from raypipe.ir.segment import Segment
 from raypipe.planner.segments import Position, next_segment

@@ -13,7 +13,7 @@ import pyarrow.fs
 import torch
 
 from raypipe.engine.checkpoint import Manifest, checkpoint_name, commit, make_manifest, take_snapshot, write_snapshot
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.norms import norm_of
 from raypipe.engine.setup import GenerationSetup, RunSetup

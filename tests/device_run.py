@@ -9,7 +9,7 @@ import torch
 
 from raypipe.engine.codec import Codecs
 from raypipe.engine.copy import StageCopies, bring_back
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.device import Crosses, Device
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.setup import GenerationSetup, RunSetup

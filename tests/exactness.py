@@ -14,7 +14,7 @@ import torch
 
 from raypipe import PipelineConfig
 from raypipe.engine.capture import Capture, capture
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.norms import norm_of
 from raypipe.engine.randomness import RandomKey

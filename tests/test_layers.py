@@ -251,7 +251,7 @@ def test_every_file_is_in_a_room() -> None:
         ("engine/stage.py", "import ray"),
         ("engine/stage.py", "from raypipe.planner.simulate import serial"),
         ("engine/stage.py", "from raypipe import runtime"),
-        ("engine/data.py", "import cupy"),
+        ("engine/data/source.py", "import cupy"),
         ("runtime/workers/fleet.py", "from raypipe.api.trainer import PipelineTrainer"),
         ("runtime/workers/fleet.py", "import importlib\nimportlib.import_module('raypipe.cli')"),
         ("api/trainer.py", "import requests"),

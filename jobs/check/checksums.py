@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 import torch
 
 from jobs.lib.machine import machine_line
-from raypipe.engine import checked_frame
+from raypipe.engine.messages import checked_frame
 from raypipe.ir.action import Action, Op
 from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.tcp import SocketChannel, SocketListener, open_links

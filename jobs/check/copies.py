@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's
 from jobs.lib.machine import machine_line
 from raypipe.engine.checkpoint import load_stage, take_snapshot
 from raypipe.engine.copy import StageCopies, bring_back
-from raypipe.engine.frame import encode
 from raypipe.engine.message_log import MessageLog
+from raypipe.engine.messages.frame import encode
 from raypipe.engine.state import StageState
 from raypipe.ir.schedule import Action, Op
 from raypipe.ir.segment import Segment

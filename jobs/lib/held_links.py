@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from jobs.lib.contention import LEVELS, delay_s
-from raypipe.engine import frame
+from raypipe.engine.messages import frame
 from raypipe.ir.schedule import Op
 from raypipe.runtime.links.socket_channel import SocketChannel
 

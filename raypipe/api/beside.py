@@ -23,7 +23,7 @@ from raypipe.api.launch import generation_setup, local_fleet
 from raypipe.api.worker_weights import files_for, stored_weights
 from raypipe.engine.checkpoint import find_checkpoint, load_state_dict, newest_step
 from raypipe.engine.codec import Codecs
-from raypipe.engine.data import Source, open_data
+from raypipe.engine.data.source import Source, open_data
 from raypipe.engine.initial.files import weights_in
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.storage import Place

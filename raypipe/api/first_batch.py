@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
+from raypipe.engine.data.stream_source import ENDLESS
 from raypipe.engine.microbatch import IGNORED_TARGET
-from raypipe.engine.stream_source import ENDLESS
 
 if TYPE_CHECKING:
     from raypipe.api.trainer import PipelineTrainer

@@ -16,14 +16,14 @@ from raypipe.config.early_stopping import EarlyStopping, may_give
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import worker_range
 from raypipe.config.replicas import laned
-from raypipe.engine.loader import batch_size_of
+from raypipe.engine.data.loader import batch_size_of
+from raypipe.engine.data.stream_source import ENDLESS
 from raypipe.engine.local import LocalFleet
 from raypipe.engine.meter import check_metrics
-from raypipe.engine.scheduler_length import refuse_too_short
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.storage import Place
-from raypipe.engine.stream_source import ENDLESS
 from raypipe.engine.token_count import token_column
+from raypipe.engine.trial.scheduler_length import refuse_too_short
 from raypipe.errors import ConfigError, PlanError
 from raypipe.ir.plan import Plan
 from raypipe.planner.segments import num_steps_of

@@ -24,7 +24,7 @@ from raypipe.api.worker_weights import begun_with, weights_for
 from raypipe.config.early_stopping import EarlyStopping
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.config.ray import check_ray_settings, most_workers, resources_of, worker_range
-from raypipe.engine.loader import notes_on
+from raypipe.engine.data.loader import notes_on
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
 from raypipe.engine.storage import Place
 from raypipe.errors import ConfigError

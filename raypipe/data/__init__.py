@@ -14,6 +14,6 @@ from __future__ import annotations
 from raypipe.data.images import Images
 from raypipe.data.packing import Packed
 from raypipe.data.padding import Pad
-from raypipe.engine.stream_source import Stream
+from raypipe.engine.data.stream_source import Stream
 
 __all__ = ["Images", "Packed", "Pad", "Stream"]

@@ -8,11 +8,12 @@
       stage_work.py     forwards, backwards, messages; tally.py counts them
       update.py         norms and the optimizer's step
       weight_ring.py    versions of the weights
-      feed.py           the data of this stage
-      channel.py        messages to other stages: frame.py, codec/
+      feed.py           the data of this stage, from data/
+      messages/         frames and channels to other stages, encoded by codec/
+      exchange.py       sums of gradients with the other replicas of a stage, replicas/
     shard_writer.py, checkpoint/    files that any number of stages can read
     rundir.py, metrics.py           the other files of a run
 
-``local.py`` runs the same plan with all stages in threads of one process: the reference of every test. ``verify.py``,
-``rehearsal.py`` and ``optimizer_trial.py`` try before a run what would fail in it.
+``local.py`` runs the same plan with all stages in threads of one process: the reference of every test. ``trial/`` tries
+before a run what would fail in it.
 """

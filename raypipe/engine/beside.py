@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from raypipe.engine.channel import Channel
 from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.messages.channel import Channel
 from raypipe.engine.placement import Placement
 from raypipe.engine.stage import StageProgram
 

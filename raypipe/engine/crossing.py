@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from raypipe.engine import layout
-from raypipe.engine.channel import Message, Payload
 from raypipe.engine.codec import Codec
 from raypipe.engine.codec.choice import applies, travels_coded, wire_bytes
 from raypipe.engine.codec.coded import CodedTensor
 from raypipe.engine.device import Crosses, Device, Mark, Stream
-from raypipe.engine.frame import key_of
+from raypipe.engine.messages import layout
+from raypipe.engine.messages.channel import Message, Payload
+from raypipe.engine.messages.frame import key_of
 from raypipe.ir.schedule import Action
 
 __all__ = ["KEPT", "Crossing"]

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from raypipe.engine.data import Source
+from raypipe.engine.data.source import Source
+from raypipe.engine.data.stream_source import StreamReading, StreamSource
 from raypipe.engine.out_of_memory import ran_out
 from raypipe.engine.second_forward import Given
-from raypipe.engine.stream_source import StreamReading, StreamSource
 from raypipe.errors import RaypipeError
 from raypipe.ir.segment import Segment
 

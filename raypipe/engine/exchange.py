@@ -15,13 +15,13 @@ from functools import partial
 
 import torch
 
-from raypipe.engine.all_reduce import AllReduce
-from raypipe.engine.channel import Channel
-from raypipe.engine.chunks import NOBODY
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import Crosses, Device
+from raypipe.engine.messages.channel import Channel
 from raypipe.engine.placement import Placement
-from raypipe.engine.slices import Slices, parts_of, shared_out
+from raypipe.engine.replicas.all_reduce import AllReduce
+from raypipe.engine.replicas.chunks import NOBODY
+from raypipe.engine.replicas.slices import Slices, parts_of, shared_out
 from raypipe.engine.stage_work import StageWork
 from raypipe.engine.state import Settings
 from raypipe.errors import LinkError

@@ -18,13 +18,13 @@ from functools import partial
 import torch
 
 from raypipe.engine.beside import channels_beside
-from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import Codec
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.culprits import of_numbers
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.exchange import Exchange, last_backwards
 from raypipe.engine.message_log import LoggedStep, MessageLog
+from raypipe.engine.messages.channel import Channel, Message
 from raypipe.engine.norms import norms_told
 from raypipe.engine.out_of_memory import held_bytes, ran_out
 from raypipe.engine.reached import Reached, Scalar

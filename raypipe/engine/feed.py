@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raypipe.engine.data import Source
+from raypipe.engine.data.source import Source
+from raypipe.engine.data.stream import Mark
+from raypipe.engine.data.stream_source import StreamReading, own_reader
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction, Weights, evaluation_shares, update_weights
-from raypipe.engine.stream import Mark
-from raypipe.engine.stream_source import StreamReading, own_reader
 from raypipe.errors import DataError
 from raypipe.ir.segment import Segment
 

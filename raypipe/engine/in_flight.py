@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 
 from raypipe.engine.backward import gradients
-from raypipe.engine.channel import Message
 from raypipe.engine.gradients import GradientSink
+from raypipe.engine.messages.channel import Message
 from raypipe.engine.split_backward import input_gradients
 from raypipe.engine.weight_ring import WeightRing
 

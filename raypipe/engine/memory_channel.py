@@ -10,11 +10,11 @@ from __future__ import annotations
 import threading
 import time
 
-from raypipe.engine import frame
-from raypipe.engine.channel import Message, Payload
 from raypipe.engine.codec import Codec, Codecs
-from raypipe.engine.inbox import Inbox
 from raypipe.engine.message_log import KeepSent
+from raypipe.engine.messages import frame
+from raypipe.engine.messages.channel import Message, Payload
+from raypipe.engine.messages.inbox import Inbox
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypipe.engine.frame import Frame, gather
+from raypipe.engine.messages.frame import Frame, gather
 from raypipe.engine.reached import Scalar
 from raypipe.engine.tally import Totals
 from raypipe.ir.action import EVALUATION

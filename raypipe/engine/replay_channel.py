@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 import torch
 
-from raypipe.engine import frame
-from raypipe.engine.channel import Message, Payload, Stamp
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.message_log import KeepSent, Sent
+from raypipe.engine.messages import frame
+from raypipe.engine.messages.channel import Message, Payload, Stamp
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from raypipe.engine.checkpoint import FreshOptions, load_stage
 from raypipe.engine.checkpoint.stream_mark import read_mark
 from raypipe.engine.crossing import Crossing
+from raypipe.engine.data.stream_source import StreamSource
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.stage_work import StageWork
-from raypipe.engine.stream_source import StreamSource
 
 __all__ = ["restore_stages"]
 

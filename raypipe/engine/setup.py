@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raypipe.engine.codec import Codecs
-from raypipe.engine.data import Source
+from raypipe.engine.data.source import Source
 from raypipe.engine.placement import Placement
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings

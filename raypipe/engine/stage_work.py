@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from raypipe.engine.channel import Channel, Message
 from raypipe.engine.codec import NONE, Codec, Codecs
 from raypipe.engine.codec.choice import message_bytes
 from raypipe.engine.compiling import modes_of
@@ -23,6 +22,7 @@ from raypipe.engine.gradients import GradientSink
 from raypipe.engine.in_flight import InFlight
 from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.losses import LossTerm, loss_parts, summed
+from raypipe.engine.messages.channel import Channel, Message
 from raypipe.engine.meter import Meter
 from raypipe.engine.microbatch import counting
 from raypipe.engine.placing import placed_loss

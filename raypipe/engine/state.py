@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.slices import Slices, checked
+from raypipe.engine.replicas.slices import Slices, checked
 from raypipe.engine.stage import StageProgram
 from raypipe.errors import StageError
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raypipe.engine.channel import Message
+from raypipe.engine.messages.channel import Message
 from raypipe.ir.links import MessageTimes
 from raypipe.ir.schedule import Op
 

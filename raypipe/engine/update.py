@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.chunks import flat
 from raypipe.engine.crossing import Crossing
 from raypipe.engine.device import Crosses
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.loss_scale import LossScale
 from raypipe.engine.norms import block_norms, norm_of_blocks, total_norm
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
-from raypipe.engine.scheduler_length import why_not_further
+from raypipe.engine.replicas.chunks import flat
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings, StageState
+from raypipe.engine.trial.scheduler_length import why_not_further
 from raypipe.engine.weight_ring import WeightRing
 from raypipe.errors import StageError
 from raypipe.ir.segment import Segment

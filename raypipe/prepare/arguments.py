@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.checkpoint import StateSource
-from raypipe.engine.collate import Collate
-from raypipe.engine.optimizer_trial import PLATEAU
+from raypipe.engine.data.collate import Collate
 from raypipe.engine.shipping import unshippable
 from raypipe.engine.state import MakeOptimizer, MakeScheduler
+from raypipe.engine.trial.optimizer_trial import PLATEAU
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, PlanError, RaypipeError
 

@@ -19,10 +19,10 @@ import torch
 from raypipe.engine.capture import Capture
 from raypipe.engine.capture.explain import misfit_of_loss
 from raypipe.engine.item_randomness import generator_states, own_generators
-from raypipe.engine.loss_check import MANY_ROWS, Grouping, group_losses
 from raypipe.engine.one_thread import one_thread
-from raypipe.engine.rehearsal import NUM_ROWS, scalar
 from raypipe.engine.remembered import read_memory
+from raypipe.engine.trial.loss_check import MANY_ROWS, Grouping, group_losses
+from raypipe.engine.trial.rehearsal import NUM_ROWS, scalar
 from raypipe.errors import CaptureError, DataError, RaypipeError
 from raypipe.prepare.unrun import bare_outputs
 

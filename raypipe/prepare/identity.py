@@ -23,7 +23,7 @@ import torch
 from raypipe import __version__
 from raypipe.config.pipeline import PipelineConfig
 from raypipe.engine.capture import Capture
-from raypipe.engine.data import Source
+from raypipe.engine.data.source import Source
 from raypipe.engine.initial.keyed import KeyedInit
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.stage import GraphFunction

@@ -13,10 +13,12 @@ from raypipe.config.replicas import laned
 from raypipe.engine.capture import Capture, capture
 from raypipe.engine.checkpoint import StateSource
 from raypipe.engine.codec.cost import codec_cost
-from raypipe.engine.collate import Collate
-from raypipe.engine.data import Source, open_data
+from raypipe.engine.data.collate import Collate
+from raypipe.engine.data.source import Source, open_data
 from raypipe.engine.meter import Asked
-from raypipe.engine.rehearsal import (
+from raypipe.engine.remembered import Memory, read_memory
+from raypipe.engine.train_mode import refuse_still_norms
+from raypipe.engine.trial.rehearsal import (
     NUM_ROWS,
     refuse_frequencies,
     refuse_lazy,
@@ -25,8 +27,6 @@ from raypipe.engine.rehearsal import (
     rehearse,
     rehearse_evaluation,
 )  # fmt: skip
-from raypipe.engine.remembered import Memory, read_memory
-from raypipe.engine.train_mode import refuse_still_norms
 from raypipe.engine.user_lines import quoted, short
 from raypipe.errors import ConfigError, DataError, RaypipeError
 from raypipe.ir.cluster import Cluster

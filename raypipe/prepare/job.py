@@ -11,8 +11,8 @@ import torch
 
 from raypipe.engine.checkpoint import GivenTensors, StateSource
 from raypipe.engine.codec import Codecs
-from raypipe.engine.collate import Collate
-from raypipe.engine.data import Source
+from raypipe.engine.data.collate import Collate
+from raypipe.engine.data.source import Source
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import MakeOptimizer, MakeScheduler, Settings
 from raypipe.ir.plan import Plan
@@ -40,7 +40,7 @@ class Job:
         sources: "train" and perhaps "eval".
         codecs: that were configured; of "auto", what a run begins with.
         aliases: further names of shared tensors in the state_dict -> the names that we use.
-        check: compares the user's own module with the stages (engine/verify.py); does nothing where verify="off".
+        check: compares the user's own module with the stages (engine/trial/verify.py); does nothing where verify="off".
         model_labels: what the model is, for settings.json.
         metrics: of evaluations, by name.
         evaluated: names of the numbers that they give, where that is known.

@@ -25,13 +25,13 @@ from raypipe.engine.capture.crossed_rows import refuse_crossed_rows
 from raypipe.engine.capture.guards import own_loss
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms
 from raypipe.engine.capture.trace import trace
-from raypipe.engine.loss_check import NUM_ROWS, Grouping, group_losses, misfit, weights_of
 from raypipe.engine.loss_counts import LossCounts
 from raypipe.engine.microbatch import Reduction
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
-from raypipe.engine.rehearsal import scalar
 from raypipe.engine.remembered import read_memory
+from raypipe.engine.trial.loss_check import NUM_ROWS, Grouping, group_losses, misfit, weights_of
+from raypipe.engine.trial.rehearsal import scalar
 from raypipe.errors import CaptureError, ConfigError
 from raypipe.ir.precision import FP32
 from raypipe.prepare.drawn_outputs import drawn_losses, losses_of_many

@@ -18,8 +18,8 @@ from raypipe.engine.metric_fields import fields_of
 from raypipe.engine.one_thread import one_thread
 from raypipe.engine.precision import converted, model_in
 from raypipe.engine.randomness import RandomKey
-from raypipe.engine.reads import no_reads_of
-from raypipe.engine.rehearsal import NUM_ROWS
+from raypipe.engine.trial.reads import no_reads_of
+from raypipe.engine.trial.rehearsal import NUM_ROWS
 from raypipe.errors import ConfigError, StageError
 from raypipe.ir.precision import Precision
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from raypipe.config.pipeline import PipelineConfig
-from raypipe.engine.loss_check import MANY_ROWS
-from raypipe.engine.optimizer_trial import try_optimizers
-from raypipe.engine.rehearsal import rehearse_single
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import Settings
 from raypipe.engine.train_mode import note_on_modes, turned_on
+from raypipe.engine.trial.loss_check import MANY_ROWS
+from raypipe.engine.trial.optimizer_trial import try_optimizers
+from raypipe.engine.trial.rehearsal import rehearse_single
+from raypipe.engine.trial.verify import verify
 from raypipe.engine.unregistered import note_on_unregistered
-from raypipe.engine.verify import verify
 from raypipe.errors import ConfigError, DataError
 from raypipe.ir.cluster import Cluster
 from raypipe.ir.profile import Profile

@@ -13,8 +13,8 @@ import torch
 from raypipe.engine.capture import Capture
 from raypipe.engine.profile_cache import cached_profile
 from raypipe.engine.profiling import PROFILE_BUDGET_S, estimate_graph, powers_of_two
-from raypipe.engine.reads import no_reads_of
 from raypipe.engine.state import MakeOptimizer
+from raypipe.engine.trial.reads import no_reads_of
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.profile import Profile
 from raypipe.progress import ProfilingBar
@@ -124,7 +124,7 @@ def _tried(make_optimizer: MakeOptimizer, captured: Capture) -> torch.optim.Opti
         copy = torch.nn.Parameter(_part(like) if like.is_meta else like.detach().clone())
         copy.grad = torch.zeros_like(copy)
         made = make_optimizer([(name, copy)])
-        with no_reads_of(captured.parameters, "optimizer"):  # which engine/optimizer_trial.py has words for
+        with no_reads_of(captured.parameters, "optimizer"):  # which engine/trial/optimizer_trial.py has words for
             made.step()
         return made if sum(len(group["params"]) for group in made.param_groups) == 1 else None
     return None

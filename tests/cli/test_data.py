@@ -38,7 +38,7 @@ def test_the_first_batch_is_shown(collate: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     found = CliRunner().invoke(app, ["data", "run.yaml"])
     assert found.exit_code == 0, found.output
-    lines = found.output.splitlines()
+    lines = found.stdout.splitlines()
     assert lines[0] == "train_data: 9 samples, of which the first 4 of epoch 0"
     assert [line.split()[:4] for line in lines[1:4]] == [
         ["input_ids", "(4,", "5)", "int64"], ["attention_mask", "(4,", "5)", "int64"], ["labels", "(4,", "5)", "int64"],

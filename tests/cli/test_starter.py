@@ -23,7 +23,7 @@ def test_what_init_writes_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     result = CliRunner().invoke(app, ["train", "run.yaml", "--local"], catch_exceptions=False)
     monkeypatch.delitem(sys.modules, "model")
     assert result.exit_code == 0, result.output
-    told = next(line for line in result.output.splitlines() if line.startswith("step 300  "))
+    told = next(line for line in result.stdout.splitlines() if line.startswith("step 300  "))
     assert float(told.split("eval_accuracy ")[1]) > 0.9
     (run,) = (tmp_path / "runs").iterdir()
     assert {"config.yaml", "plan.json", "metrics.parquet", "checkpoints"} <= {path.name for path in run.iterdir()}

@@ -15,10 +15,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from raypipe.engine.channel import Channel
 from raypipe.engine.codec import NONE, Codec, host
 from raypipe.engine.codec.coded import CodedTensor
 from raypipe.engine.message_log import MessageLog
+from raypipe.engine.messages.channel import Channel
 from raypipe.engine.replay_channel import ReplayChannel
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action, Op

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from raypipe.engine import frame
 from raypipe.engine.codec import Codec
 from raypipe.engine.codec.coded import CodedTensor
 from raypipe.engine.crossing import KEPT, Crossing
 from raypipe.engine.device import Crosses, Device, Stream
+from raypipe.engine.messages import frame
 from raypipe.ir.schedule import Action, Op
 
 __all__ = ["DeviceContract"]

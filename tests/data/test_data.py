@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raypipe.data import Images, Packed, Pad
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.errors import ConfigError, DataError
 
 RAGGED = [{"input_ids": list(range(1, n + 2)), "text": "x" * n, "n": n} for n in range(7)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from raypipe.engine.channel import Message
 from raypipe.engine.memory_channel import InMemoryChannel
+from raypipe.engine.messages.channel import Message
 
 __all__ = ["Mortal", "MortalChannel"]
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import raypipe
 from raypipe.engine.culprits import failing_row
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.second_forward import Given
 from raypipe.errors import StageError
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.item_randomness import generator_states
 from raypipe.errors import DataError
 

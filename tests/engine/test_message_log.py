@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from raypipe.engine import message_log
-from raypipe.engine.frame import encode
 from raypipe.engine.message_log import MessageLog
+from raypipe.engine.messages.frame import encode
 from raypipe.engine.reached import Scalar
 from raypipe.ir.action import EVALUATION
 from raypipe.ir.schedule import Action, Op

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from raypipe.engine.all_reduce import AllReduce
-from raypipe.engine.chunks import chunks_of
 from raypipe.engine.exchange import last_backwards
 from raypipe.engine.gradients import GradientSink
 from raypipe.engine.memory_channel import InMemoryChannel
 from raypipe.engine.placement import Placement
+from raypipe.engine.replicas.all_reduce import AllReduce
+from raypipe.engine.replicas.chunks import chunks_of
 from raypipe.engine.stage import Site
 from raypipe.errors import LinkError
 from raypipe.ir import exchange

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from raypipe.engine.beside import channels_between
 from raypipe.engine.capture import capture
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.executor import Executor
 from raypipe.engine.local import _with_own_functions
 from raypipe.engine.one_thread import one_thread

@@ -19,7 +19,7 @@ from raypipe.engine.capture import capture
 from raypipe.engine.checkpoint import load_stage
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.copy import StageCopies
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.executor import Executor
 from raypipe.engine.message_log import MessageLog
 from raypipe.engine.one_thread import one_thread

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from raypipe import PipelineConfig, PipelineTrainer
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.errors import ConfigError, DataError
 from raypipe.testing import reference
 from tests.models import Records

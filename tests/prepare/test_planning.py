@@ -22,8 +22,8 @@ from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.engine.capture.explain import misfit_of_model
-from raypipe.engine.optimizer_trial import try_optimizers
 from raypipe.engine.shipping import unshippable
+from raypipe.engine.trial.optimizer_trial import try_optimizers
 from raypipe.errors import CaptureError, DataError, PlanError, RaypipeError
 from tests import nets
 from tests.exactness import captured, programs

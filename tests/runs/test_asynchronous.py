@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from tests.emulators.fills import fills_of
 from tests.emulators.nets import NETS, frozen_first
 from tests.emulators.training import Emulated, emulate

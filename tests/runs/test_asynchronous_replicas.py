@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.errors import ConfigError
 from tests.emulators.apart import emulate_apart
 from tests.emulators.fills import fills_of

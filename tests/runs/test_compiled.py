@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.compiling import compiled_stage, why_not_compiled
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.randomness import RandomKey
 from raypipe.errors import ConfigError, PlanError, StageError
 from tests import nets

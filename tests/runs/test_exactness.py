@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.microbatch import loss_weights
 from raypipe.engine.one_thread import one_thread
 from raypipe.testing import reference

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.checkpoint import open_checkpoint
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.storage import Place
 from raypipe.engine.update import MOST_SKIPPED
 from raypipe.errors import ConfigError, StageError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypipe.engine import all_reduce
+from raypipe.engine.replicas import all_reduce
 from tests.exactness import same_bits
 from tests.runs.test_replicas import told, trainer
 

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine import loss_scale
 from raypipe.engine.checkpoint import open_checkpoint
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.storage import Place
 from raypipe.errors import CaptureError, ConfigError
 from raypipe.testing import reference

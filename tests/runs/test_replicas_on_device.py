@@ -11,9 +11,10 @@ import torch
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.api import launch
-from raypipe.engine import all_reduce, chunks, gradients
+from raypipe.engine import gradients
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.local import LocalFleet
+from raypipe.engine.replicas import all_reduce, chunks
 from raypipe.errors import RaypipeError
 from raypipe.ir import exchange
 from raypipe.ir.work_order import Order

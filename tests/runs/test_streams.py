@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.data import Stream
-from raypipe.engine.stream_source import StreamSource
+from raypipe.engine.data.stream_source import StreamSource
 from raypipe.errors import ConfigError
-from tests.engine.test_stream import Numbers, Resumable
+from tests.engine.data.test_stream import Numbers, Resumable
 from tests.exactness import same_bits
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]

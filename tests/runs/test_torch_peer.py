@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
 from raypipe.engine.capture import capture
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.planner.schedule.text import to_csv
 from raypipe.planner.tune import build_schedule
 from tests.exactness import Recorder, Shape, config_of, request_of, same_bits, train_stages

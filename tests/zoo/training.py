@@ -12,7 +12,7 @@ from torch import nn
 
 from raypipe import PipelineConfig, PipelineTrainer, load_state_dict
 from raypipe.engine.capture.guards import own_loss
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.errors import RaypipeError
 from raypipe.testing import Reference, reference

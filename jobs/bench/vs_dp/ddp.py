@@ -23,7 +23,7 @@ from jobs.bench.vs_dp.models import MODELS, accuracy, heldout, loss_of, samples
 from jobs.bench.vs_dp.run import EVAL_EVERY, FEW_STEPS, LEARNING_RATE, MINIBATCH, SEED, WARM_UP, Asked, Ran
 from jobs.lib.common import median
 from jobs.lib.processes import run_processes
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 
 __all__ = ["run_ddp"]
 

@@ -24,7 +24,7 @@ import raypipe
 from jobs.bench.vs_dp.models import MODELS, Model, accuracy, heldout, loss_of, samples
 from jobs.lib.common import median
 from jobs.lib.emulated import CPU_SHARE
-from raypipe.engine import frame
+from raypipe.engine.messages import frame
 from raypipe.ir.cluster import Cluster, Device, Link
 from raypipe.ir.plan import Plan
 from raypipe.runtime.links.socket_channel import SocketChannel

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from jobs.lib.combinations.nets import Net
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.recompute import key_checkpoints
 from tests.emulators.training import one_thread

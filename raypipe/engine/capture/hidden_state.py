@@ -3,7 +3,7 @@
 A stage is a function of parameters, buffers and inputs. A counter, a list or an average that forward or the loss keeps
 in an attribute, a closure or a global would be frozen when the model is traced, be copied into every stage and be
 missing from checkpoints; see engine/remembered.py for how it is found. What only shows in numbers is left to
-engine/verify.py.
+engine/trial/verify.py.
 """
 
 from __future__ import annotations

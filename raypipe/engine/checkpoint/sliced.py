@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.slices import Part, sliced
+from raypipe.engine.replicas.slices import Part, sliced
 from raypipe.engine.state import StageState
 from raypipe.errors import CheckpointError
 

@@ -30,12 +30,12 @@ from raypipe.engine.checkpoint.tensor_file import write_tensors
 from raypipe.engine.checkpoint.tensor_table import check_storable
 from raypipe.engine.checkpoint.values import encode
 from raypipe.engine.crossing import Crossing
+from raypipe.engine.data.stream import Mark
 from raypipe.engine.device import CPU, Crosses
-from raypipe.engine.slices import Part, Slices
+from raypipe.engine.replicas.slices import Part, Slices
 from raypipe.engine.stage import StageProgram
 from raypipe.engine.state import StageState, owned_tensors
 from raypipe.engine.storage import Place
-from raypipe.engine.stream import Mark
 from raypipe.errors import CheckpointError
 
 __all__ = [

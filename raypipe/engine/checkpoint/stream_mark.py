@@ -13,8 +13,8 @@ import hashlib
 import json
 from typing import Any
 
+from raypipe.engine.data.stream import Mark
 from raypipe.engine.storage import Place
-from raypipe.engine.stream import Mark
 from raypipe.errors import CheckpointError
 
 __all__ = ["read_mark", "write_mark"]

@@ -18,7 +18,7 @@ import torch
 
 from raypipe.engine.checkpoint.tensor_table import METADATA, TensorInfo, read_table, table_of
 from raypipe.engine.checkpoint.values import parse_json
-from raypipe.engine.layout import raw_bytes
+from raypipe.engine.messages.layout import raw_bytes
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from raypipe.engine.checkpoint.dtypes import DTYPES, NAMES
-from raypipe.engine.layout import span
+from raypipe.engine.messages.layout import span
 from raypipe.errors import CheckpointError
 
 __all__ = ["METADATA", "TensorInfo", "check_storable", "read_table", "table_of"]

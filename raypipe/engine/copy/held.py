@@ -12,7 +12,7 @@ import torch
 
 from raypipe.engine.copy.header import TENSORS, CopyHeader
 from raypipe.engine.copy.source import CopySource, views_of
-from raypipe.engine.layout import raw_bytes
+from raypipe.engine.messages.layout import raw_bytes
 from raypipe.errors import CheckpointError
 
 __all__ = ["PARCEL_BYTES", "HeldCopies", "HeldCopy", "parcels_of"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from raypipe.engine.stream_source import StreamSource
+from raypipe.engine.data.stream_source import StreamSource
 from raypipe.errors import ConfigError
 
 __all__ = ["refuse_without_cpus"]

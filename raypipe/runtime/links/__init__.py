@@ -1,4 +1,4 @@
-"""How two workers are joined: three transports behind one channel contract (engine/channel.py).
+"""How two workers are joined: three transports behind one channel contract (engine/messages/channel.py).
 
     opening.py                which transport; an Endpoint (endpoint.py) for each worker
       +-- tcp.py              connections of our own: listener.py, handshake.py, socket_channel.py, again.py,

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from raypipe.engine import checked_frame
-from raypipe.engine.frame import Frame
+from raypipe.engine.messages import checked_frame
+from raypipe.engine.messages.frame import Frame
 from raypipe.errors import LinkError
 
 __all__ = ["MARK_BYTES", "Kept", "Note", "Taken", "WayBack"]

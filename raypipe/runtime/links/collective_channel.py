@@ -37,8 +37,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raypipe.engine import checked_frame, frame, layout
 from raypipe.engine.codec.host import one_core
+from raypipe.engine.messages import checked_frame, frame, layout
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.links.forecast import Forecast
 from raypipe.runtime.links.queued_channel import END_TIMEOUT_S, QueuedChannel

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raypipe.engine import frame
-from raypipe.engine.channel import Payload
 from raypipe.engine.codec import Codec
 from raypipe.engine.device import Device, Mark, Stream
-from raypipe.engine.device_frame import decoded_on, framed_on
+from raypipe.engine.messages import frame
+from raypipe.engine.messages.channel import Payload
+from raypipe.engine.messages.device_frame import decoded_on, framed_on
 from raypipe.ir.schedule import Action
 from raypipe.runtime.links.socket_channel import SocketChannel, receive_exactly
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raypipe.engine.channel import Channel
+from raypipe.engine.messages.channel import Channel
 from raypipe.engine.placement import Placement
 from raypipe.engine.setup import RunSetup
 from raypipe.engine.stage import StageProgram

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from raypipe.engine import frame, layout
+from raypipe.engine.messages import frame, layout
 
 __all__ = ["REUSE_BYTES", "Landing", "Memory"]
 

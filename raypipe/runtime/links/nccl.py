@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from raypipe.engine.channel import Channel
 from raypipe.engine.device import Device
+from raypipe.engine.messages.channel import Channel
 from raypipe.errors import ConfigError, LinkError
 from raypipe.runtime.links.collective import connect, rendezvous
 from raypipe.runtime.links.device_channel import DeviceChannel

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from raypipe.engine import checked_frame, frame
 from raypipe.engine.codec.host import one_core
+from raypipe.engine.messages import checked_frame, frame
 from raypipe.errors import LinkError
 from raypipe.runtime.links.queued_channel import CLOSE_TIMEOUT_S, QueuedChannel
 from raypipe.runtime.links.window import Window

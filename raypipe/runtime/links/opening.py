@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raypipe.engine.channel import Channel
 from raypipe.engine.device import CPU, Device
+from raypipe.engine.messages.channel import Channel
 from raypipe.errors import ConfigError
 from raypipe.runtime.links.endpoint import Endpoint, Opening
 from raypipe.runtime.links.tcp import SocketListener, open_links

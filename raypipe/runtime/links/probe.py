@@ -21,7 +21,7 @@ import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.engine.channel import Channel
+from raypipe.engine.messages.channel import Channel
 from raypipe.errors import LinkError
 from raypipe.ir.action import Action, Op
 from raypipe.runtime.links.endpoint import Endpoint, Opening

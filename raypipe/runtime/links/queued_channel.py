@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from raypipe.engine import frame
-from raypipe.engine.channel import Message, Payload
 from raypipe.engine.codec import Codec, Codecs
 from raypipe.engine.codec.host import one_core
-from raypipe.engine.inbox import Inbox
 from raypipe.engine.message_log import KeepSent
+from raypipe.engine.messages import frame
+from raypipe.engine.messages.channel import Message, Payload
+from raypipe.engine.messages.inbox import Inbox
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.ir.schedule import Action
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from raypipe.engine.channel import Channel
 from raypipe.engine.device import CPU, Device
+from raypipe.engine.messages.channel import Channel
 from raypipe.errors import ConfigError, LinkError
 from raypipe.runtime.links.device_channel import DeviceChannel
 from raypipe.runtime.links.endpoint import Opening

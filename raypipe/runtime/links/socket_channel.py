@@ -23,8 +23,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from raypipe.engine import checked_frame, frame
 from raypipe.engine.codec.host import one_core
+from raypipe.engine.messages import checked_frame, frame
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.links.again import MARK_BYTES, Kept, Taken, WayBack
 from raypipe.runtime.links.endpoint import is_checked

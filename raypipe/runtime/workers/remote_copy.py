@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from raypipe.engine.checkpoint import TensorInfo
 from raypipe.engine.copy import CopyHeader, CopySource
-from raypipe.engine.layout import raw_bytes
+from raypipe.engine.messages.layout import raw_bytes
 from raypipe.errors import StageLostError
 
 __all__ = ["RemoteCopy", "Tally"]

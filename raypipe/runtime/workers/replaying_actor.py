@@ -17,10 +17,10 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from raypipe.engine.channel import Channel
 from raypipe.engine.device import Device
 from raypipe.engine.executor import Executor
 from raypipe.engine.message_log import LoggedStep, MessageLog, Sent
+from raypipe.engine.messages.channel import Channel
 from raypipe.engine.reached import Reached
 from raypipe.engine.replay_channel import ReplayChannel
 from raypipe.engine.setup import GenerationSetup

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from raypipe import PipelineConfig, PipelineTrainer
 from raypipe.engine.capture import Capture, capture
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.randomness import RandomKey
 from raypipe.errors import CaptureError
 from raypipe.planner.partition.chain import split_before

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from raypipe.engine.capture import capture
 from raypipe.engine.capture.cut import check_order
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.randomness import RandomKey
 from raypipe.errors import CaptureError, StageError
 from raypipe.ir.graph import ModelGraph, Node, link_nodes

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from raypipe.engine.capture import capture
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.profiling import Rates, estimate_graph, powers_of_two, profile_graph
 from raypipe.engine.profiling.measure import larger_sizes
 from raypipe.errors import ConfigError, PlanError, StageError

@@ -12,7 +12,7 @@ import ray
 import torch
 from ray.train import ScalingConfig
 
-from raypipe.engine.stream_source import StreamSource
+from raypipe.engine.data.stream_source import StreamSource
 from raypipe.errors import ConfigError
 from raypipe.runtime.driver.reading import refuse_without_cpus
 from tests.runs.test_streams import fit, trainer

@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from raypipe.engine.layout import raw_bytes
+from raypipe.engine.messages.layout import raw_bytes
 
 __all__ = ["PipeGroup"]
 

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
-from raypipe.engine import checked_frame, frame
 from raypipe.engine.codec import NONE, Codec
+from raypipe.engine.messages import checked_frame, frame
 from raypipe.errors import LinkError
 from raypipe.runtime.links.again import AGAIN, MARK_BYTES, TAKEN, Kept, Note, WayBack
 from raypipe.runtime.links.socket_channel import SocketChannel

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.engine import checked_frame, frame
+from raypipe.engine.messages import checked_frame, frame
 from raypipe.errors import ConfigError, LinkError
 from raypipe.runtime.links import collective
 from raypipe.runtime.links.collective import CollectiveEndpoint

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.engine import frame
+from raypipe.engine.messages import frame
 from raypipe.runtime.links.landing import REUSE_BYTES, Landing, Memory
 from tests.contract.channel import f
 

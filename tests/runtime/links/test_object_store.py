@@ -18,7 +18,7 @@ import ray
 import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from raypipe.engine import frame
+from raypipe.engine.messages import frame
 from raypipe.errors import LinkAbortedError, LinkError
 from raypipe.runtime.links.endpoint import Opening
 from raypipe.runtime.links.object_store import LINK_GROUPS, LinkedActor, ObjectStoreEndpoint

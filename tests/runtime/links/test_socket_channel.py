@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.engine import frame
+from raypipe.engine.messages import frame
 from raypipe.errors import LinkError
 from raypipe.runtime.links.tcp import SocketChannel, SocketListener
 from tests.contract.channel import WAIT_S, WAKE_S, ChannelContract, Failing, Pair, b, f, wait_until

@@ -237,7 +237,7 @@ def plain(
 
 
 def samples_in_order(steps: int) -> list[torch.Tensor]:
-    from raypipe.engine.data import open_data
+    from raypipe.engine.data.source import open_data
 
     numbers = torch.utils.data.TensorDataset(torch.arange(SAMPLES))
     source, per_epoch = open_data(numbers, seed=0), SAMPLES // BATCH

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from raypipe import PipelineTrainer, load_state_dict
-from raypipe.engine import checked_frame
+from raypipe.engine.messages import checked_frame
 from raypipe.runtime.links import again, socket_channel
 from tests.exactness import same_bits
 from tests.runtime.run.test_planning import trainer

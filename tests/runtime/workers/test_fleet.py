@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 import raypipe.runtime.workers.places
 from raypipe.engine.capture import capture
 from raypipe.engine.checkpoint import checkpoint_name, commit, load_state_dict, make_manifest
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.norms import norm_of
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.stage import StageProgram

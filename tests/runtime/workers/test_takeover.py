@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import ray
 
-from raypipe.engine.data import open_data
+from raypipe.engine.data.source import open_data
 from raypipe.engine.setup import GenerationSetup, RunSetup
 from raypipe.engine.state import Settings
 from raypipe.errors import LeaseError, LinkError, StageError
