@@ -63,7 +63,9 @@ class DrainWatch:
 
     def _watch(self) -> None:
         complaint: type[Exception] | None = None
-        while not self._ended.wait(EVERY_S):
+        pause_s = 0.0  # the first look tells which nodes were to go before this driver began
+        while not self._ended.wait(pause_s):
+            pause_s = EVERY_S
             try:
                 self._look()
                 self._looked = True

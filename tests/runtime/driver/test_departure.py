@@ -109,7 +109,7 @@ from raypipe.runtime.driver.driver import driver_name
 from raypipe.runtime.workers.drains import drain_node
 from tests.runtime.workers.test_recovery import as_undisturbed, events, reached, surviving
 
-folder, steps = Path(sys.argv[1]), 4000
+folder, steps = Path(sys.argv[1]), 10**6
 ray.init(address="auto", namespace="raypipe", log_to_driver=False, logging_level="ERROR")
 node, = (one["NodeID"] for one in ray.nodes() if "aside" in one["Resources"])
 there = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -120,7 +120,7 @@ def begin():
 
 ray.get(begin.options(scheduling_strategy=there).remote())
 handle, run = raypipe.attach("moved"), folder / "moved"
-reached(handle, 5)
+reached(handle, 100)  # and the driver has looked which nodes were to go before
 holder = lambda: json.loads((run / "lease.json").read_text())["holder"]["pid"]
 before, driver = handle.status().stages, holder()
 (at,) = (one["Address"]["NodeID"] for one in state.actors().values() if one["Name"] == driver_name("moved"))
