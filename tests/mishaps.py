@@ -56,6 +56,9 @@ class _Room(torch.autograd.Function):
         return gradient, None
 
 
+LATE_S = 1.0
+
+
 class _Place:
     """Taken as long as somebody holds what a forward keeps for its backward."""
 
@@ -73,8 +76,12 @@ class Crowd(nn.Module):
     def take_place(self) -> _Place:
         """Of one more micro-batch."""
         taken = _PLACES.setdefault(self.name, weakref.WeakSet())
-        if len(taken) >= self.places:
-            raise MemoryError(f"{self.name} has places for {self.places} micro-batches")
+        # A thread that sends an output holds it a moment longer than the backward, the more so on a busy machine.
+        deadline_s = time.monotonic() + LATE_S
+        while len(taken) >= self.places:
+            if time.monotonic() > deadline_s:
+                raise MemoryError(f"{self.name} has places for {self.places} micro-batches")
+            time.sleep(0.001)
         place = _Place()
         taken.add(place)
         return place
