@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -34,7 +35,7 @@ from raypipe.engine.state import StageState
 from raypipe.engine.tally import Tally, Totals
 from raypipe.engine.token_count import TokenCount
 from raypipe.engine.weight_ring import WeightRing
-from raypipe.errors import LinkError
+from raypipe.errors import LinkError, RaypipeError
 from raypipe.ir.links import stage_sample
 from raypipe.ir.report import StepReport
 from raypipe.ir.schedule import Action, Op, lane_of
@@ -289,7 +290,8 @@ class StageWork:
         row = failing_row(again, given, samples, error)
         if row is not None:
             source = self.feed.source(training=self._training)
-            error.add_note(of_failing_row(source, self._segment.epoch, position + row, given.columns, row))
+            with suppress(RaypipeError):  # data that cannot say which row that was hides no failure of the model
+                error.add_note(of_failing_row(source, self._segment.epoch, position + row, given.columns, row))
 
     def _lane(self, microbatch: int) -> int:
         """Evaluations run on workers that lead, which have the first lane."""

@@ -16,9 +16,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 import raypipe
 from raypipe.engine.culprits import failing_row
+from raypipe.engine.data.map_source import MapSource
 from raypipe.engine.data.source import open_data
 from raypipe.engine.second_forward import Given
-from raypipe.errors import StageError
+from raypipe.errors import DataError, StageError
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("captures_of_a_test")]
 
@@ -65,6 +66,17 @@ def test_a_label_out_of_range(wrong: int, tmp_path: Path) -> None:
     assert said.endswith(
         "begin at 0, and the model needs an output or an embedding for each. Mend that one, or leave it out."
     )
+
+
+def test_data_that_cannot_name_a_row_hides_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> str:
+        raise DataError("The file is gone.")
+
+    monkeypatch.setattr(MapSource, "named", gone)
+    data = TensorDataset(drawn(ROWS, 6), changed(labels(), 3, WRONG))
+    said = fails(data, classifier(), cross_entropy, tmp_path)
+    assert "IndexError: Target 3 is out of bounds" in said
+    assert "gone" not in said
 
 
 def test_a_label_out_of_range_in_eval_data(tmp_path: Path) -> None:
