@@ -9,7 +9,9 @@ changes bits, a copy does not.
 A stage that took copy 30 while the holder of another one has no more than copy 10 of it would have overwritten its own
 copy 10, and nothing would be left to go back to together. So the next copy is ordered when all have the one before.
 
-What a copy costs is what the steps beside it took longer than those without one, and at least what copying took.
+What a copy costs is what the steps beside it took longer than those without one, and at least what copying took. The
+former is too much where something else slowed these steps: the first copies come while processes start, and so does the
+spare after a failure. So the interval starts at what copying took and grows to at most twice itself with each copy.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from raypipe.planner.copies import MOST_STEPS, CopyCosts, copy_interval
 __all__ = ["CopyTimes"]
 
 WINDOW_STEPS, WINDOW_COPIES = 16, 9
+GROWTH = 2
+"""Of the interval from one copy to the next."""
 AGAIN_STEPS = 32
 """After so many steps the next copy is ordered although nobody has said that the one before has arrived, where nobody
 sends it any more: its holder failed to take it, or a worker still sent the one before it and took none."""
@@ -82,6 +86,7 @@ class CopyTimes:
             step_s = median(self._calm_s)
             # Some come out below nothing where steps vary: cut off, the middle of them would be too much.
             self._costs_s.append(sum(self._copying_s) - len(self._copying_s) * step_s)
-            cost_s = max(median(self._costs_s), *(copy.copied_s for copy in copied))
-            costs = CopyCosts(step_s, cost_s, max(copy.sent_s for copy in copied))
-            self.interval = copy_interval(costs)
+            copying = CopyCosts(step_s, max(copy.copied_s for copy in copied), max(copy.sent_s for copy in copied))
+            least = copy_interval(copying)
+            cost_s = max(median(self._costs_s), copying.cost_s)
+            self.interval = max(least, min(GROWTH * self.interval, copy_interval(copying._replace(cost_s=cost_s))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from raypipe.ir.report import CopyReport, StepReport
@@ -27,19 +28,30 @@ def test_the_next_one_waits_until_all_have_the_one_before() -> None:
     assert not times.due(9 + AGAIN_STEPS - 1)
 
 
-def test_it_waits_as_long_as_copies_are_dear() -> None:
-    """Two steps beside a copy take 0.2 s longer each; then they do not, and the middle of the costs decides."""
+def intervals(slower_s: Sequence[float]) -> list[int]:
+    """Of copies beside two steps each, which take 1 s and that much longer; copying alone takes 0.1 s."""
     times, at = CopyTimes(3), 0
     times.heard(1.0, reports(None, None))
-    first = {}
-    for copy, slower_s in enumerate((0.2, 0.0, 0.0)):
+    found = []
+    for slower in slower_s:
         times.ordered(at)
         held = CopyReport(at, 0.1, 1.0)
         for copied in (reports(None, held, copying=True), reports(held, held, copying=True)):
-            times.heard(1.0 + slower_s, copied)
-        first[copy] = next(step - at for step in range(at, at + 100) if times.due(step))
-        at += first[copy]
-    assert first == {0: 14, 1: 7, 2: 4}  # 0.4 s, 0.2 s and the 0.1 s that copying took are 3 % of these seconds
+            times.heard(1.0 + slower, copied)
+        found.append(next(step - at for step in range(at, at + 100) if times.due(step)))
+        at += found[-1]
+    return found
+
+
+def test_it_waits_as_long_as_copies_are_dear() -> None:
+    """Copying alone is 3 % of 4 s, and two slower steps beside a copy, 0.4 s, are of 14 s; the middle copy decides."""
+    assert intervals((0.2, 0.2, 0.2, 0.2)) == [4, 8, 14, 14]
+    assert intervals((0.0, 0.2, 0.2, 0.0, 0.0)) == [4, 7, 14, 7, 4]
+
+
+def test_a_start_that_slows_the_first_steps_does_not_keep_copies_away_for_long() -> None:
+    """Beside the first copy two steps take 10 s longer each, for another process starts: 3 % of eleven minutes."""
+    assert intervals((10.0, 0.0, 0.0)) == [4, 8, 4]
 
 
 def test_a_copy_that_takes_long_to_send_is_taken_half_of_the_time() -> None:
