@@ -64,6 +64,10 @@ class StageFunction(Protocol):
     def changing_buffers(self) -> tuple[str, ...]:
         """Those of ``buffers`` that a forward may update."""
 
+    @property
+    def tried_constant(self) -> tuple[str, ...]:
+        """Those of ``changing_buffers`` of which nothing is known but that the forwards of a trial left them alone."""
+
     def __call__(
         self,
         parameters: Sequence[torch.Tensor],
@@ -190,6 +194,11 @@ class GraphFunction:
     precision: Precision = FP32
     place: torch.device | None = None
     _function: Callable[..., tuple[torch.Tensor, ...]] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def tried_constant(self) -> tuple[str, ...]:
+        """None: the graph tells."""
+        return ()
 
     def __getstate__(self) -> tuple[Any, ...]:
         return tuple(None if name == "_function" else getattr(self, name) for name in self.__slots__)

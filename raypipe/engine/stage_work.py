@@ -97,6 +97,7 @@ class StageWork:
             owner=(stage, worker),
         )
         self.buffers = StageBuffers(self._modes, state.buffers)
+        self._shares_buffers = exchanged and not settings.replicated_buffers
         recomputes = bool(setup.recompute) and setup.recompute[stage] and stage >= self.program.first_trainable
         self._loss = placed_loss(self.program.loss, crossing)
         self._second_forward = SecondForward(stage, self.program.train.changing_buffers) if recomputes else None
@@ -164,6 +165,8 @@ class StageWork:
         tally, (norm, loss) = self.tally, totals
         loss_value, norm_value = self._crossing.read((loss, norm), Crosses.LOSS)
         split_s = self._crossing.two_parts_s(self._split_marks) if measure else None
+        if self._training and self._shares_buffers:
+            self.buffers.check(self.stage)
         return StepReport(
             stage=self.stage,
             step=step,

@@ -36,6 +36,7 @@ class Settings:
         codec_sums: "none" or "bf16"; see PipelineConfig.
         shard_optimizer: see PipelineConfig.
         optimizer_draws: steps of the optimizer draw numbers, which are keyed by the update and the stage.
+        replicated_buffers: see PipelineConfig.
     """
 
     seed: int
@@ -46,6 +47,7 @@ class Settings:
     codec_sums: str = "none"
     shard_optimizer: bool = False
     optimizer_draws: bool = False
+    replicated_buffers: bool = False
 
 
 class StageState:

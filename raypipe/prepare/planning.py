@@ -94,6 +94,7 @@ def prepare(
         pipeline.on_nonfinite,
         pipeline.codec_sums,
         pipeline.shard_optimizer,
+        replicated_buffers=pipeline.replicated_buffers,
     )
     job = noting_compiled(_job(given, found, pipeline, basis, planned, settings))
     modes, unregistered = note_on_modes(turned_on(found.model)), note_on_unregistered(found.model)

@@ -246,3 +246,48 @@ def test_replicas_that_change_buffers_each_keep_their_own_where_asked_to(tmp_pat
     assert len(statistics) == 3
     assert [name for name in one if not same_bits(one[name], two[name])] == sorted(statistics, key=list(one).index)
     assert (int(one["1.num_batches_tracked"]), int(two["1.num_batches_tracked"])) == (12, 6)
+
+
+class Scaled(nn.Module):
+    """Reads a buffer that it never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Late(nn.Module):
+    """Counts forwards once the optimizer has moved its parameter, in a way that torch does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(16))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.shift.detach().abs().max() > 0:
+            self.count.data.add_(1)
+        return x + self.shift
+
+
+def test_a_child_with_a_constant_buffer_has_replicas(tmp_path: Path) -> None:
+    """No graph says what an untraced child does; the trial saw no change, and every step looks again."""
+    trainer(tmp_path, "two", net(Scaled()), num_replicas=2).fit(num_steps=3, local=True, progress=False)
+    trainer(tmp_path, "one", net(Scaled()), num_lanes=2).fit(num_steps=3, local=True, progress=False)
+    (rows, one), (others, two) = told(tmp_path / "one"), told(tmp_path / "two")
+    assert rows == others
+    assert all(same_bits(tensor, two[name]) for name, tensor in one.items())
+    asked = trainer(tmp_path, "asked", net(Scaled()), num_replicas=2, replicated_buffers=True)
+    assert "No forward changed a buffer of stage 1 when the model was tried" in str(asked.plan().explain())
+
+
+def test_a_child_that_begins_to_change_a_buffer_ends_a_run_with_replicas(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "late", net(Late()), num_replicas=[2, 1])
+    with pytest.raises(StageError, match=r"Stage 0 changed '1\.count' in this step and not when the model was tried"):
+        run.fit(num_steps=3, local=True, progress=False)
+    trainer(tmp_path, "single", net(Late()), num_lanes=2).fit(num_steps=3, local=True, progress=False)
+    kept = {"num_replicas": [2, 1], "replicated_buffers": True}
+    trainer(tmp_path, "kept", net(Late()), **kept).fit(num_steps=3, local=True, progress=False)

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from raypipe.engine.capture.analyse import Analysis, analyse
+from raypipe.engine.capture.changed_buffers import changed_buffers
 from raypipe.engine.capture.explain import untraceable
 from raypipe.engine.capture.lines import lines_of
 from raypipe.engine.capture.loss_terms import LossTerms, loss_terms, return_parts
@@ -32,7 +33,6 @@ from raypipe.engine.capture.recipe import Loss, ModelRecipe, TracedRecipe
 from raypipe.engine.capture.same_memory import refuse_constants, refuse_same_memory
 from raypipe.engine.capture.sequential import (
     SequentialModel,
-    changed_buffers,
     is_plain_sequential,
     sequential_children,
     sequential_graph,
@@ -223,7 +223,7 @@ def _refuse_apart(
 
 
 def _changed_by(source: TracedModel | SequentialModel) -> frozenset[str]:
-    """Names of the buffers that a forward in training changes, as far as a graph or torch's count of changes tells."""
+    """Names of the buffers that a forward in training changes, as far as a graph or a trial tells."""
     if isinstance(source, TracedModel):
         return frozenset(source.train.traced.buffers[node] for node in source.train.changing_buffers)
     return frozenset(name for child in source.train for name in child.changes)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raypipe.engine.capture.changed_buffers import BuffersBefore, without_weights
 from raypipe.engine.capture.hidden_state import refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
 from raypipe.engine.copies import copy_of, portable, skeleton_of, unpacked
@@ -36,7 +37,6 @@ from raypipe.ir.precision import FP32, Precision
 __all__ = [
     "Child",
     "SequentialModel",
-    "changed_buffers",
     "is_plain_sequential",
     "sequential_children",
     "sequential_graph",
@@ -63,7 +63,7 @@ class Child:
         module: skeleton without storage (meta device), in one mode.
         sites: local parameter name -> the use of the canonical parameter.
         buffers: local buffer name -> name in the model.
-        changes: names in the model of the buffers that a forward in training updates.
+        changes: names in the model of the buffers that its forward changed when it was tried.
         first_draw, num_draws: its random draws among those of the whole model.
         changes_input: it works in place on its input.
         output_bytes: of one sample.
@@ -105,8 +105,14 @@ class SequentialFunction:
 
     @property
     def changing_buffers(self) -> tuple[str, ...]:
-        """All of them: torch does not count what a norm does to its statistics, and no graph tells."""
+        """All of them: what a child did not change when it was tried it may change later, and no graph tells."""
         return self.buffers
+
+    @property
+    def tried_constant(self) -> tuple[str, ...]:
+        """Those that no child changed when it was tried."""
+        changes = frozenset(name for child in self.children for name in child.changes)
+        return tuple(name for name in self.buffers if name not in changes)
 
     def __call__(
         self,
@@ -205,30 +211,6 @@ def sequential_children(model: nn.Sequential, example: torch.Tensor) -> tuple[li
     return _children(model, example.clone(), training=True), _children(model, example.clone(), training=False)
 
 
-def without_weights(model: nn.Module) -> bool:
-    """Whether it has parameters on the meta device: then its children are run there, for shapes."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def changed_buffers(model: nn.Module, example: torch.Tensor) -> set[str]:
-    """Names of the buffers that are others after a forward in training; by value, which says more than torch counts."""
-    if not any(buffer.is_floating_point() for buffer in model.buffers()):
-        return set()
-    if without_weights(model):
-        return _statistics(model)
-    trial = copy_of(model).train()
-    before = {name: buffer.clone() for name, buffer in trial.named_buffers()}
-    with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)):
-        contextvars.copy_context().run(trial, example.clone())
-    return {name for name, buffer in trial.named_buffers() if not torch.equal(buffer, before[name])}
-
-
-def _statistics(model: nn.Module) -> set[str]:
-    """Names of what norms keep of the batches that they see: all that can be told without values."""
-    norms = [(path, x) for path, x in model.named_modules() if isinstance(x, nn.modules.batchnorm._NormBase)]
-    return {f"{path}.{name}".lstrip(".") for path, norm in norms for name, _ in norm.named_buffers()}
-
-
 def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) -> list[Child]:
     trial = (skeleton_of if without_weights(model) else copy_of)(model).train(training)
     before, whose = read_memory(trial), "A child of the nn.Sequential"
@@ -263,15 +245,13 @@ def _tried_children(
             sites[local] = Site(first[parameter], uses[first[parameter]])
             uses[first[parameter]] += 1
         buffers = {local: first_buffer[held] for local, held in own.named_buffers(remove_duplicate=False)}
-        version, versions = x._version, {local: (id(held), held._version) for local, held in run.named_buffers()}
+        version, before = x._version, BuffersBefore(run)
         with torch.no_grad(), KeyedRandomness(RandomKey(0, 0, 0)) as mode:
             y = _of_child(name, run, x)
         _refuse_child(f"Child {name!r} ({type(own).__name__})", own, run, y)
         size = y.numel() * y.element_size() // max(1, len(y))
         changed = x._version != version
-        changes = frozenset(
-            buffers[local] for local, held in run.named_buffers() if (id(held), held._version) != versions[local]
-        )
+        changes = frozenset(buffers[local] for local in before.changed())
         module = copy.deepcopy(bare).train(training)
         children.append(Child(name, module, sites, buffers, changes, draws, mode.index, changed, size))
         draws += mode.index

@@ -105,7 +105,7 @@ def known_request(basis: PlanBasis) -> Request:
 def _changing(recipe: ModelRecipe) -> tuple[int, ...]:
     """Positions of the nodes of modules that own a buffer which forwards change; all nodes where an owner has none."""
     (whole,) = recipe.programs(())
-    owners = {name.rpartition(".")[0] for name in whole.train.changing_buffers}
+    owners = {name.rpartition(".")[0] for name in _known_to_change(whole)}
     nodes = recipe.graph.nodes
     found = {owner: [i for i, node in enumerate(nodes) if _within(node.module, owner)] for owner in owners}
     if not all(found.values()):
@@ -236,17 +236,16 @@ def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Req
     """
     notes = []
     for program, workers in zip(programs, plan.schedule.wiring.homes, strict=True):
-        changing = program.train.changing_buffers
+        changing = _known_to_change(program)
+        if len(workers) > 1 and request.replicated_buffers and program.train.tried_constant and not changing:
+            notes.append(
+                f"No forward changed a buffer of stage {program.index} when the model was tried. Should one do so "
+                f"later, each of its {len(workers)} replicas keeps its own."
+            )
         if not changing or len(workers) == 1:
             continue
         if not request.replicated_buffers:
-            raise PlanError(
-                f"Stage {program.index} changes {changing[0]!r} in every forward, so that its {len(workers)} replicas "
-                "would come to differ, each by the micro-batches that it saw. Give the stage one worker (num_replicas "
-                "takes a list, one number per stage), put the module on another stage with partitioner=[...], use a "
-                "layer that normalises without statistics of batches, such as GroupNorm, or set "
-                "replicated_buffers=True, with which each replica keeps its own."
-            )
+            raise _would_differ(program.index, changing[0], len(workers))
         notes.append(
             f"Each of the {len(workers)} replicas of stage {program.index} keeps what its own micro-batches make of "
             f"{changing[0]!r}{' and other buffers' * (len(changing) > 1)}; the first one's are saved and evaluated "
@@ -264,6 +263,22 @@ def _changing_buffers(plan: Plan, programs: Sequence[StageProgram], request: Req
     if request.shards:
         notes += _sharded(plan, programs)
     return notes
+
+
+def _would_differ(stage: int, buffer: str, replicas: int) -> PlanError:
+    return PlanError(
+        f"Stage {stage} changes {buffer!r} in every forward, so that its {replicas} replicas would come to differ, "
+        "each by the micro-batches that it saw. Give the stage one worker (num_replicas takes a list, one number per "
+        "stage), put the module on another stage with partitioner=[...], use a layer that normalises without "
+        "statistics of batches, such as GroupNorm, or set replicated_buffers=True, with which each replica keeps its "
+        "own."
+    )
+
+
+def _known_to_change(program: StageProgram) -> tuple[str, ...]:
+    """The buffers that forwards of it change in training; a run with replicas watches those that a trial left alone."""
+    constant = frozenset(program.train.tried_constant)
+    return tuple(name for name in program.train.changing_buffers if name not in constant)
 
 
 def _sharded(plan: Plan, programs: Sequence[StageProgram]) -> list[str]:
