@@ -5,10 +5,11 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 
-__all__ = ["as_sentence", "quoted", "short"]
+__all__ = ["as_sentence", "line_outside_torch", "quoted", "short"]
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_path("stdlib")
@@ -21,6 +22,13 @@ def quoted(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(("<", *_LIBRARIES)) and not _of_python(f.filename)]
     return f' at {own[-1].filename}:{own[-1].lineno}, in {own[-1].name}, "{own[-1].line}"' if own else ""
+
+
+def line_outside_torch(frame: FrameType | None) -> str:
+    """`` at FILE:LINE``: the innermost line not of torch that this frame is called from; nothing without one."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES[0]):
+        frame = frame.f_back
+    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _of_python(filename: str) -> bool:

@@ -217,11 +217,62 @@ class Autocast(Net):
             return super().forward(x)
 
 
+class Decorated(Net):
+    @torch.autocast("cuda", dtype=torch.bfloat16)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Older(Net):
+    @torch.cuda.amp.autocast()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Kept(Net):
+    """Torch remembers of it that it is off here, and not whether it was meant to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = torch.autocast("cuda")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.half:
+            return super().forward(x)
+
+
+class Off(Net):
+    @torch.autocast("cuda", enabled=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return self.inside(x)
+
+    @torch.cuda.amp.autocast(False)
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def in_children(model: nn.Module) -> nn.Sequential:
+    return nn.Sequential(model, nn.Linear(3, 3))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="autocast of CUDA is on here")
-def test_autocast_of_a_device_that_is_not_there() -> None:
-    said = answer(CaptureError, Autocast())
+@pytest.mark.parametrize("whole", [lambda model: model, in_children], ids=["traced", "Sequential"])
+@pytest.mark.parametrize("kind", [Autocast, Decorated, Older, Kept])
+def test_autocast_of_a_device_that_is_not_there(kind: type[Net], whole: Callable[[nn.Module], nn.Module]) -> None:
+    said = answer(CaptureError, whole(kind()))
     assert said.startswith(f"forward enters torch.autocast('cuda') at {__file__}:")
     assert "precision='bf16-autocast'" in said
+    assert ("for all that torch remembers" in said) is (kind is Kept)
+
+
+@pytest.mark.parametrize("whole", [lambda model: model, in_children], ids=["traced", "Sequential"])
+def test_autocast_that_is_off_anywhere(whole: Callable[[nn.Module], nn.Module]) -> None:
+    raypipe.PipelineTrainer(
+        whole(Off()), loss_fn=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=DATA,
+        pipeline=raypipe.PipelineConfig(num_stages=2, minibatch_size=4, num_microbatches=2, partitioner="parameters"),
+        run_config=SimpleNamespace(name="run", storage_path="nowhere"),
+    ).plan()  # fmt: skip
 
 
 def test_scripted_modules() -> None:

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
 from io import StringIO
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 
+from raypipe.engine.capture.absent_autocast import no_absent_autocast
 from raypipe.engine.meter import part_of
+from raypipe.engine.user_lines import line_outside_torch
 from raypipe.errors import CaptureError
 
 __all__ = ["NO_INFERENCE", "loss_only", "nothing_lost", "own_forward", "own_loss", "returned", "same_parameters_train"]
@@ -24,7 +24,6 @@ NO_INFERENCE = (
     "What is computed there can take part in no backward, in plain PyTorch neither. Use torch.no_grad() for what shall "
     "not learn."
 )
-_OF_TORCH = str(Path(torch.__file__).parent)
 
 
 def own_loss(model: torch.nn.Module, output: Any) -> torch.Tensor:
@@ -108,11 +107,10 @@ def nothing_lost() -> Iterator[None]:
 
     It records the forward of a custom autograd function but not its backward, no gradient hook, and not the mode of
     what is computed under inference_mode: the traced model would train, with wrong gradients. Nor does it record an
-    autocast of a device that this machine lacks. torch's own log and
-    standard error are silent meanwhile.
+    autocast of a device that this machine lacks. torch's own log and standard error are silent meanwhile.
     """
     functions, hooks = torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
-    enter, made = torch.inference_mode.__enter__, torch.autocast.__init__
+    enter = torch.inference_mode.__enter__
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.split(".")[0] == "torch":
@@ -131,20 +129,11 @@ def nothing_lost() -> Iterator[None]:
 
     def enter_inference(self: torch.inference_mode) -> None:
         if self.mode:
-            raise CaptureError(f"forward enters torch.inference_mode{_line()}. {NO_INFERENCE}")
+            raise CaptureError(
+                f"forward enters torch.inference_mode{line_outside_torch(sys._getframe(1))}. {NO_INFERENCE}"
+            )
         enter(self)
 
-    @functools.wraps(made)  # TorchDynamo binds arguments to its signature
-    def autocast(self: torch.autocast, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any) -> None:
-        if enabled and device_type == "cuda" and not torch.cuda.is_available():
-            raise CaptureError(
-                f"forward enters torch.autocast('cuda'){_line()}, which torch leaves off here, for there is no CUDA on "
-                "this machine, and which would be on where there is. Use PipelineConfig(precision='bf16-autocast') "
-                "instead, so that every stage computes in one known precision."
-            )
-        made(self, device_type, dtype, enabled, *rest)
-
-    torch.autocast.__init__ = autocast  # type: ignore[assignment, method-assign]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     torch.inference_mode.__enter__ = enter_inference  # type: ignore[method-assign]
@@ -152,14 +141,13 @@ def nothing_lost() -> Iterator[None]:
     logging.disable(logging.ERROR)
     try:
         # torch logs and prints pages about what the CaptureError says in a paragraph.
-        with redirect_stderr(StringIO()):
+        with redirect_stderr(StringIO()), no_absent_autocast():
             yield
     finally:
         logging.disable(muted)
         torch.autograd.Function.apply = functions  # type: ignore[method-assign]
         torch.Tensor.register_hook = hooks  # type: ignore[method-assign]
         torch.inference_mode.__enter__ = enter  # type: ignore[method-assign]
-        torch.autocast.__init__ = made  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -181,11 +169,3 @@ def same_parameters_train(model: torch.nn.Module) -> Iterator[None]:
             "is decided once, before the first step. Set it on the model that the trainer is given, and leave it out "
             "of forward."
         )
-
-
-def _line() -> str:
-    """The innermost line not of torch that this is called from."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_OF_TORCH):
-        frame = frame.f_back
-    return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raypipe.engine.capture.absent_autocast import no_absent_autocast
 from raypipe.engine.capture.changed_buffers import BuffersBefore, without_weights
 from raypipe.engine.capture.hidden_state import refuse_change
 from raypipe.engine.capture.surroundings import surroundings_kept
@@ -215,7 +216,7 @@ def _children(model: nn.Sequential, example: torch.Tensor, *, training: bool) ->
     trial = (skeleton_of if without_weights(model) else copy_of)(model).train(training)
     before, whose = read_memory(trial), "A child of the nn.Sequential"
     try:
-        with surroundings_kept(whose):
+        with surroundings_kept(whose), no_absent_autocast():
             tried = partial(_tried_children, model, trial, example, training=training)
             children = contextvars.copy_context().run(tried)
             after = read_memory(trial)
