@@ -1,7 +1,7 @@
 """Copies on their way: a thread finishes those that were begun between two steps, and sends them to another worker.
 
 worker A    begin | steps 21, 22, ...
-its thread        | [finish] [hold_copy_part 1 MiB]  [hold_copy_part 1 MiB] ...      paced, see Pace
+its thread        | [finish] [hold_copy_part 1 MiB]  [hold_copy_part 2 MiB] ...      paced, see Pace
 worker B                      begin, place            place                          CopyHolder
 worker A                                                                acknowledged: step 20
 """
@@ -22,7 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from raypipe.engine.copy import CopyHeader, StageCopies
 from raypipe.errors import CheckpointError, StageError
 from raypipe.ir.report import CopyReport
-from raypipe.runtime.workers.pacing import Pace
+from raypipe.runtime.workers.pacing import LEAST_BYTES, Pace
 
 __all__ = ["Begun", "CopySender"]
 
@@ -58,12 +58,14 @@ class CopySender:
         self._job: Future[None] | None = None
         self._stopping, self._hurried = threading.Event(), threading.Event()
         self._sent_bytes = 0  # so far
+        self._parcel_bytes = LEAST_BYTES  # that suited the newest parcel
         self._worked_s = 0.0
 
     def send_to(self, holder: Any, generation: int) -> None:
         """Send the copies of this plan's stages to another worker's actor; None sends them nowhere."""
         self.stop()
         self._holder, self._generation, self._acknowledged = holder, generation, {}
+        self._parcel_bytes = LEAST_BYTES
 
     def ready(self) -> bool:
         """Whether the copy before is done with, so that another one can begin.
@@ -148,7 +150,7 @@ class CopySender:
     def _send(self, header: CopyHeader, block: torch.Tensor) -> bool:
         """Whether all of it has arrived."""
         holder, data = self._holder, block.numpy()
-        pace = Pace(self._busy, lambda: self._stopping.is_set() or self._hurried.is_set())
+        pace = Pace(self._busy, lambda: self._stopping.is_set() or self._hurried.is_set(), self._parcel_bytes)
         which = self._generation, header.stage, header.step
         try:
             whole = self._answer(holder.hold_copy.remote(self._generation, header.to_json()))
@@ -159,8 +161,11 @@ class CopySender:
                 whole = self._answer(holder.hold_copy_part.remote(*which, offset, parcel))
                 offset += len(parcel)
                 self._sent_bytes += len(parcel)
+                took_s = time.monotonic() - begin_s
+                pace.sent(len(parcel), took_s)
+                self._parcel_bytes = pace.parcel_bytes
                 if whole is False:
-                    pace.sent(len(parcel), time.monotonic() - begin_s)
+                    pace.pause(took_s)
         except (RayError, CheckpointError):  # whoever cares for the holder learns of its end elsewhere
             return False
         return whole is True
