@@ -21,7 +21,7 @@ class Order(NamedTuple):
         codecs: of all messages from this segment on, by hop: forward, backward; empty for what was configured.
         keep_copy: every stage keeps a copy of its state after the segment in memory, to go back to.
         written: steps whose records are in the run's folder, so that stages need not remember their reports.
-        memo: what a driver that takes the stages over is to know of it; stages only keep it.
+        memo: what a driver that takes the stages over is to know of it; stages only keep it, as bytes.
     """
 
     segment: Segment

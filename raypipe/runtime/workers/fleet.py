@@ -25,6 +25,7 @@ from raypipe.runtime.workers.configuring import Configuring
 from raypipe.runtime.workers.flight import Flight
 from raypipe.runtime.workers.granted import DeviceOf, granted
 from raypipe.runtime.workers.leaving import SETTLE_S, leave_work
+from raypipe.runtime.workers.memos import with_packed_memo
 from raypipe.runtime.workers.places import Owner
 from raypipe.runtime.workers.root_cause import root_cause
 from raypipe.runtime.workers.roster import (
@@ -300,6 +301,7 @@ class Fleet(Configuring):
 
     def _submit(self, run: int, order: Order, schedules: Callable[[RowsKey], Schedule]) -> None:
         self._teach(order.rows, schedules)
+        order = with_packed_memo(order)
         for actor in self.actors:
             actor.submit.remote(self._term, run, order)
 

@@ -23,6 +23,7 @@ from raypipe.ir.segment import RowsKey
 from raypipe.runtime.run.takeover import Done, Standing, completion, steps_done
 from raypipe.runtime.workers.fleet import Fleet
 from raypipe.runtime.workers.leaving import SETTLE_S
+from raypipe.runtime.workers.memos import with_read_memo
 from raypipe.runtime.workers.roster import Member, end_member, results
 
 __all__ = ["take_over", "take_survivors"]
@@ -60,7 +61,8 @@ def take_over(
     fleet.adopt(dict(enumerate(members)), run, setup, links=standings[0].links, last=todo.run)
     fleet.complete(todo, schedules)
     _wait_ended([member.actor for member in members], todo.run)
-    return [Done(order, fleet.by_stage(reports)) for order, reports in steps_done(_standings(members, term))]
+    done = steps_done(_standings(members, term))
+    return [Done(with_read_memo(order), fleet.by_stage(reports)) for order, reports in done]
 
 
 def take_survivors(fleet: Fleet, run: RunSetup, setup: GenerationSetup, term: int) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
 import uuid
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import ray
@@ -22,6 +25,7 @@ from raypipe.planner.segments import train_segments
 from raypipe.planner.tune import build_schedule, microbatches
 from raypipe.runtime.run.takeover import Done
 from raypipe.runtime.workers.fleet import Fleet
+from raypipe.runtime.workers.memos import with_packed_memo
 from raypipe.runtime.workers.packing import stored
 from raypipe.runtime.workers.places import Owner
 from raypipe.runtime.workers.takeover import take_over
@@ -81,6 +85,21 @@ def pair(made: Pair) -> Iterator[Pair]:
     made.rest()
 
 
+class Memo(NamedTuple):
+    """Of an order; every process that reads it leaves its number in a folder."""
+
+    folder: Path
+    text: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read, (self.folder, self.text)
+
+
+def read(folder: Path, text: str) -> Memo:
+    (folder / str(os.getpid())).touch()
+    return Memo(folder, text)
+
+
 class Training:
     """Two stages, and the orders of all their steps.
 
@@ -131,7 +150,7 @@ def test_the_steps_go_on_in_the_same_processes(undisturbed: list[float], pair: P
     losses(itertools.islice(first.run(iter(training.orders), training.rows), heard))
     given = heard + 2
     for order in training.orders[given : given + ahead]:
-        ray.get(first.actors[0].submit.remote(first._term, first._run, order))
+        ray.get(first.actors[0].submit.remote(first._term, first._run, with_packed_memo(order)))
     # What was ordered before has arrived when this has.
     ray.get([actor.set_row.remote(first._term, None, None, False) for actor in first.actors], timeout=60)
     processes = pids(first)
@@ -145,6 +164,16 @@ def test_the_steps_go_on_in_the_same_processes(undisturbed: list[float], pair: P
     assert pids(second) == processes
     with pytest.raises(LeaseError):
         list(first.run(iter(training.orders[:1]), training.rows))
+
+
+def test_what_an_order_tells_the_next_driver_is_read_by_no_stage(pair: Pair, tmp_path: Path) -> None:
+    """Stages would import all of a driver for it."""
+    training = Training()
+    told = [order._replace(memo=Memo(tmp_path, f"of {order.segment}")) for order in training.orders]
+    losses(itertools.islice(training.begin(pair).run(iter(told), training.rows), 2))
+    _, done = training.succeed(pair)
+    assert [one.order for one in done] == told[: len(done)]
+    assert [file.name for file in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def test_a_stage_that_fails_meanwhile_is_told(pair: Pair) -> None:
