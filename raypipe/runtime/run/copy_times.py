@@ -10,8 +10,9 @@ A stage that took copy 30 while the holder of another one has no more than copy 
 copy 10, and nothing would be left to go back to together. So the next copy is ordered when all have the one before.
 
 What a copy costs is what the steps beside it took longer than those without one, and at least what copying took. The
-former is too much where something else slowed these steps: the first copies come while processes start, and so does the
-spare after a failure. So the interval starts at what copying took and grows to at most twice itself with each copy.
+former is too much where something else slowed these steps, as a spare that starts, so that the interval grows to twice
+itself at most with each copy. The first copies after workers came say nothing: they go into new memory, which takes
+several times as long. Until others are known, only the time that sending took keeps them apart.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = ["CopyTimes"]
 WINDOW_STEPS, WINDOW_COPIES = 16, 9
 GROWTH = 2
 """Of the interval from one copy to the next."""
+NEW_MEMORY_COPIES = 3
+"""A stage has two places for copies, and those before its optimizer's first step are smaller."""
 AGAIN_STEPS = 32
 """After so many steps the next copy is ordered although nobody has said that the one before has arrived, where nobody
 sends it any more: its holder failed to take it, or a worker still sent the one before it and took none."""
@@ -47,6 +50,7 @@ class CopyTimes:
         self._least_steps = least_steps
         self._at = 0  # step of the newest copy that was ordered
         self._arrived, self._under_way = True, False
+        self._into_new_memory = NEW_MEMORY_COPIES  # so many of the next ones
         self.interval = 0
         self._calm_s: deque[float] = deque(maxlen=WINDOW_STEPS)  # of steps without a copy
         self._copying_s: list[float] = []  # of those beside the newest copy
@@ -71,6 +75,7 @@ class CopyTimes:
     def soon(self) -> None:
         """One is due after the next step, whatever became of the one before: workers have gone or come."""
         self._at, self._arrived, self._copying_s = -MOST_STEPS, True, []
+        self._into_new_memory = NEW_MEMORY_COPIES
 
     def heard(self, seconds: float, of_step: Sequence[StepReport]) -> None:
         """What all stages say of a step that took so long."""
@@ -82,11 +87,15 @@ class CopyTimes:
         if self._arrived or len(copied) < len(of_step) or any(copy.step != self._at for copy in copied):
             return
         self._arrived = True
+        first, self._into_new_memory = self._into_new_memory > 0, max(0, self._into_new_memory - 1)
         if self._calm_s:
-            step_s = median(self._calm_s)
+            step_s, sent_s = median(self._calm_s), max(copy.sent_s for copy in copied)
+            if first:
+                self.interval = self.interval or copy_interval(CopyCosts(step_s, 0.0, sent_s))
+                return
             # Some come out below nothing where steps vary: cut off, the middle of them would be too much.
             self._costs_s.append(sum(self._copying_s) - len(self._copying_s) * step_s)
-            copying = CopyCosts(step_s, max(copy.copied_s for copy in copied), max(copy.sent_s for copy in copied))
-            least = copy_interval(copying)
+            copying = CopyCosts(step_s, max(copy.copied_s for copy in copied), sent_s)
             cost_s = max(median(self._costs_s), copying.cost_s)
-            self.interval = max(least, min(GROWTH * self.interval, copy_interval(copying._replace(cost_s=cost_s))))
+            wanted = copy_interval(copying._replace(cost_s=cost_s))
+            self.interval = max(copy_interval(copying), min(GROWTH * self.interval, wanted))

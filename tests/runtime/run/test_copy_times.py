@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypipe.ir.report import CopyReport, StepReport
-from raypipe.runtime.run.copy_times import AGAIN_STEPS, CopyTimes
+from raypipe.runtime.run.copy_times import AGAIN_STEPS, NEW_MEMORY_COPIES, CopyTimes
 
 
 def reports(*copied: CopyReport | None, copying: bool = False) -> list[StepReport]:
@@ -28,14 +28,18 @@ def test_the_next_one_waits_until_all_have_the_one_before() -> None:
     assert not times.due(9 + AGAIN_STEPS - 1)
 
 
-def intervals(slower_s: Sequence[float]) -> list[int]:
-    """Of copies beside two steps each, which take 1 s and that much longer; copying alone takes 0.1 s."""
+def intervals(slower_s: Sequence[float], first_s: float = 0.1) -> list[int]:
+    """Of copies beside two steps each, which take 1 s and that much longer; copying alone takes 0.1 s.
+
+    Args:
+        first_s: that the first copies take.
+    """
     times, at = CopyTimes(3), 0
     times.heard(1.0, reports(None, None))
     found = []
-    for slower in slower_s:
+    for copy, slower in enumerate(slower_s):
         times.ordered(at)
-        held = CopyReport(at, 0.1, 1.0)
+        held = CopyReport(at, first_s if copy < NEW_MEMORY_COPIES else 0.1, 1.0)
         for copied in (reports(None, held, copying=True), reports(held, held, copying=True)):
             times.heard(1.0 + slower, copied)
         found.append(next(step - at for step in range(at, at + 100) if times.due(step)))
@@ -43,15 +47,34 @@ def intervals(slower_s: Sequence[float]) -> list[int]:
     return found
 
 
+FIRST = (0.0,) * NEW_MEMORY_COPIES
+ARE_FREE = [3] * NEW_MEMORY_COPIES
+"""What sending took, 1 s, is less than half of three steps."""
+
+
 def test_it_waits_as_long_as_copies_are_dear() -> None:
     """Copying alone is 3 % of 4 s, and two slower steps beside a copy, 0.4 s, are of 14 s; the middle copy decides."""
-    assert intervals((0.2, 0.2, 0.2, 0.2)) == [4, 8, 14, 14]
-    assert intervals((0.0, 0.2, 0.2, 0.0, 0.0)) == [4, 7, 14, 7, 4]
+    assert intervals((*FIRST, 0.2, 0.2, 0.2, 0.2)) == [*ARE_FREE, 4, 8, 14, 14]
+    assert intervals((*FIRST, 0.0, 0.2, 0.2, 0.0, 0.0)) == [*ARE_FREE, 4, 7, 14, 7, 4]
 
 
-def test_a_start_that_slows_the_first_steps_does_not_keep_copies_away_for_long() -> None:
-    """Beside the first copy two steps take 10 s longer each, for another process starts: 3 % of eleven minutes."""
-    assert intervals((10.0, 0.0, 0.0)) == [4, 8, 4]
+def test_copies_into_new_memory_say_nothing() -> None:
+    assert intervals((9.0, 9.0, 9.0, 0.0), first_s=5.0) == [*ARE_FREE, 4]
+
+
+def test_workers_that_have_come_have_new_memory_again_and_the_interval_stays() -> None:
+    times = CopyTimes(3)
+    times.interval = 20
+    times.soon()
+    times.ordered(50)
+    times.heard(1.0, reports(None))
+    times.heard(1.0, reports(CopyReport(50, 9.0, 1.0), copying=True))
+    assert [times.due(step) for step in (69, 70)] == [False, True]
+
+
+def test_a_start_that_slows_some_steps_does_not_keep_copies_away_for_long() -> None:
+    """Beside a copy two steps take 10 s longer each, for another process starts: 3 % of eleven minutes."""
+    assert intervals((*FIRST, 10.0, 0.0, 0.0)) == [*ARE_FREE, 4, 8, 4]
 
 
 def test_a_copy_that_takes_long_to_send_is_taken_half_of_the_time() -> None:
