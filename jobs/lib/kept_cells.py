@@ -17,10 +17,13 @@ from typing import Any
 
 from jobs.lib import machine, records
 
-__all__ = ["OPTION", "KeptCells"]
+__all__ = ["ONLY_KEPT", "OPTION", "KeptCells"]
 
 OPTION: dict[str, dict[str, Any]] = {
     "--folder": {"type": Path, "default": None, "help": "where parts that have ended are kept, and not measured again"}
+}
+ONLY_KEPT: dict[str, dict[str, Any]] = {
+    "--kept": {"action": "store_true", "help": "measure nothing: what --folder has makes the record"}
 }
 """Of the command line, for ``common.arguments``."""
 
@@ -30,14 +33,24 @@ class KeptCells:
 
     Args:
         folder: made where it is missing; None keeps nothing. Delete it, or a file in it, to measure anew.
+        only_kept: nothing is to be measured, see ``counts``.
+
+    Raises:
+        SystemExit: ``only_kept`` without a folder.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None, *, only_kept: bool = False) -> None:
+        if only_kept and folder is None:
+            raise SystemExit("--kept records what is in a folder: name it with --folder.")
+        self._folder, self._only_kept = folder, only_kept
         self._cells: dict[str, dict[str, Any]] = {}
         self._earlier: set[str] = set()
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+
+    def counts(self, title: str) -> bool:
+        """Whether this cell is to be in the record: any, or where nothing is measured, one that is kept."""
+        return not self._only_kept or (self._folder is not None and (self._folder / f"{title}.json").exists())
 
     def measured(self, title: str, asked: Any, measure: Callable[[], Any]) -> Any:
         """What ``measure`` finds, or has found before.
@@ -56,6 +69,8 @@ class KeptCells:
                 self._cells[title] = cell
                 self._earlier.add(title)
                 return cell["found"]
+        if self._only_kept:
+            raise SystemExit(f"--kept: {file} was measured with other arguments; measure it again, or delete it.")
         began = records.begin()
         found = json.loads(json.dumps(measure()))
         revision, dirty = machine.commit()

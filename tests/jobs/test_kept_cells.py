@@ -61,3 +61,15 @@ def test_a_record_begins_with_the_oldest_cell(tmp_path: Path) -> None:
     assert own.clock_s - asked.began.clock_s == 90.0
     assert again.told["a"]["took_s"] == 90.0
     assert "found" not in again.told["a"]
+
+
+def test_a_record_of_what_is_kept_measures_nothing(tmp_path: Path) -> None:
+    KeptCells(tmp_path).measured("a", 1, lambda: 7)
+    kept = KeptCells(tmp_path, only_kept=True)
+    assert [title for title in ("a", "b") if kept.counts(title)] == ["a"]
+    assert kept.measured("a", 1, lambda: 8) == 7
+    with pytest.raises(SystemExit, match="measured with other arguments"):
+        kept.measured("a", 2, lambda: 8)
+    with pytest.raises(SystemExit, match="--folder"):
+        KeptCells(None, only_kept=True)
+    assert KeptCells(tmp_path).counts("b")

@@ -14,6 +14,7 @@ Stages are killed or stopped in turns in the middle of a run; each trial waits u
     --part sigkill --megabytes 96     only these parts; nothing is recorded
     --way warm back                   only these ways: with and without replay
     --folder FOLDER                   parts are kept there and not measured again; all of them make the record
+    --folder FOLDER --kept            those that are there make the record, which names what has not been measured
 
     *_seconds*          median over trials; *_max is the largest
     lost_steps          that the final records lack
@@ -27,6 +28,7 @@ Stages are killed or stopped in turns in the middle of a run; each trial waits u
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +39,7 @@ from typing import Any, NamedTuple
 from jobs.bench.recovery import clusters, faults, log_cost, overhead, peers
 from jobs.lib import common
 from jobs.lib.common import median
-from jobs.lib.kept_cells import OPTION, KeptCells
+from jobs.lib.kept_cells import ONLY_KEPT, OPTION, KeptCells
 
 LAYOUT: dict[str, str] = {
     "warm, s": r"sigkill_seconds_warm_(\d+mb)",
@@ -209,24 +211,28 @@ def main() -> None:
             "--way": {"nargs": "+", "choices": WAYS, "default": [], "help": "only these ways of sigkill"},
             "--trials": {"type": int, "default": 0, "help": "of each part, instead of its own number"},
             **OPTION,
+            **ONLY_KEPT,
         },
     )
-    wanted = [
-        part
-        for part in parts()
-        if (not asked.part or part.name in asked.part)
-        and asked.megabytes in (0, part.megabytes)
-        and (not asked.way or part.way in asked.way)
-    ]
+    kept = KeptCells(asked.folder, only_kept=asked.kept)
+    wanted = [part for part in parts() if is_wanted(part, asked) and kept.counts(part.title)]
     if asked.quick and not asked.part:
         wanted = wanted[:1]
     print(f"health checks of node: {json.dumps(clusters.HEALTH)}")
     print(f"timeouts of the others: {peers.TIMEOUTS}", flush=True)
-    kept = KeptCells(asked.folder)
     found = {part.title: run_part(part, asked.trials or (2 if asked.quick else part.trials), kept) for part in wanted}
     kept.date(asked)
-    asked.no_record = asked.no_record or len(wanted) < len(parts())
+    asked.no_record = asked.no_record or (len(wanted) < len(parts()) and not asked.kept)
     common.finish("recovery", figures_of(found), {"parts": found, "measured": kept.told}, asked)
+
+
+def is_wanted(part: Part, asked: argparse.Namespace) -> bool:
+    """By the command line."""
+    return (
+        (not asked.part or part.name in asked.part)
+        and asked.megabytes in (0, part.megabytes)
+        and (not asked.way or part.way in asked.way)
+    )
 
 
 def run_part(part: Part, trials: int, kept: KeptCells) -> dict[str, Any]:

@@ -13,7 +13,8 @@ Nothing is run and nothing is timed: seconds follow from the layers' operations 
 So both sides get all that their links carry. Where the published factor is larger than what a V100's rate makes, data
 parallelism had less of its links than that: no overlap, or rings below the rate of the wire.
 
-    --train --folder FOLDER    scenes of the race are kept there as they end, and not measured again
+    --train --folder FOLDER           scenes of the race are kept there as they end, and not measured again
+    --train --folder FOLDER --kept    those that are there make the record
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from jobs.bench.vs_dp.replay import Hosts, Stage, all_reduce_s, period_s
 from jobs.bench.vs_dp.vgg16 import BATCH, vgg16
 from jobs.lib import common
-from jobs.lib.kept_cells import OPTION, KeptCells
+from jobs.lib.kept_cells import ONLY_KEPT, OPTION, KeptCells
 from raypipe.ir.cluster import Cluster, Link
 from raypipe.ir.graph import ModelGraph
 from raypipe.ir.plan import Partition
@@ -114,7 +115,11 @@ def main() -> None:
     """Work it out at every rate; the last line has the figures."""
     asked = common.arguments(
         __doc__,
-        options={"--train": {"action": "store_true", "help": "race plans and DDP on emulated devices too"}, **OPTION},
+        options={
+            "--train": {"action": "store_true", "help": "race plans and DDP on emulated devices too"},
+            **OPTION,
+            **ONLY_KEPT,
+        },
     )
     figures: dict[str, float] = {}
     rows: list[list[Any]] = []
@@ -143,7 +148,7 @@ def main() -> None:
     if asked.train:
         from jobs.bench.vs_dp import race  # not above: what is worked out on paper needs no torch
 
-        kept = KeptCells(asked.folder)
+        kept = KeptCells(asked.folder, only_kept=asked.kept)
         raced, told = race.run(kept, quick=asked.quick)
         figures |= raced
         raw |= {**told, "measured": kept.told}

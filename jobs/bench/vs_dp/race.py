@@ -100,6 +100,8 @@ def run(kept: KeptCells, *, quick: bool) -> tuple[dict[str, float], dict[str, An
     figures: dict[str, float] = {}
     raw: dict[str, Any] = {}
     for asked in scenes:
+        if not kept.counts(f"race-{asked.name}"):
+            continue
         known = [asked, MODELS[asked.model], FEW_STEPS, ENOUGH, quick]
         found = kept.measured(f"race-{asked.name}", known, functools.partial(measure, asked, quick=quick))
         figures |= found["figures"]
