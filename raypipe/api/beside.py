@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from raypipe.ir.schedule import Schedule
 from raypipe.ir.segment import RowsKey
 from raypipe.prepare.inputs import check_columns
 from raypipe.prepare.job import Job
-from raypipe.runtime.run.evaluations import numbers_of
+from raypipe.runtime.run.evaluations import numbers_of, remark_on
 from raypipe.runtime.run.forwards import ListOutputs, Outputs, evaluation_orders, forwards, with_outputs
 from raypipe.runtime.run.spec import AnyFleet
 
@@ -164,6 +165,8 @@ def evaluation(job: Job, stages: Stages) -> dict[str, float]:
     """eval_loss over job.sources["eval"], each mini-batch's weighed by its items, as in ``fit``, and the metrics."""
     with _compared(job), stages.open(job) as fleet:
         found = list(forwards(fleet, _orders(job), _rows(job)))
+    if remark := remark_on(found):
+        warnings.warn(f"The loss of the evaluation is no number. {remark}", stacklevel=3)
     return dict(numbers_of(found, sums=job.settings.loss_reduction == "sum"))
 
 

@@ -8,20 +8,21 @@ What is found is said in the words of the data: "item 33 of TensorDataset", "row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from raypipe.engine.data.source import Source
-from raypipe.engine.data.stream_source import StreamReading, StreamSource
+from raypipe.engine.data.stream_source import StreamSource
 from raypipe.engine.out_of_memory import ran_out
 from raypipe.engine.second_forward import Given
+from raypipe.engine.stage import StageProgram
 from raypipe.errors import RaypipeError
 from raypipe.ir.segment import Segment
 
-__all__ = ["failing_row", "of_failing_row", "of_numbers"]
+__all__ = ["columns_read", "failing_row", "of_failing_row", "of_numbers"]
 
 Columns = Mapping[Any, torch.Tensor]
 
@@ -85,19 +86,32 @@ def of_failing_row(source: Source, epoch: int, position: int, columns: Columns, 
     return f"{who[:1].upper()}{who[1:]}{what} is enough to fail so. {cure}"
 
 
+def columns_read(programs: Sequence[StageProgram], mode: str) -> tuple[Any, ...]:
+    """Names of the columns that the model reads in a mode, and its loss; each once."""
+    functions = [program.modes[mode] for program in programs if mode in program.modes]
+    targets = [name for program in programs for name in program.targets]
+    return tuple(dict.fromkeys([*(name for function in functions for name in function.columns), *targets]))
+
+
 def of_numbers(source: Source, segment: Segment, step: int, names: Iterable[Any]) -> str:
-    """A sentence on the first number of a mini-batch that is none; nothing where all of them are, or a stream is read.
+    """A sentence on the first number of a mini-batch that is none; nothing where all of them are.
 
     Args:
+        source: of a stream what its readers are made of; where reading it again takes too long, which of its samples
+            are to be looked at is said.
         step: of the run, one of the segment's.
         names: of the columns that model and loss read.
     """
-    # A stream goes forwards only: to read it again would take as long as the run took to come here.
-    if isinstance(source, StreamSource | StreamReading):
-        return ""
-    samples = segment.minibatch_samples
+    samples, wanted = segment.minibatch_samples, tuple(names)
     start = segment.offset + (step - segment.first_step) * samples
-    found = source.read(segment.epoch, start, samples, wanted := tuple(names))
+    found: Any
+    if isinstance(source, StreamSource):
+        found = source.read_again(segment.epoch, start, samples, wanted)
+    else:
+        found = source.read(segment.epoch, start, samples, wanted)
+    if found is None:
+        first, last = (source.named(segment.epoch, at) for at in (start, start + samples - 1))
+        return f"Look at the data of this mini-batch, which is {first} to {last}, or lower the learning rate."
     columns = found if isinstance(found, dict) else dict(zip(wanted, found, strict=True))
     for name, column in columns.items():
         if not column.is_floating_point():
@@ -108,7 +122,9 @@ def of_numbers(source: Source, segment: Segment, step: int, names: Iterable[Any]
             at = int(wrong[rows[0]].nonzero()[0])
             place = [int(i) for i in np.unravel_index(at, column.shape[1:])]
             value = f"{column[rows[0]].flatten()[at].item()}{f' at {place}' if place else ''}"
-            more = f", as it has in {len(rows) - 1} more of the {samples} samples of this step" if rows[1:] else ""
+            more = (
+                f", as it has in {len(rows) - 1} more of the {samples} samples of this mini-batch" if rows[1:] else ""
+            )
             where = source.named(segment.epoch, start + rows[0])
             return f"Column {name!r} of the data has {value} in {where}{more}: mend the data there, or leave that out."
     return ""

@@ -9,6 +9,7 @@ here every action is a few lines, and whatever goes wrong is raised with the act
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ import torch
 from raypipe.engine.beside import channels_beside
 from raypipe.engine.codec import Codec
 from raypipe.engine.crossing import Crossing
-from raypipe.engine.culprits import of_numbers
+from raypipe.engine.culprits import columns_read, of_numbers
 from raypipe.engine.device import CPU, Crosses, Device
 from raypipe.engine.exchange import Exchange, last_backwards
 from raypipe.engine.message_log import LoggedStep, MessageLog
@@ -87,7 +88,8 @@ class Executor:
             )
             for stage, work in self.works.items()
         }  # fmt: skip
-        self._read = run.sources["train"], dict.fromkeys(c for p in programs for c in (*p.train.columns, *p.targets))
+        self._sources = run.sources
+        self._columns = {mode: columns_read(programs, mode) for mode in run.sources}
         sinks = {stage: work.sink for stage, work in self.works.items()}
         self._exchange = Exchange(placement, self.works, channels, device, settings)
         self._reduction = Reduction(programs, placement, sinks, self._updates, self._exchange, self._send, self._recv)
@@ -274,10 +276,10 @@ class Executor:
         return found
 
     def _of_numbers(self, step: int) -> str:
-        """What the data has to do with a step that is not finite; every stage says the same, whichever is heard."""
-        source, columns = self._read
+        """What the data has to do with a loss that is not finite; every stage says the same, whichever is heard."""
+        mode = "train" if self._training else "eval"
         with suppress(RaypipeError):
-            return of_numbers(source, self._segment, step, columns)
+            return of_numbers(self._sources[mode], self._segment, step, self._columns[mode])
         return ""
 
     def _run_minibatch(
@@ -337,7 +339,9 @@ class Executor:
             own = spans if len(works) == 1 else [span for span in spans if span.action.stage == stage]
             ways = {"alone": self._alone, "keep_spans": keep_spans, "measure": measure}
             report = work.report(step, (times[0], times[-1]), totals, own, **ways)
-            found.append(replace(report, norms=norms, skipped=self._skipped, lr=self._updates[stage].lr))
+            remark = "" if all(math.isfinite(loss) for loss, _ in report.averages) else self._of_numbers(step)
+            lr = self._updates[stage].lr
+            found.append(replace(report, norms=norms, skipped=self._skipped, lr=lr, remark=remark))
         return found
 
     _action: Action | None = None

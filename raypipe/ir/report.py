@@ -81,6 +81,7 @@ class StepReport:
         metrics: by name, at the end of an evaluation, of the last stage.
         tokens: of the mini-batch, where the stage reads token ids; see engine/token_count.py.
         exchanged_bytes: handed to other replicas of the stage, most of them sums of gradients.
+        remark: what in the data made the loss of an evaluation no number; empty where it is one, or the data is well.
     """
 
     stage: int
@@ -111,6 +112,7 @@ class StepReport:
     metrics: Numbers = ()
     tokens: int = 0
     exchanged_bytes: int = 0
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import raypipe
 from raypipe.engine.culprits import failing_row
@@ -109,6 +112,80 @@ def test_a_number_that_is_none_in_a_target_of_a_file(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": column, "y": pa.array(targets.tolist(), pa.float32())}), path)
     said = fails(str(path), nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1), nn.Flatten(0)), mse_loss, tmp_path / "runs")
     assert f"Column 1 of the data has nan in row 17 of {path}:" in said
+
+
+class Lines(IterableDataset[Any]):
+    """Has no state: to come to an item again is to pass over those before it."""
+
+    def __init__(self, *columns: torch.Tensor) -> None:
+        self.columns = columns
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(*self.columns, strict=True)
+
+
+class Numbered(Lines):
+    """Goes on where its state says."""
+
+    def __init__(self, *columns: torch.Tensor) -> None:
+        super().__init__(*columns)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < ROWS:
+            self.at += 1
+            yield tuple(column[self.at - 1] for column in self.columns)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Rows(Lines):
+    """As a ray.data.Dataset: read by tasks, which are not begun once more for a message."""
+
+    def iter_rows(self) -> Iterator[Any]:
+        return iter(self)
+
+
+@pytest.mark.parametrize("kind", [Lines, Numbered])
+def test_a_number_that_is_none_in_a_stream(kind: type[Lines], tmp_path: Path) -> None:
+    rows = changed(drawn(ROWS, 6), float("nan"), WRONG, 2)
+    said = fails(raypipe.data.Stream(kind(rows, labels()), ROWS), classifier(), cross_entropy, tmp_path)
+    assert f"Column 0 of the data has nan at [2] in item 17 of {kind.__name__}: mend the data there" in said
+
+
+def test_a_stream_that_is_not_read_again_says_which_samples_to_look_at(tmp_path: Path) -> None:
+    rows = changed(drawn(ROWS, 6), float("nan"), WRONG, 2)
+    said = fails(raypipe.data.Stream(Rows(rows, labels()), ROWS), classifier(), cross_entropy, tmp_path)
+    assert "Look at the data of this mini-batch, which is item 16 of Rows to item 23 of Rows" in said
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Lines])
+def test_a_number_that_is_none_in_eval_data(kind: Callable[..., Any], tmp_path: Path) -> None:
+    """It ends no run, for nothing learns from it; a line of events.jsonl and of the progress names it."""
+    bad = kind(changed(drawn(ROWS, 6), float("nan"), WRONG, 2), labels())
+    trainer = raypipe.PipelineTrainer(
+        classifier(), loss_fn=cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        train_data=TensorDataset(drawn(ROWS, 6), labels()),
+        eval_data=bad if kind is TensorDataset else raypipe.data.Stream(bad, ROWS),
+        pipeline=raypipe.PipelineConfig(
+            num_stages=2, minibatch_size=8, num_microbatches=2, partitioner="parameters", eval_interval_steps=2
+        ),
+        run_config=SimpleNamespace(name="run", storage_path=str(tmp_path)),
+    )  # fmt: skip
+    result = trainer.fit(num_steps=2, local=True, progress=False)
+    assert math.isnan(result.metrics["eval_loss"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    name = "TensorDataset" if kind is TensorDataset else "Lines"
+    wanted = f"Column 0 of the data has nan at [2] in item 17 of {name}: mend the data there, or leave that out."
+    (told,) = (line["reason"] for line in lines if line["decision"] == "warning")
+    assert told == f"The evaluation after 2 steps has a loss that is no number. {wanted}"
+    with pytest.warns(UserWarning, match="The loss of the evaluation is no number. Column 0 of the data has nan"):
+        trainer.evaluate(local=True)
 
 
 def test_numbers_that_grow_too_large_are_not_of_the_data(tmp_path: Path) -> None:

@@ -79,6 +79,10 @@ class StreamReader:
             self._keep_mark()
         return self._marks.get(position)
 
+    def mark_before(self, position: int) -> Mark:
+        """The last place at or before this one from which reading can begin."""
+        return self._marks[max(at for at in self._marks if at <= position)]
+
     def close(self) -> None:
         """Let go of the iteration, which may hold threads and tasks; who reads on begins another one."""
         items, self._items = self._items, None
@@ -90,7 +94,7 @@ class StreamReader:
         self._marks[mark.position] = mark
 
     def _item(self, position: int) -> Any:
-        nearest = self._marks[max(at for at in self._marks if at <= position)]
+        nearest = self.mark_before(position)
         if self._items is None or not nearest.position <= self._at.position <= position:
             self._begin(nearest)
         while (at := self._at.position) < position:

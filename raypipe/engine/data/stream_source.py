@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ __all__ = ["ENDLESS", "Stream", "StreamReading", "StreamSource", "has_numbered_i
 ENDLESS = 1 << 50
 """Samples of an epoch that has no end."""
 NUM_READ_TWICE = 4
+READ_AGAIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,37 @@ class StreamSource:
             return self.reader(None).read(epoch, start, count, columns)
         finally:
             self._pause()
+
+    def read_again(self, epoch: int, start: int, count: int, columns: Sequence[Any]) -> dict[Any, torch.Tensor] | None:
+        """Samples that readers have passed, or None where it takes longer than ``READ_AGAIN_S`` to come there.
+
+        From the nearest mark of any reader in this process, where the stream has a state, else from the begin.
+        """
+        if self.read_by_tasks:  # of Ray, which would begin the dataset once more
+            return None
+        with self._lock:
+            readers = tuple(self._readers.values()) if self._saves else ()
+        position = epoch * self.num_samples + start
+        marks = [mark for reader in readers if (mark := reader.mark_before(position)) is not None]
+        again, ended = StreamReader(_copy_of(self._items), self._name, self._seed, saves=self._saves), threading.Event()
+        for mark in marks:
+            again.learn(mark)
+        found: list[Any] = []
+
+        def read() -> None:
+            with suppress(Exception):  # what this is to explain is told without it
+                for at in range(max((mark.position for mark in marks), default=0), position + count):
+                    if ended.is_set():
+                        return
+                    found.extend(again.read(at, 1)[: at >= position])
+            again.close()
+
+        # A daemon, for a stream that waits for a network cannot be interrupted.
+        thread = threading.Thread(target=read, name="raypipe reads a stream again", daemon=True)
+        thread.start()
+        thread.join(READ_AGAIN_S)
+        ended.set()
+        return self._columns_of(found, position, columns) if len(found) == count else None
 
     def named(self, epoch: int, position: int) -> str:
         """See ``raypipe.engine.data.source.Source.named``."""
@@ -225,6 +257,15 @@ class StreamReading:
         """How to get to this sample again, see StreamReader."""
         with self._lock:
             return self._reader.mark(epoch * self._source.num_samples + offset)
+
+    def mark_before(self, position: int) -> Mark | None:
+        """The nearest, see StreamReader; None while somebody reads."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self._reader.mark_before(position)
+        finally:
+            self._lock.release()
 
     def learn(self, mark: Mark) -> None:
         with self._lock:

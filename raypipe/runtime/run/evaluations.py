@@ -20,7 +20,7 @@ from raypipe.ir.report import Numbers, StepReport, mean_loss
 from raypipe.planner.segments import Position
 from raypipe.runtime.run.checkpoints import CheckpointPolicy
 
-__all__ = ["EvaluationPolicy", "Evaluations", "numbers_of"]
+__all__ = ["EvaluationPolicy", "Evaluations", "numbers_of", "remark_on"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +99,9 @@ def numbers_of(reports: Sequence[Sequence[Sequence[StepReport]]], *, sums: bool)
     last = [next(r[0] for r in of_order if r[0].stage == of_order[-1][0].stage) for of_order in reports]
     metrics = tuple((f"eval_{name}", value) for name, value in last[-1].metrics)
     return (("eval_loss", mean_loss([report.averages for report in last], sums=sums)), *metrics)
+
+
+def remark_on(reports: Sequence[Sequence[Sequence[StepReport]]]) -> str:
+    """What in the data made a loss of an evaluation no number, the first that there is; empty where nothing did."""
+    remarks = (report.remark for of_order in reports for of_stage in of_order for report in of_stage)
+    return next(filter(None, remarks), "")

@@ -28,7 +28,7 @@ from raypipe.runtime.run.changing import Changing, Parts
 from raypipe.runtime.run.checkpoints import Checkpoints
 from raypipe.runtime.run.control import Control
 from raypipe.runtime.run.controller_thread import ControllerThread
-from raypipe.runtime.run.evaluations import Evaluations, numbers_of
+from raypipe.runtime.run.evaluations import Evaluations, numbers_of, remark_on
 from raypipe.runtime.run.forwards import evaluation_orders, forwards
 from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.notes import Notes
@@ -356,6 +356,8 @@ class _Loop:
         step = self.progress.at.step
         self.notes.event("evaluate", f"{step} steps", step=step, **dict(self._evaluation))
         self.calls.evaluated(step, dict(self._evaluation))
+        if remark := remark_on(found):
+            self._complain(f"The evaluation after {step} steps has a loss that is no number. {remark}")
         if record := self.metrics.evaluated(self.progress.at.step, self._evaluation):
             self.watcher.evaluated(record)
         self._write_metrics()  # stages remember no evaluation for a driver that takes over
