@@ -32,6 +32,7 @@ from raypipe.engine.randomness import KeyedRandomness, RandomKey
 from raypipe.engine.remembered import read_memory
 from raypipe.engine.trial.loss_check import NUM_ROWS, Grouping, group_losses, misfit, weights_of
 from raypipe.engine.trial.rehearsal import scalar
+from raypipe.engine.trial.watched_rows import refuse_rows_crossed_in
 from raypipe.errors import CaptureError, ConfigError
 from raypipe.ir.precision import FP32
 from raypipe.prepare.drawn_outputs import drawn_losses, losses_of_many
@@ -105,7 +106,10 @@ def find_reduction(
         return drawn_losses(captured, rows) if loss_fn is not None else None
 
     if loss_fn is not None:
-        terms = _terms_of_loss_fn(loss_fn, outputs_unrun(captured, rows) if unfilled else trial.outputs(rows), rows)
+        outputs = outputs_unrun(captured, rows) if unfilled else trial.outputs(rows)
+        terms = _terms_of_loss_fn(loss_fn, outputs, rows)
+        if terms is None and outputs is not None and not unfilled:
+            trial.watch_rows(loss_fn, outputs, list(rows.values())[-1])
     if asked == "mean" and several:
         _refuse_sum(tries())
     if asked != "auto":
@@ -296,6 +300,11 @@ class _Trial:
                 return self._run(rows)
         except Exception:  # noqa: BLE001  (whatever it is, training says it better)
             return None
+
+    def watch_rows(self, loss_fn: LossFn, outputs: Any, target: torch.Tensor) -> None:
+        """See ``refuse_rows_crossed_in``."""
+        with self._forgetting(), one_thread(), KeyedRandomness(RandomKey(self._seed, 0, 0)):
+            refuse_rows_crossed_in(loss_fn, outputs, target)
 
     def losses(self, rows: Columns) -> tuple[float, list[Grouping]] | None:
         """Of all rows and of micro-batches of them; None where the model cannot run like this.

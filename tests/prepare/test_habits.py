@@ -174,6 +174,29 @@ def test_every_output_with_the_targets_of_all_rows(tall: str, name: str, count: 
         assert said.endswith(f"every output with the targets of all rows. Make them alike, as in {tall}.squeeze(1).")
 
 
+def depends_on_data(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss that cannot be traced."""
+
+    def found(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return loss(output, target) if float(target.sum()) < 1e9 else loss(output * 2, target)
+
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["whole", "micro-batches"])
+@pytest.mark.parametrize("name", [name for name in COMPARED if name != "mse"])
+@pytest.mark.parametrize("tall", ["output", "target"])
+def test_every_output_with_the_targets_of_all_rows_in_a_loss_that_cannot_be_traced(
+    tall: str, name: str, count: int
+) -> None:
+    inputs, _ = DATA.tensors
+    model, target = (ONE_OUTPUT, NUMBERS) if tall == "output" else (FLAT, NUMBERS[:, None])
+    data = TensorDataset(inputs, target)
+    said = answer(DataError, model, depends_on_data(COMPARED[name]), train_data=data, num_microbatches=count)
+    assert said.startswith(f"loss_fn compares {tall}s of shape (rows, 1) with ")
+    assert f" at {__file__}:" in said
+
+
 class Regression(nn.Module):
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -201,10 +224,11 @@ def test_every_output_with_the_targets_of_all_rows_in_a_model(name: str) -> None
     ],
     ids=["alike", "own axis", "outputs with each other"],
 )
-def test_what_is_meant_so_trains(loss: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize("written", [lambda loss: loss, depends_on_data], ids=["traced", "not traced"])
+def test_what_is_meant_so_trains(written: Any, loss: Any, tmp_path: Any) -> None:
     pipeline = raypipe.PipelineConfig(num_stages=2, minibatch_size=4, num_microbatches=1, partitioner="parameters")
     result = raypipe.PipelineTrainer(
-        ONE_OUTPUT, loss_fn=loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), pipeline=pipeline,
+        ONE_OUTPUT, loss_fn=written(loss), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), pipeline=pipeline,
         train_data=TensorDataset(DATA.tensors[0], NUMBERS),
         run_config=SimpleNamespace(name="run", storage_path=str(tmp_path)),
     ).fit(num_steps=1, local=True, progress=False)  # fmt: skip

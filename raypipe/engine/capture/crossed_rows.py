@@ -19,7 +19,7 @@ from raypipe.engine.capture.regions import line_of
 from raypipe.engine.capture.traced import Traced
 from raypipe.errors import DataError
 
-__all__ = ["refuse_crossed_rows"]
+__all__ = ["crossed_rows", "refuse_crossed_rows"]
 
 
 def refuse_crossed_rows(traced: Traced, data: Set[fx.Node], whose: str) -> None:
@@ -44,11 +44,21 @@ def refuse_crossed_rows(traced: Traced, data: Set[fx.Node], whose: str) -> None:
         if node in added or flat is None or tall is None or (flat in of_model) == (tall in of_model):
             continue
         if _is_loss(node, tall, flat) or _crossed(node.meta.get("val"), tall.meta["val"], flat.meta["val"]):
-            first, second = ("output", "target") if tall in of_model else ("target", "output")
-            raise DataError(
-                f"{whose} compares {first}s of shape (rows, 1) with {second}s of shape (rows,){line_of(node)}: every "
-                f"output with the targets of all rows. Make them alike, as in {first}.squeeze(1)."
-            )
+            raise crossed_rows(whose, line_of(node), tall_is_output=tall in of_model)
+
+
+def crossed_rows(whose: str, where: str, *, tall_is_output: bool) -> DataError:
+    """The refusal.
+
+    Args:
+        where: " at FILE:LINE".
+        tall_is_output: the output has shape (rows, 1), and the target (rows,); else the other way round.
+    """
+    first, second = ("output", "target") if tall_is_output else ("target", "output")
+    return DataError(
+        f"{whose} compares {first}s of shape (rows, 1) with {second}s of shape (rows,){where}: every output with the "
+        f"targets of all rows. Make them alike, as in {first}.squeeze(1)."
+    )
 
 
 def _of_rows(nodes: Sequence[fx.Node], dims: int, symbols: Set[str]) -> fx.Node | None:
