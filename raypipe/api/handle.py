@@ -32,6 +32,7 @@ from raypipe.report.page import write_report
 from raypipe.runtime.run.journal import KEPT_RECORDS, News
 from raypipe.runtime.run.spec import Outcome
 from raypipe.runtime.run.status import RunStatus
+from raypipe.runtime.run.threads import running_here
 
 __all__ = ["Picture", "Result", "RunHandle", "attach"]
 
@@ -299,11 +300,16 @@ class RunHandle:
 
 
 def attach(name: str) -> RunHandle:
-    """A handle to a run that is on the cluster: a notebook that comes later, another process.
+    """A handle to a run that threads of this process train, else to one that is on the cluster.
+
+    For a notebook that comes later, another process, or a cell whose handle was lost.
 
     Raises:
         ConfigError: there is no such run; says which there are.
     """
+    if (here := running_here(name)) is not None:
+        return RunHandle(name, here)
+
     from raypipe.runtime.driver.client import find_run
 
     return RunHandle(name, find_run(name))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import raypipe
 from raypipe.api import notebook
 from raypipe.api.notebook import LiveView, run_html
+from raypipe.errors import LeaseError
 from raypipe.runtime.run.status import RunStatus
-from tests.prepare.test_resume import trainer
+from tests.prepare.test_resume import trainer, unhurried
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,6 +41,22 @@ def test_an_interrupt_ends_the_view_and_not_the_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(LiveView, "show", interrupted)
     handle.watch()
     assert len(handle.wait(timeout_s=60).records) == 4
+
+
+def test_a_cell_that_is_run_again_is_refused_and_the_run_stays_in_reach(tmp_path: Path) -> None:
+    """Else the new handle would be of a run that fails in its own thread, and the old run would train for nobody."""
+    before = {thread.ident for thread in threading.enumerate()}
+    handle = trainer("mlp", tmp_path, "run", 2, optimizer=unhurried).start(num_steps=100_000, local=True)
+    with pytest.raises(LeaseError, match=r"Stop the earlier run: handle\.stop\(\), or raypipe\.attach\('run'\)\.stop"):
+        handle = trainer("mlp", tmp_path, "run", 2).start(num_steps=100_000, local=True)
+    assert not handle.status().state.startswith("fail")
+    raypipe.attach("run").stop("the handle was lost")
+    again = trainer("mlp", tmp_path, "run", 2, optimizer=unhurried).start(num_steps=100_000, local=True)
+    assert handle.wait(timeout_s=60).stopped == "the handle was lost"
+    again.stop()
+    assert again.wait(timeout_s=60).stopped
+    left = [thread for thread in threading.enumerate() if thread.ident not in before and "raypipe" in thread.name]
+    assert left == []
 
 
 class Cell:

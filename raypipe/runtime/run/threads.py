@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
 from raypipe.engine.metrics import part_before
+from raypipe.errors import LeaseError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.run.blueprint import Assembled, Blueprint, assemble
 from raypipe.runtime.run.journal import Journal, News
@@ -13,9 +15,13 @@ from raypipe.runtime.run.lease import Lease
 from raypipe.runtime.run.loop import run_loop
 from raypipe.runtime.run.planned import Planned
 from raypipe.runtime.run.requests import Requests
-from raypipe.runtime.run.spec import AnyFleet
+from raypipe.runtime.run.spec import AnyFleet, Outcome
 
-__all__ = ["ThreadConnection"]
+__all__ = ["ThreadConnection", "running_here"]
+
+_CHANGING = threading.Lock()
+_RUNNING: dict[int, ThreadConnection] = {}
+"""Of this process, in the order in which they began."""
 
 
 class ThreadConnection:
@@ -23,6 +29,9 @@ class ThreadConnection:
 
     Args:
         make_fleet: called in that thread with what was assembled; the fleet is stopped there too.
+
+    Raises:
+        LeaseError: this process trains the run already, and nobody has asked it to stop.
     """
 
     def __init__(self, blueprint: Blueprint, planned: Planned, make_fleet: Callable[[Assembled], AnyFleet]) -> None:
@@ -33,6 +42,20 @@ class ThreadConnection:
         self._journal = Journal(spec.name, str(spec.place))
         self._requests = Requests()
         self._thread = threading.Thread(target=self._run, name=f"raypipe {spec.name}", daemon=True)
+        self._begin()
+
+    def _begin(self) -> None:
+        with _CHANGING:
+            # One that was asked to stop gives its lease back, for which this one waits.
+            going_on = [one for one in _RUNNING.values() if not one._requests.stop_reason]
+            if any(one._spec.place == self._spec.place for one in going_on):
+                name = self._spec.name
+                raise LeaseError(
+                    f"The run {name!r} is being trained by process {os.getpid()}, which is this one, in threads of an "
+                    f"earlier start(local=True). Stop the earlier run: handle.stop(), or raypipe.attach({name!r})"
+                    ".stop() where its handle is lost; or give this run another name or resume=False."
+                )
+            _RUNNING[id(self)] = self
         self._thread.start()
 
     def news(self, since: int, wait_s: float) -> News:
@@ -61,6 +84,8 @@ class ThreadConnection:
         self._thread.join()
 
     def _run(self) -> None:
+        outcome: Outcome | None = None
+        failure: BaseException | None = None
         try:
             with Lease.take(self._spec.place, self._spec.name, self._journal.begins) as lease:
                 made = assemble(self._blueprint, self._planned)
@@ -71,6 +96,14 @@ class ThreadConnection:
                     outcome = run_loop(fleet, self._spec, made.plan, self._journal, self._requests, lease=lease)
                 finally:
                     fleet.stop()
-            self._journal.end(outcome, None)
         except BaseException as error:  # noqa: BLE001  (raised again by whoever waits)
-            self._journal.end(None, error)
+            outcome, failure = None, error
+        with _CHANGING:  # before anybody hears of the end, and perhaps begins it again
+            _RUNNING.pop(id(self), None)
+        self._journal.end(outcome, failure)
+
+
+def running_here(name: str) -> ThreadConnection | None:
+    """The run of this name that threads of this process train, the one begun last; None where there is none."""
+    with _CHANGING:
+        return next((one for one in reversed(_RUNNING.values()) if one._spec.name == name), None)

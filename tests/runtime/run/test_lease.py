@@ -23,6 +23,7 @@ from raypipe import load_state_dict
 from raypipe.engine.checkpoint import find_checkpoint
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, LeaseError
+from raypipe.runtime.run import threads
 from raypipe.runtime.run.holder import Holder, myself
 from raypipe.runtime.run.lease import LEASE, Held, Lease, read_lease
 from tests.exactness import SHAPES, config_of
@@ -303,6 +304,7 @@ def test_a_run_that_was_taken_over_ends_and_harms_nothing(tmp_path: Path, times:
 
     first = made("run", 2, 20).start(num_steps=100_000, local=True)
     wait_for(lambda: "step_" in first.status().checkpoint)
+    threads._RUNNING.clear()  # they stand for two processes, of which neither knows the other's threads
     second = made("run", 3, 1).start(num_steps=100, local=True)
     with pytest.raises(LeaseError, match="was taken over by"):
         first.wait(timeout_s=240)
