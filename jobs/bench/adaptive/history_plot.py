@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from itertools import groupby
+
+from raypipe.ir.pictures.legend import ROW, legend
+from raypipe.ir.pictures.theme import LINES, frame, text
 
 __all__ = ["history_svg"]
 
-WIDTH, HEIGHT, LEFT, TOP, BAND = 900, 260, 60, 30, 26
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b")
+WIDTH, HEIGHT, LEFT, TOP, BAND, RIGHT = 900, 260, 64, 40, 26, 20
 
 
 def history_svg(
@@ -30,33 +31,27 @@ def history_svg(
     def y(value_s: float) -> float:
         return bottom - HEIGHT * min(value_s, top_s) / top_s
 
-    known = list(dict.fromkeys(schedules))
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + 20}" height="{bottom + 70 + 18 * len(known)}" '
-        'font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{LEFT}" y="18" font-size="14">{escape(title)}</text>',
-    ]
-    for begin, name in phases:
-        parts.append(f'<line x1="{x(begin)}" y1="{TOP}" x2="{x(begin)}" y2="{bottom + BAND}" stroke="#999"/>')
-        parts.append(f'<text x="{x(begin) + 4}" y="{TOP + 12}" fill="#555">{escape(name)}</text>')
+    parts = [text(12, 24, title, bold=True)]
     for share in (0.25, 0.5, 0.75, 1.0):
-        value_s = share * top_s
-        parts.append(f'<text x="{LEFT - 6}" y="{y(value_s) + 4}" text-anchor="end">{value_s * 1e3:.0f} ms</text>')
-        parts.append(f'<line x1="{LEFT}" y1="{y(value_s)}" x2="{WIDTH}" y2="{y(value_s)}" stroke="#eee"/>')
+        level = y(share * top_s)
+        parts.append(text(LEFT - 6, level + 5, f"{share * top_s * 1e3:.0f} ms", "mute", "end", 12))
+        parts.append(f'<line x1="{LEFT}" y1="{level:.1f}" x2="{WIDTH}" y2="{level:.1f}" class="rp-grid"/>')
+    for begin, name in phases:
+        at = f'x1="{x(begin):.1f}" y1="{TOP}" x2="{x(begin):.1f}" y2="{bottom + BAND}"'
+        parts += [f'<line {at} class="rp-axis"/>', text(x(begin) + 4, TOP + 14, name, "mute", size=12)]
     points = " ".join(f"{x(step + 0.5):.1f},{y(value_s):.1f}" for step, value_s in enumerate(seconds))
-    parts.append(f'<polyline points="{points}" fill="none" stroke="#222"/>')
-    begin = 0
+    parts.append(f'<polyline points="{points}" fill="none" class="rp-limit"/>')
+    known, begin = list(dict.fromkeys(schedules)), 0
     for name, run in groupby(schedules):
         end = begin + len(list(run))
-        colour = COLOURS[known.index(name) % len(COLOURS)]
-        parts.append(
-            f'<rect x="{x(begin)}" y="{bottom + 4}" width="{x(end) - x(begin)}" height="{BAND - 6}" fill="{colour}"/>'
-        )
+        size = f'x="{x(begin):.1f}" y="{bottom + 4}" width="{x(end) - x(begin):.1f}" height="{BAND - 6}"'
+        parts.append(f"<rect {size} {_colour(known.index(name))}/>")
         begin = end
-    for place, name in enumerate(known):
-        level = bottom + BAND + 24 + 18 * place
-        colour = COLOURS[place % len(COLOURS)]
-        parts.append(f'<rect x="{LEFT}" y="{level - 10}" width="12" height="12" fill="{colour}"/>')
-        parts.append(f'<text x="{LEFT + 18}" y="{level}">{escape(name or "as planned")}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    entries = [(f"area{place % len(LINES)}", name or "as planned") for place, name in enumerate(known)]
+    named, rows = legend(entries, LEFT, bottom + BAND + 12, WIDTH)
+    label = f"{title}: seconds of every step, and the schedule that ran"
+    return f"{frame(WIDTH + RIGHT, bottom + BAND + 20 + ROW * rows, label, ''.join([*parts, *named]))}\n"
+
+
+def _colour(place: int) -> str:
+    return f'class="rp-area{place % len(LINES)}"'
