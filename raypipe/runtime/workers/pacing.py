@@ -16,8 +16,8 @@ SHARE = 0.25
 LEAST_SHARE = 0.02
 """The same where something always is: a copy must arrive some day."""
 PARCEL_S = 0.25
-"""What a parcel may take: a boundary message that comes meanwhile shares the link with it. Where nodes are busy, a call
-takes 0.05 to 0.2 s whatever it carries, and parcels that stay small for that keep a copy of 96 MB on its way for 20 s."""
+"""What a parcel may take: a boundary message that comes meanwhile shares the link with it. Where nodes are busy, a
+call takes 0.05 to 0.2 s whatever it carries, and small parcels keep a copy of 96 MB on its way for 20 s."""
 LEAST_BYTES, MOST_BYTES = 1 << 20, 16 << 20
 """A call of an actor takes 4 or 5 processor milliseconds, so that few of them should do: 100 MB took 0.1 processor
 seconds in parcels of 4 MiB, 0.5 in those of 1 MiB, 1.6 in those of 256 KiB."""
