@@ -5,6 +5,9 @@ minute then does so for all of them.
     a           0 1 2 3  .........  4 5 6 7  ......    its samples come no sooner
     b                    0 1 2 3             4 5 6 7
 
+Samples come in their order, so that the number of one says of which step it is: the gate holds a stage too that was
+given the data anew, because layers moved or the run went back.
+
 The first step of a turn contains the wait for it. The last one has none behind it that could begin meanwhile, as steps
 of some schedules do. Neither is counted.
 """
@@ -20,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["Gated", "Held", "alternate", "blocks", "in_turns", "open_gate"]
+__all__ = ["Gated", "Held", "alternate", "blocks", "gated", "in_turns", "open_gate"]
 
 POLL_S = 0.05
 HANDOVER_S = 0.2
@@ -33,28 +36,29 @@ RUN_LIMIT_S = 3600.0
 
 
 class Gated(Dataset[Any]):
-    """Samples of the first steps that a file allows; whoever reads one too many waits.
+    """Samples of the first steps that a file allows; whoever reads one of a later step waits. To be read in order.
 
     Args:
-        per_step: samples of a mini-batch, which are read in the order of the steps.
+        samples: taken again from the first one on where they end before the run does.
+        per_step: samples of a mini-batch.
+        steps: of the run.
     """
 
-    def __init__(self, samples: Any, gate: str, per_step: int) -> None:
-        self.samples, self.gate, self.per_step = samples, gate, per_step
-        self._read: int | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_read": 0}  # what was read before it came to a stage is no step
+    def __init__(self, samples: Any, gate: str, per_step: int, steps: int) -> None:
+        self.samples, self.gate, self.per_step, self.steps = samples, gate, per_step, steps
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return self.per_step * self.steps
 
     def __getitem__(self, index: int) -> Any:
-        if self._read is not None:
-            while _allowed(self.gate) <= self._read // self.per_step:
-                time.sleep(POLL_S)
-            self._read += 1
-        return self.samples[index]
+        while _allowed(self.gate) <= index // self.per_step:
+            time.sleep(POLL_S)
+        return self.samples[index % len(self.samples)]
+
+
+def gated(samples: Any, gate: Path, per_step: int, steps: int) -> DataLoader[Any]:
+    """Training data of a run that goes no further than its gate says; arguments as in ``Gated``."""
+    return DataLoader(Gated(samples, str(gate), per_step, steps), batch_size=per_step, shuffle=False)
 
 
 def open_gate(gate: Path, steps: int) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import SequentialSampler
 
 from jobs.lib.shaped import Rig
-from jobs.lib.turns import Gated, in_turns, open_gate
+from jobs.lib.turns import gated, in_turns, open_gate
 
 WAIT_S = 10.0
 
@@ -21,18 +22,33 @@ WAIT_S = 10.0
 def test_samples_come_as_far_as_the_gate_says(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     open_gate(gate, 1)
-    here = Gated(list("abcdef"), str(gate), per_step=2)
-    assert [here[5], here[0], here[5]] == ["f", "a", "f"], "whoever makes it looks at what it likes"
-    there = pickle.loads(pickle.dumps(here))
-    assert [there[3], there[1]] == ["d", "b"]
+    data = gated(list("abcd"), gate, per_step=2, steps=3)
+    assert (data.batch_size, isinstance(data.sampler, SequentialSampler)) == (2, True)
+    here = data.dataset
+    assert (len(here), here[1], here[0], here[1]) == (6, "b", "a", "b")
     came = threading.Event()
-    read = threading.Thread(target=lambda: (there[0], came.set()), daemon=True)
+    read = threading.Thread(target=lambda: (here[2], came.set()), daemon=True)
     read.start()
     assert not came.wait(0.1), "the second step has not been allowed"
     open_gate(gate, 2)
     assert came.wait(WAIT_S)
     read.join(WAIT_S)
-    assert there[4] == "e"
+    open_gate(gate, 3)
+    assert [here[3], here[4], here[5]] == ["d", "a", "b"], "they begin again"
+
+
+def test_the_gate_holds_whoever_is_given_the_data_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    open_gate(gate, 2)
+    anew = pickle.loads(pickle.dumps(gated(list("abcdef"), gate, per_step=2, steps=3).dataset))
+    assert anew[3] == "d", "a stage that was started anew goes on at the second step, not at the first"
+    came = threading.Event()
+    read = threading.Thread(target=lambda: (anew[4], came.set()), daemon=True)
+    read.start()
+    assert not came.wait(0.1), "it has read nothing of the steps before, and waits all the same"
+    open_gate(gate, 3)
+    assert came.wait(WAIT_S)
+    read.join(WAIT_S)
 
 
 # Does what links_ours.py does with its gate, in no time; one whose pipeline says "dies" ends after ten steps.

@@ -23,7 +23,7 @@ from ray.train import RunConfig, ScalingConfig
 
 import raypipe
 from jobs.bench.links import gpt
-from jobs.lib.turns import Gated
+from jobs.lib.turns import gated
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     data: Any = gpt.samples(asked["steps"])
     name = asked.get("name", "run")
     if "gate" in asked:
-        data = Gated(data, asked["gate"], gpt.MICROBATCHES * gpt.MICROBATCH_SIZE)
+        data = gated(data, Path(asked["gate"]), gpt.MICROBATCHES * gpt.MICROBATCH_SIZE, asked["steps"])
     with tempfile.TemporaryDirectory(prefix="bench-links-") as folder:
         trainer = raypipe.PipelineTrainer(
             gpt.chain(asked.get("half_s", ())),

@@ -39,7 +39,7 @@ def log_cost(size_mb: float, turns: int) -> dict[str, Any]:
             for replay in ("auto", "off"):
                 gate = Path(name) / f"{replay}.gate"
                 open_gate(gate, WARM_STEPS)
-                made = trainer(Path(name), replay, size_mb, 2, replay=replay, rows=ROWS, gate=gate)
+                made = trainer(Path(name), replay, size_mb, 2, replay=replay, rows=ROWS, gate=gate, steps=steps)
                 runs[replay] = Held(made.start(steps), gate)
                 runs[replay].go_to(WARM_STEPS)
             alternate(runs, dict.fromkeys(runs, WARM_STEPS), turns, TURN_STEPS)

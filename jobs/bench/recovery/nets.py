@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import raypipe
-from jobs.lib.turns import Gated
+from jobs.lib.turns import gated
 
 __all__ = [
     "BATCH", "BYTES_PER_PARAMETER", "MICROBATCHES", "SAMPLES", "WAIT_S", "bits_equal", "events", "trainer", "until",
@@ -62,6 +62,7 @@ def trainer(
     replay: str = "auto",
     rows: int = BATCH,
     gate: Path | None = None,
+    steps: int = 0,
 ) -> raypipe.PipelineTrainer:
     """Two stages that survive failures.
 
@@ -71,7 +72,7 @@ def trainer(
         resources: of each worker.
         replay: "auto" or "off", with which all stages go back when one is lost.
         rows: of a mini-batch.
-        gate: that says how many steps the run may do; see jobs/lib/turns.py.
+        gate: that says how many of its ``steps`` the run may do; see jobs/lib/turns.py.
     """
     width = width_of(size_mb)
     torch.manual_seed(0)
@@ -80,7 +81,7 @@ def trainer(
     samples = SAMPLES // BATCH * rows
     data: Any = TensorDataset(torch.randn(samples, width, generator=made), torch.randn(samples, generator=made))
     if gate is not None:
-        data = Gated(data, str(gate), rows)
+        data = gated(data, gate, rows, steps)
     return raypipe.PipelineTrainer(
         model,
         loss_fn=square,
