@@ -1,7 +1,7 @@
 """When the stages of a run are to be cut again: a worker became slower, or faster, for good, and moving layers pays.
 
     every step --> Replanner.heard: Pace, have the stages' seconds settled? are the workers' speeds others than those
-                       | yes                                                 that were looked at last?
+                       | yes                                                 that the cut was made for?
                    Question --answer--> cut_again, pays? --yes--> Offer --> (the run takes it) --> Replanner.taken
 
 The first time that seconds settle they become the profile's: what the stages take on these workers is what they should.
@@ -33,10 +33,12 @@ __all__ = ["Offer", "Question", "Replanner", "answer", "can_be_cut_again"]
 FIRST_PAUSE_S = 1.0
 """That a move is taken to last before one was made: about what resizing takes."""
 RECENT_STEPS = 8
+LOOKED_SHARE = 0.25
+"""Of the drift threshold: speeds that differ by no more from those that were looked at last are not looked at again."""
 
 
 class Question(NamedTuple):
-    """Workers have other speeds than those that were looked at last.
+    """Workers have other speeds than those that the cut was made for.
 
     Attributes:
         plan: in force.
@@ -108,7 +110,9 @@ class Replanner:
     Args:
         profile: that the run was planned with.
         num_steps: of the whole run.
-        drift_threshold: by how much workers' speeds must differ, against each other, before anybody looks.
+        drift_threshold: by how much workers' speeds must differ from those that the cut was made for, against each
+            other, before anybody looks. A worker may become slower bit by bit, so that a look comes to nothing and a
+            later one does not.
     """
 
     def __init__(self, profile: Profile, num_steps: int, drift_threshold: float) -> None:
@@ -121,7 +125,7 @@ class Replanner:
     def begin(self, plan: Plan, line: Cluster) -> None:
         """The stages run this plan from now on, on these workers, in the order of the stages."""
         self._plan, self._line = plan, line
-        self._looked = tuple(device.speed for device in line.devices)
+        self._made_for = self._looked = tuple(device.speed for device in line.devices)
         self._planned_s = planned_seconds(self._profile, plan)
         self._pace = Pace(plan.partition.num_stages, self._drift_threshold)
         self._recent_s.clear()
@@ -146,12 +150,13 @@ class Replanner:
         if busy_s is None:
             return None
         if not self._calibrated:
-            self._profile, self._calibrated = calibrated(self._profile, self._plan, busy_s, self._looked), True
+            self._profile, self._calibrated = calibrated(self._profile, self._plan, busy_s, self._made_for), True
             self._planned_s = planned_seconds(self._profile, self._plan)
         speeds = speeds_of(self._planned_s, busy_s)
-        if step < self._rest_until or moved(self._looked, speeds) <= self._drift_threshold:
+        known = moved(self._looked, speeds) <= LOOKED_SHARE * self._drift_threshold
+        if step < self._rest_until or known or moved(self._made_for, speeds) <= self._drift_threshold:
             return None
-        why, self._looked = _words(self._looked, speeds), speeds
+        why, self._looked = _words(self._made_for, speeds), speeds
         spec = spec or self._plan.spec
         assert spec is not None, "can_be_cut_again"
         left, step_s = self._num_steps - step - 1, median(self._recent_s)

@@ -135,6 +135,23 @@ def test_a_new_cut_is_quicker_and_is_found_once(ticks: list[int], stages: int, s
     assert run.offers(slowness[:stages], 40) == []  # as planned: nothing is left to gain
 
 
+def test_a_worker_that_becomes_slower_bit_by_bit_gives_layers_away_once_that_pays() -> None:
+    """At first none of its two layers can go: three on another worker take longer. No step of it is a drift."""
+    run = Run([4] * 8, 4)
+    assert list(run.asked([1.0] * 4, 20)) == []
+    assert run.offers([1.0, 1.0, 1.35, 1.0], 20) == []
+    (offer,) = run.offers([1.0, 1.0, 1.68, 1.0], 20)
+    assert offer.found.speeds == pytest.approx([1, 1, 1 / 1.68, 1])
+    assert offer.why == "stage 2 takes 1.68 times as long as before, the stages' median 1.00 times"
+    assert [s.stop - s.start for s in run.plan.partition.stages][2] == 1
+
+
+def test_what_was_looked_at_in_vain_is_not_looked_at_again() -> None:
+    run = Run([4] * 8, 4)
+    assert list(run.asked([1.0] * 4, 20)) == []
+    assert len(list(run.asked([1.0, 1.0, 1.3, 1.0], 100))) == 1
+
+
 def test_what_does_not_pay_in_the_steps_that_are_left_is_left_alone() -> None:
     run = Run([4] * 24, 4, steps=60)
     run.offers([1.0] * 4, 20)
