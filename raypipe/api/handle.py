@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from raypipe.api.notebook import LiveView, result_html, run_html
 from raypipe.api.records import Records, table_of_all
+from raypipe.engine.checkpoint import best_checkpoint
 from raypipe.engine.metrics import part_before
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, StageError
@@ -64,6 +65,20 @@ class Result:
     def metrics_dataframe(self) -> Any:
         """A pandas DataFrame with one row per step."""
         return self.records.table.to_pandas()
+
+    def get_best_checkpoint(self, metric: str, mode: str, *, storage_filesystem: Any = None) -> str:
+        """The folder of the best checkpoint that was kept; ``raypipe.load_state_dict`` reads it.
+
+        Args:
+            metric: "loss", "grad_norm", "eval_loss" or "eval_<name>" of a metric.
+            mode: "max" or "min".
+            storage_filesystem: a pyarrow.fs.FileSystem on which the run's folder is, where RunConfig named one.
+
+        Raises:
+            ConfigError: another mode, or a number that no checkpoint has; says which there are.
+            CheckpointError: none is there.
+        """
+        return best_checkpoint(Place.of(self.path, storage_filesystem), metric, mode)
 
     def report(self, output: str = "") -> str:
         """Write all of the run as one HTML file, as ``raypipe report`` does; returns where it is.

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 from raypipe.errors import ConfigError
 
-__all__ = ["ConfigFile", "Overrides", "Run", "check_output", "open_runfile", "trainer_of", "write"]
+__all__ = [
+    "ConfigFile", "Overrides", "Run", "check_output", "is_run_folder", "known_folder", "open_runfile", "trainer_of",
+    "write",
+]  # fmt: skip
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="a run's settings")]
 Overrides = Annotated[
@@ -38,6 +41,19 @@ def trainer_of(run: RunFile, *, planning: bool = False) -> Any:
     from raypipe.api.from_file import make_trainer
 
     return make_trainer(run, planning=planning)
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether a run has written here."""
+    return (path / "events.jsonl").is_file()
+
+
+def known_folder(run: str) -> Path | None:
+    """The folder itself, or the usual place of that name, if there is a run."""
+    from raypipe.api.listing import DEFAULT_STORAGE
+
+    folders = (Path(run), Path(DEFAULT_STORAGE).expanduser() / run)
+    return next((folder for folder in folders if is_run_folder(folder)), None)
 
 
 def check_output(path: Path | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raypipe.cli.common import Run
+from raypipe.cli.common import Run, is_run_folder, known_folder
 from raypipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def list_runs(
 
 def status(run: Run, json: Json = False) -> None:
     """Say where a run stands."""
-    folder = _known_folder(run)
+    folder = known_folder(run)
     found = _ended(folder) if folder else None
     if found is not None:
         typer.echo(json_format.dumps(found) if json else _line(found))
@@ -118,33 +118,21 @@ def report(
     typer.echo(f"wrote {write_report(folder, summary_of(folder).state, str(output or ''))}")
 
 
-def _is_run_folder(path: Path) -> bool:
-    return (path / "events.jsonl").is_file()
-
-
 def _attached(run: str) -> Any:
     from raypipe.api.handle import attach
     from raypipe.api.listing import DEFAULT_STORAGE
 
     try:
-        return attach(Path(run).absolute().name if _is_run_folder(Path(run)) else run)
+        return attach(Path(run).absolute().name if is_run_folder(Path(run)) else run)
     except ConfigError as error:
-        if _known_folder(run) is not None:
+        if known_folder(run) is not None:
             raise
         raise ConfigError(f"There is no run's folder {run}, neither here nor in {DEFAULT_STORAGE}. {error}") from None
 
 
-def _known_folder(run: str) -> Path | None:
-    """The folder itself, or the usual place of that name, if there is a run."""
-    from raypipe.api.listing import DEFAULT_STORAGE
-
-    folders = (Path(run), Path(DEFAULT_STORAGE).expanduser() / run)
-    return next((folder for folder in folders if _is_run_folder(folder)), None)
-
-
 def _folder(run: str) -> str:
     """Where a run's files are: a URI, the folder itself, the usual place of that name, or what the cluster says."""
-    known = None if "://" in run else _known_folder(run)
+    known = None if "://" in run else known_folder(run)
     return str(known) if known else run if "://" in run else _attached(run).path
 
 

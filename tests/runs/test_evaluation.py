@@ -156,6 +156,8 @@ def test_the_best_checkpoint_by_a_metric_is_kept(tmp_path: Path) -> None:
     best = min(scores, key=lambda step: (scores[step], -step))
     assert {int(folder.name.split("_")[1]) for folder in folders} == {best, 8}
     assert read_manifest(Place.of(str(folders[0]))).metrics["eval_largest"] == scores[best]
+    assert result.get_best_checkpoint("eval_largest", "min") == str(folders[0])
+    assert result.checkpoint == str(folders[-1])
 
 
 def test_a_metric_of_several_numbers_orders_checkpoints_and_ends_a_run(tmp_path: Path) -> None:

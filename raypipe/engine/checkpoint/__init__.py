@@ -12,6 +12,7 @@ restore   find_checkpoint -> check_position -> load_stage (on every stage, of an
 
 from __future__ import annotations
 
+from raypipe.engine.checkpoint.best import best_checkpoint
 from raypipe.engine.checkpoint.find import Checkpoint, Refusal, find_checkpoint, newest_step, open_checkpoint
 from raypipe.engine.checkpoint.manifest import MANIFEST, Manifest, check_position, files_folder, make_manifest
 from raypipe.engine.checkpoint.prune import prune
@@ -30,7 +31,7 @@ from raypipe.engine.checkpoint.tensor_table import TensorInfo
 
 __all__ = [
     "MANIFEST", "Checkpoint", "CheckpointSource", "FreshOptions", "GivenTensors", "Kept", "Manifest", "Refusal",
-    "StageSnapshot", "StateSource", "TensorInfo", "check_position", "checkpoint_name", "clear", "commit",
-    "files_folder", "find_checkpoint", "load_stage", "load_state_dict", "make_manifest", "newest_step",
+    "StageSnapshot", "StateSource", "TensorInfo", "best_checkpoint", "check_position", "checkpoint_name", "clear",
+    "commit", "files_folder", "find_checkpoint", "load_stage", "load_state_dict", "make_manifest", "newest_step",
     "open_checkpoint", "prune", "read_all", "take_snapshot", "write_snapshot",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from raypipe.engine.checkpoint.best import rank
 from raypipe.engine.checkpoint.find import read_manifest
 from raypipe.engine.checkpoint.manifest import MANIFEST, Manifest
 from raypipe.engine.checkpoint.snapshot import clear, step_folders
@@ -48,21 +49,13 @@ def prune(
     if not found:
         return []
     newest = max(found)
-    ranks = {step: _rank(manifest, score_attribute, score_order) for step, (_, manifest) in found.items()}
+    ranks = {step: rank(manifest, score_attribute, score_order) for step, (_, manifest) in found.items()}
     keep = {newest, *sorted(found, key=lambda step: (ranks[step], step))[-num_to_keep:]}
     surplus = [name for step, (name, _) in found.items() if step not in keep]
     surplus += [name for step, name in leftovers if step < newest]
     for name in sorted(surplus):
         clear(run, name)
     return sorted(surplus)
-
-
-def _rank(manifest: Manifest, score_attribute: str | None, score_order: str) -> float:
-    """The better, the larger; without the metric a checkpoint is worst."""
-    score = manifest.metrics.get(score_attribute) if score_attribute else None
-    if score is None:
-        return float("-inf")
-    return score if score_order == "max" else -score
 
 
 def _survey(run: Place) -> tuple[dict[int, tuple[str, Manifest]], list[tuple[int, str]]]:
