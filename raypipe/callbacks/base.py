@@ -13,7 +13,8 @@ from raypipe.errors import ConfigError
 from raypipe.ir.report import StepRecord
 
 __all__ = [
-    "METHODS", "Callback", "Event", "Newest", "RunEnd", "RunStart", "absolute", "check_every", "needed", "scalars",
+    "METHODS", "Callback", "Event", "Newest", "RunEnd", "RunStart", "absolute", "changes_the_run", "check_every",
+    "needed", "scalars",
 ]  # fmt: skip
 
 
@@ -102,7 +103,7 @@ class Callback:
         """A stage failed ("failure"), or the run goes on after that ("recovery")."""
 
     def on_decision(self, event: Event) -> None:
-        """Anything else that was decided, by the controller or for the stages: a resize, a move, another cut."""
+        """Anything else that was decided: a switch of the schedule, a resize, another cut, a step that was skipped."""
 
     def on_end(self, end: RunEnd) -> None:
         """After the last step, a stop or a failure. It has a minute; a driver that was killed does not call it."""
@@ -133,6 +134,15 @@ def scalars(record: StepRecord) -> dict[str, float]:
         for name, value in found.items()
         if name not in record.unknown and isinstance(value, int | float) and math.isfinite(value)
     }
+
+
+_STAYS = ("drift", "keep", "wait", "paid", "open", "delete checkpoint")
+"""Decisions after which a run goes on as it was; a controller that looks often makes many of them."""
+
+
+def changes_the_run(event: Event) -> bool:
+    """Whether somebody who compares runs wants to know of it: a switch, a resize, an end, not that all stays."""
+    return event.decision not in _STAYS
 
 
 def absolute(folder: str | None) -> str | None:

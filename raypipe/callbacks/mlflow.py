@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, check_every, needed, scalars
+from raypipe.callbacks.base import (
+    Callback,
+    Event,
+    Newest,
+    RunEnd,
+    RunStart,
+    changes_the_run,
+    check_every,
+    needed,
+    scalars,
+)
 from raypipe.ir.report import StepRecord
 
 __all__ = ["MLflow"]
@@ -85,6 +95,10 @@ class MLflow(Callback):
 
     def on_recovery(self, event: Event) -> None:
         self._client.set_tag(self._run_id, f"raypipe.{event.decision}.{event.step}".replace(" ", "_"), event.reason)
+
+    def on_decision(self, event: Event) -> None:
+        if changes_the_run(event):
+            self.on_recovery(event)
 
     def on_end(self, end: RunEnd) -> None:
         state = "FAILED" if end.error else "KILLED" if end.stopped else "FINISHED"

@@ -8,7 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypipe.callbacks.base import Callback, Event, Newest, RunEnd, RunStart, absolute, check_every, needed, scalars
+from raypipe.callbacks.base import (
+    Callback,
+    Event,
+    Newest,
+    RunEnd,
+    RunStart,
+    absolute,
+    changes_the_run,
+    check_every,
+    needed,
+    scalars,
+)
 from raypipe.errors import ConfigError
 from raypipe.ir.report import StepRecord
 
@@ -80,6 +91,10 @@ class WandB(Callback):
 
     def on_recovery(self, event: Event) -> None:
         self._run.summary[f"{event.decision}/{event.step}"] = event.reason
+
+    def on_decision(self, event: Event) -> None:
+        if changes_the_run(event):
+            self.on_recovery(event)
 
     def on_end(self, end: RunEnd) -> None:
         self._run.finish(exit_code=1 if end.error else 0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raypipe.callbacks import MLflow, TensorBoard, WandB
-from raypipe.callbacks.base import METHODS, absolute, needed, scalars
+from raypipe.callbacks.base import METHODS, Event, absolute, changes_the_run, needed, scalars
 from raypipe.errors import ConfigError
 from raypipe.ir.report import StepRecord
 
@@ -35,6 +35,12 @@ def test_what_is_not_known_is_not_told_as_0() -> None:
     assert not {"tokens", "tokens_per_s", "goodput"} & set(scalars(record))
     known = scalars(replace(record, tokens=64, goodput=0.75))
     assert (known["tokens"], known["tokens_per_s"], known["goodput"]) == (64.0, 256.0, 0.75)
+
+
+def test_loggers_are_not_flooded_with_decisions_that_change_nothing() -> None:
+    told = ["switch", "undo", "resize", "replan", "finish", "checkpoint failed", "warning"]
+    silent = ["keep", "wait", "drift", "paid", "open", "delete checkpoint"]
+    assert [one for one in [*told, *silent] if changes_the_run(Event(3, one, "why", {}))] == told
 
 
 def test_what_is_missing_is_named_with_the_line_to_type() -> None:

@@ -67,6 +67,9 @@ def test_mlflow_has_parameters_metrics_and_one_run_for_two_submissions(
     (run,) = client.search_runs([client.get_experiment_by_name("raypipe").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["lr of group 0"] == "0.01"
+    assert {name for name in run.data.tags if name.startswith("raypipe.finish")} == {
+        "raypipe.finish.3", "raypipe.finish.5",
+    }  # fmt: skip
     history = client.get_metric_history(run.info.run_id, "loss")
     assert [found.step for found in history] == [0, 1, 2, 3, 4]
     assert [found.value for found in history] == pytest.approx(list(losses))
@@ -82,6 +85,7 @@ def test_weights_and_biases_writes_a_run_offline(tmp_path: Path) -> None:
     (file,) = (tmp_path / "run/wandb").glob("offline-run-*/run-*.wandb")
     written = file.read_bytes()
     assert b"step/loss" in written
+    assert b"finish/3" in written
     assert b"lr of group 0" in written
 
 

@@ -24,6 +24,7 @@ from raypipe.errors import ConfigError, StageError
 from raypipe.testing import reference
 from tests.exactness import same_bits
 from tests.nets import Mlp, sequential
+from tests.runtime.run.test_calls import Listens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("shared_captures")]
 
@@ -120,6 +121,14 @@ def test_a_run_is_plain_pytorch_that_skipped_the_same_steps(
     assert all(bool(p.isfinite().all()) for p in expected.parameters.values())
     assert [line["step"] for line in events(tmp_path, "skip")] == list(BAD)
     assert [line["skipped"] for line in events(tmp_path, "skip")] == [1, 2, 3]
+
+
+def test_callbacks_hear_of_steps_that_are_skipped(tmp_path: Path) -> None:
+    listens = Listens()
+    fit({**arguments(traced, BAD, math.nan), "callbacks": [listens]}, tmp_path)
+    assert [(kind, step) for kind, step, *more in listens.told[1:] if more == ["skip"]] == [
+        ("decision", step) for step in BAD
+    ]
 
 
 def test_skipping_is_felt() -> None:

@@ -315,7 +315,9 @@ class _Loop:
         if record.skipped:
             self.progress.skipped += 1
             why = f"the loss is {record.loss:g} and the gradient norm {record.grad_norm:g}"
-            self.notes.event("skip", why, step=record.step, skipped=self.progress.skipped)
+            numbers = {"step": record.step, "skipped": self.progress.skipped}
+            self.notes.event("skip", why, **numbers)
+            self.calls.event("skip", why, numbers)
 
     def _evaluates_after(self, step: int, *, saves: bool) -> bool:
         return not self.requests.stop_reason and self.evaluations.after(step, saves=saves)
