@@ -20,6 +20,7 @@ class Alert(NamedTuple):
         lasting: for so long, before anybody is told.
         summary: a sentence, with the labels and the value in Prometheus' own templates.
         cure: what to look at.
+        needs: what has to happen before there is anything to measure; "" where it is there from the first steps.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Alert(NamedTuple):
     lasting: str
     summary: str
     cure: str
+    needs: str = ""
 
     @property
     def expression(self) -> str:
@@ -82,6 +84,7 @@ ALERTS = (
         "0m",
         "Run {{ $labels.run }} has had {{ $value }} failures, and one beyond FailureConfig(max_failures) ends it.",
         "events.jsonl in the run's folder says what failed; submitted again, the run goes on and counts from 0.",
+        "a failure",
     ),
     Alert(
         "RaypipeFailingOften",
@@ -91,5 +94,6 @@ ALERTS = (
         "0m",
         "Run {{ $labels.run }} has had {{ $value }} failures within an hour.",
         "events.jsonl in the run's folder says what failed, and on which node.",
+        "a failure",
     ),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from dashboards.boards import BOARDS, Board, Panel
 from raypipe.ir.pictures.axis import in_unit
 from raypipe.ir.pictures.theme import shortened
 
-__all__ = ["Line", "ask", "draw", "in_units", "lines_of", "main", "step_between", "with_gaps"]
+__all__ = ["Line", "ask", "draw", "in_units", "lines_of", "main", "rules_of", "step_between", "with_gaps"]
 
 UNITS = {"short": "", "percentunit": "%", "s": "s", "Bps": "B/s", "bytes": "B"}
 """As pictures of runs name it, by Grafana's name of a unit."""
@@ -77,9 +77,19 @@ def ask(prometheus: str, what: str, **asked: object) -> list[dict[str, Any]]:
     Args:
         what: "query" or "query_range".
     """
-    url = f"{prometheus}/api/v1/{what}?{urllib.parse.urlencode(asked)}"
+    found: list[dict[str, Any]] = _data(f"{prometheus}/api/v1/{what}?{urllib.parse.urlencode(asked)}")["result"]
+    return found
+
+
+def rules_of(prometheus: str) -> dict[str, dict[str, Any]]:
+    """Every alert that Prometheus knows, by its name: ``health``, ``lastError``, ``state`` and more."""
+    groups = _data(f"{prometheus}/api/v1/rules?type=alert")["groups"]
+    return {rule["name"]: rule for group in groups for rule in group["rules"]}
+
+
+def _data(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(url, timeout=30) as answer:
-        found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+        found: dict[str, Any] = json.load(answer)["data"]
     return found
 
 

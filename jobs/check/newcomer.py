@@ -9,7 +9,8 @@ train      README's command: a small language model on two stages
 report     `raypipe report` writes one file; a headless Chromium opens it, clicks, and finds nothing to complain about
 job        the same job by `ray job submit`, to a cluster with a token
 notebook   quickstart.ipynb, all cells in a kernel of its own
-boards     `raypipe dashboards install`; a real Prometheus scrapes the job, and every panel's query has an answer
+boards     `raypipe dashboards install`; a real Prometheus scrapes the job: every panel's query, every alert's measure
+           has an answer, and no alert fires
 hf         a model of Hugging Face, made here, trained by LoRA on two stages; loaded again it gives equal logits
 
 Needs prometheus and chromium. The exit status is 1 where a step fails.
@@ -31,8 +32,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
+from dashboards.alerts import ALERTS
 from dashboards.boards import BOARDS
-from dashboards.render import ask, draw, lines_of
+from dashboards.render import ask, draw, lines_of, rules_of, step_between
 from jobs.lib.common import table
 from tests.browser import opened
 from tests.jobs.test_finetune_hf import model_folder, texts
@@ -145,10 +147,27 @@ def boards(at: Newcomer) -> str:
             for theme in ("light", "dark"):
                 picture = at.pictures / f"{board.uid}-{theme}.png"
                 draw(board, at.prometheus, ".+", at.begun_s, end_s, picture, dark=theme == "dark")
+    missing += alerts(at, end_s)
     if missing:
         raise RuntimeError(f"no data for {'; '.join(missing)}")
     asked = sum(len(board.panels) for board in BOARDS)
-    return f"{answered} of {asked} panels have data; the others need what did not happen, a failure for one"
+    told = f"{answered} of {asked} panels have data; the others need what did not happen, a failure for one"
+    return f"{told}; {len(ALERTS)} alerts are evaluated, and none fires"
+
+
+def alerts(at: Newcomer, end_s: float) -> list[str]:
+    """What is wrong with the alerts: not evaluated, nothing to measure though the run trained, or a false alarm."""
+    rules, wrong = rules_of(at.prometheus), []
+    span = {"start": at.begun_s, "end": end_s, "step": step_between(at.begun_s, end_s)}
+    for alert in ALERTS:
+        rule = rules.get(alert.name, {"health": "missing", "state": ""})
+        if rule["health"] != "ok":
+            wrong.append(f"{alert.name}, which is {rule['health']}: {rule.get('lastError', '')}")
+        elif rule["state"] == "firing":
+            wrong.append(f"{alert.name}, which fires for a run that trains as it should")
+        elif not alert.needs and not ask(at.prometheus, "query_range", query=alert.measure, **span):
+            wrong.append(f"{alert.name}, which measures nothing")
+    return wrong
 
 
 def hf(at: Newcomer) -> str:
