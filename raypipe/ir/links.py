@@ -1,7 +1,8 @@
 """What a run measures of itself while it trains, as plain data: messages, stages, and what was made of them.
 
 A sample is one real message. Nothing is sent to measure: the header of every frame carries the sender's clock, the
-receiver notes its own, and the two clocks need not agree.
+receiver notes its own, and the two clocks need not agree. `raypipe probe`, which sends messages of its own, is another
+matter: a LinkProbe is what it found.
 """
 
 from __future__ import annotations
@@ -16,7 +17,22 @@ from typing import NamedTuple
 from raypipe.ir.action import Op
 from raypipe.ir.timeline import Span
 
-__all__ = ["LinkEstimate", "LinkSample", "MessageTimes", "StageSample", "stage_sample"]
+__all__ = ["LinkEstimate", "LinkProbe", "LinkSample", "MessageTimes", "StageSample", "stage_sample"]
+
+
+class LinkProbe(NamedTuple):
+    """One way between two nodes, or from a node to itself, as `raypipe probe` measures it.
+
+    Attributes:
+        source, target: Ray's addresses of the nodes.
+        latency_s: one way.
+        bandwidth_bytes_s: of payloads.
+    """
+
+    source: str
+    target: str
+    latency_s: float
+    bandwidth_bytes_s: float
 
 
 class LinkSample(NamedTuple):

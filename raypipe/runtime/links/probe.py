@@ -14,7 +14,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import torch
@@ -24,10 +24,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.engine.messages.channel import Channel
 from raypipe.errors import LinkError
 from raypipe.ir.action import Action, Op
+from raypipe.ir.links import LinkProbe
 from raypipe.runtime.links.endpoint import Endpoint, Opening
 from raypipe.runtime.links.opening import make_endpoint
 
-__all__ = ["LinkProbe", "probe_links"]
+__all__ = ["places_by_node", "probe_links"]
 
 OPEN_TIMEOUT_S = 30.0
 SMALL, LARGE = 16, 8
@@ -35,34 +36,31 @@ LARGE_BYTES = 4 << 20
 LIMIT_S = 120.0
 
 
-class LinkProbe(NamedTuple):
-    """One way between two nodes.
-
-    Attributes:
-        source, target: Ray's addresses of the nodes.
-        latency_s: one way.
-        bandwidth_bytes_s: of payloads.
-    """
-
-    source: str
-    target: str
-    latency_s: float
-    bandwidth_bytes_s: float
+def places_by_node() -> dict[str, int]:
+    """Workers that every node of the connected cluster has room for, by its address: one per GPU, else one per CPU."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    kind = "GPU" if any(node["Resources"].get("GPU", 0) for node in nodes) else "CPU"
+    return {node["NodeManagerAddress"]: int(node["Resources"].get(kind, 0)) for node in nodes}
 
 
-def probe_links(ports: tuple[int, int] | None = None, large_bytes: int = LARGE_BYTES) -> list[LinkProbe]:
+def probe_links(
+    ports: tuple[int, int] | None = None, large_bytes: int = LARGE_BYTES, *, inside: bool = False
+) -> list[LinkProbe]:
     """Measure every pair of nodes of the connected cluster, both ways; a lone node to itself.
 
     Args:
         ports: lowest and highest that links may use.
         large_bytes: of the messages that the bandwidth is measured with.
+        inside: the first of several nodes is measured to itself too.
 
     Raises:
         LinkError: two nodes do not reach each other, or take longer than two minutes.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    if len(nodes) == 1:
-        nodes *= 2
+    pairs = list(itertools.combinations(range(len(nodes)), 2))
+    if inside or len(nodes) == 1:
+        pairs.append((0, len(nodes)))
+        nodes.append(nodes[0])
     actors = [
         ray.remote(num_cpus=0, max_restarts=0)(_Prober)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
@@ -70,7 +68,7 @@ def probe_links(ports: tuple[int, int] | None = None, large_bytes: int = LARGE_B
         for node in nodes
     ]
     try:
-        return _measured(actors, large_bytes)
+        return _measured(actors, pairs, large_bytes)
     except RayError as error:
         cause = getattr(error, "cause", None)
         reason = str(cause or error).strip().splitlines()[-1].rstrip(".")
@@ -83,10 +81,10 @@ def probe_links(ports: tuple[int, int] | None = None, large_bytes: int = LARGE_B
             ray.kill(actor)
 
 
-def _measured(actors: Sequence[Any], large_bytes: int) -> list[LinkProbe]:
+def _measured(actors: Sequence[Any], pairs: Sequence[tuple[int, int]], large_bytes: int) -> list[LinkProbe]:
     hosts = ray.get([actor.host.remote() for actor in actors], timeout=LIMIT_S)
     secret, found = secrets.token_bytes(32), []
-    for generation, (one, other) in enumerate(itertools.combinations(range(len(actors)), 2)):
+    for generation, (one, other) in enumerate(pairs):
         addresses = [hosts[one][1], hosts[other][1]]
         pair = [actors[one], actors[other]]
         opened = [actor.open.remote(side, addresses, generation, secret) for side, actor in enumerate(pair)]
