@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from raypipe.ir.cost import human_price
 from raypipe.ir.pictures.chart import Line, chart_svg
 from raypipe.runtime.run.status import RunStatus
 
@@ -37,6 +38,8 @@ def run_html(status: RunStatus, losses: Points) -> str:
         "goodput": f"{status.goodput:.1%}" if status.goodput else "",
         "left": f"{minutes}:{seconds:02d}" if status.state == "running" and status.step_s else "",
         "schedule": f"{status.schedule}, retuned {status.retunes} times" if status.schedule else "",
+        "cost so far": "" if status.cost is None else human_price(status.cost),
+        "last recovery": status.recovery,
         "checkpoint": status.checkpoint,
         "message": (status.message.splitlines() or [""])[0],
     }

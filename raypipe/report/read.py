@@ -16,6 +16,7 @@ from raypipe.ir.plan import Plan
 from raypipe.ir.report import StepRecord
 from raypipe.ir.schedule import parse_action
 from raypipe.ir.timeline import Span, Timeline
+from raypipe.runtime.run.meter import COST_FILE
 
 __all__ = ["RunFacts", "read_run", "timelines_of"]
 
@@ -33,6 +34,7 @@ class RunFacts:
         plan: the last one; None where none can be read.
         timelines: predicted and measured, of one step.
         config: config.yaml.
+        cost: of all its submissions so far; None where workers have no price.
         missing: what is not there, in words.
     """
 
@@ -43,6 +45,7 @@ class RunFacts:
     plan: Plan | None = None
     timelines: list[Timeline] = field(default_factory=list)
     config: str = ""
+    cost: float | None = None
     missing: tuple[str, ...] = ()
 
     def told(self, *decisions: str) -> list[dict[str, Any]]:
@@ -74,8 +77,8 @@ def read_run(folder: Place) -> RunFacts:
         missing.append("no timeline: a run writes it after its last step")
     if folder.exists("config.yaml"):
         config = folder.read_bytes("config.yaml").decode(errors="replace")
-    records = _records(folder, missing)
-    return RunFacts(folder.name, str(folder), events, records, plan, timelines, config, tuple(missing))
+    records, cost = _records(folder, missing), _cost(folder, missing)
+    return RunFacts(folder.name, str(folder), events, records, plan, timelines, config, cost, tuple(missing))
 
 
 def timelines_of(folder: Place) -> list[Timeline]:
@@ -93,6 +96,16 @@ def timelines_of(folder: Place) -> list[Timeline]:
         span = Span(row["worker"], parse_action(row["action"]), row["start_s"], row["end_s"])
         spans.setdefault(row["source"], []).append(span)
     return [Timeline(tuple(found), source, name=folder.name) for source, found in spans.items()]
+
+
+def _cost(folder: Place, missing: list[str]) -> float | None:
+    if not folder.exists(COST_FILE):
+        return None
+    try:
+        return float(json.loads(folder.read_bytes(COST_FILE))["cost"])
+    except (CheckpointError, KeyError, TypeError, ValueError) as error:
+        missing.append(f"no cost: {COST_FILE} cannot be read ({error!r})")
+        return None
 
 
 def _records(folder: Place, missing: list[str]) -> list[StepRecord]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from raypipe.ir.cost import human_price
 from raypipe.ir.pictures.axis import in_unit
 from raypipe.ir.pictures.chart import Line, Mark, chart_svg
 from raypipe.ir.pictures.plan import stage_bars_svg
@@ -60,6 +61,8 @@ def facts_of(run: RunFacts) -> list[tuple[str, str]]:
         found += [("stages", str(stages)), ("schedule", run.plan.schedule.kind)]
         found.append(("micro-batches", f"{run.plan.num_microbatches} of {run.plan.microbatch_size} samples"))
     found.append(("failures survived", str(len(run.told("recovery")))))
+    if run.cost is not None:
+        found.append(("cost", human_price(run.cost)))
     return found
 
 

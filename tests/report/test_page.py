@@ -103,6 +103,17 @@ def test_why_a_run_failed_stands_first(folder: Place, tmp_path: Path) -> None:
     assert 'class="why"' not in report_html(read_run(folder), "finished")
 
 
+def test_what_a_run_cost_is_among_its_numbers(folder: Place, text: str) -> None:
+    assert "<dt>cost</dt>" not in text
+    folder.write_bytes("cost.json", b'{"cost": 12.5, "worker_hours": 4.0}')
+    assert "<dt>cost</dt><dd>12.50</dd>" in report_html(read_run(folder), "finished")
+    folder.write_bytes("cost.json", b"{")
+    damaged = report_html(read_run(folder), "finished")
+    assert "no cost: cost.json cannot be read" in damaged
+    assert "<dt>cost</dt>" not in damaged
+    folder.delete("cost.json")
+
+
 def test_a_damaged_part_is_named_and_the_rest_shown(folder: Place, tmp_path: Path) -> None:
     copy = tmp_path / "lm"
     shutil.copytree(folder.path, copy)
