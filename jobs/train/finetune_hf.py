@@ -8,8 +8,9 @@
 The folder has config.json, weights and the tokenizer's files; nothing is downloaded. A line of the data is
 {"text": ...}, for a classifier {"text": ..., "label": 0}, for a sequence-to-sequence model {"text": ..., "target":
 ...}. Rows are padded to --length tokens. What was trained is saved with the tokenizer, loaded again by
-``from_pretrained`` (of peft, for LoRA), and has to give the same logits. A name that was used goes on;
-exit status 1 where anything fails.
+``from_pretrained`` (of peft, for LoRA), and has to give the same logits. --eval-data, --eval-interval-steps, --patience
+and --keep-best evaluate, stop early, and save what was best. A name that was used goes on; exit status 1 where
+anything fails.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
-from jobs.train.options import add_common, arguments_of, data_folder, exit_status, train
+from jobs.train.options import add_common, arguments_of, chosen, data_folder, exit_status, goes_on, train
 from jobs.train.text_rows import TASKS, Rows, count_classes, read_lines, write_rows
 from raypipe import load_state_dict
 
@@ -56,9 +57,9 @@ def main() -> int:
     cached = getattr(model.config, "use_cache", True)
     model.config.use_cache = False  # while it trains; not in what is saved
     _, result = train(asked, model, **more)
-    if result.stopped:
+    if goes_on(asked, result):
         return 0
-    model.load_state_dict(load_state_dict(result.checkpoint))
+    model.load_state_dict(load_state_dict(chosen(asked, result)))
     model.config.use_cache = cached
     model.save_pretrained(asked.output)
     _tokenizer(asked.model).save_pretrained(asked.output)  # the other one pads and truncates as training does
@@ -164,9 +165,7 @@ def parse() -> argparse.Namespace:
     add_common(parser, name="finetune", minibatch_size=16, learning_rate=5e-5)
     parser.add_argument("--model", type=Path, help="folder with config.json, weights and tokenizer; required")
     parser.add_argument("--data", type=Path, help=".jsonl, .parquet or .txt (a row per line); required")
-    parser.add_argument(
-        "--eval-data", type=Path, help="the same, to evaluate at the end: loss, and accuracy of a classifier"
-    )
+    parser.add_argument("--eval-data", type=Path, help="the same, to evaluate: loss, and accuracy of a classifier")
     parser.add_argument("--output", type=Path, help="folder for what was trained; required")
     parser.add_argument("--task", choices=TASKS, help="what config.json and the data say, where it is left out")
     parser.add_argument("--length", type=int, default=128, help="tokens per row, longer texts are cut")

@@ -18,16 +18,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
-from raypipe import PipelineConfig, PipelineTrainer, Result
+from raypipe import EarlyStopping, PipelineConfig, PipelineTrainer, Result
 from raypipe.callbacks import MLflow, TensorBoard, WandB
 from raypipe.callbacks.base import absolute
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.runfile.yaml_text import parse
 
-__all__ = ["add_common", "arguments_of", "data_folder", "exit_status", "train"]
+__all__ = ["add_common", "arguments_of", "chosen", "data_folder", "exit_status", "goes_on", "train"]
 
+SCORE = "eval_loss"
+
+PRECISIONS = ("fp32", "bf16-autocast", "bf16", "fp16")
 LOGGERS: dict[str, Callable[[], Any]] = {"tensorboard": TensorBoard, "mlflow": MLflow, "wandb": WandB}
 
 
@@ -48,7 +51,13 @@ def add_common(parser: argparse.ArgumentParser, *, name: str, minibatch_size: in
     parser.add_argument("--learning-rate", type=float, default=learning_rate)
     parser.add_argument("--max-grad-norm", type=float)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="that stages compute in")
+    parser.add_argument("--eval-interval-steps", type=int, help="steps between evaluations; one at the end without it")
+    parser.add_argument("--patience", type=int, help="evaluations without a lower eval_loss that end the run")
     parser.add_argument("--checkpoint-interval-steps", type=int)
+    parser.add_argument(
+        "--keep-best", action="store_true", help="evaluate at every checkpoint, and take that of the lowest eval_loss"
+    )
     parser.add_argument("--max-failures", type=int, default=0, help="lost stages to survive; -1 is any number")
     parser.add_argument("--logger", nargs="+", choices=LOGGERS, default=[], help="where steps are logged")
     parser.add_argument("--storage", default="runs", help="where run folders go")
@@ -70,6 +79,8 @@ def arguments_of(parser: argparse.ArgumentParser, given: Sequence[str] | None = 
         found.epochs = 1
     if found.checkpoint_interval_steps is not None and found.checkpoint_interval_steps < 1:
         parser.error("--checkpoint-interval-steps is 1 or more; without it raypipe finds an interval")
+    if found.keep_best and found.checkpoint_interval_steps is None and found.eval_interval_steps is None:
+        parser.error("--keep-best needs --checkpoint-interval-steps or --eval-interval-steps: how often there is one")
     return found
 
 
@@ -113,6 +124,8 @@ def train(asked: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineT
     import torch
 
     rate = asked.learning_rate
+    best_every = asked.eval_interval_steps if asked.keep_best else None
+    kept = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute=SCORE, checkpoint_score_order="min")
     trainer = PipelineTrainer(
         model,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate),
@@ -122,7 +135,9 @@ def train(asked: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineT
             minibatch_size=asked.minibatch_size,
             num_microbatches=asked.microbatches,
             max_grad_norm=asked.max_grad_norm,
-            checkpoint_interval_steps=asked.checkpoint_interval_steps or "auto",
+            precision=asked.precision,
+            eval_interval_steps=asked.eval_interval_steps,
+            checkpoint_interval_steps=asked.checkpoint_interval_steps or best_every or "auto",
             seed=asked.seed,
         ),
         scaling_config=ScalingConfig(num_workers=asked.stages),
@@ -130,7 +145,9 @@ def train(asked: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineT
             name=asked.name,
             storage_path=absolute(asked.storage),
             failure_config=FailureConfig(max_failures=asked.max_failures),
+            checkpoint_config=kept if asked.keep_best else None,
         ),
+        early_stopping=None if asked.patience is None else EarlyStopping(SCORE, patience=asked.patience),
         callbacks=[LOGGERS[name]() for name in asked.logger],
         **more,
     )
@@ -140,9 +157,23 @@ def train(asked: argparse.Namespace, model: Any, **more: Any) -> tuple[PipelineT
     numbers = (f"{key} {result.metrics[key]:.4f}" for key in result.metrics if key == "loss" or key.startswith("eval_"))
     print(f"step {len(result.records)}  {'  '.join(numbers)}")
     if result.stopped:
-        print(f"stopped      {result.stopped}; the same command goes on from there")
-    print(f"run folder   {result.path}\ncheckpoint   {result.checkpoint}")
+        print(f"stopped      {result.stopped}{'; the same command goes on from there' * goes_on(asked, result)}")
+    print(f"run folder   {result.path}\ncheckpoint   {chosen(asked, result)}")
     return trainer, result
+
+
+def goes_on(asked: argparse.Namespace, result: Result) -> bool:
+    """Whether the run was stopped in the middle. With --patience it may have ended before its last step, for good."""
+    if asked.patience is None:
+        return bool(result.stopped)
+    of_interval = [record for record in result.records if (record.step + 1) % asked.eval_interval_steps == 0]
+    scores = [dict(record.evaluation)[SCORE] for record in of_interval if record.evaluation]
+    return result.stopped not in ("", EarlyStopping(SCORE, patience=asked.patience).verdict(scores))
+
+
+def chosen(asked: argparse.Namespace, result: Result) -> str:
+    """The checkpoint that counts: the last one, or with --keep-best that of the lowest eval_loss."""
+    return result.get_best_checkpoint(SCORE, "min") if asked.keep_best else result.checkpoint
 
 
 def exit_status(main: Callable[[], int]) -> int:

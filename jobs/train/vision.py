@@ -22,7 +22,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository's root
 
 from jobs.train.images import Split, read_images, write_split
-from jobs.train.options import add_common, arguments_of, data_folder, exit_status, train
+from jobs.train.options import add_common, arguments_of, chosen, data_folder, exit_status, goes_on, train
 
 
 class Block(nn.Module):
@@ -77,10 +77,10 @@ def main() -> int:
     paths = {name: write_split(split, f"{folder}/{name}.parquet") for name, split in images.splits.items()}
     net = Net(images.channels, images.size, len(images.classes), asked.width, asked.depth)
     trainer, result = train(asked, net, loss_fn=loss_fn, train_data=paths["train"], eval_data=paths["heldout"])
-    if result.stopped:
+    if goes_on(asked, result):
         return 0
     held: Split = images.splits["heldout"]
-    logits = trainer.predict(paths["heldout"], result.checkpoint, local=asked.local)
+    logits = trainer.predict(paths["heldout"], chosen(asked, result), local=asked.local)
     right = int((logits.argmax(1) == torch.from_numpy(held.labels).long()).sum())
     print(f"accuracy     {right / len(held.labels):.4f}   ({right} of {len(held.labels)} held out)")
     return 0

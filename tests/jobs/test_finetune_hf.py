@@ -10,8 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from raypipe import load_state_dict
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -119,6 +123,9 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tuned]:
     folders = {name: tmp_path_factory.mktemp("tuned") for name in cases}
     flags = {name: flags_of(folders[name], kind, *more, **data) for name, (kind, more, data) in cases.items()}
     flags["labels"] += ["--eval-data", str(folders["labels"] / "texts.jsonl")]
+    # At this rate it soon gets worse, and two more evaluations end the run.
+    worse = ["--steps", "9", "--learning-rate", "1", "--eval-interval-steps", "1", "--patience", "2", "--keep-best"]
+    flags["targets"] += ["--eval-data", str(folders["targets"] / "texts.jsonl"), *worse]
     done = python("-c", TOGETHER, given=json.dumps(flags))
     assert done.returncode == 0, done.stdout + done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
@@ -164,3 +171,15 @@ def test_labels_make_a_classifier(tuned: dict[str, Tuned]) -> None:
 
 def test_a_sequence_to_sequence_model_learns_targets(tuned: dict[str, Tuned]) -> None:
     good(tuned["targets"])
+
+
+def test_a_run_that_gets_worse_ends_early_and_saves_its_best_checkpoint(tuned: dict[str, Tuned]) -> None:
+    folder, said = tuned["targets"].folder, tuned["targets"].said
+    assert "stopped      eval_loss has not got better than" in said
+    assert "goes on from there" not in said
+    scores = pq.read_table(folder / "run/metrics.parquet")["eval_loss"].to_pylist()
+    best = folder / f"run/checkpoints/step_{scores.index(min(scores)) + 1:07d}"
+    assert len(scores) == scores.index(min(scores)) + 3, "two evaluations behind the best one"
+    assert f"checkpoint   {best}\n" in said
+    wanted, saved = load_state_dict(best), load_file(folder / "out/model.safetensors")
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in saved.items())

@@ -26,8 +26,8 @@ def labelled(*labels: Any) -> dict[int, dict[str, Any]]:
     return {number: {"text": "a", "label": label} for number, label in enumerate(labels, 1)}
 
 
-@pytest.mark.parametrize("words", [("--conf", "x.yaml"), ("--checkpoint-interval-steps", "0")])
-def test_flags_without_an_effect_are_refused(words: tuple[str, str]) -> None:
+@pytest.mark.parametrize("words", [("--conf", "x.yaml"), ("--checkpoint-interval-steps", "0"), ("--keep-best",)])
+def test_flags_without_an_effect_are_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit):
         asked(*words)
 
