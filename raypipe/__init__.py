@@ -15,7 +15,7 @@ _EXPORTS = {
     "EarlyStopping": "raypipe.config.early_stopping",
     "PipelineConfig": "raypipe.config.pipeline",
     "PipelineTrainer": "raypipe.api.trainer",
-    "Result": "raypipe.api.handle",
+    "Result": "raypipe.api.result",
     "RunHandle": "raypipe.api.handle",
     "attach": "raypipe.api.handle",
     "load_state_dict": "raypipe.engine.checkpoint",

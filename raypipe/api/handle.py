@@ -14,83 +14,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 
-from raypipe.api.notebook import LiveView, result_html, run_html
+from raypipe.api.notebook import LiveView, run_html
 from raypipe.api.records import Records, table_of_all
-from raypipe.engine.checkpoint import best_checkpoint
+from raypipe.api.result import Result, losses_of, result_of
 from raypipe.engine.metrics import part_before
 from raypipe.engine.storage import Place
 from raypipe.errors import CheckpointError, ConfigError, StageError
 from raypipe.ir.pictures.chart import Line, chart_svg
 from raypipe.ir.report import StepRecord
 from raypipe.ir.timeline import Timeline
-from raypipe.report.page import write_report
 from raypipe.runtime.run.journal import KEPT_RECORDS, News
-from raypipe.runtime.run.spec import Outcome
 from raypipe.runtime.run.status import RunStatus
 from raypipe.runtime.run.threads import running_here
 
-__all__ = ["Picture", "Result", "RunHandle", "attach"]
+__all__ = ["Picture", "RunHandle", "attach"]
 
 POLL_S = 0.5
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a finished run leaves in your hands.
-
-    Attributes:
-        metrics: the last step's numbers, None for those that are not known (tokens of data without), and those of the
-            last evaluation: eval_loss, eval_<name> of a metric.
-        records: every step, those of earlier submissions of the run included.
-        checkpoint: folder of the last checkpoint; ``raypipe.load_state_dict`` reads it.
-        path: the run's folder: plan, config, metrics, events, timeline.
-        stopped: why the run ended before its last step; empty when it did not.
-        error: None; a run that fails raises instead.
-    """
-
-    metrics: dict[str, Any]
-    records: Records = field(repr=False)
-    checkpoint: str
-    path: str
-    stopped: str = ""
-    error: Exception | None = None
-
-    @property
-    def metrics_dataframe(self) -> Any:
-        """A pandas DataFrame with one row per step."""
-        return self.records.table.to_pandas()
-
-    def get_best_checkpoint(self, metric: str, mode: str, *, storage_filesystem: Any = None) -> str:
-        """The folder of the best checkpoint that was kept; ``raypipe.load_state_dict`` reads it.
-
-        Args:
-            metric: "loss", "grad_norm", "eval_loss" or "eval_<name>" of a metric.
-            mode: "max" or "min".
-            storage_filesystem: a pyarrow.fs.FileSystem on which the run's folder is, where RunConfig named one.
-
-        Raises:
-            ConfigError: another mode, or a number that no checkpoint has; says which there are.
-            CheckpointError: none is there.
-        """
-        return best_checkpoint(Place.of(self.path, storage_filesystem), metric, mode)
-
-    def report(self, output: str = "") -> str:
-        """Write all of the run as one HTML file, as ``raypipe report`` does; returns where it is.
-
-        Args:
-            output: file of this machine; "" is report.html in the run's folder.
-        """
-        return write_report(Place.of(self.path), "stopped" if self.stopped else "finished", output)
-
-    def _repr_html_(self) -> str:
-        table = self.records.table
-        return result_html(self.metrics, _losses(table), self.path, self.stopped)
 
 
 class Picture:
@@ -164,7 +108,7 @@ class RunHandle:
 
     def plot(self) -> Picture:
         """Loss over steps as a picture."""
-        return Picture(chart_svg([Line("loss", _losses(self._table()))], f"{self.name}: loss", "step", "loss"))
+        return Picture(chart_svg([Line("loss", losses_of(self._table()))], f"{self.name}: loss", "step", "loss"))
 
     def watch(self, every_s: float = 1.0) -> None:
         """Show the run in place until it ends; interrupting the cell ends the view, and the run goes on.
@@ -277,7 +221,7 @@ class RunHandle:
         self.close()
         if news.outcome is None or records is None:
             raise news.error or StageError(f"Run {self.name!r} ended without a word.")
-        return _result(news.status, news.outcome, records)
+        return result_of(news.status, news.outcome, records)
 
     def close(self) -> None:
         """Let go of the run; the process that started it (not detached) ends it."""
@@ -332,17 +276,3 @@ def attach(name: str) -> RunHandle:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _losses(table: pa.Table) -> list[tuple[float, float]]:
-    """(step, loss) of every row; steps count from 1, as people do."""
-    return [(step + 1.0, loss) for step, loss in zip(table["step"].to_pylist(), table["loss"].to_pylist(), strict=True)]
-
-
-def _result(status: RunStatus, outcome: Outcome, records: Records) -> Result:
-    metrics: dict[str, Any] = {}
-    if records:
-        metrics = {name: getattr(records[-1], name) for name in StepRecord.__slots__ if name != "evaluation"}
-        metrics |= {"samples_per_s": records[-1].samples_per_s, "tokens_per_s": records[-1].tokens_per_s}
-        metrics |= dict.fromkeys(records[-1].unknown)
-    return Result(metrics | dict(outcome.evaluation), records, outcome.checkpoint, status.path, outcome.stopped)

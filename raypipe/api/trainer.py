@@ -17,8 +17,9 @@ from raypipe.api import launch
 from raypipe.api.beside import Stages, actors, evaluating, evaluation, predicting, predictions, threads, with_checkpoint
 from raypipe.api.callbacks import callbacks_of
 from raypipe.api.devices import device_notes, on_devices
-from raypipe.api.handle import Result, RunHandle
+from raypipe.api.handle import RunHandle
 from raypipe.api.listing import DEFAULT_STORAGE
+from raypipe.api.result import Result
 from raypipe.api.signals import stopping_on_signals
 from raypipe.api.worker_weights import begun_with, weights_for
 from raypipe.config.early_stopping import EarlyStopping
@@ -69,12 +70,11 @@ class PipelineTrainer:
         pipeline: see PipelineConfig.
         scaling_config: ray.train.ScalingConfig; num_workers is the number of places for stages, or a pair of the least
             and the most of a run that grows; resources_per_worker is what each takes of the cluster.
-        run_config: ray.train.RunConfig; name and storage_path say where the run's folder is, ``~/ray_results`` and the
-            time where nothing is said, checkpoint_config what is kept, callbacks who is told. Any other field that says
-            something is refused.
-        resume: what happens where that folder has a run: None goes on if it is the same run and refuses, naming every
-            difference, if it is not; True goes on with what may change (options of the optimizer, scheduler, clipping,
-            schedule); False begins anew in ``<name>-2``, ``<name>-3`` and so on.
+        run_config: ray.train.RunConfig; name and storage_path say where the run's folder is (``~/ray_results/TIME`` by
+            default), checkpoint_config what is kept, callbacks who is told. Other fields are refused.
+        resume: where that folder has a run, None goes on if it is the same and else names every difference; True goes
+            on with what may change (options of the optimizer, scheduler, clipping, schedule); False begins another one
+            in ``<name>-2`` and so on.
         collate_fn: makes a batch of a list of items of a Dataset; it is called with those of a mini-batch.
         metrics: by name, (output, target) -> a number, or (total, count), or an object of torchmetrics; evaluations
             tell them as eval_<name>. Without a loss_fn they are given what the model returns, and the batch.

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from raypipe.api.handle import Result, RunHandle
+from raypipe.api.handle import RunHandle
+from raypipe.api.result import Result
 from raypipe.errors import ConfigError, StageError
 from raypipe.runtime.workers.places import NAMESPACE, is_driver
 from tests import processes
