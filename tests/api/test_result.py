@@ -32,7 +32,7 @@ def test_the_last_evaluation_counts_though_steps_followed(tmp_path: Path) -> Non
     more: dict[str, Any] = {"eval_data": CASES["cnn"].data(16)}
     trainer("cnn", tmp_path, "run", 2, **more).fit(num_steps=2, local=True, progress=False)
     before = raypipe.Result.from_path(tmp_path / "run").metrics["eval_loss"]
-    handle = trainer("cnn", tmp_path, "run", 2).start(num_steps=5, local=True)
+    handle = trainer("cnn", tmp_path, "run", 2, resume=True).start(num_steps=5, local=True)
     handle.wait(timeout_s=120)
     found = raypipe.Result.from_path(tmp_path / "run")
     assert (found.metrics["step"], found.metrics["eval_loss"]) == (4, before)
