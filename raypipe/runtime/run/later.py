@@ -44,10 +44,12 @@ def another(
     recompute = basis.request.recompute
     if isinstance(recompute, tuple) and len(recompute) != num_stages:  # which stages that were means nothing now
         recompute = True if any(recompute) else None if None in recompute else False
-    points = basis.request.split_points
+    slack, points = basis.request.slack, basis.request.split_points
     request = dataclasses.replace(
         basis.request,
         recompute=recompute,
+        # Numbers for other hops say nothing of these, so they are the planner's.
+        slack=None if isinstance(slack, tuple) and len(slack) + 1 != num_stages else slack,
         replicas=replicas,
         lanes=plan.schedule.wiring.lanes,
         replicated_buffers=basis.request.replicated_buffers and replicas != 1,

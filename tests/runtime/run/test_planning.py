@@ -174,6 +174,22 @@ def test_what_a_run_is_to_have_follows_what_was_asked_for_last(tmp_path: Path) -
     assert plans.replicas == ()
 
 
+@pytest.mark.parametrize("schedule", ["slack", "zb-h1", "pipedream"])
+def test_slack_by_hop_is_the_planners_where_there_are_other_hops(schedule: str, tmp_path: Path) -> None:
+    """Asked for, grown, or with fewer workers than before; with as many stages as at first it is what was given."""
+    job = (made := trainer(tmp_path, "run", "noisy", schedule=schedule, num_stages=3, slack=[2, 1]))._prepared()
+    blueprint = made._blueprint(job, STEPS, local=True)
+    plans = Plans(blueprint, job.planned, assemble(blueprint, job.planned))
+    for stages in (2, 4, 1):
+        spec = plans.resized(stages, None).plan.plan.spec
+        assert spec is not None
+        assert len(spec.slack) == stages - 1
+    assert plans.planned_for(2).plan.partition.num_stages == 2
+    again = plans.resized(3, None).plan.plan.spec
+    assert again is not None
+    assert again.slack == (2, 1)
+
+
 def test_a_plan_that_parts_mini_batches_otherwise_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path, "run", "mlp")
     job = made._prepared()
