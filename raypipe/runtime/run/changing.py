@@ -317,7 +317,10 @@ class Changing:
 
     def _save_dropped(self) -> None:
         """A checkpoint that was being written is not completed by other workers; somebody may wait for it."""
-        if self._parts.checkpoints.forget_after(self._progress.at.step):
+        progress, checkpoints = self._progress, self._parts.checkpoints
+        # An evaluation comes before the manifest, and may be where the failure was.
+        asked = progress.completed < progress.saved and not checkpoints.due_at(progress.saved)
+        if checkpoints.forget_after(progress.at.step) or asked:
             self._parts.ordering.save_soon()
 
     def _take_plan_of(self, back: Recovered) -> None:

@@ -128,17 +128,17 @@ class Checkpoints:
             self._last[1].result()
 
     def forget_after(self, step: int) -> bool:
-        """The run goes on from ``step``: what was to be completed of later steps is saved again when they are done.
+        """The run goes on from ``step``: what was to be completed is so no more.
 
         Returns:
-            Whether one was to be completed.
+            Whether one was that is not due by the interval, and so saved again, or taken anew, without being asked for.
         """
-        busy = self.busy
+        asked = self._last is not None and self.busy and not self.due_at(self._last[0])
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = _pool()
         if self._last is not None and (self._last[0] > step or not self._last[1].done() or self._last[1].cancelled()):
             self._last = None
-        return busy
+        return asked
 
     def close(self) -> None:
         """Drop what has not begun."""

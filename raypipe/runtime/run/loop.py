@@ -130,6 +130,7 @@ class _Loop:
         )  # fmt: skip
         self._changing = Changing(self._parts, self.progress, recovery)
         self._evaluation: Numbers = ()  # the last one
+        self._early = ""  # why the run ends where it stands, before its last step
 
     @property
     def plan(self) -> PlanInForce:
@@ -169,7 +170,7 @@ class _Loop:
             timelines = [found for found in (self.plan.predicted, measured) if found is not None]
             self.notes.try_to(lambda: self.folder.write_timelines(timelines))
         self.control.end()
-        stopped = requests.stop_reason if progress.at.step < spec.num_steps else ""
+        stopped = (requests.stop_reason or self._early) if progress.at.step < spec.num_steps else ""
         decision, reason = ("stop", stopped) if stopped else ("finish", "all steps done")
         self._tell(decision, reason, step=progress.at.step, checkpoint=self.checkpoints.latest)
         return Outcome(self._evaluation, self.checkpoints.latest, progress.at.step, stopped)
@@ -178,17 +179,16 @@ class _Loop:
         """All that is left to do of the run, up to its last checkpoint."""
         spec, requests, progress = self.spec, self.requests, self.progress
         self._changing.keep_copy()
-        self._evaluate_where_due()
-        while progress.at.step < spec.num_steps and not requests.stop_reason:
+        self._end_step()
+        while progress.at.step < spec.num_steps and not (requests.stop_reason or self._early):
             while progress.empty and requests.wants_change:  # what is asked for during a change halts nobody
                 self._changing.change()
             if requests.stop_reason:  # it halted a fleet that has been configured anew since
                 break
             self._changing.keep_copy()
+            self._end_step()
             self._train()
-            self._evaluate_where_due()
-            if progress.completed < progress.saved == progress.at.step:
-                self._complete()
+            self._end_step()
         self._drain()
         if progress.saved < progress.at.step:  # stopped between two checkpoints
             self.fleet.save(self.checkpoints.begin(progress.at.step))
@@ -332,17 +332,25 @@ class _Loop:
         found = {name: getattr(record, name) for record in last for name in ("loss", "grad_norm")}
         self.checkpoints.complete(end, {**found, **dict(self.evaluations.at(progress.at))})
 
-    def _evaluate_where_due(self) -> None:
-        """The evaluation of this step, unless the record of it has one, and whether the run ends with it."""
+    def _end_step(self) -> None:
+        """What belongs behind the step at which the run stands, as far as it has not been done.
+
+        A checkpoint that a failure or a change of the stages kept from its manifest is taken anew, for this step is not
+        done once more. Whether the run ends with the evaluation is decided each time: it may have gone back since.
+        """
         progress = self.progress
-        self._evaluation = self.evaluations.at(progress.at) or self._evaluation
-        saves = progress.completed < progress.saved == progress.at.step
-        if progress.empty and not self.evaluations.at(progress.at):
-            if not self._evaluates_after(progress.at.step, saves=saves):
-                return
+        step = progress.at.step
+        if progress.empty and progress.saved < step and self.checkpoints.due_at(step):
+            self.fleet.save(self.checkpoints.begin(step))
+            progress.saved = step
+        waits = progress.completed < progress.saved == step
+        if progress.empty and not self.evaluations.at(progress.at) and self._evaluates_after(step, saves=waits):
             self._evaluate()
-        if progress.at.step < self.spec.num_steps and (why := self.evaluations.verdict()):
-            self.requests.stop(why)
+        found = self.evaluations.at(progress.at)
+        self._evaluation = found or self._evaluation
+        self._early = self.evaluations.verdict() if found and step < self.spec.num_steps else ""
+        if waits:
+            self._complete()
 
     def _evaluate(self) -> None:
         """Loss and metrics over the evaluation samples; nothing where the run was stopped meanwhile."""

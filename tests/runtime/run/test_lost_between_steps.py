@@ -1,0 +1,193 @@
+"""A stage is lost between two steps, in an evaluation or while a checkpoint is taken: the run is as if it was not.
+
+step 6, checkpoint and evaluation due    |  F F F ...(lost)      the checkpoint of step 6 is not complete yet
+nobody goes back, or all do              |                       it is taken, evaluated and told of all the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from torch.utils.data import TensorDataset
+
+from raypipe import EarlyStopping, PipelineTrainer, load_state_dict
+from raypipe.engine.checkpoint import FreshOptions, find_checkpoint
+from raypipe.engine.checkpoint.find import read_manifest
+from raypipe.engine.local import LocalFleet
+from raypipe.engine.storage import Place
+from raypipe.errors import StageLostError
+from raypipe.ir.report import StepReport
+from raypipe.planner.segments import Position
+from raypipe.runtime.run.blueprint import Assembled, assemble
+from raypipe.runtime.run.journal import Journal
+from raypipe.runtime.run.loop import run_loop
+from raypipe.runtime.run.recovery import Recovered
+from raypipe.runtime.run.requests import Requests
+from raypipe.runtime.run.spec import Outcome
+from tests.exactness import same_bits
+from tests.runs import test_evaluation
+from tests.runtime.run.test_calls import Listens
+from tests.runtime.run.test_second_events import recorded
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
+
+STEPS, SAVES = 10, 3
+Reports = list[list[StepReport]]
+
+
+class Losing:
+    """Threads that are a fleet which loses a worker once, and who brings it back: where it is, or by a checkpoint.
+
+    Args:
+        lost: what ends with the loss, of the steps that are done then: "evaluation 6", "save 8", "step 6".
+        back: all go back to the newest checkpoint; else nobody does.
+    """
+
+    replanning = groups = None
+
+    def __init__(self, made: Assembled, tensors: Any, place: Place, lost: str, *, back: bool) -> None:
+        self._made, self._tensors, self._place = made, tensors, place
+        self._lost, self._step, self._unheard = lost, 0, list[Reports]()
+        self._now = LocalFleet(made.run, made.setup, tensors)
+        self.replays = None if back else self
+        self.why_not = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now, name)
+
+    def run(self, *given: Any, **options: Any) -> Iterator[Reports]:
+        for reports in self._now.run(*given, **options):
+            training = reports[0][0].grad_norm is not None
+            self._step += training
+            self._lose(f"{'step' if training else 'evaluation'} {self._step}", [reports] if training else [])
+            yield reports
+
+    def save(self, folder: str) -> None:
+        self._lose(f"save {self._step}")
+        self._now.save(folder)
+
+    def _lose(self, what: str, unheard: list[Reports] | None = None) -> None:
+        if what == self._lost:
+            self._lost, self._unheard = "", unheard or []
+            raise StageLostError("Stage 1 died")
+
+    def keep_copy(self, step: int) -> None:
+        """Threads need none."""
+
+    def heard(self, *given: Any) -> None:
+        """Nothing is decided by seconds."""
+
+    def complete(self, step: int) -> list[Reports]:
+        return self._unheard
+
+    def regroup(self, step: int) -> Recovered:
+        return Recovered(step, "where it was")
+
+    def recover(self, steps: Collection[int]) -> Recovered:
+        newest = find_checkpoint(self._place)[0]
+        self._now.stop()
+        self._now = LocalFleet(self._made.run, self._made.setup, self._tensors)
+        if newest is None:
+            self._step = 0
+            return Recovered(0, "the beginning", Position())
+        self._now.restore(newest.folder, FreshOptions())
+        self._step = newest.manifest.step
+        return Recovered(self._step, newest.folder, Position(**newest.manifest.position))
+
+    lighten = resize = move = take = recover
+
+
+def trainer(folder: Path, name: str, config: dict[str, Any], kept: Any = None, **more: Any) -> PipelineTrainer:
+    run = SimpleNamespace(
+        name=name, storage_path=str(folder), failure_config=SimpleNamespace(max_failures=-1), checkpoint_config=kept
+    )
+    data = TensorDataset(test_evaluation.EX, test_evaluation.EY)
+    config = {"checkpoint_interval_steps": SAVES, **config}
+    return test_evaluation.trainer(folder, name, config, run_config=run, eval_data=data, **more)
+
+
+def disturbed(
+    made: PipelineTrainer, folder: Path, lost: str, *, back: bool, during: Callable[[Requests], None] | None = None
+) -> tuple[Outcome, Listens]:
+    """How a run ends that loses a worker, and what its callbacks heard."""
+    listens = Listens()
+    made._callbacks = (listens,)
+    job = made._prepared()
+    blueprint = made._blueprint(job, STEPS, local=True)
+    setup, requests = assemble(blueprint, job.planned), Requests()
+    fleet = Losing(setup, job.tensors, blueprint.spec.place, lost, back=back)
+    if during is not None:
+        during(requests)
+    try:
+        found = run_loop(fleet, blueprint.spec, setup.plan, Journal("run", ""), requests, recovery=fleet)  # type: ignore[arg-type]
+    finally:
+        fleet.stop()
+    assert '"decision": "failure"' in (folder / "events.jsonl").read_text(), "nothing was lost"
+    return found, listens
+
+
+def left(folder: Path) -> tuple[list[Any], dict[str, Any]]:
+    """What a run has in its folder: records without their seconds, and by checkpoint its score."""
+    columns = ["step", "loss", "grad_norm", "lr", "eval_loss"]
+    rows = pq.read_table(folder / "metrics.parquet", columns=columns).to_pylist()
+    saved = sorted((folder / "checkpoints").glob("step_*"))
+    return rows, {one.name: read_manifest(Place.of(str(one))).metrics.get("eval_loss") for one in saved}
+
+
+SCORED = {
+    "scored": ({}, SimpleNamespace(num_to_keep=9, checkpoint_score_attribute="eval_loss")),
+    "evaluated": ({"eval_interval_steps": SAVES}, None),
+}
+"""Why there are evaluations: for the sake of checkpoints, or of their own."""
+
+
+@pytest.mark.parametrize("why", SCORED)
+@pytest.mark.parametrize("lost", ["evaluation 6", "step 6", "evaluation 10"])
+@pytest.mark.parametrize("back", [False, True])
+def test_checkpoints_and_evaluations_are_those_of_an_undisturbed_run(
+    why: str, lost: str, back: bool, tmp_path: Path
+) -> None:
+    config, kept = SCORED[why]
+    alone = trainer(tmp_path, "alone", config, kept).fit(STEPS, local=True, progress=False)
+    found, listens = disturbed(trainer(tmp_path, "run", config, kept), tmp_path / "run", lost, back=back)
+    assert found.step == STEPS
+    assert left(tmp_path / "run") == left(tmp_path / "alone")
+    state, wanted = load_state_dict(found.checkpoint), load_state_dict(alone.checkpoint)
+    assert [key for key in wanted if not same_bits(state[key], wanted[key])] == []
+    told = [(what, number) for what, number, *_ in listens.told if what in ("checkpoint", "eval")]
+    assert [number for what, number in told if what == "checkpoint"] == [3, 6, 9, STEPS]
+    assert sorted({number for what, number in told if what == "eval"}) == [3, 6, 9, STEPS]
+    if not back:
+        assert [number for what, number, *_ in listens.told if what == "step"] == list(range(STEPS))
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_checkpoint_that_was_asked_for_outlives_a_loss_in_the_evaluation_before_its_manifest(
+    back: bool, tmp_path: Path
+) -> None:
+    kept = SimpleNamespace(num_to_keep=9, checkpoint_score_attribute="eval_loss")
+    made = trainer(tmp_path, "run", {"checkpoint_interval_steps": 100}, kept)
+    _, listens = disturbed(made, tmp_path / "run", "evaluation 1", back=back, during=Requests.checkpoint)
+    saved = [number for what, number, *_ in listens.told if what == "checkpoint"]
+    assert saved[-1] == STEPS
+    assert [step <= 2 for step in saved] == [True, False]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_run_that_ends_early_ends_at_the_same_step(back: bool, tmp_path: Path) -> None:
+    """Its last checkpoint is being taken when a stage is lost; all go back behind the step that it was to end at."""
+    config = {"eval_interval_steps": 2, "checkpoint_interval_steps": 3}
+    more = {"metrics": {"same": lambda output, target: 1.0}, "early_stopping": EarlyStopping("eval_same", patience=3)}
+    alone = trainer(tmp_path, "alone", config, **more).fit(STEPS, local=True, progress=False)
+    found, _ = disturbed(trainer(tmp_path, "run", config, **more), tmp_path / "run", "save 8", back=back)
+    assert (found.step, found.stopped) == (8, "eval_same has not got better than 1 for 3 evaluations")
+    assert found.stopped == alone.stopped
+    assert recorded(tmp_path) == 8
+    assert left(tmp_path / "run") == left(tmp_path / "alone")
+    state, wanted = load_state_dict(found.checkpoint), load_state_dict(alone.checkpoint)
+    assert [key for key in wanted if not same_bits(state[key], wanted[key])] == []
