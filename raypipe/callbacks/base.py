@@ -94,13 +94,14 @@ class Callback:
         """
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """``eval_data`` was evaluated after ``step`` steps."""
+        """``eval_data`` was evaluated after ``step`` steps; again where a recovery goes back behind them."""
 
     def on_checkpoint(self, step: int, path: str) -> None:
         """The checkpoint of ``step`` steps is complete; ``raypipe.load_state_dict(path)`` reads it."""
 
     def on_recovery(self, event: Event) -> None:
-        """A stage failed ("failure"), or the run goes on after that ("recovery")."""
+        """A stage failed ("failure"), and the run goes on after that ("recovery", or "regroup" without replicas that it
+        lost), or does not ("give up"; ``on_end`` follows)."""
 
     def on_decision(self, event: Event) -> None:
         """Anything else that was decided: a switch of the schedule, a resize, another cut, a step that was skipped."""

@@ -18,7 +18,7 @@ from raypipe.report.read import RunFacts
 
 __all__ = ["SECTIONS", "facts_of"]
 
-CHANGES = ("recovery", "resize", "replan", "move", "take over", "drain")
+CHANGES = ("recovery", "regroup", "join", "resize", "replan", "move", "take over", "drain")
 FAILURES = ("failure", "give up", "fail", "damage", "skip")
 CONTROL = ("switch", "undo", "paid", "open", "keep", "wait", "drift")
 DASHED = (
@@ -60,7 +60,7 @@ def facts_of(run: RunFacts) -> list[tuple[str, str]]:
         stages = run.plan.partition.num_stages
         found += [("stages", str(stages)), ("schedule", run.plan.schedule.kind)]
         found.append(("micro-batches", f"{run.plan.num_microbatches} of {run.plan.microbatch_size} samples"))
-    found.append(("failures survived", str(len(run.told("recovery")))))
+    found.append(("failures survived", str(len(run.told("recovery", "regroup")))))
     if run.cost is not None:
         found.append(("cost", human_price(run.cost)))
     return found

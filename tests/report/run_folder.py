@@ -80,6 +80,8 @@ def _events(steps: int) -> list[tuple[int, dict[str, object]]]:
               "restore_s": 0.3, "configure_s": 0.5, "moved_bytes": 3 * MIB, "replaced": ["worker 1"]}),
         (80, {"decision": "recovery", "reason": "Stage 1 did 5 steps again alone", "seconds": 0.4, "redone_steps": 0,
               "replayed_steps": 5, "replaced": ["Stage 1"]}),
+        (90, {"decision": "regroup", "reason": "the run goes on with 1-1 workers", "seconds": 0.09, "completed": 1}),
+        (94, {"decision": "join", "reason": "replicas are there again", "seconds": 0.05, "replicas": [2, 1]}),
         (100, {"decision": "keep", "reason": "1f1b stays.", "link_s": link_s}),
         (120, {"decision": "switch", "reason": "Link 0 changed: kfkb k=2 would take 31 ms.", "link_s": slow_s}),
         (steps, {"decision": "checkpoint", "reason": f"{steps} steps", "seconds": 0.01}),

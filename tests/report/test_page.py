@@ -16,6 +16,7 @@ from raypipe.errors import ConfigError
 from raypipe.report.memory import bytes_over_step
 from raypipe.report.page import report_html
 from raypipe.report.read import read_run
+from raypipe.report.sections import facts_of
 from tests.report.run_folder import make_run
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ def text(folder: Place) -> str:
     return report_html(read_run(folder), "finished")
 
 
-def test_every_section_is_there(text: str) -> None:
+def test_every_section_is_there(text: str, folder: Place) -> None:
     titles = re.findall(r"<h2>(.*?)</h2>", text)
     assert titles == [
         "Loss", "Speed", "Timeline of one step", "The cut", "Memory", "Links and schedule", "Failures and recoveries",
@@ -62,6 +63,8 @@ def test_every_section_is_there(text: str) -> None:
         "3.0 MiB moved", "810 ms", "A message, as the controller measured it", "Memory over a step, measured times",
     ):  # fmt: skip
         assert expected in words, expected
+    assert "regroup: the run goes on" in text, "a mark of each chart"
+    assert ("failures survived", "3") in facts_of(read_run(folder))
 
 
 def test_nothing_comes_from_elsewhere(text: str) -> None:

@@ -27,7 +27,7 @@ MOST_WAITING = 10_000
 END_S = 60.0
 """Seconds that callbacks have for what is left when the run is over."""
 PATIENCE_S = 1.0
-FAILURES = ("failure", "recovery")
+FAILURES = ("failure", "recovery", "regroup", "give up")
 _TOO_LONG = re.compile(r"(parameter|buffer) '|.*, sample \d|parameters of group|.* after \d+ steps?$")
 """Labels of settings.json that say what the model and the data are, tensor by tensor."""
 

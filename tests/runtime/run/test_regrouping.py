@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from raypipe.runtime.run.recovery import Recovered, Steps
 from raypipe.runtime.run.requests import Requests
 from tests.exactness import same_bits
 from tests.runs.test_replicas import told, trainer
+from tests.runtime.run.test_calls import Listens
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("shared_captures")]
 
@@ -100,7 +102,8 @@ def test_steps_are_told_once_and_bits_stay(tmp_path: Path) -> None:
     plans = Plans(blueprint, job.planned, assemble(blueprint, job.planned))
     fleet, journal = Threads(plans, job.initial, requests), Journal("run", "")
     try:
-        found = run_loop(fleet, blueprint.spec, plans.made.plan, journal, requests, recovery=fleet)
+        spec = replace(blueprint.spec, callbacks=(listens := Listens(),))
+        found = run_loop(fleet, spec, plans.made.plan, journal, requests, recovery=fleet)
     finally:
         fleet.stop()
     assert found.step == STEPS
@@ -111,3 +114,9 @@ def test_steps_are_told_once_and_bits_stay(tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "events.jsonl").read_text()
     assert lines.index('"regroup", "reason": "the run goes on with 1-1 workers"') < lines.index('"join"')
     assert '"recovery"' not in lines
+    heard = [(what, number, *more) for what, number, *more in listens.told if what in ("recovery", "decision")]
+    assert heard == [
+        ("recovery", LOST_AFTER - 1, "failure"), ("recovery", LOST_AFTER, "regroup"), ("decision", JOINS_AFTER, "join"),
+        ("decision", STEPS, "finish"),
+    ]  # fmt: skip
+    assert [number for what, number, *_ in listens.told if what == "step"] == list(range(STEPS))
