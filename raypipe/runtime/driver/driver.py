@@ -214,7 +214,8 @@ class _DriverActor:
             NotTakenOverError: they cannot go on together; they have ended.
         """
         release_unused(owner.name)  # that the driver before waited for, or was starting a worker in
-        charter = left.charter._replace(spec=spec)
+        failures = left.charter.failures if given is None else 0  # a submission has its own
+        charter = left.charter._replace(spec=spec, failures=failures)
         made = assemble(charter.blueprint(left.setup), charter.planned)
         fleet = self._fleet(len(left.roster), left.setup, charter.resources, owner, lease, left.roster)
         try:
@@ -274,7 +275,9 @@ class _DriverActor:
         wanted = wanted_workers(charter.basis.request, made.plan.plan, charter.asked)
         spares = growth or spares_of(fleet, charter.spec, wanted, self._requests.join)
         blueprint, planned = charter.blueprint(made.run), charter.planned
-        return Recovery(fleet, blueprint, planned, made, tensors, spares, charter.packed, charter.asked)
+        return Recovery(
+            fleet, blueprint, planned, made, tensors, spares, charter.packed, charter.asked, charter.failures
+        )
 
     def _loop(
         self,

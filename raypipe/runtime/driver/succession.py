@@ -53,6 +53,7 @@ class Charter(NamedTuple):
 
     Attributes:
         asked: of a run that may change its number of workers, the size that somebody asked for last.
+        failures: that the run has survived since it was submitted.
     """
 
     basis: PlanBasis
@@ -62,6 +63,7 @@ class Charter(NamedTuple):
     planned: Planned
     resources: Mapping[str, float]
     asked: Asked | None = None
+    failures: int = 0
 
     @classmethod
     def of(cls, blueprint: Blueprint, planned: Planned, resources: Mapping[str, float]) -> Charter:
@@ -73,9 +75,9 @@ class Charter(NamedTuple):
         """As it was."""
         return Blueprint(self.basis, self.pipeline, setup, self.spec, self.turns)
 
-    def packed(self, planned: Planned, asked: Asked | None) -> bytes:
+    def packed(self, planned: Planned, asked: Asked | None, failures: int) -> bytes:
         """For the stages, of the run with this plan."""
-        packed: bytes = ray.cloudpickle.dumps(self._replace(planned=planned, asked=asked))
+        packed: bytes = ray.cloudpickle.dumps(self._replace(planned=planned, asked=asked, failures=failures))
         return packed
 
 

@@ -72,7 +72,7 @@ class Changing:
 
     def __init__(self, parts: Parts, progress: Progress, recovery: Recoverer | None) -> None:
         self._parts, self._progress, self._recovery = parts, progress, recovery
-        self._failures = Failures(parts.spec.max_failures)
+        self._failures = Failures(parts.spec.max_failures, 0 if recovery is None else recovery.failures)
         self._replanning = None if recovery is None else recovery.replanning
         self._groups, self._replays = (None, None) if recovery is None else (recovery.groups, recovery.replays)
         self._step_s = 0.0  # of the last one that was measured
@@ -96,6 +96,7 @@ class Changing:
             if self._recovery is None or not self._failures.survivable(error):
                 raise error
             self._count(error)
+            self._recovery.failures = self._failures.count
             self._lighten(error)
             if lease is not None:
                 lease.check()

@@ -148,8 +148,10 @@ class Recoverer(Protocol):
         replanning: finds other cuts while the run goes on; None where the planner may not.
         groups: of a run with replicas; None of any other.
         replays: has a run go on where it is though workers were lost; None where nobody does.
+        failures: of this submission so far, which a driver that Ray starts again is told.
     """
 
+    failures: int
     replanning: Replanning | None
     groups: Regrouper | None
     replays: Replayer | None
@@ -224,11 +226,14 @@ class Failures:
     A failure that the same state leads to again, such as an exception of the user's code or a loss that is not finite,
     is tried once more. A process or a link that is lost again and again before the run gets any further is tried
     a few times more, and so is memory that runs out, each time with a plan that needs less.
+
+    Args:
+        count: of those that drivers before this one have survived.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, count: int = 0) -> None:
         self._most = most
-        self.count = 0
+        self.count = count
         self._last: tuple[int, str] | None = None
         self._again = 0
 

@@ -51,8 +51,9 @@ class Recovery:
         planned, made: what the fleet is configured for.
         tensors: that the run began with.
         spares: that are started again when one was used; of a run that may change its number of workers, its growth.
-        charter: (plan, size asked for) -> what a later driver needs to know of a run that has this plan.
+        charter: (plan, size asked for, failures) -> what a later driver needs to know of a run that has this plan.
         asked: the size that somebody asked an earlier driver for.
+        failures: that an earlier driver of this submission has survived.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class Recovery:
         made: Assembled,
         tensors: StoredTensors,
         spares: Spares | Growth,
-        charter: Callable[[Planned, Asked | None], bytes],
+        charter: Callable[[Planned, Asked | None, int], bytes],
         asked: Asked | None = None,
+        failures: int = 0,
     ) -> None:
+        self.failures = failures
         self._spares, self._growth = spares, spares if isinstance(spares, Growth) else None
         self._charter, self._plans = charter, Plans(blueprint, planned, made, asked)
         self._fleet, self._blueprint, self._tensors = fleet, blueprint, tensors
@@ -336,7 +339,7 @@ class Recovery:
     def _keep_charter(self, made: Assembled) -> None:
         """Have every worker keep what a later driver needs."""
         names = [name for name in sorted(self._tensors.names) if name not in made.run.persistent]
-        charter = self._charter(self._plans.planned_of(made), self._plans.asked)
+        charter = self._charter(self._plans.planned_of(made), self._plans.asked, self.failures)
         self._fleet.keep_charter(charter, self._tensors, names)
 
     def _restore(

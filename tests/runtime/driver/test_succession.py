@@ -86,6 +86,18 @@ def test_a_driver_that_ray_starts_again_goes_on_also_where_a_stage_died_with_it(
     assert events(tmp_path / "both", "resume") == []
 
 
+def test_failures_are_counted_on_by_a_driver_that_ray_starts_again(before: Held, tmp_path: Path) -> None:
+    handle = surviving(tmp_path, "counted", "noisy", max_failures=1, checkpoint_interval_steps=5).start(10**6)
+    reached(handle, 10)
+    os.kill(stages_of(handle)[1], signal.SIGKILL)
+    wait_until(lambda: events(tmp_path / "counted", "recovery") != [], WAIT_S)
+    reached(handle, handle.status().step + 5)
+    goes_on_where_it_stood(handle, tmp_path / "counted")
+    os.kill(stages_of(handle)[0], signal.SIGKILL)
+    with pytest.raises(StageError, match="it is failure 2 of this run"):
+        handle.wait(timeout_s=WAIT_S)
+
+
 def killed(folder: Path, run: str, name: str, **pipeline: Any) -> tuple[RunHandle, list[int]]:
     """A detached run whose driver is killed and does not come again by itself."""
     handle = trainer(folder, run, name, SAMPLE_S, **pipeline).start(STEPS, detached=True)

@@ -32,6 +32,7 @@ class NoOtherPlan:
     """Of a run whose stages cannot be cut again."""
 
     replanning = groups = replays = None
+    failures = 0
 
     def lighten(self, ran_out: RanOut) -> None:
         raise PlanError("there is no plan that needs less")
@@ -53,6 +54,7 @@ class LosesAnother:
     """Of a run that can replay nobody, and loses another worker whenever all go back."""
 
     replanning = groups = None
+    failures = 0
 
     def __init__(self) -> None:
         self.replays, self.asked = self, list[str]()
@@ -73,6 +75,14 @@ def test_once_some_have_gone_back_nobody_is_taken_to_be_where_the_run_was() -> N
     with pytest.raises(Enough):
         Changing(Told(), At(), recovery).survive(StageLostError("Stage 1 died"), lambda news: None)  # type: ignore[arg-type]
     assert recovery.asked == ["complete", "recover", "recover"]
+
+
+def test_failures_that_a_driver_before_has_survived_count() -> None:
+    recovery, told = LosesAnother(), Told()
+    recovery.failures, told.max_failures = 1, 2
+    with pytest.raises(StageError, match=r"it is failure 3 of this run, and FailureConfig\(max_failures=2\) ends it"):
+        Changing(told, At(), recovery).survive(StageLostError("Stage 1 died"), lambda news: None)  # type: ignore[arg-type]
+    assert (recovery.failures, recovery.asked) == (2, ["complete", "recover"])
 
 
 @pytest.mark.parametrize("kind", [StageLostError, StageError])

@@ -39,6 +39,7 @@ class Moves:
     """A Recoverer that finds no stage on such a node; the step at which it was asked is noted."""
 
     replanning = groups = replays = None
+    failures = 0
 
     def __init__(self, fleet: LocalFleet) -> None:
         self._fleet = fleet

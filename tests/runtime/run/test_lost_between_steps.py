@@ -49,6 +49,7 @@ class Losing:
     """
 
     replanning = groups = None
+    failures = 0
 
     def __init__(self, made: Assembled, tensors: Any, place: Place, lost: str, *, back: bool) -> None:
         self._made, self._tensors, self._place = made, tensors, place

@@ -35,6 +35,7 @@ class Threads:
     """Replaced by others over the same states when a replica is lost or joins: fleet and Regrouper of a loop."""
 
     replanning = replays = None
+    failures = 0
 
     def __init__(self, plans: Plans, tensors: Any, requests: Requests) -> None:
         self._plans, self._tensors, self._requests = plans, tensors, requests

@@ -47,6 +47,7 @@ class Stays:
     """A Recoverer of threads, which stay where they are: what it was asked is noted, and ``during`` comes meanwhile."""
 
     replanning = groups = replays = None
+    failures = 0
 
     def __init__(self, fleet: LocalFleet, during: Callable[[], None]) -> None:
         self._fleet, self._during = fleet, during

@@ -52,6 +52,7 @@ class Waits:
     """A Recoverer that waits for workers until the run is stopped."""
 
     replanning = groups = replays = None
+    failures = 0
 
     def __init__(self, place: Place, requests: Requests) -> None:
         self._place, self._requests, self.lost = place, requests, False
