@@ -71,7 +71,10 @@ class StreamReader:
             DataError: the stream raises, or has no item.
         """
         with own_generators():
-            return [self._held.pop(at) if at in self._held else self._item(at) for at in range(start, start + count)]
+            found = []
+            for at in range(start, start + count):
+                found.append(self._held.pop(at) if at in self._held else self._item(at, marks=at == start))
+            return found
 
     def mark(self, position: int) -> Mark | None:
         """How to get there again; None where nobody has begun or stopped to read there lately."""
@@ -93,7 +96,12 @@ class StreamReader:
         """A place that an earlier process has marked; it counts once somebody reads from there on."""
         self._marks[mark.position] = mark
 
-    def _item(self, position: int) -> Any:
+    def _item(self, position: int, *, marks: bool) -> Any:
+        """The item there.
+
+        Args:
+            marks: somebody may want to go on from here: where a read begins, not in its middle.
+        """
         nearest = self.mark_before(position)
         if self._items is None or not nearest.position <= self._at.position <= position:
             self._begin(nearest)
@@ -101,7 +109,8 @@ class StreamReader:
             self._held[at] = self._next()
             if len(self._held) > MOST_HELD:
                 self._held.popitem(last=False)
-        self._keep_mark()
+        if marks:
+            self._keep_mark()
         return self._next()
 
     def _begin(self, mark: Mark) -> None:

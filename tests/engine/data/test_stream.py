@@ -141,6 +141,18 @@ def test_marks_are_the_newest_and_one_that_is_damaged_is_none(tmp_path: Path) ->
     assert read_mark(place) is None
 
 
+@pytest.mark.parametrize("size", [8, 64, 300])
+def test_who_reads_ahead_still_knows_how_to_get_to_where_the_run_stands(size: int) -> None:
+    """Workers read three mini-batches ahead of the one that they compute, of any size."""
+    found = reader(Resumable, saves=True)
+    for at in range(0, 8 * size, size):
+        found.read(at, size)
+    for at in range(4 * size, 9 * size, size):
+        mark = found.mark(at)
+        assert mark is not None
+        assert (mark.position, mark.state) == (at, {"at": at % LENGTH or LENGTH, "of": {"epoch": (at - 1) // LENGTH}})
+
+
 @pytest.mark.parametrize(("make", "saves"), [(Numbers, False), (Resumable, True), (ForgetsItsBuffer, False)])
 def test_a_state_that_does_not_lead_to_the_same_items_is_not_used(make: type[Numbers], saves: bool) -> None:
     assert StreamSource(make(), seed=3)._saves is saves
