@@ -27,9 +27,11 @@ __all__ = ["Failures", "Recovered", "Recoverer", "Regrouper", "Replayer", "Steps
 
 UNLIMITED = -1
 MOST_LOST = 5
-"""So often a lost process or link is replaced again without a step being done."""
+"""So often a lost process or link is replaced again without the run getting further."""
 MOST_LIGHTER = 5
-"""So often a worker that ran out of memory gets less to hold without a step being done."""
+"""So often a worker that ran out of memory gets less to hold without the run getting further."""
+MOST_HERE = 20
+"""So many failures of any kinds are survived without the run getting further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +236,8 @@ class Failures:
     def __init__(self, most: int, count: int = 0) -> None:
         self._most = most
         self.count = count
-        self._last: tuple[int, str] | None = None
-        self._again = 0
+        self._last, self._furthest = (-1, ""), -1
+        self._again = self._here = 0
 
     def survivable(self, error: RaypipeError) -> bool:
         """Whether a failure of this kind is to be survived at all."""
@@ -251,12 +253,19 @@ class Failures:
         if self._most != UNLIMITED and self.count > self._most:
             return f"it is failure {self.count} of this run, and FailureConfig(max_failures={self._most}) ends it"
         # Numbers differ from one try to the next: processes, times, addresses.
-        kind = re.sub(r"\d+", "#", (str(error).splitlines() or [""])[0])
-        self._again = self._again + 1 if self._last == (step, kind) else 0
-        self._last = step, kind
-        tries = MOST_LOST if isinstance(error, StageLostError | LinkError) else 0
+        kind = re.sub(r"0x[0-9a-fA-F]+|\d+", "#", (str(error).splitlines() or [""])[0])
+        lost = isinstance(error, StageLostError | LinkError)
+        at, before = self._last
+        # What is computed fails where it failed, of which a driver may hear a step earlier once all went back. A
+        # process may be lost anywhere on the way there.
+        stuck = step == at if lost else step <= self._furthest
+        self._here = self._here + 1 if stuck else 0
+        self._again = self._again + 1 if stuck and kind == before else 0
+        self._last, self._furthest = (step, kind), max(step, self._furthest)
+        tries = MOST_LOST if lost else 0
         tries = MOST_LIGHTER if error.ran_out is not None else tries
         if self._again <= tries:
-            return ""
+            more = f"{self._here + 1} failures came after {step} steps, and the run got no further between them"
+            return "" if self._here < MOST_HERE else more
         times = "again" if self._again == 1 else f"{self._again + 1} times in a row"
         return f"the same failure came {times} after {step} steps, so trying once more would not help"

@@ -38,6 +38,28 @@ def test_the_users_own_mistake_is_tried_once_more() -> None:
     assert failures.counted(StageError("another mistake"), 4) == ""
 
 
+def test_a_mistake_whose_words_differ_is_the_same_one_and_ends_the_run() -> None:
+    """Objects in an exception are told with their addresses; other words come to an end too."""
+    failures = Failures(-1)
+    assert failures.counted(StageError("Stage 1 failed in 1F3: <Net object at 0x7fa3b0>"), 3) == ""
+    assert "came again" in failures.counted(StageError("Stage 1 failed in 1F3: <Net object at 0xdeadbe>"), 3)
+    failures = Failures(-1)
+    names = [chr(ord("a") + number) for number in range(25)]
+    said = [failures.counted(StageError(f"Stage 1 failed in 1F3: file {name}{name}"), 3) for name in names]
+    assert said.index("21 failures came after 3 steps, and the run got no further between them") == 20
+    assert failures.counted(StageError("Stage 1 failed in 1F3: file a"), 4) == ""
+
+
+def test_a_mistake_that_is_heard_of_a_step_earlier_is_the_same_one() -> None:
+    """The driver may not have heard of the last step when all went back."""
+    failures = Failures(-1)
+    assert failures.counted(StageError("Stage 1 failed in 1F3: no"), 8) == ""
+    assert "came again" in failures.counted(StageError("Stage 1 failed in 1F3: no"), 7)
+    # On the way back to where it was, a run may lose as many processes as it likes.
+    lost = [failures.counted(StageLostError("Stage 1 died"), step) for step in (100, *range(50, 90, 2))]
+    assert not any(lost)
+
+
 def test_a_process_that_is_lost_again_and_again_ends_the_run_at_last() -> None:
     failures = Failures(-1)
     found = [failures.counted(StageLostError("Stage 1 died"), 7) for _ in range(MOST_LOST + 2)]
