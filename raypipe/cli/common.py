@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +19,7 @@ from raypipe.errors import ConfigError
 
 __all__ = [
     "ConfigFile", "Overrides", "Run", "check_output", "is_run_folder", "known_folder", "open_runfile", "trainer_of",
-    "write",
+    "unheard", "write",
 ]  # fmt: skip
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="a run's settings")]
@@ -86,3 +89,22 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}. Give another file.") from error
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Inside, nothing is written to standard error, by libraries in C++ neither: what they complain of ends in an error
+    that says it in a line."""
+    sys.stderr.flush()
+    own = os.dup(_STDERR)
+    try:
+        with tempfile.TemporaryFile() as sink:
+            os.dup2(sink.fileno(), _STDERR)
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(own, _STDERR)
+        os.close(own)
+
+
+_STDERR = 2

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raypipe.cli.common import Run, is_run_folder, known_folder
+from raypipe.cli.common import Run, is_run_folder, known_folder, unheard
 from raypipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ def _attached(run: str) -> Any:
     from raypipe.api.listing import DEFAULT_STORAGE
 
     try:
-        return attach(Path(run).absolute().name if is_run_folder(Path(run)) else run)
+        with unheard():
+            return attach(Path(run).absolute().name if is_run_folder(Path(run)) else run)
     except ConfigError as error:
         if known_folder(run) is not None:
             raise

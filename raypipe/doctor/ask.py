@@ -20,6 +20,7 @@ from typing import Any
 from raypipe.config.ray import resources_of
 from raypipe.doctor.checks import Facts, Node, Wishes
 from raypipe.runfile.read import RunFile
+from raypipe.runtime.driver.knock import auth_mode, token_place
 
 __all__ = ["collect", "wishes_of"]
 
@@ -58,7 +59,7 @@ def collect(address: str, wishes: Wishes, devices: str = "/dev", timeout_s: floa
     low, high = wishes.ports or (0, 0)
     storage = "" if "://" in wishes.storage else wishes.storage
     request = {"address": address, "devices": devices, "storage": storage, "low": low, "high": high}
-    mode, token = _auth_mode(address), _token()
+    mode, token = auth_mode(address), token_place()
     if address and mode == "token" and not token:
         # Ray ends a process that asks without a token when it was told that there is one.
         answer: dict[str, Any] = {"nodes": [], "error": "there is no token", "kind": "authentication"}
@@ -101,19 +102,3 @@ def _ask(request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         reasons = [line for line in lines if "Check failed" in line] or lines[-1:] or ["it said nothing"]
         return {"nodes": [], "error": reasons[0], "kind": "silence"}
     return answer
-
-
-def _token() -> str:
-    """Where Ray would find a token, in the order in which it looks."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
-        return "RAY_AUTH_TOKEN"
-    if path := os.environ.get("RAY_AUTH_TOKEN_PATH"):
-        return path if Path(path).expanduser().is_file() else ""
-    usual = Path("~/.ray/auth_token")
-    return str(usual) if usual.expanduser().is_file() else ""
-
-
-def _auth_mode(address: str) -> str:
-    """Ray's own rule: what RAY_AUTH_MODE says; where it says nothing and Ray finds the cluster, a token is used."""
-    mode = os.environ.get("RAY_AUTH_MODE", "token" if address == "auto" and _token() else "disabled")
-    return mode.lower()

@@ -30,13 +30,17 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for namesp
 
 
 def doctor(*arguments: str, before: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    return cli("doctor", *arguments, before=before, **environment)
+
+
+def cli(*arguments: str, before: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     """The command's whole life in the least environment that it can have.
 
     Its working directory is not the repository's, because Ray lets all workers import from there.
     """
     given = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ} | environment
     return subprocess.run(
-        [*before, sys.executable, "-m", "raypipe.cli", "doctor", *arguments],
+        [*before, sys.executable, "-m", "raypipe.cli", *arguments],
         capture_output=True, text=True, timeout=200, env=given, check=False, cwd="/tmp",
     )  # fmt: skip
 
@@ -100,6 +104,26 @@ def test_missing_and_wrong_token(broken: tuple[Home, tuple[str, ...]], environme
     assert found["token"].startswith(f"problem {home.address} lets nobody in without its token")
     assert ("is not the cluster's" if "RAY_AUTH_TOKEN" in environment else "gives no token") in found["token"]
     assert "cure: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH" in found["token"]
+
+
+@needs_root
+@pytest.mark.net
+@pytest.mark.parametrize("environment", [{}, {"RAY_AUTH_MODE": "token"}, TOKEN | {"RAY_AUTH_TOKEN": "f" * 32}])
+def test_status_beside_somebody_elses_cluster_says_so_in_a_line(
+    broken: tuple[Home, tuple[str, ...]], environment: dict[str, str]
+) -> None:
+    """None of what Ray writes into its log, nor its end where it was told of a token that is not there."""
+    home, inside = broken
+    run = cli("status", "nowhere", before=inside, HOME="/nowhere", RAY_ADDRESS=home.address, **environment)
+    assert run.returncode == 1
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(
+        "raypipe: There is no run's folder nowhere, neither here nor in ~/ray_results. No Ray cluster"
+    )
+    lacks = "there is no token on this machine" if environment == {"RAY_AUTH_MODE": "token"} else "takes none from here"
+    assert f"at {home.address}: " in line
+    assert lacks in line
+    assert line.endswith("raypipe doctor looks closer.")
 
 
 def test_a_cluster_without_a_token_and_a_hidden_gpu(tmp_path: Path) -> None:

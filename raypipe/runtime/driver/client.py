@@ -28,7 +28,7 @@ from raypipe.engine.cuda_device import why_not
 from raypipe.errors import ConfigError, PlanError, StageError
 from raypipe.ir.timeline import Timeline
 from raypipe.runtime.driver.driver import DriverActor, driver_name
-from raypipe.runtime.driver.knock import knock
+from raypipe.runtime.driver.knock import found_at, knock
 from raypipe.runtime.driver.reading import refuse_without_cpus
 from raypipe.runtime.run.blueprint import Blueprint
 from raypipe.runtime.run.journal import News
@@ -107,7 +107,13 @@ def _join(address: str) -> None:
     try:
         knock(address)
         ray.init(address=address, **_QUIET)
-    except (AuthenticationError, ConnectionError) as error:
+    except AuthenticationError:
+        with contextlib.suppress(ConnectionError):
+            address = found_at(address)
+        why = "it lets nobody in without its token, and takes none from here"
+        cure = "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a copy of its token, or RAY_ADDRESS to a cluster of"
+        raise ConfigError(f"No Ray cluster at {address}: {why}. {cure} yours; raypipe doctor looks closer.") from None
+    except (ConnectionError, RuntimeError, ValueError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
             f"No Ray cluster at {address}: {why}. Set RAY_ADDRESS to one that runs; raypipe doctor looks closer."

@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.errors import ConfigError
 from raypipe.runtime.driver.client import connected, find_run
-from raypipe.runtime.driver.knock import knock
+from raypipe.runtime.driver.knock import found_at, knock
 
 pytestmark = pytest.mark.ray
 
@@ -33,5 +33,19 @@ def test_nothing_listens_there(nobody: str) -> None:
 
 
 def test_what_is_no_host_and_port_is_left_to_ray() -> None:
-    knock("auto")
     knock("ray://127.0.0.1:1")
+
+
+def test_where_ray_finds_a_cluster_by_itself_is_asked_too(nobody: str) -> None:
+    assert found_at("auto") == nobody
+    with pytest.raises(ConnectionError, match="nothing listens there"):
+        knock("auto")
+
+
+def test_a_token_that_ray_was_told_of_and_nobody_has(nobody: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would end the process, with pages of its log."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere/token")
+    with pytest.raises(ConfigError, match=f"No Ray cluster at {nobody}: RAY_AUTH_MODE=token, and there is no token"):
+        find_run("anybody")
